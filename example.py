@@ -1,0 +1,37 @@
+"""The first thing to run: `python example.py` loads the embedded demo model and lets it speak.
+
+`python example.py --model Qwen/Qwen3-0.6B` does the same with a model of your choice (an id on the
+Hugging Face hub, or a folder); `--help` lists the options.
+"""
+
+import argparse
+
+from nanoserve import LLM, SamplingParams
+
+STORIES = ["Once upon a time", "One day a clever fox named Ben"]
+QUESTIONS = [
+    "What is 17 + 25?",
+    "What is the capital of France?",
+    "What colour is the sky?",
+    "Write JSON for Mia, age 7, with a cat.",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Complete two stories, answer a few questions.")
+    parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
+    parser.add_argument("--max-tokens", type=int, default=100, help="per answer")
+    args = parser.parse_args()
+
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    with LLM(args.model) as llm:
+        for output in llm.generate(STORIES, params):
+            print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
+        conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        for question, output in zip(QUESTIONS, llm.chat(conversations, params), strict=True):
+            print(f"\nQ: {question}\nA: \033[1m{output.outputs[0].text}\033[0m")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""How does a query read scattered keys?
+
+Each layer keeps the keys and values of all sequences in one paged tensor pair; a block table says
+which blocks are a sequence's. `store_kv` writes the step's new keys and values to their slots,
+`paged_attention` lets every query attend to its own sequence, wherever its blocks are. With
+block_size 4, a sequence of 6 tokens and block_table [7, 3]:
+
+    position  0 1 2 3 | 4 5        slot = block_table[position // 4] * 4 + position % 4
+    slot     28 29 30 31 | 12 13   e.g. position 5: block_table[1] * 4 + 1 = 3 * 4 + 1 = 13
+
+A step is *ragged*: sequences bring different numbers of queries (1 for a decode, hundreds for a
+chunk of a prompt), laid end to end; query_start_loc says where each begins. The queries of a
+sequence are always its last tokens: query j of q in a sequence of seq_len keys stands at position
+seq_len - q + j, and sees the keys up to there. That one sentence covers prefill, chunked prefill,
+cached prefixes and decode.
+
+The functions named `..._torch` are the specification, and what a CPU runs. Nothing is passed by a
+global forward context (vLLM and nano-vllm have one): what attention reads stands in its signature.
+
+vLLM: vllm/attention/ (V0: backends/, ops/paged_attn.py, selector.py); vllm/v1/attention/backends/,
+vllm/attention/ops/triton_unified_attention.py (V1). Paper: PagedAttention, arXiv 2309.06180.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
+
+QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
+MAX_PADDING = 1.25  # sequences share a padded batch if it is at most this much larger than they are
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What one layer keeps per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None  # a query sees the last so many keys, itself included
+
+    def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block, keys and values."""
+        return block_size * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim]."""
+        shape = (num_blocks, block_size, self.num_kv_heads)
+        return (
+            zeros_on_demand((*shape, self.key_dim), dtype, device),
+            zeros_on_demand((*shape, self.value_dim), dtype, device),
+        )
+
+
+def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros; on a CPU, memory that takes up room only once it is written (torch.zeros writes
+    its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the tokens of one step belong; the same for all layers."""
+
+    slot_mapping: Tensor  # [num_tokens] int64: where to store each token's key and value
+    block_table: Tensor  # [num_seqs, max_blocks] int32
+    query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
+    seq_lens: Tensor  # [num_seqs] int32: keys after this step
+
+
+def store_kv_torch(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write key and value [num_tokens, num_kv_heads, dim] to their slots; skip negative slots."""
+    if (slot_mapping < 0).any():
+        kept = slot_mapping >= 0
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def paged_attention_torch(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of ragged queries over paged keys and values.
+
+    query            [num_tokens, num_heads, key_dim]
+    key_cache        [num_blocks, block_size, num_kv_heads, key_dim]
+    value_cache      [num_blocks, block_size, num_kv_heads, value_dim]
+    block_table      [num_seqs, max_blocks] int32
+    query_start_loc  [num_seqs + 1] int32
+    seq_lens         [num_seqs] int32: keys after this step
+    returns          [num_tokens, num_heads, value_dim]
+
+    Sequences with the same number of queries and about the same length are padded to one batch:
+    all decodes of a step become a few calls instead of one for each.
+    """
+    num_heads, block_size = query.shape[1], key_cache.shape[1]
+    output = query.new_empty(query.shape[0], num_heads, value_cache.shape[-1])
+    starts = query_start_loc.tolist()
+    lengths = seq_lens.tolist()
+    for query_len, rows in _batches_of_similar_length(starts, lengths):
+        length = max(lengths[row] for row in rows)
+        blocks = block_table[rows, : -(-length // block_size)]
+        keys = _gather(key_cache, blocks, length, [lengths[row] for row in rows])
+        values = _gather(value_cache, blocks, length, [lengths[row] for row in rows])
+        offsets = torch.tensor([lengths[row] - query_len for row in rows], device=query.device)
+        tokens = torch.tensor([starts[row] for row in rows], device=query.device)[:, None]
+        for first in range(0, query_len, QUERY_TILE):
+            tile = torch.arange(first, min(first + QUERY_TILE, query_len), device=query.device)
+            visible = min(length, length - query_len + int(tile[-1]) + 1)
+            index = tokens + tile  # [batch, tile]: rows of `query`
+            output[index] = _attend(
+                query[index],
+                keys[:, :visible],
+                values[:, :visible],
+                offsets[:, None] + tile,
+                scale,
+                sliding_window,
+                logits_soft_cap,
+            )
+    return output
+
+
+def _batches_of_similar_length(
+    starts: list[int], lengths: list[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Group rows by number of queries, then split each group so that padding stays small.
+
+    Yields (query_len, rows). With lengths [10, 90, 100] and one query each: [0], then [1, 2].
+    """
+    by_query_len: dict[int, list[int]] = defaultdict(list)
+    for row in range(len(lengths)):
+        if starts[row + 1] > starts[row]:
+            by_query_len[starts[row + 1] - starts[row]].append(row)
+    for query_len, rows in by_query_len.items():
+        batch: list[int] = []
+        total = 0
+        for row in sorted(rows, key=lengths.__getitem__):
+            padded = lengths[row] * (len(batch) + 1)
+            if batch and padded > MAX_PADDING * (total + lengths[row]):
+                yield query_len, batch
+                batch, total = [], 0
+            batch.append(row)
+            total += lengths[row]
+        yield query_len, batch
+
+
+def _gather(cache: Tensor, blocks: Tensor, length: int, lengths: list[int]) -> Tensor:
+    """Copy the blocks of each row together: [batch, length, num_kv_heads, dim], padded with 0.
+
+    The padding is cleared because a block's unused slots hold another request's old numbers: a
+    NaN among them would pass through a mask (0 * NaN = NaN). index_select on a flat view is many
+    times faster than cache[blocks].
+    """
+    flat = cache.flatten(1).index_select(0, blocks.flatten())
+    gathered = flat.view(blocks.shape[0], -1, *cache.shape[2:])[:, :length]
+    for row, row_length in enumerate(lengths):
+        if row_length < length:
+            gathered[row, row_length:] = 0
+    return gathered
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+) -> Tensor:
+    """Dense attention of a padded batch: query [batch, q, num_heads, dim] at `positions` [batch, q]
+    over keys and values [batch, k, num_kv_heads, dim] at positions 0 .. k - 1.
+
+    The query heads that share a key head (GQA) become further query rows of that head, so that
+    keys and values are never repeated in memory.
+    """
+    num_queries, num_heads = query.shape[1:3]
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    query = query.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [batch, kv heads, k, dim]
+
+    distance = positions[:, :, None] - torch.arange(keys.shape[2], device=query.device)
+    mask = distance >= 0  # [batch, q, k]
+    if sliding_window is not None:
+        mask &= distance < sliding_window
+    mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+
+    if logits_soft_cap is None:
+        output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
+    else:
+        scores = query @ keys.transpose(2, 3) * scale
+        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        output = scores.float().softmax(-1).to(values.dtype) @ values
+    output = output.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)
+    return output.flatten(2, 3)  # [batch, q, num_heads, value_dim]
+
+
+class AttentionBackend(NamedTuple):
+    """A pair of functions with the signatures above: one implementation of attention."""
+
+    name: str
+    store_kv: Callable[..., None]
+    paged_attention: Callable[..., Tensor]
+
+
+TORCH_BACKEND = AttentionBackend("torch", store_kv_torch, paged_attention_torch)
+
+
+def choose_backend(wanted: str | AttentionBackend) -> AttentionBackend:
+    """The one place that chooses: "auto" and "torch" are the functions of this file (the Triton
+    kernel will join them here); an AttentionBackend of your own is taken as it is."""
+    if isinstance(wanted, AttentionBackend):
+        return wanted
+    if wanted not in ("auto", "torch"):
+        raise ValueError(
+            f"attention_backend is {wanted!r}; allowed: auto, torch, or an AttentionBackend."
+        )
+    return TORCH_BACKEND

@@ -1,0 +1,5 @@
+"""The embedded demo model: `LLM()` without a model name loads this folder (README.md is its card)."""
+
+from pathlib import Path
+
+MODEL_DIR = Path(__file__).parent

@@ -1,0 +1,42 @@
+"""On one process or on several ranks?
+
+The engine hands each step to an executor and gets the sampled tokens back; it does not know how
+many processes worked on it. There is one executor yet, for one process. What several ranks need
+(starting them, sending each SchedulerOutput, noticing a rank's death) will be a second class with
+the same three methods.
+
+vLLM: vllm/executor/ (V0); vllm/v1/executor/uniproc_executor.py, multiproc_executor.py (V1).
+"""
+
+from __future__ import annotations
+
+from nanoserve.attention import AttentionBackend
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.model_runner import ModelRunner
+from nanoserve.sequence import ModelOutput, SchedulerOutput
+
+
+class UniprocExecutor:
+    """Runs the model in this process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        attention_backend: str | AttentionBackend = "auto",
+    ) -> None:
+        self.runner = ModelRunner(config, model_config, attention_backend)
+        self.num_kv_blocks = self.runner.num_kv_blocks
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        """Run one step and return its tokens."""
+        return self.runner.execute_model(scheduler_output)
+
+    def describe(self) -> str:
+        """What really runs, for the engine's first log line."""
+        runner = self.runner
+        return f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self.runner

@@ -1,0 +1,290 @@
+"""What is a transformer made of, and where is it cut for tensor parallelism?
+
+Each layer holds its rank's part of its weights and says, through `shards`, which part of which
+checkpoint tensor fills them. Matrices that read the same input are stacked into one (q, k and v;
+gate and up): one large product beats three small ones. Two ranks, 4 query heads, 2 key heads:
+
+    checkpoint            rank 0's qkv_proj          rank 1's qkv_proj
+    q_proj [q0 q1 q2 q3]  [q0 q1 | k0 | v0]          [q2 q3 | k1 | v1]
+    k_proj [k0 k1]        column parallel: each rank has some output rows, and whole heads;
+    v_proj [v0 v1]        o_proj is row parallel: each rank takes its heads' inputs, and the ranks'
+                          partial results are summed.
+
+Linear layers take the step's metadata beside their input. They ignore it; what replaces them
+(LoRA picks an adapter per token, quantization may pick a kernel by batch) will not.
+
+vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, rotary_embedding/, activation.py,
+vocab_parallel_embedding.py (V0 and V1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoserve.attention import TORCH_BACKEND, AttentionBackend, AttentionMetadata
+from nanoserve.parallel import ParallelState
+
+
+@dataclass(frozen=True)
+class Build:
+    """How to build layers: passed to every constructor, so that nothing is process-wide."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    parallel: ParallelState = field(default_factory=ParallelState)
+    attention: AttentionBackend = TORCH_BACKEND
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """An unfilled parameter."""
+        tensor = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(tensor, requires_grad=False)
+
+
+class Shard(NamedTuple):
+    """A place to be filled from a checkpoint tensor: its slice [start, start + size) along dim."""
+
+    target: Tensor  # a view of the parameter
+    full_shape: tuple[int, ...]  # of the tensor in the checkpoint
+    dim: int = 0
+    start: int = 0
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to take of the checkpoint tensor."""
+        whole = [slice(None)] * len(self.full_shape)
+        whole[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
+        return tuple(whole)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
+
+    Out of place: the residual stream is also an input, and must survive. arXiv 1910.07467.
+    """
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.weight = build.empty(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with the rows of W (the outputs) divided among ranks.
+
+    Several checkpoint matrices can be stacked: outputs={"q_proj": 64, "k_proj": 32, "v_proj": 32}
+    reads three and gives [num_tokens, 128 / world_size], to be split by `sizes`.
+    """
+
+    def __init__(
+        self, input_size: int, outputs: Mapping[str, int], *, bias: bool, build: Build
+    ) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.outputs = dict(outputs)
+        self.parts = [build.parallel.share_of(size, name) for name, size in outputs.items()]
+        self.sizes = [size for _, size in self.parts]
+        self.weight = build.empty(sum(self.sizes), input_size)
+        self.bias = build.empty(sum(self.sizes)) if bias else None
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+        """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        """Names each matrix beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
+        parent, _, _ = name.rpartition(".")
+        row = 0
+        for (output, full), (start, size) in zip(self.outputs.items(), self.parts, strict=True):
+            rows = slice(row, row + size)
+            row += size
+            shape = (full, self.input_size)
+            yield f"{parent}.{output}.weight", Shard(self.weight[rows], shape, 0, start)
+            if self.bias is not None:
+                yield f"{parent}.{output}.bias", Shard(self.bias[rows], (full,), 0, start)
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with the columns of W (the inputs) divided among ranks, and y summed."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, build: Build) -> None:
+        super().__init__()
+        self.input_size = input_size
+        self.parallel = build.parallel
+        self.start, size = build.parallel.share_of(input_size, "input of a row-parallel layer")
+        self.weight = build.empty(output_size, size)
+        self.bias = build.empty(output_size) if bias else None
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+        """[num_tokens, input_size / world_size] -> [num_tokens, output_size]; b is added once."""
+        bias = self.bias if self.parallel.rank == 0 else None
+        return self.parallel.all_reduce(F.linear(x, self.weight, bias))
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        shape = (self.weight.shape[0], self.input_size)
+        yield f"{name}.weight", Shard(self.weight, shape, 1, self.start)
+        if self.bias is not None:
+            yield f"{name}.bias", Shard(self.bias, tuple(self.bias.shape))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token id -> vector, and vector -> logits, with the vocabulary divided among ranks.
+
+    One class for both ends: models that tie them use one object twice.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.parallel = build.parallel
+        self.start, size = build.parallel.share_of(vocab_size, "vocabulary")
+        self.weight = build.empty(size, hidden_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden_size]; other ranks' ids count as zero vectors."""
+        if self.parallel.world_size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.start
+        is_foreign = (local < 0) | (local >= self.weight.shape[0])
+        vectors = F.embedding(local.masked_fill(is_foreign, 0), self.weight)
+        return self.parallel.all_reduce(vectors.masked_fill(is_foreign[:, None], 0))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
+        return self.parallel.all_gather(F.linear(hidden, self.weight))
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        shape = (self.vocab_size, self.weight.shape[1])
+        yield f"{name}.weight", Shard(self.weight, shape, 0, self.start)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary position embedding (RoFormer, arXiv 2104.09864) from a table of all positions.
+
+    Dimension i of a head is paired with i + head_dim / 2, and the pair is turned by the angle
+    position * frequency[i]. `rope_parameters` is config.read_rope_parameters' dict.
+    """
+
+    def __init__(
+        self, head_dim: int, rope_parameters: Mapping[str, Any], max_model_len: int, build: Build
+    ) -> None:
+        super().__init__()
+        self.rotary_dim = int(head_dim * rope_parameters["partial_rotary_factor"])
+        frequencies, scaling = rope_frequencies(self.rotary_dim, rope_parameters, max_model_len)
+        angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
+        self.cos = (angles.cos() * scaling).to(device=build.device, dtype=build.dtype)
+        self.sin = (angles.sin() * scaling).to(device=build.device, dtype=build.dtype)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[num_tokens] -> cos and sin, [num_tokens, 1, rotary_dim / 2] each."""
+        return self.cos[positions][:, None], self.sin[positions][:, None]
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first 2 * cos.shape[-1] dimensions of x [num_tokens, num_heads, head_dim]."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
+    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
+
+    Two types depend on the length of the text, "dynamic" and "longrope". transformers takes the
+    longest row of the batch at hand, so that a request's output depends on its neighbours; like
+    vLLM we fix them by max_model_len. Raises ValueError for a type not listed here.
+    """
+    base = float(rope["rope_theta"])
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    plain = base**-exponents
+    rope_type, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
+    if rope_type == "default":
+        return plain, 1.0
+    if rope_type == "linear":  # positions divided by the factor
+        return plain / factor, 1.0
+    if rope_type == "dynamic":  # NTK: a larger base instead
+        original = rope["max_position_embeddings"]
+        stretch = factor * max(max_model_len, original) / original - (factor - 1)
+        return (base * stretch ** (dim / (dim - 2))) ** -exponents, 1.0
+    if rope_type == "llama3":
+        return _llama3_frequencies(plain, rope), 1.0
+    if rope_type == "yarn":
+        return _yarn_frequencies(plain, rope)
+    if rope_type == "longrope":
+        return _longrope_frequencies(plain, rope, max_model_len)
+    raise ValueError(
+        f"rope type {rope_type!r} is not supported; supported: default, linear, dynamic, llama3, "
+        "yarn, longrope."
+    )
+
+
+def _llama3_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, blend in between (Llama 3.1)."""
+    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / rope["factor"]
+
+
+def _yarn_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """As llama3, but blended linearly over dimensions instead of turns (arXiv 2309.00071)."""
+    dim, base = 2 * len(plain), float(rope["rope_theta"])
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / original
+
+    def dimension_of(turns: float) -> float:
+        """The dimension that makes this many turns in the original length."""
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension_of(rope.get("beta_fast") or 32)
+    high = dimension_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    scaling = rope.get("attention_factor")
+    if scaling is None:
+        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
+        scaling = _yarn_scale(factor, 1.0)
+        if mscale and mscale_all:
+            scaling = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
+    return keep * plain + (1 - keep) * plain / factor, scaling
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope_frequencies(
+    plain: Tensor, rope: Mapping[str, Any], max_model_len: int
+) -> tuple[Tensor, float]:
+    """A divisor per dimension, one list for short models and one for long (arXiv 2402.13753)."""
+    original = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / original
+    divisors = rope["long_factor" if max_model_len > original else "short_factor"]
+    scaling = rope.get("attention_factor")
+    if scaling is None:
+        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return plain / torch.tensor(divisors, dtype=torch.float32), scaling

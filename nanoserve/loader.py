@@ -1,0 +1,132 @@
+"""How do checkpoint names become these weights?
+
+The model says what it wants: for each checkpoint tensor a Shard, a view of a parameter and which
+slice fills it. The loader goes through the safetensors files, copies each slice to its place and
+compares the books: a missing, surplus or misshapen tensor is an error that names it, because a
+model with one unfilled matrix still talks, only nonsense.
+
+    model.layers.0.self_attn.k_proj.weight  ->  rows 64..95 of layers[0].self_attn.qkv_proj.weight
+
+Only safetensors files are read: other formats can run code when loaded. Only the slice that this
+rank needs is read from disk.
+
+vLLM: vllm/model_executor/model_loader/ (V0 and V1): loader.py, weight_utils.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.layers import Build, Shard
+from nanoserve.models import CausalLM, build_model
+
+INDEX_FILE = "model.safetensors.index.json"
+# Written by some exporters though they are computed, not learnt.
+COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+
+
+def load_model(
+    config: EngineConfig, model_config: ModelConfig, build: Build, use_tqdm: bool = True
+) -> CausalLM:
+    """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
+
+    Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
+    not match the model.
+    """
+    assert config.max_model_len, "EngineConfig not resolved"
+    model = build_model(model_config, config.max_model_len, build)
+    if config.load_format == "dummy":
+        fill_randomly(model, config.seed)
+    else:
+        fill_from_checkpoint(model, model_config.path, use_tqdm)
+    return model.eval()
+
+
+def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -> None:
+    """Copy every weight from `folder`. Raises ValueError, naming the tensors, if any do not fit."""
+    missing = dict(model.shards())
+    surplus: list[str] = []
+    files = find_files(folder)
+    with tqdm(
+        total=len(missing), desc="Loading weights", unit="tensor", disable=not use_tqdm
+    ) as bar:
+        for file in files:
+            for name, source in _open(file):
+                if name in missing:
+                    _copy(source, missing.pop(name), name, file)
+                    bar.update()
+                elif not _may_be_left(model, name):
+                    surplus.append(name)
+    if missing or surplus:
+        problems = [f"missing: {_listing(list(missing))}"] * bool(missing)
+        problems += [f"surplus: {_listing(surplus)}"] * bool(surplus)
+        raise ValueError(
+            f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
+            "Is the download complete, and do the two belong together?"
+        )
+
+
+def fill_randomly(model: CausalLM, seed: int) -> None:
+    """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shard in model.shards():
+        noise = torch.randn(shard.target.shape, generator=generator) * 0.02
+        shard.target.copy_(noise + 1 if "norm" in name else noise)
+
+
+def find_files(folder: Path) -> list[Path]:
+    """The checkpoint's safetensors files: those its index names, or all in the folder.
+
+    Raises ValueError if there are none, or if the index names one that is not there.
+    """
+    index = folder / INDEX_FILE
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in names if not (folder / name).exists()]
+        if absent:
+            raise ValueError(f"{folder} lacks {_listing(absent)}, which {INDEX_FILE} names.")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{folder} has no .safetensors file. Weights are read from safetensors only; convert "
+            "others with transformers' save_pretrained, or use load_format='dummy'."
+        )
+    return files
+
+
+def _open(file: Path) -> Iterator[tuple[str, object]]:
+    """(name, slice reader) of each tensor in a file, nothing read yet."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield name, tensors.get_slice(name)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}). Download it again.") from error
+
+
+def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
+    """Fill one shard, converting to its dtype and device."""
+    shape = tuple(source.get_shape())  # type: ignore[attr-defined]
+    if shape != shard.full_shape:
+        raise ValueError(f"{name} in {file.name} has shape {shape}, expected {shard.full_shape}.")
+    with torch.inference_mode():
+        shard.target.copy_(source[shard.slices])  # type: ignore[index]
+
+
+def _may_be_left(model: CausalLM, name: str) -> bool:
+    """True for tensors a model rightly does not want: computed ones, and a tied head."""
+    return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
+
+
+def _listing(names: list[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

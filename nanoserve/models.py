@@ -1,0 +1,279 @@
+"""Which architectures, and how are they registered?
+
+One decoder serves the Llama family: Llama, Mistral, Qwen2 and Qwen3 differ in a handful of choices
+(which projections have a bias, whether queries and keys are normalised, which layers look back only
+so far), which a `Family` reads from config.json. The module tree has the checkpoint's own names, so
+loading needs no table of renamings.
+
+    token ids -> embed_tokens -> [ norm -> attention -> + -> norm -> MLP -> + ] x layers -> norm
+                                                                                              |
+                                              logits of the rows asked for <- lm_head <-------+
+
+The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, metadata), and
+model.compute_logits(hidden[rows]), because drafts, forks and prompt logprobs want other rows than
+each sequence's last.
+
+vLLM: vllm/model_executor/models/: llama.py, qwen2.py, qwen3.py, registry.py (V0 and V1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nanoserve.attention import AttentionMetadata, KVCache, KVCacheSpec
+from nanoserve.config import ModelConfig
+from nanoserve.layers import (
+    Build,
+    ColumnParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    Shard,
+    VocabParallelEmbedding,
+    apply_rope,
+    silu_and_mul,
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """In what the members of the Llama family differ."""
+
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm on each head of queries and keys, before rope
+    windows: tuple[int | None, ...] = ()  # per layer: sliding window, or None for full attention
+
+
+def llama(config: ModelConfig) -> Family:
+    bias = config.hf.get("attention_bias", False)
+    return Family(
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=config.hf.get("mlp_bias", False),
+        windows=(None,) * config.num_layers,
+    )
+
+
+def mistral(config: ModelConfig) -> Family:
+    return Family(windows=(config.hf.get("sliding_window"),) * config.num_layers)
+
+
+def qwen2(config: ModelConfig) -> Family:
+    return Family(qkv_bias=True, windows=_qwen_windows(config))
+
+
+def qwen3(config: ModelConfig) -> Family:
+    bias = config.hf.get("attention_bias", False)
+    return Family(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
+
+
+def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """Full attention in the first max_window_layers layers, a window in the rest; older configs
+    lack the list layer_types that says so."""
+    hf = config.hf
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    kinds = hf.get("layer_types") or [
+        "full_attention" if layer < hf.get("max_window_layers", 28) else "sliding_attention"
+        for layer in range(config.num_layers)
+    ]
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the paged KV cache."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, window: int | None, build: Build
+    ) -> None:
+        super().__init__()
+        head_dim, hidden = config.head_dim, config.hidden_size
+        _, self.num_heads = build.parallel.share_of(config.num_heads, "attention heads")
+        _, num_kv_heads = build.parallel.share_of(config.num_kv_heads, "key and value heads")
+        self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, window)
+        self.backend = build.attention
+        self.scale = head_dim**-0.5
+        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        self.qkv_proj = ColumnParallelLinear(
+            hidden,
+            {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+            bias=family.qkv_bias,
+            build=build,
+        )
+        self.o_proj = RowParallelLinear(q_size, hidden, bias=family.o_bias, build=build)
+        if family.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, build)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, build)
+        self.qk_norm = family.qk_norm
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]; writes this step's K and V first."""
+        spec = self.kv_cache_spec
+        q, k, v = self.qkv_proj(x, metadata).split(self.qkv_proj.sizes, dim=-1)
+        q = q.unflatten(-1, (self.num_heads, spec.key_dim))  # [num_tokens, num_heads, head_dim]
+        k = k.unflatten(-1, (spec.num_kv_heads, spec.key_dim))
+        v = v.unflatten(-1, (spec.num_kv_heads, spec.value_dim))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        self.backend.store_kv(k, v, *kv_cache, metadata.slot_mapping)
+        output = self.backend.paged_attention(
+            q,
+            *kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=self.scale,
+            sliding_window=spec.sliding_window,
+        )
+        return self.o_proj(output.flatten(1), metadata)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), with gate and up as one product (SwiGLU, arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, family: Family, build: Build) -> None:
+        super().__init__()
+        hidden, size, bias = config.hidden_size, config.intermediate_size, family.mlp_bias
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, {"gate_proj": size, "up_proj": size}, bias=bias, build=build
+        )
+        self.down_proj = RowParallelLinear(size, hidden, bias=bias, build=build)
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x, metadata)), metadata)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and beside a residual connection."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, window: int | None, build: Build
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.self_attn = Attention(config, family, window, build)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = MLP(config, family, build)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata)
+        return x + self.mlp(self.post_attention_layernorm(x), metadata)
+
+
+class Decoder(nn.Module):
+    """Everything between token ids and the last hidden states."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, max_model_len: int, build: Build
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, family, window, build) for window in family.windows
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
+        self.rotary_emb = RotaryEmbedding(config.head_dim, rope, max_model_len, build)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
+        x = self.embed_tokens(input_ids)
+        rope = self.rotary_emb(positions)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x = layer(x, rope, kv_cache, metadata)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """A decoder and its language-model head: what the model runner calls."""
+
+    def __init__(
+        self, config: ModelConfig, family: Family, max_model_len: int, build: Build
+    ) -> None:
+        super().__init__()
+        self.model = Decoder(config, family, max_model_len, build)
+        self.is_tied = config.tie_word_embeddings
+        if not self.is_tied:
+            self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
+        return self.model(input_ids, positions, kv_caches, metadata)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
+        head = self.model.embed_tokens if self.is_tied else self.lm_head
+        return head.compute_logits(hidden)
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One per layer, in the order in which forward expects kv_caches."""
+        modules = self.model.modules()
+        return [module.kv_cache_spec for module in modules if isinstance(module, Attention)]
+
+    def shards(self) -> Iterator[tuple[str, Shard]]:
+        """(checkpoint name, place to fill) for every weight."""
+        for name, module in self.named_modules():
+            if module is not self and hasattr(module, "shards"):
+                yield from module.shards(name)
+
+
+MODELS: dict[str, Callable[[ModelConfig], Family]] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def build_model(config: ModelConfig, max_model_len: int, build: Build) -> CausalLM:
+    """The unfilled model that config.json describes.
+
+    Raises ValueError for an architecture or activation that nothing here implements, and for head
+    counts that do not divide.
+    """
+    if config.architecture not in MODELS:
+        raise ValueError(
+            f"architecture {config.architecture} is not supported; supported: {', '.join(MODELS)}."
+        )
+    if (activation := config.hf.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
+            f"{config.num_kv_heads}."
+        )
+    family = MODELS[config.architecture](config)
+    with torch.inference_mode():
+        return CausalLM(config, family, max_model_len, build)

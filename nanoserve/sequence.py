@@ -1,0 +1,169 @@
+"""What is a request, and what does one step consist of?
+
+The nouns of the engine, with no behaviour beyond arithmetic on themselves. A Sequence is the
+scheduler's own, mutable record of one request; everything that leaves the control plane for a
+step is an immutable value made of *differences*, so that a step can be sent to other ranks, can be
+in flight while the next is scheduled, and costs the same however long the context is.
+
+One sequence, two counters, one rule. With block_size 4:
+
+    token_ids   [ t0 t1 t2 t3 | t4 t5 ]      num_tokens          = 6
+    in KV cache [ t0 t1 t2 t3 |       ]      num_computed_tokens = 4
+                                             to do: 6 - 4 = 2 tokens, whatever we call them:
+    prefill (nothing computed), chunked prefill (some), decode (all but the last), a prefix-cache
+    hit (some computed by another request), a resumed preemption (computed once, then dropped).
+
+Left out: SequenceGroup. V0 bundles the samples of a request into one; V1 and we let them stand
+alone and bundle results in the output processor.
+
+vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.block_manager import BlockHash
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life: WAITING <-> RUNNING -> one of the FINISHED_*."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop", "length" or "abort" for a finished sequence, else None."""
+        return self.value if self.name.startswith("FINISHED") else None
+
+
+@dataclass
+class RequestMetrics:
+    """Moments in the life of a request, in seconds of time.monotonic(); None until they come."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way through the scheduler.
+
+    Invariant: 0 <= num_computed_tokens <= num_tokens; only WAITING sequences hold no blocks.
+    """
+
+    seq_id: int  # unique in the engine; the key of everything below the processor
+    request_id: str  # the user's name for it
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    max_tokens: int  # output tokens at most, what fits already considered
+    stop_token_ids: frozenset[int]  # tokens that end it: the model's EOS ids and the user's own
+    seed: int  # of its random stream
+    metrics: RequestMetrics
+    priority: int = 0  # lower runs first, under scheduling_policy="priority"
+    cache_salt: str | None = None  # only requests with the same salt share cached blocks
+    status: SequenceStatus = SequenceStatus.WAITING
+    stop_reason: int | str | None = None  # the stop token id or string that ended it, if one did
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
+    block_hashes: list[BlockHash] = field(default_factory=list)  # of its full blocks, so far
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    def is_ready(self) -> bool:
+        """False while something must come first (a grammar compiling, KV still loading)."""
+        return True
+
+
+class NewSequence(NamedTuple):
+    """A sequence the runner does not know: new, or back from preemption. Sent in full, once."""
+
+    seq_id: int
+    token_ids: tuple[int, ...]  # all known tokens, those generated before a preemption too
+    block_ids: tuple[int, ...]  # its block table so far: cached blocks
+    sampling_params: SamplingParams
+    seed: int
+
+
+class ScheduledSequence(NamedTuple):
+    """What one sequence does in one step: compute tokens [num_computed, + num_scheduled)."""
+
+    seq_id: int
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    new_block_ids: list[int]  # to append to its block table
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step, as the scheduler decided it: all that the data plane is told.
+
+    Invariant: each sequence appears at most once, and the runner has been told of it before or is
+    told of it in `new_sequences`.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]  # in batch order
+    new_sequences: tuple[NewSequence, ...]
+    finished_seq_ids: tuple[int, ...]  # the runner may forget these (also: preempted ones)
+    total_num_scheduled_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to execute."""
+        return not self.scheduled
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the sampled token first, then the likeliest ones."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    sampled_rank: int  # 1 for the likeliest token
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What came of a step: for each sequence that reached its last token, what was sampled."""
+
+    sampled_token_ids: dict[int, tuple[int, ...]]  # seq_id -> new tokens
+    logprobs: dict[int, tuple[TokenLogprobs, ...]]  # only of sequences that asked
+
+
+class SequenceUpdate(NamedTuple):
+    """News of one sequence after a step, from the scheduler to the output processor."""
+
+    sequence: Sequence
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]

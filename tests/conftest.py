@@ -1,0 +1,68 @@
+"""Shared by all tests: tiny real checkpoints, made by transformers, and the demo model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores alone
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nanoserve import LLM
+
+
+@pytest.fixture(scope="session")
+def demo_llm() -> Iterator[LLM]:
+    """One engine on the demo model, for tests that leave it as they found it."""
+    with LLM(num_kv_blocks=512, max_num_batched_tokens=2048) as llm:
+        yield llm
+        llm.engine.block_manager.check()
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """make_checkpoint("llama", num_hidden_layers=3, ...) -> folder of a small random checkpoint.
+
+    The same arguments give the same folder. Weights are large enough that ties of logits are rare.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made: dict[str, Path] = {}
+
+    def make(model_type: str, dtype: str = "float32", shards: int = 1, **overrides: object) -> Path:
+        key = repr((model_type, dtype, shards, sorted(overrides.items(), key=str)))
+        if key in made:
+            return made[key]
+        settings: dict[str, object] = {
+            "vocab_size": 320,
+            "hidden_size": 64,
+            "intermediate_size": 112,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+        }
+        config = AutoConfig.for_model(model_type, **{**settings, **overrides})
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                std = 0.3 if parameter.dim() == 1 else 0.15
+                noise = torch.randn_like(parameter) * std
+                parameter.copy_(noise + 1 if "norm" in name else noise)
+        folder = tmp_path_factory.mktemp(model_type)
+        size = sum(p.numel() * 4 for p in model.parameters())
+        limit = "5GB" if shards == 1 else f"{size // shards // 1000 + 40}KB"
+        model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=limit)
+        made[key] = folder
+        return folder
+
+    return make
