@@ -17,8 +17,9 @@ cached prefixes and decode.
 The functions named `..._torch` are the specification, and what a CPU runs. Nothing is passed by a
 global forward context (vLLM and nano-vllm have one): what attention reads stands in its signature.
 
-vLLM: vllm/attention/ (V0: backends/, ops/paged_attn.py, selector.py); vllm/v1/attention/backends/,
-vllm/attention/ops/triton_unified_attention.py (V1). Paper: PagedAttention, arXiv 2309.06180.
+vLLM: vllm/attention/: selector.py, backends/, ops/paged_attn.py (V0); vllm/v1/attention/:
+selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAttention, arXiv
+2309.06180.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from torch import Tensor
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
-MAX_PADDING = 1.25  # sequences share a padded batch if it is at most this much larger than they are
+MAX_PADDING = 1.5  # sequences share a padded batch if it is at most this much larger than they are
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,9 @@ def paged_attention_torch(
     for query_len, rows in _batches_of_similar_length(starts, lengths):
         length = max(lengths[row] for row in rows)
         blocks = block_table[rows, : -(-length // block_size)]
-        keys = _gather(key_cache, blocks, length, [lengths[row] for row in rows])
-        values = _gather(value_cache, blocks, length, [lengths[row] for row in rows])
+        seq_len = seq_lens[rows]
+        keys = _gather(key_cache, blocks, seq_len, length)
+        values = _gather(value_cache, blocks, seq_len, length)
         offsets = torch.tensor([lengths[row] - query_len for row in rows], device=query.device)
         tokens = torch.tensor([starts[row] for row in rows], device=query.device)[:, None]
         for first in range(0, query_len, QUERY_TILE):
@@ -170,7 +172,7 @@ def _batches_of_similar_length(
         yield query_len, batch
 
 
-def _gather(cache: Tensor, blocks: Tensor, length: int, lengths: list[int]) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, seq_lens: Tensor, length: int) -> Tensor:
     """Copy the blocks of each row together: [batch, length, num_kv_heads, dim], padded with 0.
 
     The padding is cleared because a block's unused slots hold another request's old numbers: a
@@ -179,9 +181,10 @@ def _gather(cache: Tensor, blocks: Tensor, length: int, lengths: list[int]) -> T
     """
     flat = cache.flatten(1).index_select(0, blocks.flatten())
     gathered = flat.view(blocks.shape[0], -1, *cache.shape[2:])[:, :length]
-    for row, row_length in enumerate(lengths):
-        if row_length < length:
-            gathered[row, row_length:] = 0
+    shortest = int(seq_lens.min())
+    if shortest < length:
+        is_padding = torch.arange(shortest, length, device=cache.device) >= seq_lens[:, None]
+        gathered[:, shortest:].masked_fill_(is_padding[:, :, None, None], 0)
     return gathered
 
 

@@ -20,7 +20,7 @@ share. Should the step fail, `uncache` takes the promise back.
 
 Left out: sliding-window layers could give early blocks back; we keep them until the sequence ends.
 
-vLLM: vllm/core/block_manager.py, core/block/, core/evictor.py (V0); vllm/v1/core/
+vLLM: vllm/core/block_manager.py, core/block/, core/evictor.py (V0); vllm/v1/core/:
 kv_cache_manager.py, block_pool.py, kv_cache_utils.py (V1).
 """
 

@@ -62,7 +62,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization

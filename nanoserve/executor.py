@@ -5,7 +5,8 @@ many processes worked on it. There is one executor yet, for one process. What se
 (starting them, sending each SchedulerOutput, noticing a rank's death) will be a second class with
 the same three methods.
 
-vLLM: vllm/executor/ (V0); vllm/v1/executor/uniproc_executor.py, multiproc_executor.py (V1).
+vLLM: vllm/executor/gpu_executor.py, multiproc_gpu_executor.py (V0); vllm/v1/executor/:
+uniproc_executor.py, multiproc_executor.py (V1).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ gate and up): one large product beats three small ones. Two ranks, 4 query heads
 Linear layers take the step's metadata beside their input. They ignore it; what replaces them
 (LoRA picks an adapter per token, quantization may pick a kernel by batch) will not.
 
-vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, rotary_embedding/, activation.py,
+vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
 """
 

@@ -132,10 +132,10 @@ class LLMEngine:
             return []
         try:
             model_output = self.executor.execute_model(scheduler_output)
+            updates = self.scheduler.update_from_output(scheduler_output, model_output)
         except BaseException:  # Ctrl-C too: the step's tokens were promised, and will not come
             self.scheduler.abandon(scheduler_output)
             raise
-        updates = self.scheduler.update_from_output(scheduler_output, model_output)
         outputs = []
         for update in updates:
             stop = self.output_processor.append(update)
@@ -166,6 +166,10 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         return self.scheduler.has_unfinished()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True for a request that was added and has neither finished nor been aborted."""
+        return request_id in self._seq_ids
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""
@@ -310,8 +314,9 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; see LLMEngine.step."""
-        unclaimed, self._unclaimed = self._unclaimed, []
-        return unclaimed + self.engine.step()
+        self._unclaimed += self.engine.step()  # should it raise, nothing is lost
+        outputs, self._unclaimed = self._unclaimed, []
+        return outputs
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now; False if there is none of this name."""
@@ -336,15 +341,13 @@ class LLM:
         one for all, or a list of one each; None: the model's own recommendation, and 0.
         Raises ValueError or TypeError, before any work, if one of them cannot be served.
         """
-        request_ids = self._add_all(
-            prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY
-        )
+        requests = self._make_all(prompts, sampling_params, priority, RequestOutputKind.FINAL_ONLY)
         results: dict[str, RequestOutput] = {}
-        with _ProgressBar(len(request_ids), disable=not use_tqdm) as bar:
-            for output in self._run(request_ids):
+        with _ProgressBar(len(requests), disable=not use_tqdm) as bar:
+            for output in self._run(requests):
                 results[output.request_id] = output
                 bar.count(output)
-        return [results[request_id] for request_id in request_ids]
+        return [results[sequence.request_id] for _, sequence in requests]
 
     def stream(
         self,
@@ -354,7 +357,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete every prompt, handing out what is new as it comes: the texts of a request's
         outputs, joined, are its whole text. Leaving the loop early aborts what is unfinished."""
-        return self._run(self._add_all(prompts, sampling_params, priority, RequestOutputKind.DELTA))
+        requests = self._make_all(prompts, sampling_params, priority, RequestOutputKind.DELTA)
+        return self._run(requests)  # a generator: queues them when the loop begins
 
     def chat(
         self,
@@ -405,44 +409,44 @@ class LLM:
 
     # -- inside --
 
-    def _add_all(
+    def _make_all(
         self,
         prompts: Any,
         sampling_params: SamplingParams | list[SamplingParams] | None,
         priority: int | list[int] | None,
         output_kind: RequestOutputKind,
-    ) -> list[str]:
-        """Queue all prompts, or none if one is bad; return their request ids."""
+    ) -> list[tuple[Prompt, Sequence]]:
+        """Check all prompts, and queue none yet: one bad one refuses them all."""
         prompts = _as_list_of_prompts(prompts)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
-        priorities = _one_each("priority", priority or 0, len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         sequences = []
         for prompt, params_, priority_ in zip(prompts, params, priorities, strict=True):
             if isinstance(params_, SamplingParams):
                 params_ = replace(params_, output_kind=output_kind)
             request_id = f"generate-{next(self._request_counter)}"
             sequences.append(self.engine.make_sequence(request_id, prompt, params_, priority_))
-        for prompt, sequence in zip(prompts, sequences, strict=True):
-            self.engine.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
-        return [sequence.request_id for sequence in sequences]
+        return list(zip(prompts, sequences, strict=True))
 
-    def _run(self, request_ids: list[str]) -> Iterator[RequestOutput]:
-        """Turn the crank until these requests have finished; yield their outputs.
+    def _run(self, requests: list[tuple[Prompt, Sequence]]) -> Iterator[RequestOutput]:
+        """Queue these requests and turn the crank until they have ended; yield their outputs.
 
-        Outputs of other requests wait for whoever calls step(). However this ends (Ctrl-C, an
-        error, a caller who leaves), what has not finished is aborted.
+        Outputs of other requests wait for whoever made them: step(), or another loop like this one
+        that ours runs inside of. However this ends (Ctrl-C, an error, a caller who leaves), what
+        has not finished is aborted.
         """
-        unfinished = set(request_ids)
+        unfinished: set[str] = set()
         try:
+            for prompt, sequence in requests:
+                self.engine.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
+                unfinished.add(sequence.request_id)
             while unfinished:
-                for output in self.engine.step():
-                    if output.request_id not in unfinished:
-                        self._unclaimed.append(output)
-                        continue
-                    if output.finished:
-                        unfinished.remove(output.request_id)
-                    yield output
+                self._unclaimed += self.engine.step()
+                outputs = [o for o in self._unclaimed if o.request_id in unfinished]
+                self._unclaimed = [o for o in self._unclaimed if o.request_id not in unfinished]
+                unfinished = {name for name in unfinished if self.engine.is_unfinished(name)}
+                yield from outputs
         finally:
             for request_id in unfinished:
                 self.engine.abort_request(request_id)
@@ -457,7 +461,12 @@ class LLM:
             )
         if not messages or not all(isinstance(message, dict) for message in messages):
             raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise what they like: a missing key, an odd role
+            raise ValueError(f"the chat template refuses {messages!r}: {error}.") from error
 
     def _encode_rendered(self, text: str) -> list[int]:
         """Token ids of a rendered template, which has its special tokens already."""

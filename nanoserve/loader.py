@@ -10,7 +10,8 @@ model with one unfilled matrix still talks, only nonsense.
 Only safetensors files are read: other formats can run code when loaded. Only the slice that this
 rank needs is read from disk.
 
-vLLM: vllm/model_executor/model_loader/ (V0 and V1): loader.py, weight_utils.py.
+vLLM: vllm/model_executor/model_loader/: loader.py, weight_utils.py (V0); default_loader.py,
+weight_utils.py (V1).
 """
 
 from __future__ import annotations
@@ -117,8 +118,7 @@ def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
     shape = tuple(source.get_shape())  # type: ignore[attr-defined]
     if shape != shard.full_shape:
         raise ValueError(f"{name} in {file.name} has shape {shape}, expected {shard.full_shape}.")
-    with torch.inference_mode():
-        shard.target.copy_(source[shard.slices])  # type: ignore[index]
+    shard.target.copy_(source[shard.slices])  # type: ignore[index]
 
 
 def _may_be_left(model: CausalLM, name: str) -> bool:

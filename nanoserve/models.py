@@ -13,7 +13,7 @@ The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, me
 model.compute_logits(hidden[rows]), because drafts, forks and prompt logprobs want other rows than
 each sequence's last.
 
-vLLM: vllm/model_executor/models/: llama.py, qwen2.py, qwen3.py, registry.py (V0 and V1).
+vLLM: vllm/model_executor/models/: llama.py, qwen2.py, registry.py (V0 and V1), qwen3.py (V1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import AttentionMetadata, KVCache, KVCacheSpec
@@ -275,5 +274,4 @@ def build_model(config: ModelConfig, max_model_len: int, build: Build) -> Causal
             f"{config.num_kv_heads}."
         )
     family = MODELS[config.architecture](config)
-    with torch.inference_mode():
-        return CausalLM(config, family, max_model_len, build)
+    return CausalLM(config, family, max_model_len, build)

@@ -13,8 +13,8 @@ With a byte-level tokenizer:
 
 Left out: tokenizers that are not backed by the `tokenizers` library.
 
-vLLM: vllm/engine/output_processor/, transformers_utils/detokenizer.py, outputs.py (V0);
-vllm/v1/engine/processor.py, output_processor.py, detokenizer.py (V1).
+vLLM: vllm/inputs/, outputs.py, engine/output_processor/, transformers_utils/detokenizer.py (V0);
+vllm/outputs.py, vllm/v1/engine/: input_processor.py, output_processor.py, detokenizer.py (V1).
 """
 
 from __future__ import annotations

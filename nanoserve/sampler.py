@@ -95,7 +95,8 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     if top_p is not None:
         probs = ordered.softmax(dim=-1)
         before = probs.cumsum(dim=-1) - probs
-        num_kept = torch.minimum(num_kept, (before < top_p[:, None]).sum(dim=-1))
+        limit = top_p.masked_fill(top_p >= 1, torch.inf)  # off, however the sum is rounded
+        num_kept = torch.minimum(num_kept, (before < limit[:, None]).sum(dim=-1))
     threshold = ordered.gather(1, num_kept.clamp(min=1)[:, None] - 1)
     return logits.masked_fill(logits < threshold, -torch.inf)
 

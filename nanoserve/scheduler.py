@@ -18,8 +18,7 @@ sequence behind it: no prefill ever stalls a decode, and every running sequence 
 Left out: preempting a running sequence merely because a more urgent one waits (V0's priority
 policy did; V1 and we preempt only when blocks run out).
 
-vLLM: vllm/core/scheduler.py, core/policy.py (V0); vllm/v1/core/sched/scheduler.py,
-request_queue.py (V1).
+vLLM: vllm/core/scheduler.py (V0); vllm/v1/core/sched/: scheduler.py, request_queue.py (V1).
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._dropped_seq_ids: list[int] = []  # finished or preempted since the last step
+        self._budget_left = self.token_budget  # by the last step
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -84,6 +84,7 @@ class Scheduler:
         budget = self._schedule_running(scheduled)
         if len(self.running) == num_running:  # nobody was preempted: there may be blocks to spare
             budget = self._schedule_waiting(budget, scheduled, new_sequences)
+        self._budget_left = budget
         for item in scheduled:
             self.sequences[item.seq_id].num_computed_tokens += item.num_scheduled_tokens
         if not scheduled:
@@ -245,6 +246,10 @@ class Scheduler:
         for seq in touched:
             self.running.remove(seq)
             self._preempt(seq)
+        if len(items) < len(scheduler_output.scheduled):
+            # One was aborted while the step ran: what it promised is in the free queue already,
+            # and nobody remembers where. No sequence holds blocks now, so forget everything.
+            self.block_manager.reset_prefix_cache()
 
     def _preempt(self, seq: Sequence) -> None:
         """RUNNING -> WAITING: free its blocks, to compute it again later (recompute).
@@ -273,10 +278,14 @@ class Scheduler:
             return f"{ahead} more urgent sequences wait, too"
         if len(self.running) >= self.max_num_seqs:
             return f"max_num_seqs={self.max_num_seqs} sequences are running"
-        if not self.block_manager.can_allocate(seq, self.block_manager.get_cached_blocks(seq)):
+        cached_blocks = self.block_manager.get_cached_blocks(seq)
+        if not self.block_manager.can_allocate(seq, cached_blocks):
             needed = self.block_manager.num_blocks_for(seq.num_tokens)
             return f"it needs {needed} blocks, {self.block_manager.num_free_blocks} are free"
-        return "the token budget of the last step was used up"
+        missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
+        if self._budget_left < (1 if self.enable_chunked_prefill else missing):
+            return "the token budget of the last step was used up"
+        return "nothing: it joins the next step"
 
     def _urgency(self, seq: Sequence) -> tuple[int, int]:
         """Sort key, most urgent first: arrival order, under "priority" after the priority."""
