@@ -217,7 +217,7 @@ def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> t
     """
     base = float(rope["rope_theta"])
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    plain = base**-exponents
+    plain = 1.0 / base**exponents  # written as transformers does: the same rounding
     rope_type, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
     if rope_type == "default":
         return plain, 1.0
@@ -226,7 +226,7 @@ def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> t
     if rope_type == "dynamic":  # NTK: a larger base instead
         original = rope["max_position_embeddings"]
         stretch = factor * max(max_model_len, original) / original - (factor - 1)
-        return (base * stretch ** (dim / (dim - 2))) ** -exponents, 1.0
+        return 1.0 / (base * stretch ** (dim / (dim - 2))) ** exponents, 1.0
     if rope_type == "llama3":
         return _llama3_frequencies(plain, rope), 1.0
     if rope_type == "yarn":

@@ -28,6 +28,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import Build, Shard
 from nanoserve.models import CausalLM, build_model
 
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # Written by some exporters though they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
@@ -75,21 +76,28 @@ def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -
 
 
 def fill_randomly(model: CausalLM, seed: int) -> None:
-    """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint."""
+    """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint.
+
+    Each rank draws whole tensors and keeps its slices: one seed is one model, on any number of
+    ranks.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, shard in model.shards():
-        noise = torch.randn(shard.target.shape, generator=generator) * 0.02
+        noise = torch.randn(shard.full_shape, generator=generator)[shard.slices] * 0.02
         shard.target.copy_(noise + 1 if "norm" in name else noise)
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: those its index names, or all in the folder.
+    """The checkpoint's safetensors files: the single file of the usual name, or those that its
+    index names, or all in the folder; what else lies beside them is not read.
 
     Raises ValueError if there are none, or if the index names one that is not there.
     """
-    index = folder / INDEX_FILE
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.exists():
+        return [single]
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = _files_in_index(index)
         absent = [name for name in names if not (folder / name).exists()]
         if absent:
             raise ValueError(f"{folder} lacks {_listing(absent)}, which {INDEX_FILE} names.")
@@ -101,6 +109,14 @@ def find_files(folder: Path) -> list[Path]:
             "others with transformers' save_pretrained, or use load_format='dummy'."
         )
     return files
+
+
+def _files_in_index(index: Path) -> list[str]:
+    """The file names in {"weight_map": {tensor name: file name}}, each once."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not a readable index. Download it again.") from error
 
 
 def _open(file: Path) -> Iterator[tuple[str, object]]:

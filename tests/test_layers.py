@@ -1,0 +1,343 @@
+"""Each layer against transformers' own module, and each rank's part against the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary
+
+from nanoserve.config import read_rope_parameters
+from nanoserve.layers import (
+    Build,
+    ColumnParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    apply_rope,
+    rope_frequencies,
+    silu_and_mul,
+)
+from nanoserve.parallel import ParallelState
+
+# ------------------------------------------------------------------------------ norm, activation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 48), (3, 4, 48)], ids=["tokens", "heads"])
+def test_rms_norm_is_that_of_transformers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    theirs = LlamaRMSNorm(48, eps=1e-5).to(dtype)
+    theirs.weight.data = (torch.randn(48) * 0.3 + 1).to(dtype)
+    ours = RMSNorm(48, 1e-5, Build(dtype=dtype))
+    ours.weight.copy_(theirs.weight.data)
+    x = (torch.randn(shape) * 3).to(dtype)
+    output = ours(x)
+    assert output.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(output, theirs(x), rtol=1e-6, atol=1e-6)
+    else:  # rounded once or twice, and nearly always to the same number
+        torch.testing.assert_close(output, theirs(x))
+        assert (output == theirs(x)).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
+    """The residual stream is an input too; bf16, which makes a copy anyway, would hide it."""
+    norm = RMSNorm(16, 1e-6, Build(dtype=dtype))
+    norm.weight.fill_(2)
+    x = torch.randn(3, 16).to(dtype)
+    before = x.clone()
+    output = norm(x)
+    assert torch.equal(x, before)
+    assert output.data_ptr() != x.data_ptr()
+
+
+def test_silu_and_mul() -> None:
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    expected = gate / (1 + torch.exp(-gate)) * up
+    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), dim=-1)), expected)
+
+
+# ------------------------------------------------------------------------------ rope
+
+HEAD_DIM = 32
+NUM_FACTORS = HEAD_DIM // 2
+ORIGINAL = 256
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 9 for i in range(NUM_FACTORS)],
+    "long_factor": [3.0 + i for i in range(NUM_FACTORS)],
+    "original_max_position_embeddings": ORIGINAL,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "yarn": YARN,
+    "yarn-betas": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+    "yarn-not-truncated": {**YARN, "truncate": False},
+    "yarn-attention-factor": {**YARN, "attention_factor": 0.7},
+    "yarn-mscale": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+    "yarn-factor-below-one": {**YARN, "factor": 1.0},
+    "llama3": LLAMA3,
+    "llama3-narrow": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
+    "longrope": LONGROPE,
+    "longrope-factor": {**LONGROPE, "factor": 4.0},
+    "longrope-attention-factor": {**LONGROPE, "factor": 4.0, "attention_factor": 1.3},
+}
+
+
+def their_config(rope: dict[str, Any], theta: float = 10000.0) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=4 * ORIGINAL,
+        rope_parameters={"rope_theta": theta, **rope},
+    )
+
+
+def our_rope(rope: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """The dict as the model passes it: read from a config.json, with the model's length."""
+    hf = {"rope_parameters": {"rope_theta": theta, **rope}, "max_position_embeddings": 4 * ORIGINAL}
+    return {**read_rope_parameters(hf), "max_position_embeddings": 4 * ORIGINAL}
+
+
+def their_frequencies(config: LlamaConfig, seq_len: int) -> tuple[Tensor, float]:
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    return ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@pytest.mark.parametrize("name", ROPES)
+@given(
+    theta=st.sampled_from([10.0, 100.0, 10000.0, 500000.0, 1e6]),
+    max_model_len=st.sampled_from([17, ORIGINAL, ORIGINAL + 1, 4 * ORIGINAL, 9 * ORIGINAL]),
+)
+def test_frequencies_are_those_of_transformers(name: str, theta: float, max_model_len: int) -> None:
+    """Those of transformers for a text of max_model_len tokens."""
+    expected, expected_scaling = their_frequencies(their_config(ROPES[name], theta), max_model_len)
+    rope = our_rope(ROPES[name], theta)
+    frequencies, scaling = rope_frequencies(HEAD_DIM, rope, max_model_len)
+    torch.testing.assert_close(frequencies, expected, rtol=1e-5, atol=0)
+    assert scaling == pytest.approx(expected_scaling, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "linear", "yarn", "llama3"])
+def test_the_table_turns_queries_as_transformers_does(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    build = Build(dtype=dtype)
+    ours = RotaryEmbedding(HEAD_DIM, our_rope(ROPES[name]), 4 * ORIGINAL, build)
+    theirs = LlamaRotaryEmbedding(their_config(ROPES[name]))
+    positions = torch.tensor([0, 1, 2, 77, 76, 1023, 0])
+    q, k = torch.randn(7, 4, HEAD_DIM).to(dtype), torch.randn(7, 2, HEAD_DIM).to(dtype)
+    cos, sin = theirs(q, positions[None])
+    expected_q, expected_k = apply_rotary_pos_emb(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    rope = ours(positions)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for x, expected in ((q, expected_q[0]), (k, expected_k[0])):
+        before = x.clone()
+        turned = apply_rope(x, *rope)
+        assert turned.dtype == dtype
+        assert torch.equal(x, before)
+        torch.testing.assert_close(turned, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_partial_rotary_turns_the_first_dimensions_only() -> None:
+    torch.manual_seed(0)
+    rope = our_rope({"rope_type": "default", "partial_rotary_factor": 0.25})
+    ours = RotaryEmbedding(HEAD_DIM, rope, 64, Build())
+    assert ours.rotary_dim == 8
+    positions = torch.tensor([0, 5, 63])
+    x = torch.randn(3, 2, HEAD_DIM)
+    turned = apply_rope(x, *ours(positions))
+    assert torch.equal(turned[..., 8:], x[..., 8:])
+    angles = positions[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
+    cos, sin = (torch.cat((part, part), -1)[None] for part in (angles.cos(), angles.sin()))
+    expected, _ = apply_partial_rotary(x[None], x[None], cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(turned, expected[0])
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 400), st.integers(0, 400), st.integers(0, 100))
+def test_scores_depend_on_distances_only(query_at: int, key_at: int, shift: int) -> None:
+    """What rope is for: moving query and key together changes nothing."""
+    rope = RotaryEmbedding(HEAD_DIM, our_rope({"rope_type": "default"}), 512, Build())
+    generator = torch.Generator().manual_seed(query_at)
+    q, k = torch.randn(2, 1, 1, HEAD_DIM, generator=generator)
+
+    def score(query_position: int, key_position: int) -> float:
+        turned_q = apply_rope(q, *rope(torch.tensor([query_position])))
+        turned_k = apply_rope(k, *rope(torch.tensor([key_position])))
+        return float((turned_q * turned_k).sum())
+
+    assert score(query_at + shift, key_at + shift) == pytest.approx(
+        score(query_at, key_at), abs=2e-3
+    )
+
+
+def test_an_unknown_rope_type_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'spiral' is not supported; supported: default, .*yarn"):
+        rope_frequencies(8, our_rope({"rope_type": "spiral"}), 64)
+
+
+# ------------------------------------------------------------------------------ ranks
+
+
+@dataclass(frozen=True)
+class LoneRank(ParallelState):
+    """A rank with nobody to talk to: what it would send is what it gets."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def ranks(world_size: int) -> list[Build]:
+    return [Build(parallel=LoneRank(rank, world_size)) for rank in range(world_size)]
+
+
+def fill(layer: nn.Module, name: str, checkpoint: dict[str, Tensor]) -> None:
+    """Load a layer as the loader does, and check that it asks for exactly these tensors."""
+    for parameter in layer.parameters():
+        parameter.fill_(torch.nan)
+    asked = dict(layer.shards(name))
+    assert asked.keys() == checkpoint.keys()
+    for key, shard in asked.items():
+        assert shard.full_shape == tuple(checkpoint[key].shape)
+        shard.target.copy_(checkpoint[key][shard.slices])
+    assert not any(parameter.isnan().any() for parameter in layer.parameters())
+
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+
+
+@WORLD_SIZES
+@BIAS
+def test_column_parallel_outputs_laid_side_by_side(world_size: int, bias: bool) -> None:
+    """q, k and v are stacked on each rank: outputs are put together matrix by matrix."""
+    torch.manual_seed(0)
+    outputs = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    weights = {f"a.{key}.weight": torch.randn(size, 24) for key, size in outputs.items()}
+    biases = {f"a.{key}.bias": torch.randn(size) for key, size in outputs.items()} if bias else {}
+    x = torch.randn(5, 24)
+    parts: dict[str, list[Tensor]] = {key: [] for key in outputs}
+    for build in ranks(world_size):
+        layer = ColumnParallelLinear(24, outputs, bias=bias, build=build)
+        fill(layer, "a.qkv_proj", {**weights, **biases})
+        assert layer.sizes == [size // world_size for size in outputs.values()]
+        for key, part in zip(outputs, layer(x).split(layer.sizes, dim=-1), strict=True):
+            parts[key].append(part)
+    for key in outputs:
+        expected = F.linear(x, weights[f"a.{key}.weight"], biases.get(f"a.{key}.bias"))
+        torch.testing.assert_close(torch.cat(parts[key], dim=-1), expected)
+
+
+@WORLD_SIZES
+@BIAS
+def test_row_parallel_outputs_summed(world_size: int, bias: bool) -> None:
+    """Each rank multiplies its own inputs; the bias is added once, not once a rank."""
+    torch.manual_seed(0)
+    checkpoint = {"m.down_proj.weight": torch.randn(12, 32)}
+    if bias:
+        checkpoint["m.down_proj.bias"] = torch.randn(12)
+    x = torch.randn(5, 32)
+    total = torch.zeros(5, 12)
+    for build, part in zip(ranks(world_size), x.chunk(world_size, dim=-1), strict=True):
+        layer = RowParallelLinear(32, 12, bias=bias, build=build)
+        fill(layer, "m.down_proj", checkpoint)
+        total += layer(part)
+    torch.testing.assert_close(total, F.linear(x, *checkpoint.values()), rtol=1e-5, atol=1e-5)
+
+
+@WORLD_SIZES
+def test_column_then_row_parallel_is_the_whole_mlp(world_size: int) -> None:
+    """The pairing of the module's docstring: one sum per MLP, none between the two products."""
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
+    x = torch.randn(3, 8)
+    total = torch.zeros(3, 8)
+    for build in ranks(world_size):
+        first = ColumnParallelLinear(8, {"gate": 16, "up": 16}, bias=False, build=build)
+        second = RowParallelLinear(16, 8, bias=False, build=build)
+        fill(first, "mlp.gate_up", {"mlp.gate.weight": gate, "mlp.up.weight": up})
+        fill(second, "mlp.down", {"mlp.down.weight": down})
+        total += second(silu_and_mul(first(x)))
+    expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+
+
+@WORLD_SIZES
+def test_the_vocabulary_is_divided(world_size: int) -> None:
+    """Looking up sums vectors over ranks; logits are laid side by side."""
+    torch.manual_seed(0)
+    weight = torch.randn(20, 6)
+    ids, hidden = torch.tensor([0, 19, 4, 5, 9, 10, 10]), torch.randn(3, 6)
+    vectors, logits = torch.zeros(7, 6), []
+    for build in ranks(world_size):
+        layer = VocabParallelEmbedding(20, 6, build)
+        fill(layer, "model.embed_tokens", {"model.embed_tokens.weight": weight})
+        vectors += layer(ids)
+        logits.append(layer.compute_logits(hidden))
+    assert torch.equal(vectors, weight[ids])
+    torch.testing.assert_close(torch.cat(logits, dim=-1), hidden @ weight.T)
+
+
+def test_a_norm_is_whole_on_every_rank() -> None:
+    weight = torch.randn(6)
+    for build in ranks(4):
+        norm = RMSNorm(6, 1e-6, build)
+        fill(norm, "model.norm", {"model.norm.weight": weight})
+        assert torch.equal(norm.weight, weight)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_sizes_that_do_not_divide_are_refused(rank: int) -> None:
+    build = Build(parallel=LoneRank(rank, 3))
+    with pytest.raises(ValueError, match=r"k_proj: 16 cannot be divided among 3 ranks"):
+        ColumnParallelLinear(8, {"q_proj": 6, "k_proj": 16}, bias=False, build=build)
+    with pytest.raises(ValueError, match=r"row-parallel layer: 10 cannot be divided"):
+        RowParallelLinear(10, 9, bias=False, build=build)
+    with pytest.raises(ValueError, match=r"vocabulary: 20 cannot be divided"):
+        VocabParallelEmbedding(20, 9, build)
+
+
+def test_layers_have_the_dtype_they_are_built_with() -> None:
+    """No process-wide default is read or set."""
+    build = Build(dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(4, {"a": 4}, bias=True, build=build)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert torch.get_default_dtype() == torch.float32

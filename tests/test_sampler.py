@@ -1,0 +1,429 @@
+"""Each stage of the sampler against a slow loop, and all of it against the exact distribution."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanoserve.sampler import (
+    SamplingBatch,
+    apply_min_p,
+    apply_temperature,
+    apply_top_k_top_p,
+    draw,
+    gather_logprobs,
+    sample,
+    uniform_noise,
+)
+from nanoserve.sequence import TokenLogprobs
+
+ALMOST_ONE = 1 - 2.0**-53  # the largest number that uniform_noise gives
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one row asks for; the defaults filter nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    position: int = 0
+    logprobs: int | None = None
+
+
+def batch_of(wishes: list[Wish], vocab_size: int) -> SamplingBatch:
+    """As the model runner makes it: None for what no row uses."""
+    top_k = torch.tensor([wish.top_k or vocab_size for wish in wishes]).clamp(max=vocab_size)
+    top_p = torch.tensor([wish.top_p for wish in wishes])
+    min_p = torch.tensor([wish.min_p for wish in wishes])
+    seeds = np.array([wish.seed for wish in wishes])
+    positions = np.array([wish.position for wish in wishes])
+    return SamplingBatch(
+        temperature=torch.tensor([wish.temperature for wish in wishes]),
+        top_k=top_k if (top_k < vocab_size).any() else None,
+        top_p=top_p if (top_p < 1).any() else None,
+        min_p=min_p if (min_p > 0).any() else None,
+        uniform=torch.from_numpy(uniform_noise(seeds, positions)),
+        num_logprobs=tuple(wish.logprobs for wish in wishes),
+    )
+
+
+def sample_rows(logits: Tensor, wishes: list[Wish]) -> list[int]:
+    return sample(logits, batch_of(wishes, logits.shape[1])).token_ids
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = max(logits)
+    weights = [math.exp(logit - top) for logit in logits]
+    return [weight / sum(weights) for weight in weights]
+
+
+def exact_distribution(logits: list[float], wish: Wish) -> list[float]:
+    """The definition, token by token: temperature, then min_p, then top_k, then top_p.
+
+    Equal logits are kept or dropped together.
+    """
+    scaled = [logit / wish.temperature for logit in logits]
+    probs = softmax(scaled)
+    kept = [token for token, prob in enumerate(probs) if prob >= wish.min_p * max(probs)]
+    kept.sort(key=lambda token: -scaled[token])
+    kept = kept[: wish.top_k or None]
+    mass = sum(probs[token] for token in kept)
+    nucleus, total = [], 0.0
+    for token in kept:
+        if total < wish.top_p:
+            nucleus.append(token)
+        total += probs[token] / mass
+    least = min(scaled[token] for token in nucleus)
+    return softmax([logit if logit >= least else -math.inf for logit in scaled])
+
+
+def is_near_a_limit(logits: list[float], wish: Wish) -> bool:
+    """True where float32 may honestly decide otherwise than float64."""
+    probs = sorted(softmax([logit / wish.temperature for logit in logits]), reverse=True)
+    if any(abs(prob / probs[0] - wish.min_p) < 1e-4 for prob in probs if wish.min_p):
+        return True
+    kept = [prob for prob in probs if prob >= wish.min_p * probs[0]][: wish.top_k or None]
+    sums = itertools.accumulate(prob / sum(kept) for prob in kept)
+    return wish.top_p < 1 and any(abs(total - wish.top_p) < 1e-4 for total in sums)
+
+
+# ------------------------------------------------------------------------------ the stages
+
+LOGIT_ROWS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
+
+
+def kept_of(filtered: Tensor) -> list[bool]:
+    return (filtered[0] > -math.inf).tolist()
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(LOGIT_ROWS, st.floats(0.01, 100))
+def test_temperature_divides(logits: list[float], temperature: float) -> None:
+    output = apply_temperature(torch.tensor([logits, logits]), torch.tensor([temperature, 1.0]))
+    assert output[0].tolist() == pytest.approx([logit / temperature for logit in logits], rel=1e-6)
+    assert output[1].tolist() == logits
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(LOGIT_ROWS, st.sampled_from([0.0, 0.05, 0.3, 0.7, 1.0]))
+def test_min_p_drops_what_is_much_less_likely_than_the_likeliest(
+    logits: list[float], min_p: float
+) -> None:
+    wish = Wish(min_p=min_p)
+    assume(min_p == 1 or not is_near_a_limit(logits, wish))
+    filtered = apply_min_p(torch.tensor([logits]), torch.tensor([min_p]))
+    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, wish)]
+    if min_p == 1:
+        assert kept_of(filtered) == [logit == max(logits) for logit in logits]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(LOGIT_ROWS, st.integers(0, 14), st.sampled_from([1e-6, 0.2, 0.5, 0.8, 0.95, 1.0]))
+def test_top_k_and_top_p_keep_the_fewest_that_reach(
+    logits: list[float], top_k: int, top_p: float
+) -> None:
+    """Rows of eighths have many ties; they are kept or dropped together."""
+    wish = Wish(top_k=top_k, top_p=top_p)
+    assume(not is_near_a_limit(logits, wish))
+    batch = batch_of([wish], len(logits))
+    filtered = apply_top_k_top_p(torch.tensor([logits]), batch.top_k, batch.top_p)
+    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, wish)]
+    kept = filtered > -math.inf
+    assert torch.equal(filtered[kept], torch.tensor([logits])[kept])
+
+
+def test_the_token_that_crosses_top_p_is_kept() -> None:
+    """0.5 + 0.3 reaches 0.7; 0.5 alone does not. The example of the docstring."""
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    for top_p, kept in ((0.7, [False, True, True]), (0.45, [False, True, False])):
+        filtered = apply_top_k_top_p(logits, None, torch.tensor([top_p]))
+        assert kept_of(filtered) == kept
+    tiny = apply_top_k_top_p(logits, None, torch.tensor([1e-9]))
+    assert kept_of(tiny) == [False, True, False], "at least one token is always kept"
+
+
+def test_top_p_counts_what_top_k_and_min_p_left() -> None:
+    """0.4, 0.3, 0.2, 0.1: of the first two 0.4 is 4/7 = 0.571..., so 0.55 needs only one."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    alone = apply_top_k_top_p(logits, None, torch.tensor([0.55]))
+    assert kept_of(alone) == [True, True, False, False]
+    both = apply_top_k_top_p(logits, torch.tensor([2]), torch.tensor([0.55]))
+    assert kept_of(both) == [True, False, False, False]
+    after_min_p = apply_min_p(logits, torch.tensor([0.7]))
+    both = apply_top_k_top_p(after_min_p, None, torch.tensor([0.55]))
+    assert kept_of(both) == [True, False, False, False]
+
+
+def test_ties_at_the_limit_are_kept_together() -> None:
+    """Which of two equal tokens survives must not depend on the order a sort leaves them in."""
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0]])
+    filtered = apply_top_k_top_p(logits, torch.tensor([2]), None)
+    assert kept_of(filtered) == [True, True, True, False, True]
+
+
+def test_filters_that_are_off_leave_the_row_alone_in_any_company() -> None:
+    """A row with top_p=1 keeps tokens far below float32's resolution of a sum near 1."""
+    row = torch.tensor([0.0, -20.0, -25.0, -60.0])
+    logits = torch.stack((row, row))
+    filtered = apply_top_k_top_p(logits, torch.tensor([4, 2]), torch.tensor([1.0, 0.5]))
+    assert torch.equal(filtered[0], row)
+    assert kept_of(filtered[1:]) == [True, False, False, False]
+    assert torch.equal(apply_min_p(logits, torch.tensor([0.0, 0.5]))[0], row)
+
+
+# ------------------------------------------------------------------------------ the draw
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.1, 1.0]), min_size=1, max_size=9),
+    st.sampled_from([0.0, 2.0**-53, 0.3, 0.5, 0.999, ALMOST_ONE]),
+)
+def test_the_draw_inverts_the_cumulative_sum(weights: list[float], u: float) -> None:
+    """The first token whose cumulative probability exceeds u; never one of probability 0."""
+    assume(sum(weights) > 0)
+    probs = torch.tensor([weights]) / sum(weights)
+    drawn = int(draw(probs, torch.tensor([u], dtype=torch.float64)))
+    sums = list(itertools.accumulate(probs[0].tolist()))
+    assert drawn == next(token for token, total in enumerate(sums) if total > u * sums[-1])
+    assert probs[0, drawn] > 0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 1000, 150_000])
+def test_the_ends_of_the_draw(vocab_size: int) -> None:
+    """u = 0 and u just below 1, with filtered tokens at both ends of the vocabulary."""
+    torch.manual_seed(vocab_size)
+    logits = torch.randn(2, vocab_size)
+    if vocab_size > 2:
+        logits[:, 0] = logits[:, -1] = -math.inf
+    uniform = torch.tensor([0.0, ALMOST_ONE], dtype=torch.float64)
+    first, last = draw(logits.softmax(dim=-1), uniform).tolist()
+    assert (first, last) == ((1, vocab_size - 2) if vocab_size > 2 else (0, vocab_size - 1))
+
+
+def test_the_draw_resolves_a_large_vocabulary() -> None:
+    """u just before and just after the end of a token's share: in float32, whose steps near 1 are
+    as wide as 1 % of a token of 150 000, the two would often be the same number."""
+    probs = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+    tokens = np.arange(20) * 7000 + 3
+    sums = np.cumsum(probs[0].double().numpy())
+    for side, expected in ((-1e-10, tokens), (1e-10, tokens + 1)):
+        uniform = torch.from_numpy((sums[tokens] + side) / sums[-1])
+        assert draw(probs.expand(20, -1), uniform).tolist() == expected.tolist()
+
+
+# ------------------------------------------------------------------------------ the whole
+
+NUM_ROWS = 20_000
+LOGITS = [1.0, -0.5, 0.0, 2.0, 0.7, 1.0, -1.0, 0.3, 1.6, -0.2]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.8])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), list(itertools.product([0, 6], [1.0, 0.8], [0.0, 0.2]))
+)
+def test_tokens_follow_the_exact_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Pearson's chi-square over many seeds; what is filtered never comes.
+
+    With fixed seeds this never fails by chance; 5 standard deviations is a generous threshold.
+    """
+    wish = Wish(temperature, top_k, top_p, min_p)
+    assert not is_near_a_limit(LOGITS, wish)
+    expected = NUM_ROWS * np.array(exact_distribution(LOGITS, wish))
+    batch = batch_of([wish], len(LOGITS))
+    rows = SamplingBatch(
+        temperature=batch.temperature.expand(NUM_ROWS),
+        top_k=None if batch.top_k is None else batch.top_k.expand(NUM_ROWS),
+        top_p=None if batch.top_p is None else batch.top_p.expand(NUM_ROWS),
+        min_p=None if batch.min_p is None else batch.min_p.expand(NUM_ROWS),
+        uniform=torch.from_numpy(uniform_noise(np.arange(NUM_ROWS), np.full(NUM_ROWS, 17))),
+        num_logprobs=(None,) * NUM_ROWS,
+    )
+    tokens = sample(torch.tensor(LOGITS).expand(NUM_ROWS, -1), rows).token_ids
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    possible = expected > 0
+    assert not counts[~possible].any(), "a filtered token was drawn"
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    freedom = possible.sum() - 1
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+WISHES = st.builds(
+    Wish,
+    temperature=st.sampled_from([0.0, 0.0, 1e-6, 0.1, 0.7, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 0, 1, 3, 50, 10_000]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-4]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+    position=st.integers(0, 5000),
+    logprobs=st.none() | st.integers(0, 5),
+)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(WISHES, min_size=1, max_size=8), st.integers(0, 2**31), st.randoms())
+def test_a_row_gets_the_same_alone_and_in_any_company(
+    wishes: list[Wish], seed: int, random: object
+) -> None:
+    """Greedy beside sampled, filtered beside not, in any order: a token depends on the row's
+    logits, parameters, seed and position only."""
+    logits = torch.randn(len(wishes), 200, generator=torch.Generator().manual_seed(seed)) * 3
+    together = sample(logits, batch_of(wishes, 200))
+    for row, wish in enumerate(wishes):
+        alone = sample(logits[row : row + 1], batch_of([wish], 200))
+        assert alone.token_ids == together.token_ids[row : row + 1]
+        assert alone.logprobs == together.logprobs[row : row + 1]
+        if wish.temperature < 1e-5 or wish.top_k == 1 or wish.min_p == 1:
+            assert together.token_ids[row] == int(logits[row].argmax())
+    backwards = sample_rows(logits.flip(0), wishes[::-1])
+    assert backwards[::-1] == together.token_ids
+
+
+def test_seed_and_position_make_the_difference() -> None:
+    logits = torch.zeros(1, 5000)
+    tokens = {
+        (seed, position): sample_rows(logits, [Wish(seed=seed, position=position)])[0]
+        for seed in range(6)
+        for position in range(6)
+    }
+    assert len(set(tokens.values())) > 30
+    again = sample_rows(logits.expand(2, -1), [Wish(seed=3, position=4), Wish(seed=4, position=3)])
+    assert again == [tokens[3, 4], tokens[4, 3]]
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
+    assert sample_rows(logits, [Wish(temperature=0.0)] * 2) == [1, 0]
+    mixed = sample_rows(logits, [Wish(temperature=0.0), Wish(top_k=1, min_p=0.5)])
+    assert mixed[0] == 1
+
+
+def test_only_a_temperature_of_next_to_nothing_is_greedy() -> None:
+    """Below 1e-5, as in vLLM; anything above is sampled: equal logits then show it."""
+    logits = torch.zeros(40, 8)
+    for temperature, is_greedy in ((0.0, True), (9e-6, True), (2e-5, False), (0.5, False)):
+        tokens = sample_rows(logits, [Wish(temperature, seed=seed) for seed in range(40)])
+        assert (set(tokens) == {0}) == is_greedy
+
+
+def test_extreme_logits() -> None:
+    """No NaN, no token of probability 0: logits of 1e4, rows with -inf, hardly any temperature."""
+    huge = torch.tensor([1e4, 1e4 - 1, -1e4, 0.0])
+    masked = torch.tensor([-math.inf, 0.5, -math.inf, 0.4])
+    only = torch.tensor([-math.inf, -math.inf, -1e4, -math.inf])
+    possible = ({0, 1}, {1, 3}, {2})
+    for temperature, top_k, top_p, min_p, seed in itertools.product(
+        [1e-5, 1.0, 1e4], [0, 2, 4], [1.0, 0.9], [0.0, 0.2], range(5)
+    ):
+        wish = Wish(temperature, top_k, top_p, min_p, seed)
+        tokens = sample_rows(torch.stack((huge, masked, only)), [wish] * 3)
+        assert tokens[1] in possible[1]
+        assert tokens[2] in possible[2]
+        assert tokens[0] in possible[0] or temperature > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_sampled_in_float32(dtype: torch.dtype) -> None:
+    logits = torch.randn(6, 50).to(dtype)
+    wishes = [Wish(seed=seed, top_p=0.9, logprobs=2) for seed in range(6)]
+    batch = batch_of(wishes, 50)
+    assert sample(logits, batch) == sample(logits.float(), batch)
+
+
+# ------------------------------------------------------------------------------ the noise
+
+
+def test_noise_is_uniform_and_of_the_right_range() -> None:
+    """Over positions of one stream, and over streams at one position."""
+    n = 40_000
+    for seeds, positions in (
+        (np.full(n, 5), np.arange(n)),
+        (np.arange(n), np.zeros(n, np.int64)),
+        (np.arange(n) * 2**40, np.full(n, 1000)),
+    ):
+        noise = uniform_noise(seeds, positions)
+        assert noise.dtype == np.float64
+        assert 0 <= noise.min() < 1e-3
+        assert 1 - 1e-3 < noise.max() <= ALMOST_ONE
+        counts = np.histogram(noise, bins=64, range=(0, 1))[0]
+        statistic = ((counts - n / 64) ** 2 / (n / 64)).sum()
+        assert statistic < 63 + 5 * math.sqrt(2 * 63)
+
+
+def test_neighbouring_streams_and_positions_have_nothing_in_common() -> None:
+    """Not shifted against each other either: seed s at position p + 1 is not seed s + 1 at p."""
+    seeds, positions = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
+    noise = uniform_noise(seeds.ravel(), positions.ravel()).reshape(300, 300)
+    assert len(np.unique(noise)) == noise.size
+    for shift in ((0, 1), (1, 0), (1, 1), (1, -1), (2, 0), (0, 2)):
+        other = np.roll(noise, shift, axis=(0, 1))
+        correlation = np.corrcoef(noise.ravel(), other.ravel())[0, 1]
+        assert abs(correlation) < 5 / 300, shift
+
+
+def test_noise_takes_the_largest_seeds_and_depends_on_both() -> None:
+    largest = uniform_noise(np.array([2**63 - 1, 2**63 - 1, 0]), np.array([0, 2**31, 0]))
+    assert len(set(largest.tolist())) == 3
+    one_by_one = [uniform_noise(np.array([s]), np.array([p]))[0] for s, p in ((7, 2), (2, 7))]
+    assert uniform_noise(np.array([7, 2]), np.array([2, 7])).tolist() == one_by_one
+    assert one_by_one[0] != one_by_one[1]
+
+
+# ------------------------------------------------------------------------------ logprobs
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(LOGIT_ROWS.filter(lambda row: len(row) > 3), min_size=1, max_size=4), st.data())
+def test_logprobs_are_those_of_the_raw_logits(rows: list[list[float]], data: st.DataObject) -> None:
+    """The sampled token first, then the likeliest, best first; before temperature and filters."""
+    size = min(map(len, rows))
+    logits = torch.tensor([row[:size] for row in rows])
+    numbers = tuple(data.draw(st.none() | st.integers(0, size)) for _ in rows)
+    token_ids = [data.draw(st.integers(0, size - 1)) for _ in rows]
+    result = gather_logprobs(logits, torch.tensor(token_ids), numbers)
+    for row, token, number, got in zip(logits, token_ids, numbers, result, strict=True):
+        if number is None:
+            assert got is None
+            continue
+        assert isinstance(got, TokenLogprobs)
+        probs = softmax(row.tolist())
+        assert got.token_ids[0] == token
+        assert len(got.token_ids) == len(got.logprobs) == number + 1
+        assert len(set(got.token_ids[1:])) == number
+        for token_id, logprob in zip(got.token_ids, got.logprobs, strict=True):
+            assert logprob == pytest.approx(math.log(probs[token_id]), abs=1e-5)
+        best = sorted(map(math.log, probs), reverse=True)[:number]
+        assert got.logprobs[1:] == pytest.approx(best, abs=1e-5)
+        assert got.sampled_rank == 1 + sum(logit > row[token] for logit in row)
+
+
+def test_logprobs_ignore_temperature_and_filters() -> None:
+    logits = torch.randn(2, 20)
+    plain, wished = sample(
+        logits[:1].expand(2, -1),
+        batch_of([Wish(0.0, logprobs=4), Wish(0.5, 1, 0.3, 0.4, logprobs=4)], 20),
+    ).logprobs
+    assert plain == wished
+    assert sample(logits, batch_of([Wish(), Wish()], 20)).logprobs == [None, None]
