@@ -53,16 +53,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check each field on its own, then the pairs that must agree."""
-        positive = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-        for name in (*positive, "num_kv_blocks", "kv_cache_memory"):
-            _check_at_least(name, getattr(self, name), 1)
+        positive = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks")
+        for name in (*positive, "kv_cache_memory"):
+            if getattr(self, name) is not None:
+                _check_at_least(name, getattr(self, name), 1)
+        _check_at_least("block_size", self.block_size, 1)
         _check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _check_at_least("max_logprobs", self.max_logprobs, -1)
         _check_at_least("seed", self.seed, 0)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
@@ -100,9 +102,7 @@ class EngineConfig:
 
 
 def _check_at_least(name: str, value: Any, low: int) -> None:
-    """Raise unless `value` is None or an int of at least `low`."""
-    if value is None:
-        return
+    """Raise unless `value` is an int of at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {value!r}.")
     if value < low:
@@ -217,9 +217,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise ValueError(f"{file.parent} has no {file.name}: not a Hugging Face checkpoint folder.")
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not readable JSON ({error}). Copy it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object but {content!r:.60}. Copy it again.")
+    return content
 
 
 def resolve_folder(model: str | Path | None) -> Path:

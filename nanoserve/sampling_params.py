@@ -13,7 +13,8 @@ vLLM: V0 and V1 share vllm/sampling_params.py.
 
 from __future__ import annotations
 
-import math
+import sys
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
@@ -32,7 +33,7 @@ def _check_number(name: str, value: Any, low: float, high: float, allowed: str) 
     """Raise unless `value` is a real number with low <= value <= high (NaN never is)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}; allowed: {allowed}.")
-    if not low <= value <= high or math.isinf(value):
+    if not low <= value <= high:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
@@ -72,7 +73,8 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0, math.inf, "0 (greedy) or more")
+        largest = sys.float_info.max  # infinity is not a temperature
+        _check_number("temperature", self.temperature, 0, largest, "0 (greedy) or more")
         _check_number("top_p", self.top_p, 0, 1, "more than 0, up to 1 (off)")
         if self.top_p == 0:
             raise ValueError(
@@ -95,6 +97,12 @@ class SamplingParams:
 
     def _freeze_stops(self) -> None:
         """Store stop and stop_token_ids as tuples: hashable, and safe from the caller's edits."""
+        for name, allowed in (
+            ("stop", "a string or a list of strings"),
+            ("stop_token_ids", "a list of token ids"),
+        ):
+            if not isinstance(getattr(self, name), (Iterable, type(None))):
+                raise TypeError(f"{name} must be {allowed}, got {getattr(self, name)!r}.")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for string in stop:
             if not isinstance(string, str) or not string:

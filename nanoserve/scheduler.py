@@ -285,7 +285,7 @@ class Scheduler:
         missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
         if self._budget_left < (1 if self.enable_chunked_prefill else missing):
             return "the token budget of the last step was used up"
-        return "nothing: it joins the next step"
+        return "nothing any more: it can join the next step"
 
     def _urgency(self, seq: Sequence) -> tuple[int, int]:
         """Sort key, most urgent first: arrival order, under "priority" after the priority."""
