@@ -15,6 +15,12 @@ import pytest
 from nanoserve import LLM
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ordinary tests run on the CPU, in float32, on every machine; `-m gpu` runs the others."""
+    if "gpu" not in config.option.markexpr:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def demo_llm() -> Iterator[LLM]:
     """One engine on the demo model, for tests that leave it as they found it."""

@@ -2,11 +2,1005 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
 from nanoserve import LLM, SamplingParams
+from nanoserve.config import DEMO_MODEL
+from nanoserve.processor import RequestOutput
+from nanoserve.sampling_params import RequestOutputKind
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+STORY = "Once upon a time there was a little dog."
+SUM = [{"role": "user", "content": "What is 17 + 25?"}]
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-def test_chat_answers_a_sum(demo_llm: LLM) -> None:
-    question = [{"role": "user", "content": "What is 17 + 25?"}]
-    [output] = demo_llm.chat(question, SamplingParams(temperature=0), use_tqdm=False)
-    assert output.outputs[0].text == "17 + 25 = 42"
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[RequestOutput]:
+    """llm.generate without the progress bar."""
+    return llm.generate(prompts, params, use_tqdm=False, **options)
+
+
+def text_of(outputs: list[RequestOutput]) -> str:
+    """The text of a request's only output, or of its deltas, joined."""
+    return "".join(output.outputs[0].text for output in outputs)
+
+
+def token_ids_of(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.outputs[0].token_ids]
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is left of any request: no block, no row, no state."""
+    block_manager = llm.engine.block_manager
+    block_manager.check()
+    assert block_manager.num_free_blocks == block_manager.pool.num_blocks
+    assert not llm.has_unfinished_requests()
+    assert not llm.engine.output_processor.states
+    assert not llm.engine.scheduler.sequences
+
+
+def assert_serves(llm: LLM) -> None:
+    """The engine is idle, and a good request gets its good answer."""
+    assert_idle(llm)
+    assert "42" in llm.chat(SUM, GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert_idle(llm)
+
+
+@pytest.fixture
+def llm(demo_llm: LLM) -> Iterator[LLM]:
+    """The shared engine, found and left idle."""
+    assert_idle(demo_llm)
+    yield demo_llm
+    assert_idle(demo_llm)
+
+
+@pytest.fixture
+def story_ids(llm: LLM) -> list[int]:
+    return llm.get_tokenizer().encode(STORY)
+
+
+# -- generate and chat --
+
+
+def test_chat_answers_a_sum(llm: LLM) -> None:
+    [output] = llm.chat(SUM, SamplingParams(temperature=0), use_tqdm=False)
+    assert "42" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].stop_reason is None  # an EOS token is nobody's stop string
+    assert "17 + 25" in str(output.prompt)
+
+
+def test_chat_answers_several_conversations(llm: LLM) -> None:
+    sum_, capital = llm.chat([SUM, CAPITAL], GREEDY, use_tqdm=False)
+    assert "42" in sum_.outputs[0].text
+    assert "Paris" in capital.outputs[0].text
+
+
+def test_every_form_of_prompt(llm: LLM, story_ids: list[int]) -> None:
+    """A string, its token ids, and lists of either, even mixed, are the same prompt."""
+    [expected] = generate(llm, STORY)
+    for prompts in (story_ids, [STORY], [story_ids], (STORY,), [STORY, story_ids], [story_ids] * 2):
+        outputs = generate(llm, prompts)
+        assert len(outputs) == (len(prompts) if isinstance(prompts[0], (str, list)) else 1)
+        for output in outputs:
+            assert output.outputs[0].text == expected.outputs[0].text
+            assert output.prompt_token_ids == story_ids
+    assert generate(llm, []) == []
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    """However differently long they take, and each with its own parameters."""
+    lengths = [9, 1, 5, 2, 7]
+    prompts = [f"Story number {length}" for length in lengths]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=0) for n in lengths]
+    outputs = generate(llm, prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+
+
+def test_the_fields_of_an_output(llm: LLM, story_ids: list[int]) -> None:
+    llm.reset_prefix_cache()
+    [output] = generate(llm, STORY, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert output.request_id
+    assert output.prompt == STORY
+    assert output.prompt_token_ids == story_ids
+    assert output.finished
+    assert output.num_cached_tokens == 0
+    [completion] = output.outputs
+    assert completion.index == 0
+    assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+    assert len(completion.token_ids) == 4
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+    assert completion.logprobs is None
+    assert completion.cumulative_logprob is None
+    metrics = output.metrics
+    moments = [
+        metrics.arrival_time,
+        metrics.first_scheduled_time,
+        metrics.first_token_time,
+        metrics.last_token_time,
+        metrics.finished_time,
+    ]
+    assert None not in moments
+    assert moments == sorted(moments)  # type: ignore[type-var]
+    assert metrics.num_preemptions == 0
+
+
+def test_token_ids_as_prompt_have_no_text(llm: LLM, story_ids: list[int]) -> None:
+    assert generate(llm, story_ids)[0].prompt is None
+
+
+def test_without_parameters_the_model_recommends(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """generation_config.json's values are the defaults, as in vLLM; a caller's own replace all."""
+    folder = tmp_path / "model"
+    shutil.copytree(make_checkpoint("qwen3"), folder)
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    generation_config = {**recommended, "max_new_tokens": 5, "do_sample": True, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    with LLM(folder, num_kv_blocks=8) as llm:
+        expected = SamplingParams(**recommended, max_tokens=5)
+        assert llm.get_default_sampling_params() == expected
+        [output] = llm.generate([5, 6, 7], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 5
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        assert len(generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids) == 9
+
+
+def test_without_recommendations_the_defaults_are_vllms(demo_llm: LLM) -> None:
+    assert demo_llm.get_default_sampling_params() == SamplingParams()
+
+
+def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate([STORY, STORY], GREEDY)
+    captured = capfd.readouterr()
+    assert "2/2" in captured.err
+    assert "input:" in captured.err
+    assert "output:" in captured.err
+    assert captured.out == ""
+    llm.generate([STORY, STORY], GREEDY, use_tqdm=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_first_log_line_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """A slow run explains itself: device, dtype, attention, blocks, budget."""
+    with (
+        caplog.at_level(logging.INFO, "nanoserve"),
+        LLM(
+            device="cpu",
+            num_kv_blocks=17,
+            block_size=8,
+            max_num_batched_tokens=333,
+            max_num_seqs=5,
+        ),
+    ):
+        pass
+    [record] = caplog.records
+    line = record.getMessage()
+    for part in (
+        "Qwen3ForCausalLM",
+        "device=cpu",
+        "float32",
+        "attention=",
+        "17 blocks x 8 tokens",
+        "budget 333",
+        "max_num_seqs 5",
+        "max_model_len",
+        "prefix caching on",
+        "chunked prefill on",
+    ):
+        assert part in line, f"{part!r} is not in {line!r}"
+
+
+# -- how a request ends --
+
+
+def test_without_max_tokens_it_runs_to_the_model_length() -> None:
+    with LLM(max_model_len=40, num_kv_blocks=8) as llm:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        [output] = generate(llm, STORY, params)
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
+        assert output.outputs[0].finish_reason == "length"
+        assert_idle(llm)
+
+
+def test_what_fits_in_part_is_capped_by_the_cache() -> None:
+    """2 blocks hold 32 tokens: a request that asks for more ends there, with "length"."""
+    with LLM(num_kv_blocks=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        [output] = generate(llm, STORY, params)
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
+        assert output.outputs[0].finish_reason == "length"
+        assert_serves(llm)
+
+
+def test_eos_ids_of_both_configs_count(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """config.json names one, generation_config.json others: any of them ends the output."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    base = make_checkpoint("llama")
+    with LLM(base, num_kv_blocks=8) as llm:
+        tokens = generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids
+    first, second = tokens[3], next(t for t in tokens[4:] if t not in tokens[:4])
+    for eos_of_config, eos_of_generation in (
+        (first, [second]),
+        (second, first),
+        ([second, first], None),
+        (None, [second, first]),
+    ):
+        folder = tmp_path / f"{eos_of_config}-{eos_of_generation}"
+        shutil.copytree(base, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": eos_of_config}))
+        generation = {"eos_token_id": eos_of_generation}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+        with LLM(folder, num_kv_blocks=8) as llm:
+            greedy = SamplingParams(temperature=0, max_tokens=20)
+            [completion] = generate(llm, [5, 6, 7], greedy)[0].outputs
+            assert completion.token_ids == tokens[: tokens.index(first) + 1]
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+            assert generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids == tokens
+
+
+def test_a_stop_token_ends_it_and_is_no_text(llm: LLM) -> None:
+    """stop_reason is the token's id; the token is in token_ids, but not in the text."""
+    tokenizer = llm.get_tokenizer()
+    tokens = generate(llm, STORY)[0].outputs[0].token_ids
+    stop = tokens[4]
+    kept = tokens[: tokens.index(stop) + 1]
+    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop])
+    [completion] = generate(llm, STORY, params)[0].outputs
+    assert completion.token_ids == kept
+    assert completion.text == tokenizer.decode(kept[:-1])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+    included = SamplingParams(
+        temperature=0, max_tokens=12, stop_token_ids=[stop], include_stop_str_in_output=True
+    )
+    assert generate(llm, STORY, included)[0].outputs[0].text == tokenizer.decode(kept)
+
+
+def test_special_tokens_are_shown_on_request(llm: LLM) -> None:
+    """The <|im_end|> that ends an answer is a token of it, and text only if asked for twice."""
+    for skip, include, is_shown in (
+        (True, False, False),
+        (False, False, False),
+        (True, True, False),
+        (False, True, True),
+    ):
+        params = SamplingParams(
+            temperature=0, skip_special_tokens=skip, include_stop_str_in_output=include
+        )
+        [output] = llm.chat(SUM, params, use_tqdm=False)
+        eos = llm.get_tokenizer().decode(output.outputs[0].token_ids[-1:])
+        assert output.outputs[0].text.endswith(eos) == is_shown
+
+
+def across_two_tokens(llm: LLM, prompt: str) -> tuple[str, str]:
+    """(text of the greedy output, a string in it that begins in one token and ends in the next)."""
+    [completion] = generate(llm, prompt, SamplingParams(temperature=0, max_tokens=30))[0].outputs
+    pieces = [llm.get_tokenizer().decode([token_id]) for token_id in completion.token_ids]
+    start = len("".join(pieces[:6]))
+    stop = completion.text[start - 2 : start + 2]
+    return completion.text, stop
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_cross_tokens(llm: LLM, include: bool) -> None:
+    text, stop = across_two_tokens(llm, STORY)
+    params = SamplingParams(
+        temperature=0, max_tokens=30, stop=["~nowhere~", stop], include_stop_str_in_output=include
+    )
+    [completion] = generate(llm, STORY, params)[0].outputs
+    end = text.index(stop) + (len(stop) if include else 0)
+    assert completion.text == text[:end]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_string_in_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
+    """Not a "length", though both are true."""
+    [completion] = generate(llm, STORY)[0].outputs
+    assert completion.finish_reason == "length"
+    params = SamplingParams(temperature=0, max_tokens=12, stop=completion.text[3:])
+    [stopped] = generate(llm, STORY, params)[0].outputs
+    assert stopped.text == completion.text[:3]
+    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", completion.text[3:])
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_streamed_text_is_never_taken_back(llm: LLM, include: bool) -> None:
+    """What may become a stop string is held back until it is none."""
+    text, stop = across_two_tokens(llm, STORY)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=30,
+        stop=[stop + "~", stop, text[10:14] + "~" * 9],
+        include_stop_str_in_output=include,
+    )
+    final = text[: text.index(stop) + (len(stop) if include else 0)]
+    shown = ""
+    for output in llm.stream(STORY, params):
+        shown += output.outputs[0].text
+        assert final.startswith(shown)
+        assert include or stop not in shown
+    assert shown == final
+
+
+# -- log-probabilities --
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, story_ids: list[int]) -> None:
+    """log_softmax of the raw logits: before temperature and filters."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    params = SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=8, logprobs=3)
+    [completion] = generate(llm, story_ids, params)[0].outputs
+    with torch.inference_mode():
+        logits = model(torch.tensor([story_ids + completion.token_ids])).logits[0]
+    expected = logits[len(story_ids) - 1 : -1].log_softmax(-1)
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    total = 0.0
+    for row, token_id, entry in zip(
+        expected, completion.token_ids, completion.logprobs, strict=True
+    ):
+        total += float(row[token_id])
+        assert len(entry) in (3, 4)  # the three likeliest, and the sampled one
+        assert token_id in entry
+        assert set(row.topk(3).indices.tolist()) <= set(entry)
+        for id_, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(float(row[id_]), abs=1e-3)
+            assert logprob.rank == 1 + int((row > row[id_]).sum())
+            assert logprob.decoded_token == llm.get_tokenizer().decode([id_])
+    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-2)
+
+
+def test_logprobs_0_reports_the_sampled_token_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0)
+    [completion] = generate(llm, STORY, params)[0].outputs
+    assert completion.logprobs is not None
+    assert [list(entry) for entry in completion.logprobs] == [[t] for t in completion.token_ids]
+
+
+def test_logprobs_stream_with_their_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, stop="~")
+    deltas = [output.outputs[0] for output in llm.stream(STORY, params)]
+    [whole] = generate(llm, STORY, params)[0].outputs
+    assert [len(delta.logprobs or ()) for delta in deltas] == [1] * 5
+    assert [entry for delta in deltas for entry in delta.logprobs or ()] == whole.logprobs
+    assert deltas[-1].cumulative_logprob == whole.cumulative_logprob
+
+
+def test_the_engine_caps_logprobs(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"logprobs is 21.*allows 20.*max_logprobs"):
+        generate(llm, STORY, SamplingParams(logprobs=21))
+    vocab_size = llm.engine.model_config.vocab_size
+    with LLM(num_kv_blocks=8, max_logprobs=-1) as unlimited:
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=vocab_size)
+        [completion] = generate(unlimited, STORY, params)[0].outputs
+        assert completion.logprobs is not None
+        assert len(completion.logprobs[0]) == vocab_size
+
+
+# -- the prefix cache, seen from outside --
+
+
+def test_the_second_turn_of_a_chat_finds_the_first(llm: LLM) -> None:
+    """Prompt and answer of the first turn, in whole blocks: generated tokens are cached, too."""
+    llm.reset_prefix_cache()
+    [first] = llm.chat(SUM, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    answer = {"role": "assistant", "content": first.outputs[0].text}
+    [second] = llm.chat([*SUM, answer, *CAPITAL], GREEDY, use_tqdm=False)
+    history = first.prompt_token_ids + first.outputs[0].token_ids
+    assert second.prompt_token_ids[: len(history)] == history
+    # The last generated token was never an input, so its key and value were not computed.
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == (len(history) - 1) // 16 * 16
+    assert "Paris" in second.outputs[0].text
+
+
+def test_generated_tokens_are_found_again(llm: LLM) -> None:
+    """A prompt that continues a long output hits all whole blocks of it."""
+    llm.reset_prefix_cache()
+    [first] = generate(llm, STORY, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    history = first.prompt_token_ids + first.outputs[0].token_ids
+    [second] = generate(llm, [*history, 5])
+    assert second.num_cached_tokens == (len(history) - 1) // 16 * 16 > 60
+
+
+def test_a_wholly_cached_prompt_computes_its_last_token(llm: LLM) -> None:
+    """Prompts of 31, 32 and 33 tokens, in blocks of 16: 16, 16 and 32 tokens are found."""
+    prompt = [5 + i % 7 for i in range(33)]
+    for length, num_cached in ((31, 16), (32, 16), (33, 32)):
+        llm.reset_prefix_cache()
+        [cold] = generate(llm, prompt[:length])
+        [warm] = generate(llm, prompt[:length])
+        assert (cold.num_cached_tokens, warm.num_cached_tokens) == (0, num_cached)
+        assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
+
+
+def test_requests_with_other_salts_share_nothing(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = [5 + i % 7 for i in range(33)]
+    hits = []
+    for i, salt in enumerate((None, "mine", "mine", "yours", None)):
+        llm.add_request(str(i), prompt, GREEDY, cache_salt=salt)
+        while llm.has_unfinished_requests():
+            output = llm.step()[-1]
+        hits.append(output.num_cached_tokens)
+    assert hits == [0, 0, 32, 0, 32]
+
+
+def test_the_prefix_cache_is_not_reset_under_a_running_request(llm: LLM) -> None:
+    llm.add_request("a", STORY, GREEDY)
+    llm.step()
+    assert not llm.reset_prefix_cache()
+    llm.abort_request("a")
+    assert llm.reset_prefix_cache()
+
+
+# -- streams --
+
+
+def test_deltas_join_to_the_whole(llm: LLM) -> None:
+    """Several prompts in one stream, told apart by their request ids."""
+    prompts = [STORY, "One day", [5, 6, 7]]
+    params = [
+        SamplingParams(temperature=0, max_tokens=15),
+        SamplingParams(seed=3, max_tokens=9),
+        SamplingParams(temperature=0, max_tokens=12, stop="e"),
+    ]
+    expected = generate(llm, prompts, params)
+    deltas: dict[str, list[RequestOutput]] = {}
+    for output in llm.stream(prompts, params):
+        deltas.setdefault(output.request_id, []).append(output)
+    assert len(deltas) == 3
+    for parts, whole in zip(deltas.values(), expected, strict=True):
+        assert text_of(parts) == whole.outputs[0].text
+        assert token_ids_of(parts) == whole.outputs[0].token_ids
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert parts[-1].outputs[0].finish_reason == whole.outputs[0].finish_reason
+
+
+def test_leaving_a_stream_early_aborts_it(llm: LLM) -> None:
+    for output in llm.stream([STORY, "One day"], GREEDY):
+        assert not output.finished
+        break
+    gc.collect()  # where objects do not die at once
+    assert_idle(llm)
+
+
+def test_a_stream_that_was_never_begun_queues_nothing(llm: LLM) -> None:
+    """It is checked at once, though."""
+    stream = llm.stream(STORY, GREEDY)
+    assert not llm.has_unfinished_requests()
+    del stream
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.stream("", GREEDY)
+
+
+def test_two_streams_in_turn(llm: LLM) -> None:
+    """Each turns the crank for both, and gets only its own."""
+    expected = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in (STORY, "One day")]
+    pairs = list(zip(llm.stream(STORY, GREEDY), llm.stream("One day", GREEDY), strict=False))
+    assert token_ids_of([first for first, _ in pairs]) == expected[0][: len(pairs)]
+    assert token_ids_of([second for _, second in pairs]) == expected[1][: len(pairs)]
+    assert len(pairs) == min(len(tokens) for tokens in expected)
+    gc.collect()
+
+
+def test_generate_inside_a_stream(llm: LLM) -> None:
+    """The stream's request runs on meanwhile, even to its end, and nothing of it is lost."""
+    expected = generate(llm, STORY)[0].outputs[0].token_ids
+    outputs = []
+    for number, output in enumerate(llm.stream(STORY, GREEDY)):
+        outputs.append(output)
+        if number == 1:
+            longer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+            assert len(generate(llm, "One day", longer)[0].outputs[0].token_ids) == 30
+    assert token_ids_of(outputs) == expected
+    assert outputs[-1].finished
+
+
+def test_aborting_a_streams_request_ends_the_stream(llm: LLM) -> None:
+    outputs = []
+    for output in llm.stream(STORY, GREEDY):
+        outputs.append(output)
+        llm.abort_request(output.request_id)
+    assert len(outputs) == 1
+
+
+# -- the crank in the open --
+
+
+def test_add_and_step(llm: LLM) -> None:
+    """By default each step brings everything so far."""
+    expected = generate(llm, STORY)[0].outputs[0]
+    llm.add_request("mine", STORY, GREEDY)
+    assert llm.has_unfinished_requests()
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert {output.request_id for output in outputs} == {"mine"}
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(
+        range(1, len(expected.token_ids) + 1)
+    )
+    assert outputs[-1].outputs[0] == expected
+    assert llm.step() == []  # nothing to do is no error
+
+
+def test_a_request_may_want_only_its_end(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=5, output_kind=RequestOutputKind.FINAL_ONLY, ignore_eos=True
+    )
+    llm.add_request("mine", STORY, params)
+    counts = []
+    while llm.has_unfinished_requests():
+        counts.append(len(llm.step()))
+    assert counts == [0, 0, 0, 0, 1]
+
+
+def test_abort_at_any_stage(llm: LLM) -> None:
+    """Waiting, running or gone: True if there was something to abort."""
+    llm.add_request("waiting", STORY, GREEDY)
+    assert llm.abort_request("waiting")
+    llm.add_request("running", STORY, GREEDY)
+    llm.step()
+    assert llm.abort_request("running")
+    assert not llm.abort_request("running")
+    assert not llm.abort_request("unheard of")
+    assert llm.step() == []
+
+
+def test_a_request_id_is_used_once_at_a_time(llm: LLM) -> None:
+    llm.add_request("mine", STORY, GREEDY)
+    with pytest.raises(ValueError, match=r"'mine' is in use; choose another"):
+        llm.add_request("mine", "One day", GREEDY)
+    while llm.has_unfinished_requests():
+        [output] = llm.step()
+    assert output.prompt == STORY
+    llm.add_request("mine", STORY, GREEDY)  # now it is free again
+    llm.abort_request("mine")
+
+
+def test_generate_leaves_others_running(llm: LLM) -> None:
+    """What a request in flight brings meanwhile waits for step()."""
+    expected = generate(llm, STORY)[0].outputs[0].token_ids
+    long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    expected_long = generate(llm, "One day", long)[0].outputs[0].token_ids
+    llm.add_request("short", STORY, GREEDY)
+    llm.add_request("long", "One day", long)
+    first = llm.step()
+    assert "42" in llm.chat(SUM, GREEDY, use_tqdm=False)[0].outputs[0].text
+    assert llm.has_unfinished_requests()
+    outputs = first
+    while llm.has_unfinished_requests():
+        outputs = outputs + llm.step()
+    finals = {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+    assert finals == {"short": expected, "long": expected_long}
+    for name in ("short", "long"):
+        counts = [len(o.outputs[0].token_ids) for o in outputs if o.request_id == name]
+        assert counts == list(range(1, len(finals[name]) + 1))  # none lost, none twice
+
+
+def test_leaving_a_stream_loses_no_output_of_others(llm: LLM) -> None:
+    """Even of the very step at which the loop was left."""
+    for number, _ in enumerate(llm.stream("One day", GREEDY)):
+        if number == 1:  # of a step that brought the stream's output first, then the other's
+            break
+        llm.add_request("other", STORY, SamplingParams(temperature=0, max_tokens=1))
+    gc.collect()
+    [output] = llm.step()
+    assert (output.request_id, output.finished) == ("other", True)
+
+
+def test_priority_one_for_all_or_one_each() -> None:
+    """The most urgent is served first (the lowest number); ties go by arrival."""
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with LLM(num_kv_blocks=32, max_num_seqs=1, scheduling_policy="priority") as llm:
+        for name, priority in (("c", 1), ("a", -5), ("d", 1), ("b", 0)):
+            llm.add_request(name, STORY, params, priority=priority)
+        finished = []
+        while llm.has_unfinished_requests():
+            finished += [output.request_id for output in llm.step() if output.finished]
+        assert finished == ["a", "b", "c", "d"]
+
+        outputs = generate(llm, [STORY] * 3, params, priority=[3, 1, 2])
+        ends = [output.metrics.finished_time or 0.0 for output in outputs]
+        assert sorted(range(3), key=ends.__getitem__) == [1, 2, 0]
+        outputs = generate(llm, [STORY] * 3, params, priority=7)
+        ends = [output.metrics.finished_time or 0.0 for output in outputs]
+        assert ends == sorted(ends)
+
+
+# -- failures --
+
+
+class Faulty:
+    """Lets the engine's steps fail: `errors` are raised one a step, before or after the work."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
+        self.errors: list[BaseException | None] = []
+        self.is_late = is_late
+        self.execute_model = llm.engine.executor.execute_model
+        monkeypatch.setattr(llm.engine.executor, "execute_model", self)
+
+    def __call__(self, scheduler_output: Any) -> Any:
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None and not self.is_late:
+            raise error
+        model_output = self.execute_model(scheduler_output)
+        if error is not None:
+            raise error
+        return model_output
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_failed_step_loses_nothing(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException, is_late: bool
+) -> None:
+    """Every request goes on behind it, and gets the tokens it would have got."""
+    prompts = [STORY, "One day", [5 + i % 7 for i in range(50)]]
+    expected = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts]
+    llm.reset_prefix_cache()
+    faulty = Faulty(llm, monkeypatch, is_late)
+    faulty.errors = [error, None, None, error, error, None, error]
+    for i, prompt in enumerate(prompts):
+        llm.add_request(str(i), prompt, GREEDY)
+    finals: dict[str, list[int]] = {}
+    raised: list[BaseException] = []
+    while llm.has_unfinished_requests():
+        try:
+            outputs = llm.step()
+        except (RuntimeError, KeyboardInterrupt) as failure:
+            raised.append(failure)
+        else:
+            finals |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
+        llm.engine.block_manager.check()
+    assert raised == [error] * 4  # passed on as it is
+    assert [finals[str(i)] for i in range(3)] == expected
+    assert [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_failed_generate_gives_up_its_own_requests_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    expected = generate(llm, STORY)[0].outputs[0].token_ids
+    faulty = Faulty(llm, monkeypatch, is_late)
+    llm.add_request("other", STORY, GREEDY)
+    faulty.errors = [None, None, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, ["One day", "A cat"])
+    assert [seq.request_id for seq in llm.engine.scheduler.sequences.values()] == ["other"]
+    faulty.errors = [RuntimeError("no")]
+    with pytest.raises(RuntimeError, match="no"):
+        list(llm.stream("One day", GREEDY))
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    assert outputs[-1].outputs[0].token_ids == expected
+    assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, len(expected) + 1))
+
+
+def test_a_failed_step_keeps_what_waited_to_be_fetched(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs that generate() set aside survive the failure of the step() that would bring them."""
+    llm.add_request("other", STORY, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    llm.add_request("long", STORY, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+    generate(llm, "One day")
+    faulty = Faulty(llm, monkeypatch, is_late=False)
+    faulty.errors = [RuntimeError("no")]
+    with pytest.raises(RuntimeError, match="no"):
+        llm.step()
+    outputs = llm.step()
+    assert [o.finished for o in outputs if o.request_id == "other"] == [False, True]
+    llm.abort_request("long")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_failed_step_was_to_forget_is_forgotten_later(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """The runner has one row here. A step that fails says that the row is free again, and the next
+    one must say so again, as nobody knows how far the failed one came."""
+    with LLM(num_kv_blocks=8, max_num_seqs=1) as llm:
+        faulty = Faulty(llm, monkeypatch, is_late)
+        for i in range(3):
+            [output] = generate(llm, STORY, SamplingParams(temperature=0, max_tokens=2))
+            assert output.finished
+            llm.add_request(f"aborted-{i}", STORY, GREEDY)
+            llm.step()
+            llm.abort_request(f"aborted-{i}")
+            faulty.errors = [KeyboardInterrupt()]
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, STORY)
+        assert_serves(llm)
+
+
+def test_a_closed_engine_says_so() -> None:
+    with LLM(num_kv_blocks=32) as llm:
+        llm.add_request("unfinished", STORY, GREEDY)
+        llm.step()
+        stream = llm.stream("One day", GREEDY)
+        next(stream)
+        assert llm.has_unfinished_requests()
+    assert not llm.engine.has_unfinished_requests()
+    llm.engine.block_manager.check()
+    assert llm.engine.block_manager.num_free_blocks == 32
+    for call in (
+        lambda: generate(llm, STORY),
+        lambda: llm.stream(STORY),
+        lambda: llm.chat(SUM),
+        lambda: llm.add_request("a", STORY),
+        lambda: llm.step(),
+        lambda: next(stream),
+    ):
+        with pytest.raises(RuntimeError, match="closed; build a new LLM"):
+            call()
+    llm.close()  # a second time is no error
+
+
+# -- bad input: refused at the door, with an explanation, and the engine serves on --
+
+BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "empty_string": ("", ValueError, r"prompt is empty.*at least one token"),
+    "empty_list_in_list": ([[]], ValueError, r"prompt is empty.*at least one token"),
+    "empty_among_good": ([STORY, ""], ValueError, r"prompt is empty"),
+    "id_too_large": ([5, 10**6], ValueError, r"1000000 is out of range; allowed: 0 to \d+"),
+    "id_negative": ([5, -1], ValueError, r"-1 is out of range; allowed: 0 to \d+"),
+    "id_bool": ([True, False], TypeError, r"token ids must be ints, got True"),
+    "id_float": ([[5, 1.5]], TypeError, r"token ids must be ints, got 1\.5"),
+    "id_none": ([[5, None]], TypeError, r"token ids must be ints, got None"),
+    "id_string": ([[5, "a"]], TypeError, r"token ids must be ints, got 'a'"),
+    "bare_floats": ([1.5, 2.5], TypeError, r"prompt must be a string or a list of token ids.*1\.5"),
+    "none": (None, TypeError, r"prompts must be a string, token ids, or a list of either: None"),
+    "number": (5, TypeError, r"prompts must be a string, token ids, or a list of either: 5"),
+    "none_among_good": ([STORY, None], TypeError, r"prompt must be a string.*got None"),
+    "dict": ([{"prompt": STORY}], TypeError, r"prompt must be a string.*got \{'prompt'"),
+    "too_long": (
+        [[5], [5] * 90_000],
+        ValueError,
+        r"90000 tokens.*more than max_model_len=\d+\. Shorten it, or raise max_model_len",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PROMPTS)
+def test_a_bad_prompt_is_refused(llm: LLM, name: str) -> None:
+    """By generate and by stream, at the call; one among good ones starts none of them."""
+    prompts, error, message = BAD_PROMPTS[name]
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(error, match=message):
+            call(prompts, GREEDY)
+        assert_idle(llm)
+    assert_serves(llm)
+
+
+BAD_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
+    "too_few_params": (
+        lambda llm: generate(llm, [STORY] * 3, [GREEDY] * 2),
+        ValueError,
+        r"sampling_params has 2 items for 3 prompts.*one each",
+    ),
+    "no_params": (lambda llm: generate(llm, [STORY], []), ValueError, r"0 items for 1 prompts"),
+    "params_for_letters": (  # a bare string is one prompt, not five
+        lambda llm: generate(llm, "hello", [GREEDY] * 5),
+        ValueError,
+        r"sampling_params has 5 items for 1 prompts",
+    ),
+    "too_many_priorities": (
+        lambda llm: generate(llm, [STORY], GREEDY, priority=[0, 0]),
+        ValueError,
+        r"priority has 2 items for 1 prompts",
+    ),
+    "no_priorities": (
+        lambda llm: generate(llm, [STORY], GREEDY, priority=[]),
+        ValueError,
+        r"priority has 0 items for 1 prompts",
+    ),
+    "priority_under_fcfs": (
+        lambda llm: generate(llm, STORY, GREEDY, priority=3),
+        ValueError,
+        r"priority is 3.*first come, first served.*scheduling_policy='priority'",
+    ),
+    "priority_of_one_under_fcfs": (
+        lambda llm: generate(llm, [STORY, STORY], GREEDY, priority=[0, -1]),
+        ValueError,
+        r"priority is -1",
+    ),
+    "priority_float": (
+        lambda llm: generate(llm, STORY, GREEDY, priority=1.0),
+        TypeError,
+        r"priority must be an int, got 1\.0",
+    ),
+    "priority_bool": (
+        lambda llm: generate(llm, STORY, GREEDY, priority=False),
+        TypeError,
+        r"priority must be an int, got False",
+    ),
+    "params_dict": (
+        lambda llm: generate(llm, STORY, {"temperature": 0}),
+        TypeError,
+        r"sampling_params must be SamplingParams, got \{'temperature'",
+    ),
+    "params_none_in_list": (
+        lambda llm: generate(llm, [STORY, STORY], [GREEDY, None]),
+        TypeError,
+        r"sampling_params must be SamplingParams, got None",
+    ),
+    "stop_token_unknown": (
+        lambda llm: generate(llm, STORY, SamplingParams(stop_token_ids=[10**6])),
+        ValueError,
+        r"stop token id 1000000: the vocabulary has \d+",
+    ),
+    "unknown_parameter": (
+        lambda llm: llm.generate(STORY, temperature=0),
+        TypeError,
+        r"unexpected keyword argument 'temperature'",
+    ),
+    "add_request_empty": (lambda llm: llm.add_request("a", []), ValueError, r"prompt is empty"),
+    "add_request_none": (
+        lambda llm: llm.add_request("a", None),
+        TypeError,
+        r"prompt must be a string or a list of token ids, got None",
+    ),
+    "chat_string": (
+        lambda llm: llm.chat("hello", GREEDY),
+        TypeError,
+        r"a conversation is a list of message dicts",
+    ),
+    "chat_empty_conversation": (
+        lambda llm: llm.chat([SUM, []], GREEDY),
+        TypeError,
+        r"a conversation is a list of message dicts, got \[\]",
+    ),
+    "chat_without_content": (
+        lambda llm: llm.chat([{"role": "user"}], GREEDY),
+        ValueError,
+        r"chat template refuses \[\{'role': 'user'\}\].*content",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PARAMETERS)
+def test_a_bad_call_is_refused(llm: LLM, name: str) -> None:
+    call, error, message = BAD_PARAMETERS[name]
+    with pytest.raises(error, match=message):
+        call(llm)
+    assert_serves(llm)
+
+
+def test_a_prompt_as_long_as_the_model_allows_leaves_no_room() -> None:
+    """Prompt and one output token must fit max_model_len: 40 tokens do not, 39 do."""
+    with LLM(max_model_len=40, num_kv_blocks=8) as llm:
+        with pytest.raises(ValueError, match=r"40 tokens; with one output .* max_model_len=40"):
+            generate(llm, [5] * 40)
+        assert len(generate(llm, [5] * 39)[0].outputs[0].token_ids) == 1
+        assert_serves(llm)
+
+
+def test_a_prompt_larger_than_the_cache_is_refused() -> None:
+    """40 tokens can never fit 2 blocks; waiting would not help. One output token must fit, too."""
+    with LLM(num_kv_blocks=2) as llm:
+        for length in (32, 40):
+            message = rf"{length} tokens.*whole KV cache holds \(32 tokens\).*num_kv_blocks"
+            with pytest.raises(ValueError, match=message):
+                generate(llm, [[5, 6], [5] * length])
+        [output] = generate(llm, [5] * 31)
+        assert len(output.outputs[0].token_ids) == 1
+        assert_idle(llm)
+
+
+def test_chat_needs_a_template(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A tokenizer alone does not know how this model was trained to be talked to."""
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with LLM(folder, num_kv_blocks=16) as llm:
+        with pytest.raises(ValueError, match=r"no chat template.*generate with a prompt of your"):
+            llm.chat(SUM, GREEDY)
+        assert generate(llm, STORY)[0].outputs[0].text
+        assert_idle(llm)
+
+
+def test_a_checkpoint_without_tokenizer_takes_token_ids(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    """Text goes neither in nor out; asking for it says what to do."""
+    with LLM(make_checkpoint("llama"), num_kv_blocks=8) as llm:
+        for call in (
+            lambda: generate(llm, STORY),
+            lambda: generate(llm, [[5, 6], STORY]),
+            lambda: llm.chat(SUM, GREEDY),
+            lambda: llm.get_tokenizer(),
+            lambda: generate(llm, [5, 6], SamplingParams(stop="x")),
+        ):
+            with pytest.raises(ValueError, match=r"needs a tokenizer, and .* has none.*token ids"):
+                call()
+            assert_idle(llm)
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+        [output] = generate(llm, [5, 6], params)
+        assert output.outputs[0].text == ""
+        assert len(output.outputs[0].token_ids) == 3
+        assert_idle(llm)
+
+
+def test_a_tokenizer_of_another_folder(make_checkpoint: Callable[..., Path]) -> None:
+    """tokenizer= brings one; what it writes may exceed a smaller model's vocabulary."""
+    with LLM(make_checkpoint("llama"), tokenizer=DEMO_MODEL, num_kv_blocks=8) as llm:
+        assert generate(llm, [5, 6], SamplingParams(max_tokens=5, ignore_eos=True))
+        with pytest.raises(ValueError, match=r"is out of range; allowed: 0 to 319"):
+            generate(llm, STORY)
+        assert_idle(llm)
+
+
+def truncated(folder: Path, source: Path) -> Path:
+    """A copy of a checkpoint whose weights were cut short, as by a full disk."""
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    return folder
+
+
+def test_what_cannot_be_loaded(
+    llm: LLM, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each error names the thing and the way out; an engine that runs is not disturbed."""
+    weightless = tmp_path / "weightless"
+    shutil.copytree(make_checkpoint("llama"), weightless)
+    (weightless / "model.safetensors").unlink()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"model": tmp_path / "missing"}, ValueError, r"is not a folder, nor a Hugging Face id"),
+        ({"model": empty}, ValueError, r"has no config\.json: not a Hugging Face checkpoint"),
+        ({"model": weightless}, ValueError, r"has no \.safetensors file.*load_format='dummy'"),
+        (
+            {"model": truncated(tmp_path / "cut", make_checkpoint("llama"))},
+            ValueError,
+            r"model\.safetensors is damaged or cut short.*again",
+        ),
+        ({"max_modle_len": 10}, TypeError, r"unexpected keyword argument 'max_modle_len'"),
+        ({"tokenizer": empty}, ValueError, r"no tokenizer can be read from"),
+        ({"max_model_len": 10**6}, ValueError, r"max_model_len is 1000000.*at most \d+ tokens"),
+        ({"kv_cache_memory": 1000}, ValueError, r"needs \d+ MiB of KV cache.*Lower max_model_len"),
+        ({"dtype": "float64"}, ValueError, r"dtype is 'float64'; allowed: auto, float32"),
+        ({"scheduling_policy": "lifo"}, ValueError, r"'lifo'; allowed: fcfs, priority"),
+        ({"num_kv_blocks": 0}, ValueError, r"num_kv_blocks is 0; allowed: 1 or more"),
+        ({"block_size": "16"}, TypeError, r"block_size must be an int, got '16'"),
+        ({"attention_backend": "flash"}, ValueError, r"attention_backend is 'flash'; allowed"),
+    ]
+    for options, error, message in cases:
+        with pytest.raises(error, match=message):
+            LLM(**options)
+    assert_serves(llm)
+
+
+def test_kv_cache_memory_in_bytes() -> None:
+    """As many whole blocks as it holds, if that is one sequence of max_model_len at least."""
+    with LLM(kv_cache_memory=4 * 2**20, max_model_len=64) as llm:
+        runner = llm.engine.executor.runner
+        used = sum(cache.nbytes for pair in runner.kv_caches for cache in pair)
+        block_bytes = used // runner.num_kv_blocks
+        assert 4 * 2**20 - block_bytes < used <= 4 * 2**20
+        assert_serves(llm)
