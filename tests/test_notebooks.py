@@ -1,0 +1,191 @@
+"""The notebooks run, keep to the house style, and are committed with the outputs a reader will see.
+
+`python tests/test_notebooks.py --update` runs them all again and stores what they print and draw.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import importlib
+import io
+import os
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL_LINES = 15
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/(home|Users|root|tmp|usr|opt|work|var)/|\b[A-Z]:\\")
+SECONDS = 120  # for one cell; a busy machine starts its kernel slowly
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def execute(path: Path) -> Any:
+    """Run a notebook in a fresh kernel of this very Python, and return it with new outputs.
+
+    Raises nbclient's CellExecutionError, which shows the cell, if one fails.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    clean(notebook)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=SECONDS,
+        km=this_python(),
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+    )
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # this very checkout
+    backend = "module://matplotlib_inline.backend_inline"
+    client.execute(env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": backend})
+    return notebook
+
+
+def this_python() -> Any:
+    """A kernel manager that needs no installed kernelspec: the one that is installed may belong to
+    another environment."""
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+
+    manager = AsyncKernelManager()
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    command.append("--IPKernelApp.log_level=ERROR")
+    manager._kernel_spec = KernelSpec(argv=command, display_name="Python 3", language="python")
+    return manager
+
+
+def clean(notebook: Any) -> None:
+    """Forget outputs, and whatever depends on the machine or the hour."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+
+
+def code_cells(path: Path) -> list[Any]:
+    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+
+
+def texts_of(outputs: list[Any]) -> list[str]:
+    """All that the outputs say in words."""
+    texts = []
+    for output in outputs:
+        texts.append(output.get("text", ""))
+        texts += [v for kind, v in output.get("data", {}).items() if kind.startswith("text/")]
+        texts += output.get("traceback", [])
+    return texts
+
+
+def names_of_nanoserve() -> set[str]:
+    """Every module, class and function that nanoserve's modules define."""
+    import nanoserve
+
+    names = set(nanoserve.__all__)
+    for module in pkgutil.iter_modules(nanoserve.__path__):
+        if module.ispkg:
+            continue
+        names.add(module.name)
+        members = vars(importlib.import_module(f"nanoserve.{module.name}"))
+        names |= {
+            name
+            for name, value in members.items()
+            if str(getattr(value, "__module__", "")).startswith("nanoserve.")
+        }
+    return names
+
+
+def test_there_is_a_notebook() -> None:
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_runs(path: Path) -> None:
+    """No cell raises (they hold assertions of their own), and nothing lands on stderr."""
+    for cell in execute(path).cells:
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error", output
+            assert output.get("name") != "stderr", f"stderr in cell {cell.id}: {output.text}"
+
+
+@each_notebook
+def test_style(path: Path) -> None:
+    """Short cells, at least as much text as code, ids that stay."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = code_cells(path)
+    too_long = [cell.id for cell in code if len(cell.source.splitlines()) > CELL_LINES]
+    assert not too_long, f"more than {CELL_LINES} lines in {too_long}"
+    num_text = sum(cell.cell_type == "markdown" for cell in notebook.cells)
+    assert num_text >= len(code), f"{num_text} text cells for {len(code)} code cells"
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    assert notebook.metadata.kernelspec.name == "python3"
+
+
+@each_notebook
+def test_redefines_nothing(path: Path) -> None:
+    """A notebook imports nanoserve; what it defines itself has names of its own."""
+    taken = names_of_nanoserve()
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                assert node.name not in taken, f"{node.name} in cell {cell.id} is nanoserve's"
+
+
+@each_notebook
+def test_outputs_are_stored(path: Path) -> None:
+    """Whoever reads it on the web sees it run: every cell in order, with something to show for it,
+    and no trace of the machine. If this fails: python tests/test_notebooks.py --update"""
+    cells = code_cells(path)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    for cell in cells:
+        assert "execution" not in cell.metadata, f"cell {cell.id} says when it ran"
+        assert cell.outputs, f"cell {cell.id} has no stored output"
+        for text in texts_of(cell.outputs):
+            assert not ABSOLUTE_PATH.search(text), f"an absolute path in cell {cell.id}: {text}"
+
+
+def with_fewer_colours(png: str) -> str:
+    """The same picture (base64), from a palette: a quarter of the bytes in the repository."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB").quantize(128)
+    buffer = io.BytesIO()
+    picture.save(buffer, "png", optimize=True)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def update() -> None:
+    """Run every notebook and store its outputs."""
+    for path in NOTEBOOKS:
+        notebook = execute(path)
+        for cell in notebook.cells:
+            for output in cell.get("outputs", []):
+                if "image/png" in output.get("data", {}):
+                    output.data["image/png"] = with_fewer_colours(output.data["image/png"])
+        nbformat.write(notebook, path)
+        print("stored", path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit("usage: python tests/test_notebooks.py --update")
+    update()
