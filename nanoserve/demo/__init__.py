@@ -1,4 +1,4 @@
-"""The embedded demo model: `LLM()` without a model name loads this folder (README.md is its card)."""
+"""The embedded demo model: `LLM()` with no model name loads this folder (README.md is its card)."""
 
 from pathlib import Path
 

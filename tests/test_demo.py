@@ -1,0 +1,285 @@
+"""The embedded demo model: its folder loads, its card is true, its training can be repeated.
+
+Scores are measured again here on a few of the held-out questions; the full table comes from
+`python -m nanoserve.demo.evaluate`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nanoserve.demo import MODEL_DIR, skills
+from nanoserve.demo.corpus import (
+    DRILL_MIX,
+    LONG_MIX,
+    SHORT_MIX,
+    Maker,
+    draw_document,
+    text_of,
+)
+from nanoserve.demo.data import Batches, encode_document, train_tokenizer
+from nanoserve.demo.evaluate import (
+    TASKS,
+    DemoModel,
+    Score,
+    Task,
+    as_table,
+    score_stories,
+    score_task,
+    story_faults,
+)
+from nanoserve.demo.model import ModelShape, orthogonalise
+from nanoserve.demo.recall import Facts
+from nanoserve.demo.skills import Turn
+from nanoserve.demo.stories import Character, tell_story
+from nanoserve.demo.train import Plan, Trainer, export, run
+
+TINY = Plan(
+    steps=8,
+    tokens_per_step=256,
+    warmup_steps=2,
+    tokenizer_documents=300,
+    longest_row=64,
+    shape=ModelShape(
+        vocab_size=512, hidden_size=32, intermediate_size=64, num_layers=2, head_dim=16
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> DemoModel:
+    return DemoModel(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def scores() -> list[Score]:
+    return [Score(**entry) for entry in json.loads((MODEL_DIR / "scores.json").read_text())]
+
+
+def tiny_trainer(plan: Plan = TINY) -> Trainer:
+    return Trainer(plan, torch.device("cpu"), torch.float32)
+
+
+def documents(seed: int, mix: dict[Maker, float], count: int = 300, room: int = 256) -> list[str]:
+    rng = random.Random(seed)
+    return [text_of(draw_document(rng, Facts(rng), room, mix)) for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------ the folder
+
+
+def test_the_weights_are_small() -> None:
+    assert (MODEL_DIR / "model.safetensors").stat().st_size <= 8_000_000
+
+
+def test_transformers_reads_the_rope_base_from_either_layout(tmp_path: Path) -> None:
+    config = json.loads((MODEL_DIR / "config.json").read_text())
+    theta = config["rope_theta"]
+    for left_out in ("rope_theta", "rope_parameters", None):
+        layout = {key: value for key, value in config.items() if key != left_out}
+        (tmp_path / "config.json").write_text(json.dumps(layout))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        inv_freq = model.model.rotary_emb.inv_freq
+        dim = config["head_dim"]
+        assert torch.allclose(inv_freq, theta ** -(torch.arange(0, dim, 2) / dim), rtol=1e-5)
+
+
+def test_generation_stops_at_both_end_tokens(demo: DemoModel) -> None:
+    ends = demo.model.generation_config.eos_token_id
+    assert demo.tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_the_chat_template_knows_system_user_and_assistant(demo: DemoModel) -> None:
+    messages = [
+        {"role": "system", "content": "Answer briefly."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello!"},
+        {"role": "user", "content": "Who are you?"},
+    ]
+    assert demo.prompt(messages) == (
+        "<|im_start|>system\nAnswer briefly.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_digits_and_names_are_the_same_tokens_wherever_they_stand(demo: DemoModel) -> None:
+    assert [demo.tokenizer.decode(i) for i in demo.encode(" 47")] == [" ", "4", "7"]
+    for name in ("Mia", "Bodiga"):
+        assert demo.encode(f'"{name}')[1:] == demo.encode(f" {name}")[1:] == demo.encode(name)
+
+
+def test_any_text_survives_the_tokenizer(demo: DemoModel) -> None:
+    text = "naïve  café — 你好 🙂\n\n\tprint('x')  "
+    assert demo.tokenizer.decode(demo.encode(text)) == text
+
+
+# ------------------------------------------------------------------------------ the corpus
+
+
+@pytest.mark.parametrize("mix", [DRILL_MIX, SHORT_MIX, LONG_MIX])
+def test_the_corpus_depends_on_the_seed_alone(mix: dict[Maker, float]) -> None:
+    assert documents(3, mix) == documents(3, mix)
+    assert documents(3, mix) != documents(4, mix)
+
+
+HELD_OUT_SKILLS = [
+    skills.addition, skills.capital, skills.colour, skills.simple_fact, skills.repeat,
+    skills.say_times, skills.continue_pattern, skills.count, skills.json_record,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draw", HELD_OUT_SKILLS)
+def test_what_is_held_out_is_never_drawn_for_training(draw: Callable[..., Turn]) -> None:
+    rng = random.Random(0)
+    held_out = {draw(rng, held_out=True).question for _ in range(300)}
+    trained = {draw(rng).question for _ in range(3000)}
+    assert not held_out & trained
+
+
+def test_no_training_document_contains_a_held_out_item() -> None:
+    for mix, room in ((DRILL_MIX, 128), (SHORT_MIX, 256), (LONG_MIX, 1024)):
+        text = "\n".join(documents(1, mix, 1500, room))
+        for a, b in re.findall(r"\b(\d+) \+ (\d+) =", text):
+            assert not skills.is_held_out("sum", *sorted((int(a), int(b))))
+        for record in re.findall(r'\{"name": .*?\}', text):
+            name, age, pet = list(json.loads(record).values())[:3]
+            assert not skills.is_held_out("json", name, age, pet)
+        for statement in re.findall(r"The [a-z]+ [a-z]+ holds \d{4}\.", text):
+            assert not skills.is_held_out("fact", statement)
+        for kind, name in re.findall(r"[Ss]tory about an? ([a-z]+) named ([A-Z][a-z]+)", text):
+            assert not skills.is_held_out("hero", kind, name)
+
+
+def test_stories_keep_their_hero_and_their_thing() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        story = tell_story(rng)
+        assert not story_faults(story.text + "<|im_end|>", story.hero, "<|im_end|>")
+
+
+def test_the_story_check_finds_faults() -> None:
+    mia = Character("Mia", "girl", True)
+    assert story_faults("Mia met a fox named Mia. They ran.", mia, "<|im_end|>") == [
+        "does not end",
+        "has helpers []",
+        "hero meets hero",
+        "repeats itself or is no story",
+    ]
+
+
+def test_facts_of_one_row_never_share_a_key() -> None:
+    facts = Facts(random.Random(0)).draw_many(100)
+    assert len({fact.statement for fact in facts}) == 100
+
+
+def test_weights_follow_the_text(demo: DemoModel) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        document = draw_document(rng, Facts(rng), 256, SHORT_MIX)
+        ids, weights = encode_document(demo.tokenizer.backend_tokenizer, document)
+        heavy = [i for i, weight in zip(ids, weights) if weight == 2]
+        expected = "".join(segment.text for segment in document if segment.weight == 2)
+        assert demo.tokenizer.decode(heavy).replace(" ", "") == expected.replace(" ", "")
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(512, TINY.tokenizer_documents, seed=0)
+    straight = tiny_trainer()
+    run(straight, tokenizer)
+
+    first, second = tiny_trainer(), tiny_trainer(replace(TINY))
+    run(first, tokenizer, tmp_path / "run.pt", stop_at=3)
+    second.load(tmp_path / "run.pt")
+    run(second, tokenizer)
+
+    assert second.step == straight.step == TINY.steps
+    resumed = second.model.state_dict()
+    for name, weight in straight.model.state_dict().items():
+        assert torch.equal(weight, resumed[name]), name
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    trainer = tiny_trainer()
+    trainer.save(tmp_path / "run.pt")
+    with pytest.raises(ValueError, match="belongs to another run"):
+        tiny_trainer(replace(TINY, seed=1)).load(tmp_path / "run.pt")
+
+
+def test_training_and_transformers_compute_the_same(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(512, TINY.tokenizer_documents, seed=0)
+    trainer = tiny_trainer()
+    run(trainer, tokenizer, stop_at=2)
+    export(trainer, tokenizer, tmp_path)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = {name: w.bfloat16().float() for name, w in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(weights)
+    ids = Batches(tokenizer, [64], 256, seed=5)[0].ids
+    with torch.no_grad():
+        logits = trainer.model(ids) @ trainer.model.model.embed_tokens.weight.T
+        assert torch.allclose(logits, exported(ids).logits, atol=1e-4)
+
+
+def test_learning_rate_warms_up_stays_and_decays() -> None:
+    factors = [Plan(steps=1000).lr_factor(step) for step in range(1000)]
+    assert factors[0] < 0.01 and factors[100:550] == [1.0] * 450 and factors[-1] == 0.01
+
+
+def test_orthogonalise_brings_singular_values_near_one() -> None:
+    matrices = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(0))
+    singular = torch.linalg.svdvals(orthogonalise(matrices))
+    assert 0.5 < singular.min() and singular.max() < 1.5
+
+
+# ------------------------------------------------------------------------------ the card
+
+
+def test_the_card_shows_the_measured_scores(scores: list[Score]) -> None:
+    assert as_table(scores) in (MODEL_DIR / "README.md").read_text()
+
+
+def test_the_card_gives_the_real_training_figures() -> None:
+    card = (MODEL_DIR / "README.md").read_text()
+    training = json.loads((MODEL_DIR / "training.json").read_text())
+    for figure in (training["parameters"], training["tokens"], training["plan"]["steps"]):
+        assert f"{figure:,}" in card
+
+
+def test_measured_scores_keep_the_promises(scores: list[Score]) -> None:
+    for score in scores:
+        assert score.score >= score.promise, score
+
+
+def is_quick(task: Task) -> bool:
+    return task.promise > 0 and not re.search("1536|2000", task.name)
+
+
+@pytest.mark.parametrize("task", list(filter(is_quick, TASKS)), ids=lambda task: task.name)
+def test_a_fresh_sample_keeps_the_promise(demo: DemoModel, task: Task) -> None:
+    score = score_task(demo, task, size=16, seed=99)
+    allowed = 2 * (score.promise * (1 - score.promise) / score.n) ** 0.5  # of sampling error
+    assert score.score >= score.promise - allowed
+
+
+def test_stories_keep_the_promise(demo: DemoModel) -> None:
+    score = score_stories(demo, "story, on request", count=6)
+    assert score.score >= score.promise - 0.25
+
+
+def test_a_story_starts_from_once_upon_a_time(demo: DemoModel) -> None:
+    text = "Once upon a time" + demo.generate("Once upon a time")
+    name = re.search(r"named (\w+)\.", text)
+    assert name, text
+    assert not story_faults(text, Character(name[1], "girl", True), "<|endoftext|>")
