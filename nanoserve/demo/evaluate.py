@@ -139,7 +139,7 @@ def recall_item(
             said += ["Tell me a story.", story]
         roles = ["user", "assistant"] * len(said)
         said.append(asked.question)
-        return [{"role": role, "content": text} for role, text in zip(roles, said)]
+        return [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
 
     longest = messages()
     while len(model.encode(model.prompt(longest))) <= tokens:
@@ -160,7 +160,7 @@ def my_name(rng: random.Random, model: DemoModel) -> Item:
         "What is my name?",
     ]
     roles = ["user", "assistant"] * 3
-    messages = [{"role": role, "content": text} for role, text in zip(roles, said)]
+    messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
     return Item(messages, f"Your name is {name}.")
 
 

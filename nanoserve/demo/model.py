@@ -213,5 +213,5 @@ class Muon(torch.optim.Optimizer):
             stacked = orthogonalise(torch.stack(updates))
             rows, columns = stacked.shape[-2:]
             scale = max(1.0, rows / columns) ** 0.5
-            for parameter, update in zip(group["params"], stacked):
+            for parameter, update in zip(group["params"], stacked, strict=True):
                 parameter.add_(update, alpha=-group["lr"] * scale)

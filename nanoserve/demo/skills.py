@@ -372,5 +372,5 @@ SKILLS: dict[str, tuple[float, Callable[[random.Random], Turn]]] = {
 
 def any_skill(rng: random.Random) -> Turn:
     """One training turn of a random skill."""
-    weights, draws = zip(*SKILLS.values())
+    weights, draws = zip(*SKILLS.values(), strict=True)
     return rng.choices(draws, weights)[0](rng)
