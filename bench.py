@@ -4,8 +4,9 @@
     python bench.py --model DIR --num-requests 64 --json result.json
 
 Every engine serves the same requests (same prompts, same output lengths, greedy, same dtype), in
-turns, `--repeat` times; the table shows medians and the ratio to nanoserve. Only tokens that were
-asked for count: what a padded batch computes beyond a request's length is its own loss.
+turns, `--repeat` times; the table shows medians, their range over the rounds, and the ratio of
+nanoserve to each. Only tokens that were asked for count: what a padded batch computes beyond a
+request's length is its own loss. On a busy machine ratios close to 1 say nothing: see the range.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def measure(engines: dict[str, Engine], requests: Requests, repeat: int) -> dict
         name: {
             "seconds": times,
             "output_tokens_per_second": num_output / statistics.median(times),
+            "slowest": num_output / max(times),
+            "fastest": num_output / min(times),
             "same_tokens": sum(a == b for a, b in zip(outputs[name], reference, strict=True)),
         }
         for name, times in seconds.items()
@@ -111,11 +114,15 @@ def measure(engines: dict[str, Engine], requests: Requests, repeat: int) -> dict
 
 def print_table(results: dict[str, dict], num_requests: int) -> None:
     best = results["nanoserve"]["output_tokens_per_second"]
-    print(f"\n{'engine':<26}{'output tok/s':>14}{'nanoserve is':>15}{'same tokens':>14}")
+    header = (
+        f"{'engine':<26}{'output tok/s':>14}{'range':>16}{'nanoserve is':>15}{'same tokens':>14}"
+    )
+    print(f"\n{header}")
     for name, result in results.items():
         rate = result["output_tokens_per_second"]
+        spread = f"{result['slowest']:.0f} - {result['fastest']:.0f}"
         same = f"{result['same_tokens']}/{num_requests}"
-        print(f"{name:<26}{rate:>14.0f}{best / rate:>13.2f} x{same:>14}")
+        print(f"{name:<26}{rate:>14.0f}{spread:>16}{best / rate:>13.2f} x{same:>14}")
 
 
 def main() -> None:
@@ -153,7 +160,12 @@ def main() -> None:
         "transformers, batch 1": transformers_engine(hf_model, 1),
     }
     results = measure(engines, requests, args.repeat)
+    num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
+    lengths = f"{args.min_len} to {args.max_len} tokens in and out"
     environment = {
+        "model": f"{folder.name}, {num_parameters / 1e6:.1f} million parameters",
+        "requests": f"{args.num_requests} of {lengths}",
+        "KV blocks": str(llm.engine.executor.num_kv_blocks),
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, CPU, float32",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",

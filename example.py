@@ -5,6 +5,7 @@ Hugging Face hub, or a folder); `--help` lists the options.
 """
 
 import argparse
+import sys
 
 from nanoserve import LLM, SamplingParams
 
@@ -21,16 +22,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Complete two stories, answer a few questions.")
     parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
-    parser.add_argument("--max-tokens", type=int, default=100, help="per answer")
+    parser.add_argument("--max-tokens", type=int, default=200, help="per answer")
     args = parser.parse_args()
 
+    bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(args.model) as llm:
         for output in llm.generate(STORIES, params):
-            print(f"\n{output.prompt}\033[1m{output.outputs[0].text}\033[0m")
+            print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, params), strict=True):
-            print(f"\nQ: {question}\nA: \033[1m{output.outputs[0].text}\033[0m")
+            print(f"\nQ: {question}\nA: {bold}{output.outputs[0].text}{plain}")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,16 @@
 Importing the package is cheap: torch is loaded when the first LLM is built.
 """
 
-from nanoserve.llm import LLM, LLMEngine
+from nanoserve.beam_search import BeamSearchParams
+from nanoserve.engine import LLMEngine
+from nanoserve.llm import LLM
 from nanoserve.processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "LLMEngine",
     "RequestOutput",

@@ -38,7 +38,7 @@ from torch import Tensor
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
-MAX_PADDING = 1.5  # sequences share a padded batch if it is at most this much larger than they are
+CALL_COST = 2**18  # a further batch costs about as much as copying so many numbers of padding
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class KVCacheSpec:
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.zeros; on a CPU, memory that takes up room only once it is written (torch.zeros writes
     its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB)."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
@@ -124,20 +124,23 @@ def paged_attention_torch(
     output = query.new_empty(query.shape[0], num_heads, value_cache.shape[-1])
     starts = query_start_loc.tolist()
     lengths = seq_lens.tolist()
-    for query_len, rows in _batches_of_similar_length(starts, lengths):
+    numbers_per_key = key_cache[0, 0].numel() + value_cache[0, 0].numel()
+    max_padding = CALL_COST // numbers_per_key
+    for query_len, rows in _batches_of_similar_length(starts, lengths, max_padding):
         length = max(lengths[row] for row in rows)
         blocks = block_table[rows, : -(-length // block_size)]
-        seq_len = seq_lens[rows]
-        keys = _gather(key_cache, blocks, seq_len, length)
-        values = _gather(value_cache, blocks, seq_len, length)
+        position = torch.arange(blocks.shape[1] * block_size, device=query.device)
+        padding = (position >= seq_lens[rows, None]).flatten().nonzero()[:, 0]
+        keys = _gather(key_cache, blocks, padding)
+        values = _gather(value_cache, blocks, padding)
         offsets = torch.tensor([lengths[row] - query_len for row in rows], device=query.device)
         tokens = torch.tensor([starts[row] for row in rows], device=query.device)[:, None]
         for first in range(0, query_len, QUERY_TILE):
             tile = torch.arange(first, min(first + QUERY_TILE, query_len), device=query.device)
             visible = min(length, length - query_len + int(tile[-1]) + 1)
-            index = tokens + tile  # [batch, tile]: rows of `query`
-            output[index] = _attend(
-                query[index],
+            index = (tokens + tile).flatten()  # rows of `query`
+            attended = _attend(
+                query.index_select(0, index).unflatten(0, (len(rows), len(tile))),
                 keys[:, :visible],
                 values[:, :visible],
                 offsets[:, None] + tile,
@@ -145,15 +148,18 @@ def paged_attention_torch(
                 sliding_window,
                 logits_soft_cap,
             )
+            output.index_copy_(0, index, attended.flatten(0, 1))
     return output
 
 
 def _batches_of_similar_length(
-    starts: list[int], lengths: list[int]
+    starts: list[int], lengths: list[int], max_padding: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Group rows by number of queries, then split each group so that padding stays small.
+    """Group rows by number of queries, then split each group so that a batch is padded by at most
+    `max_padding` keys.
 
-    Yields (query_len, rows). With lengths [10, 90, 100] and one query each: [0], then [1, 2].
+    Yields (query_len, rows). With lengths [10, 90, 100], one query each and max_padding 50: [0],
+    then [1, 2].
     """
     by_query_len: dict[int, list[int]] = defaultdict(list)
     for row in range(len(lengths)):
@@ -163,8 +169,7 @@ def _batches_of_similar_length(
         batch: list[int] = []
         total = 0
         for row in sorted(rows, key=lengths.__getitem__):
-            padded = lengths[row] * (len(batch) + 1)
-            if batch and padded > MAX_PADDING * (total + lengths[row]):
+            if lengths[row] * len(batch) - total > max_padding:
                 yield query_len, batch
                 batch, total = [], 0
             batch.append(row)
@@ -172,20 +177,16 @@ def _batches_of_similar_length(
         yield query_len, batch
 
 
-def _gather(cache: Tensor, blocks: Tensor, seq_lens: Tensor, length: int) -> Tensor:
-    """Copy the blocks of each row together: [batch, length, num_kv_heads, dim], padded with 0.
+def _gather(cache: Tensor, blocks: Tensor, padding: Tensor) -> Tensor:
+    """Copy the blocks of each row together: [batch, keys, num_kv_heads, dim], padded with 0.
 
-    The padding is cleared because a block's unused slots hold another request's old numbers: a
-    NaN among them would pass through a mask (0 * NaN = NaN). index_select on a flat view is many
-    times faster than cache[blocks].
+    The padding (indices of keys that are beyond their sequence) is cleared because a block's unused
+    slots hold another request's old numbers: a NaN among them would pass through a mask (0 * NaN =
+    NaN). index_select on a flat view is several times faster than cache[blocks].
     """
-    flat = cache.flatten(1).index_select(0, blocks.flatten())
-    gathered = flat.view(blocks.shape[0], -1, *cache.shape[2:])[:, :length]
-    shortest = int(seq_lens.min())
-    if shortest < length:
-        is_padding = torch.arange(shortest, length, device=cache.device) >= seq_lens[:, None]
-        gathered[:, shortest:].masked_fill_(is_padding[:, :, None, None], 0)
-    return gathered
+    gathered = cache.flatten(1).index_select(0, blocks.flatten())
+    gathered.view(-1, cache[0, 0].numel()).index_fill_(0, padding, 0)
+    return gathered.view(blocks.shape[0], -1, *cache.shape[2:])
 
 
 def _attend(

@@ -16,7 +16,15 @@ out of the middle of the queue. So the cache costs no memory: it is what free bl
 
 *When is a block findable?* From the moment it is allocated for tokens that the coming step will
 compute: every layer stores keys and values before it attends, so even two requests of one step can
-share. Should the step fail, `uncache` takes the promise back.
+share. Should the step fail, nobody knows what was written, and `reset` forgets everything.
+
+*Who may write into a shared block?* Nobody. Branches of a request share their prompt's blocks; full
+ones are never written again, and of a partly filled one the writer first gets a copy of its own
+(copy-on-write):
+
+    before the fork    branch 0: [2, 0]                     block 0: e f . .
+    after it           branch 0: [2, 0]   branch 1: [2, 0]  reference count of block 0: 2
+    branch 1 writes    branch 0: [2, 0]   branch 1: [2, 5]  block 0 copied to 5, then: e f y .
 
 Left out: sliding-window layers could give early blocks back; we keep them until the sequence ends.
 
@@ -31,7 +39,7 @@ from collections.abc import Hashable
 from enum import Enum
 from weakref import WeakValueDictionary
 
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import BlockPair, Sequence
 
 
 class BlockState(Enum):
@@ -80,8 +88,10 @@ class BlockPool:
     Invariant: a block is in the free queue exactly if its reference count is 0.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, held: BlockState = BlockState.ALLOCATED) -> None:
+        """`held` is the state of its blocks that somebody refers to."""
         self.num_blocks = num_blocks
+        self.held = held
         self.ref_counts = [0] * num_blocks
         # Least recently used first. An OrderedDict is a doubly linked list with an index: O(1) at
         # both ends and in the middle, what vLLM V1 builds by hand as FreeKVCacheBlockQueue.
@@ -94,7 +104,7 @@ class BlockPool:
         return len(self.free_queue)
 
     def get_state(self, block_id: int) -> BlockState:
-        return BlockState.ALLOCATED if self.ref_counts[block_id] else BlockState.FREE
+        return self.held if self.ref_counts[block_id] else BlockState.FREE
 
     def allocate(self) -> int:
         """Take the least recently used free block; what it held can no longer be found."""
@@ -104,7 +114,7 @@ class BlockPool:
         return block_id
 
     def share(self, block_id: int) -> None:
-        """Add a reference to a findable block, wherever it is in the free queue."""
+        """Add a reference, taking the block out of the free queue if it is there."""
         if self.ref_counts[block_id] == 0:
             del self.free_queue[block_id]
         self.ref_counts[block_id] += 1
@@ -134,22 +144,35 @@ class BlockPool:
 
 
 class BlockManager:
-    """The block tables of all sequences that hold blocks, over one pool.
+    """The block tables of all sequences that hold blocks: over the pool of KV blocks, and, of
+    swapped ones, over a pool of CPU blocks.
 
     Invariant: `check()` passes between any two calls; when no sequence is left, every block's
     reference count is 0.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_cpu_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.block_tables: dict[int, list[int]] = {}  # seq_id -> block ids
+        self.num_blocks = num_blocks
+        self.num_cpu_blocks = num_cpu_blocks
+        self.reset()
         self.num_queried_tokens = 0  # of all admissions; with the next one, the cache's hit rate
         self.num_hit_tokens = 0
         self._hash_table = BlockHashTable()
+
+    def reset(self) -> None:
+        """Forget everything: no block tables, every block free, nothing findable."""
+        self.pool = BlockPool(self.num_blocks)
+        self.cpu_pool = BlockPool(self.num_cpu_blocks, held=BlockState.SWAPPED)
+        self.block_tables: dict[int, list[int]] = {}  # seq_id -> block ids
+        self.swapped_tables: dict[int, list[int]] = {}  # seq_id -> ids of CPU blocks
 
     # -- questions (nothing changes) --
 
@@ -167,8 +190,8 @@ class BlockManager:
         Never all of it: the last token is always computed, for its logits. A prompt of exactly two
         blocks that is wholly cached thus hits one: 8 tokens, (8 - 1) // 4 = 1 block.
         """
-        if not self.enable_prefix_caching:
-            return []
+        if not self.enable_prefix_caching or seq.sampling_params.prompt_logprobs is not None:
+            return []  # cached tokens are not computed, so nobody could say how likely they were
         block_ids: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
         for block_hash in self._hashes_of(seq, max_hits)[:max_hits]:
@@ -187,7 +210,23 @@ class BlockManager:
     def can_append(self, seq: Sequence, num_tokens: int) -> bool:
         """Are there blocks for the next `num_tokens` tokens of `seq`?"""
         needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        return needed - len(self.block_tables[seq.seq_id]) <= self.pool.num_free_blocks
+        num_new = needed - len(self.block_tables[seq.seq_id]) + self._must_copy(seq)
+        return num_new <= self.pool.num_free_blocks
+
+    def can_swap_out(self, seq: Sequence) -> bool:
+        """Are there CPU blocks for all that `seq` holds?"""
+        return len(self.block_tables[seq.seq_id]) <= self.cpu_pool.num_free_blocks
+
+    def can_swap_in(self, seq: Sequence) -> bool:
+        """Would all known tokens of a swapped sequence fit beside what is there?"""
+        return self.num_blocks_for(seq.num_tokens) <= self.pool.num_free_blocks
+
+    def _must_copy(self, seq: Sequence) -> bool:
+        """True if the next token of `seq` goes into a partly filled block that others share."""
+        index, offset = divmod(seq.num_computed_tokens, self.block_size)
+        if offset == 0:
+            return False
+        return self.pool.ref_counts[self.block_tables[seq.seq_id][index]] > 1
 
     # -- changes --
 
@@ -218,39 +257,85 @@ class BlockManager:
                 self.pool.cache(block_id, block_hash)
         return new_block_ids
 
-    def uncache(self, seq: Sequence) -> None:
-        """Take back what `append` promised: blocks beyond num_computed_tokens were not filled."""
-        for block_id in self.block_tables[seq.seq_id][seq.num_computed_tokens // self.block_size :]:
-            self.pool.uncache(block_id)
+    def copy_on_write(self, seq: Sequence) -> BlockPair | None:
+        """Before `seq` writes: replace its last block by one of its own, if others share it.
+
+        Returns (shared block, its own), which the runner must copy before the step; None if there
+        is nothing to copy. The caller asked can_append.
+        """
+        if not self._must_copy(seq):
+            return None
+        block_table = self.block_tables[seq.seq_id]
+        shared, own = block_table[-1], self.pool.allocate()
+        block_table[-1] = own
+        self.pool.free(shared)
+        return shared, own
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which begins with what is computed of `parent`, share its blocks."""
+        block_table = self.block_tables[parent.seq_id]
+        for block_id in block_table:
+            self.pool.share(block_id)
+        self.block_tables[child.seq_id] = list(block_table)
+        child.block_hashes = list(parent.block_hashes)
+        child.num_computed_tokens = parent.num_computed_tokens
+
+    def swap_out(self, seq: Sequence) -> list[BlockPair]:
+        """Move `seq` to CPU blocks; return (KV block, CPU block) to copy before anything else.
+
+        Shared blocks are copied, too; only this sequence's references go. The caller asked
+        can_swap_out.
+        """
+        block_table = self.block_tables[seq.seq_id]
+        cpu_blocks = [self.cpu_pool.allocate() for _ in block_table]
+        pairs = list(zip(block_table, cpu_blocks, strict=True))
+        self.free(seq)
+        self.swapped_tables[seq.seq_id] = cpu_blocks
+        return pairs
+
+    def swap_in(self, seq: Sequence) -> list[BlockPair]:
+        """Move `seq` back; return (CPU block, KV block) to copy. The caller asked can_swap_in."""
+        cpu_blocks = self.swapped_tables[seq.seq_id]
+        block_table = [self.pool.allocate() for _ in cpu_blocks]
+        self.free(seq)
+        self.block_tables[seq.seq_id] = block_table
+        return list(zip(cpu_blocks, block_table, strict=True))
 
     def free(self, seq: Sequence) -> None:
-        """Close the block table of `seq`. Its tail goes into the free queue first, to be reused
-        first: a prefix is more likely to be shared than what follows it."""
-        for block_id in reversed(self.block_tables.pop(seq.seq_id)):
+        """Close the block table of `seq`, in either pool. Its tail goes into the free queue first,
+        to be reused first: a prefix is more likely to be shared than what follows it."""
+        for block_id in reversed(self.block_tables.pop(seq.seq_id, ())):
             self.pool.free(block_id)
+        for block_id in self.swapped_tables.pop(seq.seq_id, ()):
+            self.cpu_pool.free(block_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached block. False, and nothing done, while a sequence holds blocks."""
         if self.block_tables:
             return False
-        for block_id in range(self.pool.num_blocks):
+        for block_id in self.pool.free_queue:
             self.pool.uncache(block_id)
         return True
 
     def check(self) -> None:
         """Raise AssertionError unless the books agree: reference counts with block tables, the free
         queue with reference counts, the two directions of the hash map with each other."""
-        pool = self.pool
-        counted = [0] * pool.num_blocks
-        for block_table in self.block_tables.values():
-            assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"
-            for block_id in block_table:
-                counted[block_id] += 1
-        assert counted == pool.ref_counts, f"counted {counted}, booked {pool.ref_counts}"
-        free = {block_id for block_id, count in enumerate(counted) if count == 0}
-        assert free == set(pool.free_queue), f"free {free}, queued {set(pool.free_queue)}"
-        found = {h: block_id for block_id, h in enumerate(pool.block_hashes) if h is not None}
-        assert found == pool.cached_blocks, "hash map and blocks disagree"
+        for pool, tables in (
+            (self.pool, self.block_tables),
+            (self.cpu_pool, self.swapped_tables),
+        ):
+            counted = [0] * pool.num_blocks
+            for block_table in tables.values():
+                assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"
+                for block_id in block_table:
+                    counted[block_id] += 1
+            assert counted == pool.ref_counts, f"counted {counted}, booked {pool.ref_counts}"
+            free = {block_id for block_id, count in enumerate(counted) if count == 0}
+            assert free == set(pool.free_queue), f"free {free}, queued {set(pool.free_queue)}"
+            found = {h: block_id for block_id, h in enumerate(pool.block_hashes) if h is not None}
+            assert found == pool.cached_blocks, "hash map and blocks disagree"
+        both = self.block_tables.keys() & self.swapped_tables.keys()
+        assert not both, f"sequences {both} are in both pools"
 
     def _hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
         """seq.block_hashes, made to cover at least its first `num_blocks` (full) blocks."""

@@ -44,6 +44,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory the engine may fill
     enable_prefix_caching: bool = True  # let requests share the KV blocks of equal prefixes
     enable_chunked_prefill: bool = True  # let a prompt be computed over several steps
+    preemption_mode: str = "recompute"  # or "swap": preempted KV moves to CPU blocks and back
+    num_cpu_blocks: int | None = None  # CPU blocks to swap to; None: as many as KV blocks
     long_prefill_token_threshold: int = 0  # tokens of one sequence in one step at most; 0: no limit
     scheduling_policy: str = "fcfs"  # "fcfs", or "priority": lower priority values run first
     seed: int = 0  # of the seeds of requests that bring none
@@ -54,15 +56,21 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check each field on its own, then the pairs that must agree."""
         positive = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks")
-        for name in (*positive, "kv_cache_memory"):
+        for name in (*positive, "num_cpu_blocks", "kv_cache_memory"):
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         _check_at_least("block_size", self.block_size, 1)
         _check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _check_at_least("max_logprobs", self.max_logprobs, -1)
         _check_at_least("seed", self.seed, 0)
+        if self.seed > 2**63 - 1:
+            raise ValueError(f"seed is {self.seed}; allowed: 0 to 2**63 - 1.")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
@@ -232,6 +240,8 @@ def resolve_folder(model: str | Path | None) -> Path:
     """
     if model is None:
         return DEMO_MODEL
+    if not str(model):
+        raise ValueError("model is an empty string. Give a folder, a Hugging Face id, or None.")
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

@@ -28,6 +28,7 @@ class UniprocExecutor:
     ) -> None:
         self.runner = ModelRunner(config, model_config, attention_backend)
         self.num_kv_blocks = self.runner.num_kv_blocks
+        self.num_cpu_blocks = self.runner.num_cpu_blocks
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and return its tokens."""

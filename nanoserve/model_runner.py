@@ -1,9 +1,9 @@
 """How does a step become tensors, and a forward pass?
 
-The runner keeps one row per sequence it knows (token ids, block table, sampling parameters) in
-NumPy arrays, and changes only what a SchedulerOutput says changed: what a step costs does not grow
-with the length of the contexts. Then a handful of vectorised lines lay the step's tokens end to
-end. Two sequences, block_size 4, one decoding its 6th token, one starting a prompt of 3:
+A SchedulerOutput says what changed since the last step; the runner applies it to its rows
+(input_batch.py), moves the blocks that are to be swapped or copied, and lays the step's tokens end
+to end, in a handful of vectorised lines. Two sequences, block_size 4, one decoding its 6th token,
+one starting a prompt of 3:
 
     scheduled         (seq 0: computed 5, scheduled 1)   (seq 1: computed 0, scheduled 3)
     input_ids         [ t5           | p0 p1 p2 ]
@@ -18,31 +18,41 @@ not its end does not.
 Left out: CUDA graphs and overlapped steps, which will find their place in `forward`.
 
 vLLM: vllm/worker/worker.py, model_runner.py, cache_engine.py (V0); vllm/v1/worker/gpu_worker.py,
-gpu_model_runner.py, gpu_input_batch.py (V1).
+gpu_model_runner.py (V1).
 """
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, AttentionMetadata, KVCacheSpec, choose_backend
+from nanoserve.attention import (
+    AttentionBackend,
+    AttentionMetadata,
+    KVCache,
+    KVCacheSpec,
+    choose_backend,
+)
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.input_batch import InputBatch
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
-from nanoserve.sampler import SamplingBatch, sample, uniform_noise
+from nanoserve.sampler import gather_logprobs, sample
 from nanoserve.sequence import (
+    BlockPair,
+    ForkSample,
     ModelOutput,
-    NewSequence,
+    PromptLogprobs,
     ScheduledSequence,
     SchedulerOutput,
     TokenLogprobs,
 )
 
+LOGPROB_TILE = 64  # prompt positions whose logits are in memory at once
 CPU_CACHE_SHARE = 0.25  # of the memory that is free: a laptop has other things to do
 
 
@@ -52,65 +62,10 @@ class StepInputs(NamedTuple):
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    sampled_rows: np.ndarray  # rows (of the InputBatch) that sample a token in this step
+    rows: np.ndarray  # [num_seqs]: the scheduled sequences' rows in the InputBatch
+    sampled_rows: np.ndarray  # those of them that sample a token in this step
     last_tokens: Tensor  # [len(sampled_rows)] int64: where in the step their last tokens are
-
-
-class InputBatch:
-    """One row per known sequence.
-
-    Invariant: row `row_of[seq_id]` holds all that a step may ask about the sequence; rows not in
-    use are in `free_rows`, and what they hold is never read.
-    """
-
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, vocab_size: int):
-        max_blocks = -(-max_model_len // block_size)
-        self.vocab_size = vocab_size
-        self.row_of: dict[int, int] = {}
-        self.free_rows = list(range(max_num_seqs))[::-1]
-        # np.zeros maps memory only when it is written: long-context tables cost nothing up front.
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, np.int64)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)
-        self.seeds = np.zeros(max_num_seqs, np.int64)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.top_p = np.zeros(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.num_logprobs: list[int | None] = [None] * max_num_seqs
-
-    def add(self, new: NewSequence) -> None:
-        """Give a new sequence a row."""
-        row = self.row_of[new.seq_id] = self.free_rows.pop()
-        params = new.sampling_params
-        self.token_ids[row, : len(new.token_ids)] = new.token_ids
-        self.num_tokens[row] = len(new.token_ids)
-        self.num_blocks[row] = 0
-        self.append_blocks(row, new.block_ids)
-        self.seeds[row] = new.seed
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k or self.vocab_size, self.vocab_size)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.num_logprobs[row] = params.logprobs
-
-    def forget(self, seq_id: int) -> None:
-        """Free a sequence's row, if it has one."""
-        row = self.row_of.pop(seq_id, None)
-        if row is not None:
-            self.free_rows.append(row)
-
-    def append_blocks(self, row: int, block_ids: list[int] | tuple[int, ...]) -> None:
-        start = self.num_blocks[row]
-        self.block_tables[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] = start + len(block_ids)
-
-    def append_token(self, row: int, token_id: int) -> None:
-        """Remember a sampled token (unless the row is full: then the sequence ends here)."""
-        if self.num_tokens[row] < self.token_ids.shape[1]:
-            self.token_ids[row, self.num_tokens[row]] = token_id
-            self.num_tokens[row] += 1
+    query_start_loc: np.ndarray  # [num_seqs + 1]: metadata's, on the host
 
 
 class ModelRunner:
@@ -139,13 +94,25 @@ class ModelRunner:
             spec.allocate(self.num_kv_blocks, self.block_size, self.dtype, self.device)
             for spec in specs
         ]
+        self.num_cpu_blocks = num_cpu_blocks_to_allocate(config, self.num_kv_blocks)
+        cpu = torch.device("cpu")
+        self.cpu_kv_caches = [
+            spec.allocate(self.num_cpu_blocks, self.block_size, self.dtype, cpu) for spec in specs
+        ]
         self.batch = InputBatch(
-            config.max_num_seqs, config.max_model_len, config.block_size, model_config.vocab_size
+            config.max_num_seqs,
+            config.max_model_len,
+            config.block_size,
+            model_config.vocab_size,
+            self.device,
         )
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step."""
+        copy_blocks(self.kv_caches, self.cpu_kv_caches, scheduler_output.blocks_to_swap_out)
+        copy_blocks(self.cpu_kv_caches, self.kv_caches, scheduler_output.blocks_to_swap_in)
+        copy_blocks(self.kv_caches, self.kv_caches, scheduler_output.blocks_to_copy)
         rows = self.update_batch(scheduler_output)
         inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
         hidden = self.forward(inputs)
@@ -153,14 +120,17 @@ class ModelRunner:
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
-        for seq_id in scheduler_output.finished_seq_ids:
+        forgotten = scheduler_output.finished_seq_ids
+        if scheduler_output.is_restart:
+            forgotten = tuple(self.batch.row_of)
+        for seq_id in forgotten:
             self.batch.forget(seq_id)
         for new in scheduler_output.new_sequences:
             self.batch.add(new)
         rows = [self.batch.row_of[item.seq_id] for item in scheduler_output.scheduled]
         for row, item in zip(rows, scheduler_output.scheduled, strict=True):
             if item.new_block_ids:
-                self.batch.append_blocks(row, item.new_block_ids)
+                self.batch.write_blocks(row, item)
         return np.array(rows)
 
     def prepare_inputs(
@@ -192,8 +162,10 @@ class ModelRunner:
             input_ids=self._to_device(batch.token_ids[token_rows, positions].astype(np.int64)),
             positions=self._to_device(positions),
             metadata=metadata,
+            rows=rows,
             sampled_rows=rows[is_sampled],
             last_tokens=self._to_device(query_start_loc[1:][is_sampled].astype(np.int64) - 1),
+            query_start_loc=query_start_loc,
         )
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -201,42 +173,93 @@ class ModelRunner:
         return self.model(inputs.input_ids, inputs.positions, self.kv_caches, inputs.metadata)
 
     def sample(
-        self, scheduled: tuple[ScheduledSequence, ...], inputs: StepInputs, hidden: Tensor
+        self,
+        scheduled: tuple[ScheduledSequence, ...],
+        inputs: StepInputs,
+        hidden: Tensor,
     ) -> ModelOutput:
-        """Sample a token for each sequence whose last known token was in the step."""
-        rows = inputs.sampled_rows
-        if not len(rows):
-            return ModelOutput({}, {})
-        logits = self.model.compute_logits(hidden[inputs.last_tokens])
-        output = sample(logits, self._sampling_batch(rows))
-        seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
-        sampled: dict[int, tuple[int, ...]] = {}
-        logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
-        for row, token_id, token_logprobs in zip(
-            rows.tolist(), output.token_ids, output.logprobs, strict=True
-        ):
-            self.batch.append_token(row, token_id)
-            sampled[seq_of[row]] = (token_id,)
-            if token_logprobs is not None:
-                logprobs[seq_of[row]] = (token_logprobs,)
-        return ModelOutput(sampled, logprobs)
+        """Sample a token for each sequence whose last known token was in the step.
 
-    def _sampling_batch(self, rows: np.ndarray) -> SamplingBatch:
-        """The sampling parameters of these rows; filters that no row uses are None."""
-        batch = self.batch
-        top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-        uniform = uniform_noise(batch.seeds[rows], batch.num_tokens[rows])
-        return SamplingBatch(
-            temperature=self._to_device(batch.temperature[rows]),
-            top_k=self._to_device(top_k) if (top_k < batch.vocab_size).any() else None,
-            top_p=self._to_device(top_p) if (top_p < 1).any() else None,
-            min_p=self._to_device(min_p) if (min_p > 0).any() else None,
-            uniform=self._to_device(uniform),
-            num_logprobs=tuple(batch.num_logprobs[row] for row in rows.tolist()),
+        A sequence that is about to fork has a token sampled for each branch, from one logits row.
+        """
+        prompt_logprobs = self._compute_prompt_logprobs(scheduled, inputs, hidden)
+        if not len(inputs.sampled_rows):
+            return ModelOutput({}, {}, prompt_logprobs=prompt_logprobs)
+        num_samples = self.batch.num_samples[inputs.sampled_rows]
+        sample_rows = inputs.sampled_rows.repeat(num_samples)
+        firsts = num_samples.cumsum() - num_samples  # where each sequence's samples begin
+        forks = np.arange(len(sample_rows)) - firsts.repeat(num_samples)
+        logits = self.model.compute_logits(hidden[inputs.last_tokens])
+        if len(sample_rows) > len(inputs.sampled_rows):
+            logits = logits.repeat_interleave(self._to_device(num_samples), dim=0)
+        output = sample(logits, self.batch.make_sampling_batch(sample_rows, forks))
+
+        result = ModelOutput({}, {}, prompt_logprobs=prompt_logprobs)
+        seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
+        samples = zip(
+            sample_rows.tolist(), forks.tolist(), output.token_ids, output.logprobs, strict=True
         )
+        for row, fork, token_id, token_logprobs in samples:
+            seq_id = seq_of[row]
+            logprobs = () if token_logprobs is None else (token_logprobs,)
+            if fork:
+                result.forks[seq_id] = (
+                    *result.forks.get(seq_id, ()),
+                    ForkSample(token_id, logprobs),
+                )
+                continue
+            self.batch.append_token(row, token_id)
+            result.sampled_token_ids[seq_id] = (token_id,)
+            if logprobs:
+                result.logprobs[seq_id] = logprobs
+        return result
+
+    def _compute_prompt_logprobs(
+        self,
+        scheduled: tuple[ScheduledSequence, ...],
+        inputs: StepInputs,
+        hidden: Tensor,
+    ) -> dict[int, PromptLogprobs]:
+        """For sequences that ask: how likely the prompt's tokens in this step were.
+
+        The logits of position p speak about token p + 1, so a chunk [a, b) tells of the prompt
+        tokens a + 1 .. b.
+        """
+        result = {}
+        starts = inputs.query_start_loc[:-1]
+        for item, row, start in zip(scheduled, inputs.rows.tolist(), starts, strict=True):
+            number = self.batch.num_prompt_logprobs[row]
+            first = item.num_computed_tokens + 1
+            end = item.num_computed_tokens + item.num_scheduled_tokens + 1
+            end = min(end, int(self.batch.num_prompt_tokens[row]))
+            if number is None or end <= first:
+                continue
+            targets = self._to_device(self.batch.token_ids[row, first:end].astype(np.int64))
+            entries: list[TokenLogprobs] = []
+            for tile in range(0, end - first, LOGPROB_TILE):
+                part = targets[tile : tile + LOGPROB_TILE]
+                at = int(start) + tile
+                logits = self.model.compute_logits(hidden[at : at + len(part)]).float()
+                found = gather_logprobs(logits, part, (number,) * len(part))
+                entries += [entry for entry in found if entry is not None]
+            result[item.seq_id] = PromptLogprobs(first, tuple(entries))
+        return result
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def copy_blocks(
+    source: list[KVCache], destination: list[KVCache], pairs: tuple[BlockPair, ...]
+) -> None:
+    """Copy whole blocks, in every layer, between caches or within one."""
+    if not pairs:
+        return
+    sources, destinations = torch.tensor(pairs).unbind(dim=1)
+    for source_pair, destination_pair in zip(source, destination, strict=True):
+        for from_cache, to_cache in zip(source_pair, destination_pair, strict=True):
+            blocks = from_cache.index_select(0, sources.to(from_cache.device))
+            to_cache.index_copy_(0, destinations.to(to_cache.device), blocks.to(to_cache.device))
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -290,11 +313,28 @@ def num_blocks_that_fit(
     return min(num_blocks, per_sequence * config.max_num_seqs)
 
 
+def num_cpu_blocks_to_allocate(config: EngineConfig, num_kv_blocks: int) -> int:
+    """Blocks of the CPU pool: none unless preemption swaps; by default as many as KV blocks."""
+    if config.preemption_mode != "swap":
+        return 0
+    return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
+
+
 def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
     """Bytes the KV cache may take on `device` by default."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - gpu_memory_utilization)))
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_CACHE_SHARE)
-    return 2**30  # macOS and Windows do not say; kv_cache_memory does
+    return int(available_memory() * CPU_CACHE_SHARE)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that a new process could use; 4 GiB where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # Linux: free pages, and those that caches would give up
+        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+        limit = Path("/sys/fs/cgroup/memory.max")  # of a container
+        text = limit.read_text().strip() if limit.exists() else "max"
+        return available if text == "max" else min(available, int(text))
+    return 2**32

@@ -22,8 +22,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None  # "stop", "length", "abort"
     stop_reason: int | str | None = None  # the stop token id or stop string; None for an EOS token
-    cumulative_logprob: float | None = None  # sum over token_ids, if logprobs were asked for
+    cumulative_logprob: float | None = None  # sum over all its tokens, if logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # per token: token id -> Logprob
 
 
@@ -67,7 +66,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    metrics: RequestMetrics
+    metrics: RequestMetrics  # of the first completion
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
 
 
 def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
@@ -110,7 +110,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len
         self.kv_capacity = num_kv_blocks * config.block_size  # tokens
-        self._next_seq_id = count()
+        self._next_seq_id = 0
         self._seeds = random.Random(config.seed)
 
     def process(
@@ -122,18 +122,34 @@ class InputProcessor:
         cache_salt: str | None = None,
     ) -> Sequence:
         """A Sequence for one request. Raises ValueError or TypeError if it cannot be served."""
+        if not isinstance(request_id, str) or not request_id:
+            raise TypeError(f"request_id must be a non-empty string, got {request_id!r}.")
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
         self._check_priority(priority)
         self._check_sampling(sampling_params)
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise TypeError(f"cache_salt must be None or a non-empty string, got {cache_salt!r}.")
+        return self.make_sequence(request_id, prompt, sampling_params, priority, cache_salt)
+
+    def make_sequence(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Sequence:
+        """A Sequence with parameters that need no check; the prompt is checked here."""
         prompt_token_ids = self.tokenize(prompt)
         room = self._room_after(len(prompt_token_ids))
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
         seed = sampling_params.seed
+        num_branches = sampling_params.n
         return Sequence(
-            seq_id=next(self._next_seq_id),
+            seq_id=self.next_seq_ids(num_branches),
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=sampling_params,
@@ -143,12 +159,23 @@ class InputProcessor:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             priority=priority,
             cache_salt=cache_salt,
+            bad_word_ids=self._tokenize_bad_words(sampling_params.bad_words or ()),
+            num_pending_forks=num_branches - 1,
         )
+
+    def next_seq_ids(self, number: int = 1) -> int:
+        """Take `number` consecutive seq_ids; return the first."""
+        first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
+        return first
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, each checked to be in the vocabulary."""
         if isinstance(prompt, str):
-            token_ids = self.require_tokenizer("a text prompt").encode(prompt)
+            tokenizer = self.require_tokenizer("a text prompt")
+            try:
+                token_ids = tokenizer.encode(prompt)
+            except Exception as error:  # a lone surrogate, say
+                raise ValueError(f"the tokenizer cannot encode {prompt!r}: {error}.") from error
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
         else:
@@ -204,16 +231,47 @@ class InputProcessor:
         """What depends on the engine; the rest SamplingParams has checked itself."""
         if params.stop:
             self.require_tokenizer("a stop string")
-        vocab_size = self.model_config.vocab_size
-        for token_id in params.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise ValueError(f"stop token id {token_id}: the vocabulary has {vocab_size}.")
-        most = self.config.max_logprobs if self.config.max_logprobs >= 0 else vocab_size
-        if (params.logprobs or 0) > min(most, vocab_size):
+        if params.n > (self.config.max_num_seqs or params.n):
             raise ValueError(
-                f"logprobs is {params.logprobs}; this engine allows {min(most, vocab_size)}. Build "
-                "it with a larger max_logprobs (-1: no limit)."
+                f"n is {params.n}; this engine runs at most {self.config.max_num_seqs} sequences "
+                "at once. Lower n, or raise max_num_seqs."
             )
+        vocab_size = self.model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(
+                        f"{name} holds {token_id}; the vocabulary has {vocab_size} tokens: 0 to "
+                        f"{vocab_size - 1}."
+                    )
+        most = self.config.max_logprobs if self.config.max_logprobs >= 0 else vocab_size
+        most = min(most, vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            number = getattr(params, name)
+            if number is not None and (vocab_size if number == -1 else number) > most:
+                raise ValueError(
+                    f"{name} is {number}; this engine allows {most}. Build it with a larger "
+                    "max_logprobs (-1: no limit)."
+                )
+
+    def _tokenize_bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell these words, at the beginning of a text and within it.
+
+        Most tokenizers write a word differently behind a space. As in vLLM, the second spelling
+        counts only if it has as many tokens as the first and begins with another one: otherwise it
+        would forbid the space itself.
+        """
+        spellings: list[tuple[int, ...]] = []
+        for word in words:
+            encode = self.require_tokenizer("bad_words").encode
+            alone = tuple(encode(word.lstrip(), add_special_tokens=False))
+            if not alone:
+                raise ValueError(f"bad_words holds {word!r}, which has no tokens.")
+            behind_space = tuple(encode(" " + word.lstrip(), add_special_tokens=False))
+            spellings.append(alone)
+            if len(behind_space) == len(alone) and behind_space[0] != alone[0]:
+                spellings.append(behind_space)
+        return tuple(spellings)
 
 
 class Detokenizer:
@@ -225,10 +283,17 @@ class Detokenizer:
         self.backend = tokenizer.backend_tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.held: list[int] = []  # tokens that are not yet a whole character
-        context = prompt_token_ids[-self.CONTEXT :]
-        if self.backend.decode(context, skip_special_tokens=skip_special_tokens).endswith("�"):
-            context = []  # a prompt of token ids may end within a character
-        self.stream = self._new_stream(context)
+        self.stream = self._new_stream(self._find_context(prompt_token_ids))
+
+    def _find_context(self, prompt_token_ids: list[int]) -> list[int]:
+        """The last prompt tokens, some more if their first one is within a character (of up to four
+        bytes); none if the prompt, being token ids, ends within one."""
+        for length in range(self.CONTEXT, self.CONTEXT + 4):
+            context = prompt_token_ids[-length:]
+            text = self.backend.decode(context, skip_special_tokens=self.skip_special_tokens)
+            if not text.endswith("�"):
+                return context
+        return []
 
     def append(self, token_id: int) -> str:
         """The text that this token completes, perhaps none."""
@@ -269,11 +334,10 @@ def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str
 
 
 @dataclass
-class RequestState:
-    """What the OutputProcessor remembers of one unfinished request."""
+class BranchState:
+    """The text of one completion, so far."""
 
     sequence: Sequence
-    prompt: str | None
     detokenizer: Detokenizer | None
     text: str = ""
     num_sent_chars: int = 0  # of text, in deltas
@@ -282,77 +346,133 @@ class RequestState:
     cumulative_logprob: float = 0.0
 
 
+@dataclass
+class RequestState:
+    """What the OutputProcessor remembers of one unfinished request."""
+
+    root: Sequence  # branch 0
+    prompt: str | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    branches: dict[int, BranchState] = field(default_factory=dict)  # by branch
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all n completions are there and have ended."""
+        branches = self.branches.values()
+        return len(branches) == self.root.sampling_params.n and all(
+            state.sequence.status.finish_reason for state in branches
+        )
+
+
 class OutputProcessor:
     """New token ids in, RequestOutputs out."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self.tokenizer = tokenizer
-        self.states: dict[int, RequestState] = {}  # by seq_id
+        self.states: dict[str, RequestState] = {}  # by request id
 
     def add(self, sequence: Sequence, prompt: str | None) -> None:
-        """Expect output of this sequence."""
+        """Expect output of this sequence, and of the branches that will fork off it."""
+        asks = sequence.sampling_params.prompt_logprobs is not None
+        state = RequestState(
+            sequence, prompt, [None] * sequence.num_prompt_tokens if asks else None
+        )
+        self.states[sequence.request_id] = state
+        self._add_branch(state, sequence)
+
+    def _add_branch(self, state: RequestState, sequence: Sequence) -> BranchState:
+        params = sequence.sampling_params
         detokenizer = None
-        if self.tokenizer is not None:
-            skip = sequence.sampling_params.skip_special_tokens
-            detokenizer = Detokenizer(self.tokenizer, sequence.prompt_token_ids, skip)
-        self.states[sequence.seq_id] = RequestState(sequence, prompt, detokenizer)
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
+            )
+        state.branches[sequence.branch] = BranchState(sequence, detokenizer)
+        return state.branches[sequence.branch]
 
     def append(self, update: SequenceUpdate) -> str | None:
         """Take in one sequence's new tokens; return the stop string that ends it, if one does."""
-        state = self.states[update.sequence.seq_id]
+        seq = update.sequence
+        state = self.states[seq.request_id]
+        if update.prompt_logprobs is not None and state.prompt_logprobs is not None:
+            for position, entry in enumerate(
+                update.prompt_logprobs.entries, start=update.prompt_logprobs.start
+            ):
+                state.prompt_logprobs[position] = self._name_logprobs(entry)
+        branch = state.branches.get(seq.branch) or self._add_branch(state, seq)
         for token_logprobs in update.logprobs:
-            state.logprobs.append(self._name_logprobs(token_logprobs))
-            state.cumulative_logprob += token_logprobs.logprobs[0]
-        if state.detokenizer is None:
+            branch.logprobs.append(self._name_logprobs(token_logprobs))
+            branch.cumulative_logprob += token_logprobs.logprobs[0]
+        return self._append_text(branch, update.new_token_ids)
+
+    @staticmethod
+    def _append_text(branch: BranchState, new_token_ids: tuple[int, ...]) -> str | None:
+        """Detokenize, and look for stop strings in what is new."""
+        if branch.detokenizer is None:
             return None
-        seq, params = update.sequence, update.sequence.sampling_params
-        ended_by_token = seq.status.finish_reason == "stop"
-        new_token_ids = update.new_token_ids
-        if ended_by_token and not params.include_stop_str_in_output:
+        seq, params = branch.sequence, branch.sequence.sampling_params
+        finish_reason = seq.status.finish_reason
+        if finish_reason == "stop" and not params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]  # the stop token is not part of the text
-        new_text = "".join(state.detokenizer.append(token_id) for token_id in new_token_ids)
-        if seq.status.finish_reason:
-            new_text += state.detokenizer.flush()
-        state.text += new_text
-        found = find_stop_string(state.text, params.stop or (), len(new_text)) if new_text else None
+        new_text = "".join(branch.detokenizer.append(token_id) for token_id in new_token_ids)
+        if finish_reason:
+            new_text += branch.detokenizer.flush()
+        branch.text += new_text
+        is_too_early = 0 < seq.num_output_tokens <= params.min_tokens
+        if not new_text or is_too_early:
+            return None
+        found = find_stop_string(branch.text, params.stop or (), len(new_text))
         if found is None:
             return None
         position, stop = found
         end = position + len(stop) if params.include_stop_str_in_output else position
-        state.text = state.text[:end]
+        branch.text = branch.text[:end]
         return stop
 
-    def build_output(self, seq: Sequence) -> RequestOutput | None:
-        """The RequestOutput to hand out now, if this request wants one now."""
-        state, kind = self.states[seq.seq_id], seq.sampling_params.output_kind
-        finish_reason = seq.status.finish_reason
-        if kind is RequestOutputKind.FINAL_ONLY and not finish_reason:
+    def build_output(self, sequences: list[Sequence]) -> RequestOutput | None:
+        """The RequestOutput to hand out now, if their request wants one now.
+
+        `sequences` are those of one request that have news. A delta tells of these alone, any other
+        output of all branches.
+        """
+        state = self.states[sequences[0].request_id]
+        kind = state.root.sampling_params.output_kind
+        is_finished = state.is_finished
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
-        first_token = state.num_sent_tokens if kind is RequestOutputKind.DELTA else 0
-        first_char = state.num_sent_chars if kind is RequestOutputKind.DELTA else 0
-        last_char = len(state.text) - (0 if finish_reason else self._num_held_chars(seq))
-        state.num_sent_tokens = seq.num_output_tokens
-        state.num_sent_chars = max(first_char, last_char)
+        is_delta = kind is RequestOutputKind.DELTA
+        branches = [seq.branch for seq in sequences] if is_delta else sorted(state.branches)
+        completions = [self._build_completion(state.branches[b], is_delta) for b in branches]
+        if is_finished:
+            del self.states[state.root.request_id]
+        return RequestOutput(
+            request_id=state.root.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.root.prompt_token_ids,
+            outputs=completions,
+            finished=is_finished,
+            num_cached_tokens=state.root.num_cached_tokens,
+            metrics=replace(state.root.metrics),  # a snapshot
+            prompt_logprobs=state.prompt_logprobs,
+        )
+
+    def _build_completion(self, branch: BranchState, is_delta: bool) -> CompletionOutput:
+        seq = branch.sequence
+        finish_reason = seq.status.finish_reason
+        first_token = branch.num_sent_tokens if is_delta else 0
+        first_char = branch.num_sent_chars if is_delta else 0
+        last_char = len(branch.text) - (0 if finish_reason else self._num_held_chars(seq))
+        branch.num_sent_tokens = seq.num_output_tokens
+        branch.num_sent_chars = max(first_char, last_char)
         has_logprobs = seq.sampling_params.logprobs is not None
-        completion = CompletionOutput(
-            index=0,
-            text=state.text[first_char : state.num_sent_chars],
-            token_ids=seq.output_token_ids[first_token:],
+        return CompletionOutput(
+            index=seq.branch,
+            text=branch.text[first_char : branch.num_sent_chars],
+            token_ids=seq.token_ids[seq.num_prompt_tokens + first_token :],
             finish_reason=finish_reason,
             stop_reason=seq.stop_reason,
-            cumulative_logprob=state.cumulative_logprob if has_logprobs else None,
-            logprobs=state.logprobs[first_token:] if has_logprobs else None,
-        )
-        if finish_reason:
-            del self.states[seq.seq_id]
-        return RequestOutput(
-            request_id=seq.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            outputs=[completion],
-            finished=finish_reason is not None,
-            num_cached_tokens=seq.num_cached_tokens,
-            metrics=seq.metrics,
+            cumulative_logprob=branch.cumulative_logprob if has_logprobs else None,
+            logprobs=branch.logprobs[first_token:] if has_logprobs else None,
         )
 
     @staticmethod
@@ -361,14 +481,13 @@ class OutputProcessor:
         return max((len(stop) - 1 for stop in seq.sampling_params.stop or ()), default=0)
 
     def _name_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """token id -> Logprob, of the sampled token and the likeliest ones."""
+        """token id -> Logprob: the sampled (or given) token first, then the likeliest ones."""
         ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
-        return {
-            token_id: Logprob(logprob, rank, self._decode(token_id))
-            for token_id, logprob, rank in zip(
-                reversed(entry.token_ids), reversed(entry.logprobs), reversed(ranks), strict=True
-            )
-        }
+        named: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+            if token_id not in named:
+                named[token_id] = Logprob(logprob, rank, self._decode(token_id))
+        return named
 
     def _decode(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.decode([token_id])

@@ -1,36 +1,80 @@
 """How do logits become a token?
 
-    logits -> temperature -> min_p -> top_k, top_p -> one random number -> token     (or argmax)
-
 Every stage is a short function on a batch of rows [num_rows, vocab_size] with one parameter a row,
-so that requests with different wishes share one pass.
+so that requests with different wishes share one pass. The order is vLLM V1's; beside it the order
+that the documents give for V0:
+
+    V1, and here                              V0
+    1  raw logprobs, if asked for             1  logits processors (bias, allowed ids, yours)
+    2  batch-level mask (grammars)            2  min_tokens
+    3  allowed_token_ids                      3  repetition, frequency, presence penalty
+    4  bad_words                              4  temperature
+    5  min_tokens, logit_bias, your own       5  top_k, top_p
+       logits_processors                      6  min_p
+    6  repetition, frequency, presence        7  softmax, sample
+    7  temperature                            8  logprobs, of what was sampled from
+    8  min_p
+    9  top_k, top_p                           V0's logprobs show what the filters left; V1's show
+    10 one random number -> token, or argmax  what the model said, and the penalties and filters of
+                                              one request never change what another one reads.
+
+Stages 2-6 change which token is likeliest, so greedy rows go through them too; 7-9 do not.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
-request's seed, the token's position) and nothing else. A torch.Generator would have to be carried
-through batching, preemption, CUDA graphs and ranks; a function has nothing to carry, and the same
-request gives the same text wherever and with whomever it runs.
-
-Left out for now: penalties, bias, bad words (their place is before the temperature, as in V1).
+request's seed, its branch, the token's position) and nothing else. A torch.Generator would have to
+be carried through batching, preemption, CUDA graphs and ranks; a function has nothing to carry, and
+the same request gives the same text wherever and with whomever it runs.
 
 vLLM: vllm/model_executor/layers/sampler.py (V0); vllm/v1/sample/sampler.py,
-ops/topk_topp_sampler.py (V1). min_p: arXiv 2407.01082; top_p (nucleus): arXiv 1904.09751.
+ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). min_p: arXiv
+2407.01082; top_p (nucleus): arXiv 1904.09751.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.sampling_params import GREEDY_TEMPERATURE
+from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
 from nanoserve.sequence import TokenLogprobs
+
+
+class TokenRows(NamedTuple):
+    """Single logits, as parallel lists: logits[rows[i], token_ids[i]], and values[i] if needed."""
+
+    rows: list[int]
+    token_ids: list[int]
+    values: list[float]
+
+
+class Penalties(NamedTuple):
+    """For k of the rows: what was said so far, and how much it weighs."""
+
+    rows: Tensor  # [k] int64
+    is_in_prompt: Tensor  # [k, vocab_size] bool
+    output_counts: Tensor  # [k, vocab_size] int64: how often each token is in the output
+    repetition: Tensor  # [k] float32
+    frequency: Tensor  # [k] float32
+    presence: Tensor  # [k] float32
+
+
+class RowProcessors(NamedTuple):
+    """One row's own Python callables, and what they are told."""
+
+    row: int
+    processors: tuple[LogitsProcessor, ...]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
 
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One row for each token to be sampled. None where no row uses the feature."""
+    """One row for each token to be sampled. None or empty where no row uses the feature."""
 
     temperature: Tensor  # [num_rows] float32
     top_k: Tensor | None  # [num_rows] int64, vocab_size where off
@@ -38,6 +82,12 @@ class SamplingBatch:
     min_p: Tensor | None  # [num_rows] float32
     uniform: Tensor  # [num_rows] float64 in [0, 1): the random number of each row
     num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
+    mask: Tensor | None = None  # [num_rows, vocab_size] bool: False forbids (structured output)
+    allowed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, allowed_token_ids)
+    banned: TokenRows | None = None  # bad words about to be completed, ends before min_tokens
+    bias: TokenRows | None = None
+    processors: tuple[RowProcessors, ...] = ()
+    penalties: Penalties | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +98,8 @@ class SamplerOutput:
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     """Choose one token for each row of logits [num_rows, vocab_size]."""
-    logits = logits.float()
+    raw = logits.float()
+    logits = apply_constraints(raw, batch)
     is_greedy = batch.temperature < GREEDY_TEMPERATURE
     token_ids = logits.argmax(dim=-1)
     if not bool(is_greedy.all()):
@@ -59,8 +110,96 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
             filtered = apply_top_k_top_p(filtered, batch.top_k, batch.top_p)
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
-    logprobs = gather_logprobs(logits, token_ids, batch.num_logprobs)
+    logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
     return SamplerOutput(token_ids.tolist(), logprobs)
+
+
+def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Stages 2 to 6: whatever can change which token is likeliest. `logits` is left as it is."""
+    if batch.mask is not None:
+        logits = logits.masked_fill(~batch.mask, -torch.inf)
+    if batch.allowed:
+        logits = apply_allowed_token_ids(logits, batch.allowed)
+    if batch.banned is not None:
+        logits = apply_banned(logits, batch.banned)
+    if batch.bias is not None:
+        logits = apply_logit_bias(logits, batch.bias)
+    if batch.processors:
+        logits = apply_logits_processors(logits, batch.processors)
+    if batch.penalties is not None:
+        logits = apply_penalties(logits, batch.penalties)
+    return logits
+
+
+def apply_allowed_token_ids(
+    logits: Tensor, allowed: tuple[tuple[int, tuple[int, ...]], ...]
+) -> Tensor:
+    """For each (row, token ids): nothing but these."""
+    logits = logits.clone()
+    for row, token_ids in allowed:
+        index = torch.tensor(token_ids, device=logits.device)
+        kept = logits[row, index]
+        logits[row] = -torch.inf
+        logits[row, index] = kept
+    return logits
+
+
+def apply_banned(logits: Tensor, banned: TokenRows) -> Tensor:
+    """Forbid single tokens."""
+    logits = logits.clone()
+    logits[banned.rows, banned.token_ids] = -torch.inf
+    return logits
+
+
+def apply_logit_bias(logits: Tensor, bias: TokenRows) -> Tensor:
+    """Add to the logits of single tokens."""
+    logits = logits.clone()
+    logits[bias.rows, bias.token_ids] += torch.tensor(bias.values, device=logits.device)
+    return logits
+
+
+def apply_logits_processors(logits: Tensor, processors: tuple[RowProcessors, ...]) -> Tensor:
+    """Call each row's own callables, in their order, on its logits [vocab_size].
+
+    As in V0, one with two parameters gets (output token ids, logits), one with three the prompt's
+    token ids before them. Raises ValueError if one returns another shape.
+    """
+    logits = logits.clone()
+    for row, callables, prompt_token_ids, output_token_ids in processors:
+        for processor in callables:
+            arguments: list[list[int]] = [output_token_ids]
+            if _num_required_parameters(processor) == 3:
+                arguments = [prompt_token_ids, output_token_ids]
+            result = processor(*arguments, logits[row].clone())
+            if not isinstance(result, Tensor) or result.shape != logits[row].shape:
+                raise ValueError(
+                    f"a logits processor ({processor!r}) must return a tensor of shape "
+                    f"{tuple(logits[row].shape)}, got {result!r}."
+                )
+            logits[row] = result
+    return logits
+
+
+def _num_required_parameters(processor: LogitsProcessor) -> int:
+    """Those with a default, as in `lambda output, logits, k=k: ...`, are the caller's own."""
+    parameters = inspect.signature(processor).parameters.values()
+    return sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
+
+
+def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Make what was said less likely (or, with the opposite sign, more).
+
+    repetition (prompt and output): a positive logit is divided by it, a negative one multiplied.
+    frequency (output only): subtracted once for each occurrence; presence: once in all.
+    """
+    rows, counts = penalties.rows, penalties.output_counts
+    some = logits[rows]
+    is_seen = penalties.is_in_prompt | (counts > 0)
+    repetition = penalties.repetition[:, None]
+    some = torch.where(is_seen, torch.where(some > 0, some / repetition, some * repetition), some)
+    some = some - penalties.frequency[:, None] * counts
+    some = some - penalties.presence[:, None] * (counts > 0)
+    return logits.index_copy(0, rows, some)
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -113,15 +252,17 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     return drawn.clamp(max=probs.shape[1] - 1)[:, 0]
 
 
-def uniform_noise(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The random numbers, [n] float64 in [0, 1), of streams `seeds` at `positions` (both [n]).
+def uniform_noise(seeds: np.ndarray, branches: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The random numbers, [n] float64 in [0, 1), of streams (seed, branch) at `positions` ([n]).
 
-    Counter-based: SplitMix64's mixing function (Steele, Lea, Flood, OOPSLA 2014), once over the
-    seed and once over the sum with the position, so that neighbouring seeds and positions have
-    nothing in common.
+    Counter-based: SplitMix64's mixing function (Steele, Lea, Flood, OOPSLA 2014), over the seed,
+    then with the branch added, then with the position added, so that neighbouring seeds, branches
+    and positions have nothing in common.
     """
     with np.errstate(over="ignore"):
-        mixed = _splitmix64(_splitmix64(seeds.astype(np.uint64)) + positions.astype(np.uint64))
+        mixed = _splitmix64(seeds.astype(np.uint64))
+        mixed = _splitmix64(mixed + branches.astype(np.uint64))
+        mixed = _splitmix64(mixed + positions.astype(np.uint64))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -149,11 +290,12 @@ def gather_logprobs(
     sampled = token_ids[index][:, None]
     sampled_logprobs = logprobs.gather(1, sampled)
     ranks = (logprobs > sampled_logprobs).sum(dim=-1).tolist()
-    most = max(num_logprobs[row] or 0 for row in rows)
-    top = logprobs.topk(most, dim=-1)
+    wanted = [num_logprobs[row] or 0 for row in rows]
+    wanted = [logits.shape[1] if number == -1 else number for number in wanted]
+    top = logprobs.topk(max(wanted), dim=-1)
     ids = torch.cat((sampled, top.indices), dim=1).tolist()
     values = torch.cat((sampled_logprobs, top.values), dim=1).tolist()
     for i, row in enumerate(rows):
-        end = 1 + (num_logprobs[row] or 0)
+        end = 1 + wanted[i]
         result[row] = TokenLogprobs(tuple(ids[i][:end]), tuple(values[i][:end]), ranks[i] + 1)
     return result

@@ -15,6 +15,10 @@ So when blocks run out, the sequence to preempt is simply the last one, and it h
 scheduled in the same step yet. A chunk always leaves one token of the budget to each running
 sequence behind it: no prefill ever stalls a decode, and every running sequence advances each step.
 
+What a preempted sequence has computed is dropped and computed again later ("recompute"), or moved
+to CPU blocks and back ("swap"). Coming back from swap goes before any admission that is not more
+urgent.
+
 Left out: preempting a running sequence merely because a more urgent one waits (V0's priority
 policy did; V1 and we preempt only when blocks run out).
 
@@ -25,10 +29,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from dataclasses import dataclass, field, replace
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.sequence import (
+    BlockPair,
+    ForkSample,
     ModelOutput,
     NewSequence,
     ScheduledSequence,
@@ -39,11 +46,23 @@ from nanoserve.sequence import (
 )
 
 
+@dataclass
+class _Step:
+    """What schedule() collects for one SchedulerOutput."""
+
+    budget: int  # tokens left
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    swap_out: list[BlockPair] = field(default_factory=list)
+    swap_in: list[BlockPair] = field(default_factory=list)
+    copy: list[BlockPair] = field(default_factory=list)
+
+
 class Scheduler:
     """Decides; executes nothing. Give it sequences, ask for steps, tell it what came of them.
 
-    Invariant: `waiting` and `running` are sorted by urgency; a sequence is in exactly one of them,
-    and holds blocks exactly if it is in `running`.
+    Invariant: `waiting`, `swapped` and `running` are sorted by urgency; a sequence is in exactly
+    one of them; it holds KV blocks exactly if it is running, CPU blocks exactly if it is swapped.
     """
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
@@ -56,12 +75,16 @@ class Scheduler:
         if config.enable_chunked_prefill and config.long_prefill_token_threshold:
             self.max_chunk = config.long_prefill_token_threshold
         self.by_priority = config.scheduling_policy == "priority"
+        self.swaps = config.preemption_mode == "swap"
         self.block_manager = block_manager
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
         self.waiting: list[Sequence] = []
+        self.swapped: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._dropped_seq_ids: list[int] = []  # finished or preempted since the last step
-        self._budget_left = self.token_budget  # by the last step
+        self._budget_left = self.token_budget  # after the last step
+        self._known_seq_ids: set[int] = set()  # what the runner has been told of
+        self._dropped_seq_ids: list[int] = []  # of those, what it may forget
+        self._is_restart = False  # a step failed: it must forget everything
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -78,100 +101,138 @@ class Scheduler:
 
         Returns an empty SchedulerOutput if there is nothing to do, or nothing ready.
         """
-        scheduled: list[ScheduledSequence] = []
-        new_sequences: list[NewSequence] = []
+        step = _Step(self.token_budget)
         num_running = len(self.running)
-        budget = self._schedule_running(scheduled)
+        self._schedule_running(step)
         if len(self.running) == num_running:  # nobody was preempted: there may be blocks to spare
-            budget = self._schedule_waiting(budget, scheduled, new_sequences)
-        self._budget_left = budget
-        for item in scheduled:
+            self._schedule_waiting(step)
+        self._budget_left = step.budget
+        for item in step.scheduled:
             self.sequences[item.seq_id].num_computed_tokens += item.num_scheduled_tokens
-        if not scheduled:
+        if not step.scheduled:
             return SchedulerOutput((), (), (), 0)
         dropped, self._dropped_seq_ids = tuple(self._dropped_seq_ids), []
-        num_tokens = self.token_budget - budget
-        return SchedulerOutput(tuple(scheduled), tuple(new_sequences), dropped, num_tokens)
+        is_restart, self._is_restart = self._is_restart, False
+        return SchedulerOutput(
+            scheduled=tuple(step.scheduled),
+            new_sequences=tuple(step.new_sequences),
+            finished_seq_ids=dropped,
+            total_num_scheduled_tokens=self.token_budget - step.budget,
+            blocks_to_swap_out=tuple(step.swap_out),
+            blocks_to_swap_in=tuple(step.swap_in),
+            blocks_to_copy=tuple(step.copy),
+            is_restart=is_restart,
+        )
 
-    def _schedule_running(self, scheduled: list[ScheduledSequence]) -> int:
-        """Let every running sequence catch up; preempt from the end when blocks run out.
-
-        Appends to `scheduled` and returns what is left of the token budget.
-        """
-        budget = self.token_budget
+    def _schedule_running(self, step: _Step) -> None:
+        """Let every running sequence catch up; preempt from the end when blocks run out."""
         position = 0
         while position < len(self.running):
             seq = self.running[position]
             num_behind = len(self.running) - position - 1
             missing = seq.num_tokens - seq.num_computed_tokens
-            num_tokens = min(missing, self.max_chunk, budget - num_behind)
-            if not self._make_room(seq, num_tokens):
+            num_tokens = min(missing, self.max_chunk, step.budget - num_behind)
+            if not self._make_room(seq, num_tokens, step):
                 break  # seq was the last, and had to go itself
-            scheduled.append(self._give_blocks(seq, num_tokens))
-            budget -= num_tokens
+            self._give_blocks(seq, num_tokens, step)
             position += 1
-        return budget
 
-    def _make_room(self, seq: Sequence, num_tokens: int) -> bool:
+    def _make_room(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
         """Preempt the least urgent until `num_tokens` more fit; False if that was `seq` itself."""
         while not self.block_manager.can_append(seq, num_tokens):
-            victim = self.running.pop()
-            self._preempt(victim)
+            victim = self.running[-1]
+            if self.swaps and self.block_manager.can_swap_out(victim):
+                self._swap_out(victim, step)
+            else:
+                self._preempt(victim)
             if victim is seq:
                 return False
         return True
 
-    def _schedule_waiting(
-        self,
-        budget: int,
-        scheduled: list[ScheduledSequence],
-        new_sequences: list[NewSequence],
-    ) -> int:
-        """Admit waiting sequences, most urgent first, until one does not fit.
+    def _schedule_waiting(self, step: _Step) -> None:
+        """Bring swapped sequences back and admit waiting ones, most urgent first, until one does
+        not fit.
 
-        Appends to both lists and returns what is left of the token budget. A sequence that is not
-        ready is passed over; one that merely does not fit blocks those behind it, or a stream of
-        short requests could keep a long one waiting for ever.
+        A sequence that is not ready is passed over; one that merely does not fit blocks those
+        behind it, or a stream of short requests could keep a long one waiting for ever.
         """
-        position = 0
-        while position < len(self.waiting) and budget > 0 and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[position]
-            if not seq.is_ready():
+        position = 0  # in waiting: behind those that are not ready
+        while step.budget > 0:
+            waiting = self.waiting[position] if position < len(self.waiting) else None
+            swapped = self.swapped[0] if self.swapped else None
+            if swapped and not (waiting and self._urgency(waiting) < self._urgency(swapped)):
+                if not self._swap_in(swapped, step):
+                    return
+            elif waiting is None:
+                return
+            elif not waiting.is_ready():
                 position += 1
-                continue
-            cached_blocks = self.block_manager.get_cached_blocks(seq)
-            missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
-            num_tokens = min(missing, self.max_chunk, budget)
-            if num_tokens < missing and not self.enable_chunked_prefill:
-                break
-            if not self.block_manager.can_allocate(seq, cached_blocks):
-                break
-            del self.waiting[position]
-            new_sequences.append(self._admit(seq, cached_blocks))
-            scheduled.append(self._give_blocks(seq, num_tokens))
-            budget -= num_tokens
-        return budget
+            elif not self._admit(waiting, step):
+                return
 
-    def _admit(self, seq: Sequence, cached_blocks: list[int]) -> NewSequence:
-        """WAITING -> RUNNING. Cache hits are counted here, once: not again after a preemption."""
+    def _admit(self, seq: Sequence, step: _Step) -> bool:
+        """WAITING -> RUNNING, if it fits. Cache hits are counted once: not after a preemption."""
+        if not self._has_place_for(seq):
+            return False
+        cached_blocks = self.block_manager.get_cached_blocks(seq)
+        missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
+        num_tokens = min(missing, self.max_chunk, step.budget)
+        if num_tokens < missing and not self.enable_chunked_prefill:
+            return False
+        if not self.block_manager.can_allocate(seq, cached_blocks):
+            return False
+        self.waiting.remove(seq)
         self.block_manager.allocate(seq, cached_blocks)
-        seq.status = SequenceStatus.RUNNING
         if seq.metrics.first_scheduled_time is None:
             seq.metrics.first_scheduled_time = time.monotonic()
             seq.num_cached_tokens = seq.num_computed_tokens
-        insort(self.running, seq, key=self._urgency)
-        return NewSequence(
-            seq.seq_id,
-            tuple(seq.token_ids),
-            tuple(cached_blocks),
-            seq.sampling_params,
-            seq.seed,
-        )
+        self._run(seq)
+        self._give_blocks(seq, num_tokens, step)
+        return True
 
-    def _give_blocks(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
-        """Allocate what the next `num_tokens` tokens of `seq` need."""
-        new_block_ids = self.block_manager.append(seq, num_tokens)
-        return ScheduledSequence(seq.seq_id, seq.num_computed_tokens, num_tokens, new_block_ids)
+    def _swap_in(self, seq: Sequence, step: _Step) -> bool:
+        """SWAPPED -> RUNNING, if it fits. Nothing is computed again."""
+        missing = seq.num_tokens - seq.num_computed_tokens
+        num_tokens = min(missing, self.max_chunk, step.budget)
+        if num_tokens < missing and not self.enable_chunked_prefill:
+            return False
+        if not self._has_place_for(seq) or not self.block_manager.can_swap_in(seq):
+            return False
+        self.swapped.remove(seq)
+        step.swap_in += self.block_manager.swap_in(seq)
+        self._run(seq)
+        self._give_blocks(seq, num_tokens, step)
+        return True
+
+    def _has_place_for(self, seq: Sequence) -> bool:
+        """Within max_num_seqs, counting the branches that are still to fork off."""
+        num_places = len(self.running) + sum(other.num_pending_forks for other in self.running)
+        return num_places + 1 + seq.num_pending_forks <= self.max_num_seqs
+
+    def _run(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=self._urgency)
+
+    def _give_blocks(self, seq: Sequence, num_tokens: int, step: _Step) -> None:
+        """Allocate what the next `num_tokens` tokens of `seq` need, and put it into the step."""
+        block_table = self.block_manager.block_tables[seq.seq_id]
+        if seq.seq_id not in self._known_seq_ids:
+            self._known_seq_ids.add(seq.seq_id)
+            step.new_sequences.append(_introduce(seq, block_table))
+        first_new_block = len(block_table)
+        new_block_ids: list[int] = []
+        copied = self.block_manager.copy_on_write(seq)
+        if copied is not None:
+            step.copy.append(copied)
+            first_new_block -= 1
+            new_block_ids.append(copied[1])
+        new_block_ids += self.block_manager.append(seq, num_tokens)
+        step.budget -= num_tokens
+        step.scheduled.append(
+            ScheduledSequence(
+                seq.seq_id, seq.num_computed_tokens, num_tokens, first_new_block, new_block_ids
+            )
+        )
 
     # -- what came of it --
 
@@ -186,19 +247,51 @@ class Scheduler:
         now = time.monotonic()
         for item in scheduler_output.scheduled:
             seq = self.sequences.get(item.seq_id)
-            sampled = model_output.sampled_token_ids.get(item.seq_id)
-            if seq is None or not sampled:
+            sampled = model_output.sampled_token_ids.get(item.seq_id, ())
+            prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
+            if seq is None or not (sampled or prompt_logprobs):
                 continue
+            for branch, fork in enumerate(model_output.forks.get(item.seq_id, ()), start=1):
+                updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
-            if seq.metrics.first_token_time is None:
-                seq.metrics.first_token_time = now
-            seq.metrics.last_token_time = now
-            logprobs = model_output.logprobs.get(item.seq_id, ())
-            updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs[:num_new]))
+            logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
+            updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
+        for update in updates:
+            if update.new_token_ids:
+                update.sequence.metrics.note_token(now)
         for update in updates:
             if update.sequence.status is not SequenceStatus.RUNNING:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
+
+    def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
+        """Let a branch of the request begin with its own first token."""
+        child = replace(
+            parent,
+            seq_id=parent.seq_id + branch,
+            branch=branch,
+            num_pending_forks=0,
+            metrics=replace(parent.metrics),
+            block_hashes=[],
+        )
+        parent.num_pending_forks -= 1
+        self.add_fork(parent, child)
+        self._append_tokens(child, (first.token_id,))
+        return SequenceUpdate(child, (first.token_id,), first.logprobs)
+
+    def add_fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, whose tokens begin with those that are computed of `parent`, run beside it
+        on shared blocks; the runner is told with the next step.
+
+        If `parent` holds no blocks any more, or no place is left, the child waits instead, and
+        finds what is still in the prefix cache.
+        """
+        if parent not in self.running or not self._has_place_for(child):
+            self.add(child)
+            return
+        self.block_manager.fork(parent, child)
+        self.sequences[child.seq_id] = child
+        self._run(child)
 
     @staticmethod
     def _append_tokens(seq: Sequence, sampled: tuple[int, ...]) -> int:
@@ -222,34 +315,43 @@ class Scheduler:
         seq = self.sequences.pop(seq_id, None)
         if seq is None:
             return None
-        if seq.seq_id in self.block_manager.block_tables:
-            self.running.remove(seq)
-            self.block_manager.free(seq)
-            self._dropped_seq_ids.append(seq_id)
+        if seq in self.running:
+            self._drop(seq)
+        elif seq in self.swapped:
+            self.swapped.remove(seq)
         else:
             self.waiting.remove(seq)
+        self.block_manager.free(seq)
         seq.status = status
         if stop_reason is not None:
             seq.stop_reason = stop_reason
         seq.metrics.finished_time = time.monotonic()
         return seq
 
-    def abandon(self, scheduler_output: SchedulerOutput) -> None:
-        """The step failed: take back what it promised. Its sequences wait to be computed anew."""
-        self._dropped_seq_ids += scheduler_output.finished_seq_ids
-        held = self.block_manager.block_tables
-        items = [item for item in scheduler_output.scheduled if item.seq_id in held]
-        touched = [self.sequences[item.seq_id] for item in items]
-        for seq, item in zip(touched, items, strict=True):
-            seq.num_computed_tokens = item.num_computed_tokens
-            self.block_manager.uncache(seq)
-        for seq in touched:
-            self.running.remove(seq)
-            self._preempt(seq)
-        if len(items) < len(scheduler_output.scheduled):
-            # One was aborted while the step ran: what it promised is in the free queue already,
-            # and nobody remembers where. No sequence holds blocks now, so forget everything.
-            self.block_manager.reset_prefix_cache()
+    def abandon(self) -> None:
+        """Something failed within a step, wherever: trust nothing but the sequences themselves.
+
+        Every block is free and forgotten, every unfinished sequence waits to be computed anew, and
+        the next step tells the runner to forget all it knows. That costs a recompute, and is right
+        whatever had been done: scheduled or half scheduled, written or not, copied or not.
+        """
+        self.block_manager.reset()
+        self.running, self.swapped = [], []
+        self._known_seq_ids, self._dropped_seq_ids = set(), []
+        self._is_restart = True
+        for seq in self.sequences.values():
+            if seq.status is not SequenceStatus.WAITING:
+                seq.metrics.num_preemptions += 1
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed_tokens = 0
+        self.waiting = sorted(self.sequences.values(), key=self._urgency)
+
+    def _drop(self, seq: Sequence) -> None:
+        """Take `seq` out of `running`; the runner may forget it."""
+        self.running.remove(seq)
+        if seq.seq_id in self._known_seq_ids:
+            self._known_seq_ids.remove(seq.seq_id)
+            self._dropped_seq_ids.append(seq.seq_id)
 
     def _preempt(self, seq: Sequence) -> None:
         """RUNNING -> WAITING: free its blocks, to compute it again later (recompute).
@@ -257,36 +359,71 @@ class Scheduler:
         What it computed stays in the prefix cache as long as nobody needs the blocks, so coming
         back is often cheap.
         """
+        self._drop(seq)
+        seq.metrics.num_preemptions += 1
+        self._wait_again(seq)
+
+    def _wait_again(self, seq: Sequence) -> None:
+        """-> WAITING, with nothing computed."""
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
         seq.status = SequenceStatus.WAITING
-        seq.metrics.num_preemptions += 1
-        self._dropped_seq_ids.append(seq.seq_id)
         insort(self.waiting, seq, key=self._urgency)
+
+    def _swap_out(self, seq: Sequence, step: _Step) -> None:
+        """RUNNING -> SWAPPED: move its blocks to the CPU pool."""
+        self._drop(seq)
+        step.swap_out += self.block_manager.swap_out(seq)
+        seq.status = SequenceStatus.SWAPPED
+        seq.metrics.num_preemptions += 1
+        insort(self.swapped, seq, key=self._urgency)
 
     # -- questions --
 
     def why_waiting(self, seq_id: int) -> str:
-        """One sentence that says what a waiting sequence waits for."""
+        """One sentence that says what a waiting or swapped sequence waits for."""
         seq = self.sequences[seq_id]
+        is_swapped = seq.status is SequenceStatus.SWAPPED
         if seq.status is SequenceStatus.RUNNING:
             return "it is running"
-        if not seq.is_ready():
+        if not (is_swapped or seq.is_ready()):
             return "it is not ready"
-        ahead = sum(other.is_ready() for other in self.waiting[: self.waiting.index(seq)])
+        others = [*self.swapped, *(other for other in self.waiting if other.is_ready())]
+        ahead = sum(self._urgency(other) < self._urgency(seq) for other in others)
         if ahead:
             return f"{ahead} more urgent sequences wait, too"
-        if len(self.running) >= self.max_num_seqs:
-            return f"max_num_seqs={self.max_num_seqs} sequences are running"
-        cached_blocks = self.block_manager.get_cached_blocks(seq)
+        if not self._has_place_for(seq):
+            return f"max_num_seqs={self.max_num_seqs} sequences are running (or about to fork)"
+        cached_blocks = [] if is_swapped else self.block_manager.get_cached_blocks(seq)
         if not self.block_manager.can_allocate(seq, cached_blocks):
             needed = self.block_manager.num_blocks_for(seq.num_tokens)
-            return f"it needs {needed} blocks, {self.block_manager.num_free_blocks} are free"
-        missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
+            free = self.block_manager.num_free_blocks
+            is_out = "it is swapped out and" if is_swapped else "it"
+            return f"{is_out} needs {needed} blocks, {free} are free"
+        num_cached = len(cached_blocks) * self.block_manager.block_size
+        missing = seq.num_tokens - (seq.num_computed_tokens if is_swapped else num_cached)
         if self._budget_left < (1 if self.enable_chunked_prefill else missing):
             return "the token budget of the last step was used up"
         return "nothing any more: it can join the next step"
 
-    def _urgency(self, seq: Sequence) -> tuple[int, int]:
-        """Sort key, most urgent first: arrival order, under "priority" after the priority."""
-        return (seq.priority if self.by_priority else 0, seq.seq_id)
+    def _urgency(self, seq: Sequence) -> tuple[int, float, int]:
+        """Sort key, most urgent first: arrival order, under "priority" after the priority. Forks
+        arrived with their request."""
+        priority = seq.priority if self.by_priority else 0
+        return (priority, seq.metrics.arrival_time, seq.seq_id)
+
+
+def _introduce(seq: Sequence, block_table: list[int]) -> NewSequence:
+    """Everything the runner must know of a sequence it has not met."""
+    return NewSequence(
+        seq_id=seq.seq_id,
+        token_ids=tuple(seq.token_ids),
+        num_prompt_tokens=seq.num_prompt_tokens,
+        block_ids=tuple(block_table),
+        sampling_params=seq.sampling_params,
+        stop_token_ids=seq.stop_token_ids,
+        bad_word_ids=seq.bad_word_ids,
+        seed=seq.seed,
+        branch=seq.branch,
+        num_samples=1 + seq.num_pending_forks,
+    )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life: WAITING <-> RUNNING -> one of the FINISHED_*."""
+    """Where a sequence is in its life: WAITING <-> RUNNING <-> SWAPPED, then one FINISHED_*."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -58,12 +58,42 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
+    def note_token(self, now: float) -> None:
+        """A token has come."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.last_token_time = now
+
+    @property
+    def queue_time(self) -> float | None:
+        """Seconds from arrival to the first step."""
+        return _difference(self.first_scheduled_time, self.arrival_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return _difference(self.first_token_time, self.arrival_time)
+
+    def inter_token_latency(self, num_output_tokens: int) -> float | None:
+        """Mean seconds from one token to the next; None with fewer than two."""
+        total = _difference(self.last_token_time, self.first_token_time)
+        if total is None or num_output_tokens < 2:
+            return None
+        return total / (num_output_tokens - 1)
+
+
+def _difference(later: float | None, earlier: float | None) -> float | None:
+    return None if later is None or earlier is None else later - earlier
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way through the scheduler.
 
     Invariant: 0 <= num_computed_tokens <= num_tokens; only WAITING sequences hold no blocks.
+
+    A request with n > 1 begins as one sequence, its branch 0. When its prompt is computed, branches
+    1 .. n - 1 fork off: each has the next seq_id, shares the prompt's blocks and goes its own way.
     """
 
     seq_id: int  # unique in the engine; the key of everything below the processor
@@ -72,10 +102,13 @@ class Sequence:
     sampling_params: SamplingParams
     max_tokens: int  # output tokens at most, what fits already considered
     stop_token_ids: frozenset[int]  # tokens that end it: the model's EOS ids and the user's own
-    seed: int  # of its random stream
+    seed: int  # of its random stream, together with the branch
     metrics: RequestMetrics
     priority: int = 0  # lower runs first, under scheduling_policy="priority"
     cache_salt: str | None = None  # only requests with the same salt share cached blocks
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences never to complete
+    branch: int = 0  # which of the request's n completions this is
+    num_pending_forks: int = 0  # branches that are still to fork off this one
     status: SequenceStatus = SequenceStatus.WAITING
     stop_reason: int | str | None = None  # the stop token id or string that ended it, if one did
     token_ids: list[int] = field(init=False)  # prompt, then output
@@ -112,9 +145,14 @@ class NewSequence(NamedTuple):
 
     seq_id: int
     token_ids: tuple[int, ...]  # all known tokens, those generated before a preemption too
-    block_ids: tuple[int, ...]  # its block table so far: cached blocks
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]  # its block table so far: cached, forked or swapped-in blocks
     sampling_params: SamplingParams
+    stop_token_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
     seed: int
+    branch: int
+    num_samples: int  # tokens to sample of its next logits row: one for itself and each fork
 
 
 class ScheduledSequence(NamedTuple):
@@ -123,7 +161,11 @@ class ScheduledSequence(NamedTuple):
     seq_id: int
     num_computed_tokens: int
     num_scheduled_tokens: int
-    new_block_ids: list[int]  # to append to its block table
+    first_new_block: int  # index in its block table from which new_block_ids are to be written
+    new_block_ids: list[int]  # usually behind its end; a copied block replaces the last one
+
+
+BlockPair = tuple[int, int]  # (source, destination)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +180,10 @@ class SchedulerOutput:
     new_sequences: tuple[NewSequence, ...]
     finished_seq_ids: tuple[int, ...]  # the runner may forget these (also: preempted ones)
     total_num_scheduled_tokens: int
+    blocks_to_swap_out: tuple[BlockPair, ...] = ()  # (KV block, CPU block): copy before all else
+    blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
+    blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
+    is_restart: bool = False  # the last step failed: the runner forgets all it knows
 
     @property
     def is_empty(self) -> bool:
@@ -153,12 +199,28 @@ class TokenLogprobs(NamedTuple):
     sampled_rank: int  # 1 for the likeliest token
 
 
+class ForkSample(NamedTuple):
+    """The first token of a branch that forks off."""
+
+    token_id: int
+    logprobs: tuple[TokenLogprobs, ...]  # of the one token, if asked for
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of prompt tokens [start, start + len(entries))."""
+
+    start: int
+    entries: tuple[TokenLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
     """What came of a step: for each sequence that reached its last token, what was sampled."""
 
     sampled_token_ids: dict[int, tuple[int, ...]]  # seq_id -> new tokens
     logprobs: dict[int, tuple[TokenLogprobs, ...]]  # only of sequences that asked
+    forks: dict[int, tuple[ForkSample, ...]] = field(default_factory=dict)  # branches 1 .. n - 1
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
 
 
 class SequenceUpdate(NamedTuple):
@@ -167,3 +229,4 @@ class SequenceUpdate(NamedTuple):
     sequence: Sequence
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: PromptLogprobs | None = None

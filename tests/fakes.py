@@ -15,7 +15,9 @@ With block_size 4 and block table [2, 0]:
     layer 0         a    b    c    d    e    f
     layer 1         #a  #ab #abc  ...            ->  next token = hash of #a #ab ... #abcdef
 
-And as in a real layer, a step stores all it has to store before it reads anything.
+And as in a real layer, a step stores all it has to store before it reads anything. Blocks that are
+swapped or copied take both layers along, before the step stores anything; branches of a request
+differ in what the function makes of the same digests.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +34,18 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
+    BlockPair,
+    ForkSample,
     ModelOutput,
+    NewSequence,
+    PromptLogprobs,
     RequestMetrics,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
     SequenceUpdate,
+    TokenLogprobs,
 )
 
 VOCAB_SIZE = 997
@@ -54,22 +62,47 @@ def prefix_digests(token_ids: Iterable[int]) -> list[int]:
     return list(digests)[1:]
 
 
-def token_from_digests(digests: Iterable[int], seed: int, vocab_size: int) -> int:
-    return hash((*digests, seed)) % vocab_size
+def token_from_digests(digests: Iterable[int], seed: int, branch: int, vocab_size: int) -> int:
+    return hash((*digests, seed, branch)) % vocab_size
 
 
-def next_token(token_ids: Iterable[int], seed: int = 0, vocab_size: int = VOCAB_SIZE) -> int:
+def next_token(
+    token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
+) -> int:
     """The token that the fake model gives after these: a pure function, the oracle."""
-    return token_from_digests(prefix_digests(token_ids), seed, vocab_size)
+    return token_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
+
+
+def logprobs_from_digests(
+    digests: Iterable[int], seed: int, branch: int, vocab_size: int
+) -> list[float]:
+    """A log-probability for each token of the vocabulary; the likeliest is the next token."""
+    key = hash((*digests, seed, branch))
+    scores = [hash((key, token)) % 1_000_003 / 1e6 for token in range(vocab_size)]
+    scores[key % vocab_size] += 1.01
+    log_total = log(sum(exp(score) for score in scores))
+    return [score - log_total for score in scores]
+
+
+def next_logprobs(
+    token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
+) -> list[float]:
+    """The log-probabilities that the fake model gives after these: another pure function."""
+    return logprobs_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
 
 
 def reference_output(
-    prompt: list[int], max_tokens: int, stop_token_ids: Collection[int] = (), seed: int = 0
+    prompt: list[int],
+    max_tokens: int,
+    stop_token_ids: Collection[int] = (),
+    seed: int = 0,
+    branch: int = 0,
+    vocab_size: int = VOCAB_SIZE,
 ) -> list[int]:
     """What a request generates if it is alone in the world, without cache, blocks or batch."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + max_tokens:
-        token_ids.append(next_token(token_ids, seed))
+        token_ids.append(next_token(token_ids, seed, branch, vocab_size))
         if token_ids[-1] in stop_token_ids:
             break
     return token_ids[len(prompt) :]
@@ -79,13 +112,20 @@ class StepFailed(RuntimeError):
     """What a FakeExecutor raises when it was told to fail."""
 
 
-@dataclass
 class Row:
     """What the executor knows of one sequence, from the SchedulerOutputs alone."""
 
-    token_ids: list[int]
-    block_ids: list[int]
-    seed: int
+    def __init__(self, new: NewSequence) -> None:
+        self.token_ids = list(new.token_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.block_ids = list(new.block_ids)
+        self.params = new.sampling_params
+        self.seed = new.seed
+        self.branch = new.branch
+        self.num_samples = new.num_samples
+
+
+Layers = list[list[int | None]]  # of each layer, what its slots hold
 
 
 class FakeExecutor:
@@ -102,12 +142,18 @@ class FakeExecutor:
         attention_backend: Any = "auto",
     ) -> None:
         self.num_kv_blocks = config.num_kv_blocks or 64
+        swaps = config.preemption_mode == "swap"
+        self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) if swaps else 0
         self.block_size = config.block_size
+        self.max_num_seqs = config.max_num_seqs or 256
         self.vocab_size = model_config.vocab_size if model_config else VOCAB_SIZE
-        num_slots = self.num_kv_blocks * self.block_size
-        self.layers: list[list[int | None]] = [[None] * num_slots, [None] * num_slots]
+        self.layers = self._make_layers(self.num_kv_blocks)
+        self.cpu_layers = self._make_layers(self.num_cpu_blocks)
         self.rows: dict[int, Row] = {}
         self.fail_next_step = False
+
+    def _make_layers(self, num_blocks: int) -> Layers:
+        return [[None] * (num_blocks * self.block_size) for _ in range(2)]
 
     def describe(self) -> str:
         return "device=none, dtype=none, attention=fake"
@@ -116,10 +162,14 @@ class FakeExecutor:
         self.rows.clear()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Store, read back, and give a token to each sequence whose last token is in the step.
+        """Move blocks, store, read back, and give a token to each sequence whose last token is in
+        the step.
 
-        Raises StepFailed, with the step's slots spoilt, if `fail_next_step` is set.
+        Raises StepFailed, with all that the step writes to spoilt, if `fail_next_step` is set.
         """
+        self._copy_blocks(self.layers, self.cpu_layers, scheduler_output.blocks_to_swap_out)
+        self._copy_blocks(self.cpu_layers, self.layers, scheduler_output.blocks_to_swap_in)
+        self._copy_blocks(self.layers, self.layers, scheduler_output.blocks_to_copy)
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.scheduled
         for item in scheduled:
@@ -135,25 +185,80 @@ class FakeExecutor:
             digests = prefix_digests(self._read(0, row, positions.stop))
             for position in positions:
                 self.layers[1][self._slot(row, position)] = digests[position]
-        sampled: dict[int, tuple[int, ...]] = {}
+        output = ModelOutput({}, {})
         for item in scheduled:
-            row, end = self.rows[item.seq_id], self._positions(item).stop
-            assert end <= len(row.token_ids), f"{item} computes tokens that nobody knows yet"
-            if end == len(row.token_ids):
-                token = token_from_digests(self._read(1, row, end), row.seed, self.vocab_size)
-                sampled[item.seq_id] = (token,)
-        for seq_id, tokens in sampled.items():
-            self.rows[seq_id].token_ids += tokens
-        return ModelOutput(sampled, {})
+            self._sample(item, output)
+        return output
+
+    def _sample(self, item: ScheduledSequence, output: ModelOutput) -> None:
+        """Put what came of one sequence into `output`."""
+        row, positions = self.rows[item.seq_id], self._positions(item)
+        assert positions.stop <= len(row.token_ids), f"{item}: computes tokens nobody knows yet"
+        digests = self._read(1, row, positions.stop)
+        if row.params.prompt_logprobs is not None:
+            targets = range(positions.start + 1, min(positions.stop + 1, row.num_prompt_tokens))
+            if targets:
+                entries = tuple(
+                    TokenLogprobs((row.token_ids[i],), (-float(digests[i - 1]),), 1)
+                    for i in targets
+                )
+                output.prompt_logprobs[item.seq_id] = PromptLogprobs(targets.start, entries)
+        if positions.stop < len(row.token_ids):
+            return
+        samples = []
+        for branch in range(row.branch, row.branch + row.num_samples):
+            token = token_from_digests(digests, row.seed, branch, self.vocab_size)
+            samples.append(ForkSample(token, self._logprobs(row, digests, branch, token)))
+        first, *forks = samples
+        output.sampled_token_ids[item.seq_id] = (first.token_id,)
+        if first.logprobs:
+            output.logprobs[item.seq_id] = first.logprobs
+        if forks:
+            output.forks[item.seq_id] = tuple(forks)
+        row.token_ids.append(first.token_id)
+        row.num_samples = 1
+
+    def _logprobs(
+        self, row: Row, digests: list[int], branch: int, token: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Of the sampled token and the likeliest ones, if asked for."""
+        if row.params.logprobs is None:
+            return ()
+        logprobs = logprobs_from_digests(digests, row.seed, branch, self.vocab_size)
+        likeliest = sorted(range(self.vocab_size), key=lambda t: -logprobs[t])
+        token_ids = (token, *likeliest[: row.params.logprobs])
+        values = tuple(logprobs[t] for t in token_ids)
+        return (TokenLogprobs(token_ids, values, likeliest.index(token) + 1),)
+
+    def _copy_blocks(
+        self, source: Layers, destination: Layers, pairs: tuple[BlockPair, ...]
+    ) -> None:
+        """Read all, then write all, as index_select and index_copy_ do."""
+        destinations = [block for _, block in pairs]
+        assert len(set(destinations)) == len(destinations), f"a block written twice: {pairs}"
+        size = self.block_size
+        for source_layer, destination_layer in zip(source, destination, strict=True):
+            content = [source_layer[a * size : (a + 1) * size] for a, _ in pairs]
+            for block, slots in zip(destinations, content, strict=True):
+                spoilt = self.fail_next_step
+                destination_layer[block * size : (block + 1) * size] = (
+                    [None] * size if spoilt else slots
+                )
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.is_restart:
+            self.rows.clear()
         for seq_id in scheduler_output.finished_seq_ids:
             self.rows.pop(seq_id, None)
         for new in scheduler_output.new_sequences:
             assert new.seq_id not in self.rows, f"sequence {new.seq_id} announced twice"
-            self.rows[new.seq_id] = Row(list(new.token_ids), list(new.block_ids), new.seed)
+            self.rows[new.seq_id] = Row(new)
+        assert len(self.rows) <= self.max_num_seqs, "more rows than max_num_seqs"
         for item in scheduler_output.scheduled:
-            self.rows[item.seq_id].block_ids += item.new_block_ids
+            block_ids, first = self.rows[item.seq_id].block_ids, item.first_new_block
+            assert first <= len(block_ids), f"{item} leaves a hole in {block_ids}"
+            block_ids[first : first + len(item.new_block_ids)] = item.new_block_ids
+            assert len(block_ids) == -(-self._positions(item).stop // self.block_size)
 
     @staticmethod
     def _positions(item: ScheduledSequence) -> range:
@@ -203,12 +308,14 @@ def make_sequence(
     prompt: Iterable[int],
     max_tokens: int = 8,
     *,
+    n: int = 1,
     cls: type[Sequence] = Sequence,
     **fields: Any,
 ) -> Sequence:
     """A sequence as the InputProcessor would make it; `fields` are Sequence's own."""
     settings: dict[str, Any] = {
-        "sampling_params": SamplingParams(temperature=0),
+        "sampling_params": SamplingParams(n=n, temperature=float(n > 1)),
+        "num_pending_forks": n - 1,
         "stop_token_ids": frozenset(),
         "seed": 0,
         "metrics": RequestMetrics(arrival_time=0.0),
@@ -239,27 +346,45 @@ class FakeEngine:
         num_blocks: int = 64,
         block_size: int = 4,
         max_model_len: int = 256,
+        num_cpu_blocks: int | None = None,
+        vocab_size: int = VOCAB_SIZE,
         **options: Any,
     ) -> None:
-        """`options` are EngineConfig's."""
-        config = EngineConfig(num_kv_blocks=num_blocks, block_size=block_size, **options)
-        self.config = config.resolve(make_model_config(max_model_len))
-        self.block_manager = BlockManager(num_blocks, block_size, config.enable_prefix_caching)
+        """`options` are EngineConfig's; 0 CPU blocks are a pool that is always full."""
+        config = EngineConfig(
+            num_kv_blocks=num_blocks,
+            block_size=block_size,
+            num_cpu_blocks=num_cpu_blocks or None,
+            **options,
+        )
+        model_config = make_model_config(max_model_len, vocab_size=vocab_size)
+        self.config = config.resolve(model_config)
+        self.executor = FakeExecutor(self.config, model_config)
+        if num_cpu_blocks == 0:
+            self.executor.num_cpu_blocks = 0
+        self.block_manager = BlockManager(
+            num_blocks, block_size, config.enable_prefix_caching, self.executor.num_cpu_blocks
+        )
         self.scheduler = Scheduler(self.config, self.block_manager)
-        self.executor = FakeExecutor(self.config)
         self.capacity = min(max_model_len, num_blocks * block_size)
         self.num_steps = 0
         self.num_added = 0
 
-    def add(self, prompt: Iterable[int], max_tokens: int = 8, **fields: Any) -> Sequence:
+    def add(
+        self, prompt: Iterable[int], max_tokens: int = 8, n: int = 1, **fields: Any
+    ) -> Sequence:
         """Queue a sequence, with max_tokens capped by what fits, as the InputProcessor does."""
         prompt = list(prompt)
         assert 0 < len(prompt) < self.capacity, "the InputProcessor refuses such a prompt"
         max_tokens = min(max_tokens, self.capacity - len(prompt))
-        seq = make_sequence(self.num_added, prompt, max_tokens, **fields)
-        self.num_added += 1
+        seq = make_sequence(self.next_seq_id(n), prompt, max_tokens, n=n, **fields)
         self.scheduler.add(seq)
         return seq
+
+    def next_seq_id(self, number: int = 1) -> int:
+        """Take `number` consecutive seq_ids; returns the first."""
+        first, self.num_added = self.num_added, self.num_added + number
+        return first
 
     def abort(self, seq: Sequence) -> None:
         self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
@@ -270,7 +395,7 @@ class FakeEngine:
         try:
             model_output = self.executor.execute_model(scheduler_output)
         except StepFailed:
-            self.scheduler.abandon(scheduler_output)
+            self.scheduler.abandon()
             return []
         finally:
             self.block_manager.check()

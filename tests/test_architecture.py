@@ -23,6 +23,7 @@ CONTROL_PLANE: dict[str, set[str]] = {
     "sequence": {"sampling_params"},
     "block_manager": {"sequence"},
     "scheduler": {"block_manager", "config", "sequence"},
+    "beam_search": {"sampling_params", "scheduler", "sequence"},
     "processor": {"config", "sampling_params", "sequence"},
 }
 DATA_PLANE: dict[str, set[str]] = {
@@ -32,22 +33,24 @@ DATA_PLANE: dict[str, set[str]] = {
     "models": {"attention", "config", "layers", "parallel"},
     "loader": {"config", "layers", "models", "parallel"},
     "sampler": {"sampling_params", "sequence"},
+    "input_batch": {"sampler", "sampling_params", "sequence"},
     "model_runner": {
         "attention",
         "config",
+        "input_batch",
         "layers",
         "loader",
         "models",
         "parallel",
         "sampler",
-        "sampling_params",
         "sequence",
     },
     "executor": {"attention", "config", "model_runner", "parallel", "sequence"},
 }
 MEETING_POINT: dict[str, set[str]] = {
-    "llm": {*CONTROL_PLANE, "executor"},
-    "__init__": {"llm", "processor", "sampling_params"},
+    "engine": {*CONTROL_PLANE, "executor"},
+    "llm": {*CONTROL_PLANE, "engine"},
+    "__init__": {"beam_search", "engine", "llm", "processor", "sampling_params"},
 }
 ALLOWED_IMPORTS = {**CONTROL_PLANE, **DATA_PLANE, **MEETING_POINT}
 
@@ -198,7 +201,7 @@ while scheduler.has_unfinished():
     sampled = {item.seq_id: (100 + seq.num_output_tokens,) for item in step.scheduled}
     for update in scheduler.update_from_output(step, ModelOutput(sampled, {})):
         outputs.append(update)
-        result = outputs.build_output(update.sequence)
+        result = outputs.build_output([update.sequence])
     blocks.check()
 print(result.outputs[0].token_ids, result.outputs[0].finish_reason, blocks.num_free_blocks)
 """

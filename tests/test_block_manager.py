@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanoserve.block_manager import BlockHashTable, BlockManager, BlockPool, BlockState
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import Sequence
 
 BLOCK_SIZE = 4
@@ -263,17 +264,16 @@ def test_a_cache_salt_separates() -> None:
     assert hits(manager, "abcd efgh i") == []
 
 
-def test_uncache_takes_the_promise_back() -> None:
-    """The step failed after 4 of 12 tokens: only the first block may still be found."""
-    manager = BlockManager(8, BLOCK_SIZE)
-    seq = make_sequence(0, tokens("abcd efgh ijkl"))
-    manager.allocate(seq, [])
-    manager.append(seq, 4)
-    seq.num_computed_tokens = 4
-    manager.append(seq, 8)
-    assert len(hits(manager, "abcd efgh ijkl m")) == 3
-    manager.uncache(seq)
-    assert len(hits(manager, "abcd efgh ijkl m")) == 1
+def test_reset_forgets_everything() -> None:
+    """A step failed: no promise holds, nobody has blocks, and all of them are free."""
+    manager = BlockManager(8, BLOCK_SIZE, num_cpu_blocks=4)
+    admit(manager, 0, "abcd efgh ijkl")
+    manager.swap_out(admit(manager, 1, "abcd efgh"))
+    manager.reset()
+    assert hits(manager, "abcd efgh ijkl m") == []
+    assert (manager.num_free_blocks, manager.cpu_pool.num_free_blocks) == (8, 4)
+    assert not manager.block_tables
+    assert not manager.swapped_tables
     manager.check()
 
 
@@ -302,6 +302,161 @@ def test_hits_are_counted_at_admission() -> None:
     admit(manager, 0, "abcd efgh")
     admit(manager, 1, "abcd efgh i")
     assert (manager.num_queried_tokens, manager.num_hit_tokens) == (8 + 9, 8)
+
+
+# -- fork and copy-on-write --
+
+
+def fork(manager: BlockManager, parent: Sequence, seq_id: int, text: str) -> Sequence:
+    """A sequence on the blocks of `parent`, whose tokens so far and `text` are its own."""
+    child = make_sequence(seq_id, parent.token_ids + tokens(text))
+    manager.fork(parent, child)
+    manager.check()
+    return child
+
+
+def test_the_copy_on_write_example_of_the_module() -> None:
+    """Two branches share [2, 0]; the first to write gets a block of its own, the other keeps it."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    parent = admit(manager, 0, "abcd ef")
+    full, partial = manager.block_tables[0]
+    child = fork(manager, parent, 1, "y")
+    assert manager.block_tables[1] == [full, partial]
+    assert [manager.pool.ref_counts[i] for i in (full, partial)] == [2, 2]
+    shared, own = manager.copy_on_write(child) or (-1, -1)
+    assert (shared, manager.block_tables[1]) == (partial, [full, own])
+    assert [manager.pool.ref_counts[i] for i in (full, partial, own)] == [2, 1, 1]
+    parent.token_ids += tokens("x")
+    assert manager.copy_on_write(parent) is None
+    compute(manager, parent)
+    compute(manager, child)
+    assert manager.num_free_blocks == 5
+
+
+def test_a_full_block_is_never_copied() -> None:
+    """Nobody writes into it again: the next token opens a new block."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    parent = admit(manager, 0, "abcd efgh")
+    child = fork(manager, parent, 1, "y")
+    assert manager.copy_on_write(child) is None
+    assert len(compute(manager, child)) == 1
+    assert manager.block_tables[1][:2] == manager.block_tables[0]
+
+
+def test_the_copy_needs_a_block() -> None:
+    """can_append counts it: 3 blocks are taken, and the next token needs a copy of the last."""
+    manager = BlockManager(3, BLOCK_SIZE)
+    parent = admit(manager, 0, "abcd efgh ij")
+    child = fork(manager, parent, 1, "y")
+    assert not manager.can_append(child, 1)
+    manager.free(parent)
+    assert manager.can_append(child, 1)
+    assert manager.copy_on_write(child) is None
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_shared_blocks_outlive_the_parent(enable_prefix_caching: bool) -> None:
+    manager = BlockManager(8, BLOCK_SIZE, enable_prefix_caching)
+    parent = admit(manager, 0, "abcd ef")
+    child = fork(manager, parent, 1, "")
+    manager.free(parent)
+    manager.check()
+    assert manager.num_free_blocks == 6
+    manager.free(child)
+    manager.check()
+    assert manager.num_free_blocks == 8
+
+
+def test_what_a_branch_fills_can_be_found() -> None:
+    """By its own tokens, behind the parent's."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    parent = admit(manager, 0, "abcd ef")
+    child = fork(manager, parent, 1, "yz")
+    manager.copy_on_write(child)
+    compute(manager, child)
+    assert hits(manager, "abcd efyz !") == manager.block_tables[1]
+    assert hits(manager, "abcd efxz !") == manager.block_tables[1][:1]
+
+
+# -- two pools --
+
+
+def test_out_and_back() -> None:
+    """Every block moves to a CPU block and to a free KV block again; nothing is computed."""
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=3)
+    seq = admit(manager, 0, "abcd efgh ij")
+    held = list(manager.block_tables[0])
+    assert manager.can_swap_out(seq)
+    out = manager.swap_out(seq)
+    manager.check()
+    assert [block for block, _ in out] == held
+    assert manager.block_tables == {}
+    assert manager.num_free_blocks == 4
+    assert [manager.cpu_pool.get_state(i) for _, i in out] == [BlockState.SWAPPED] * 3
+    assert manager.can_swap_in(seq)
+    back = manager.swap_in(seq)
+    manager.check()
+    assert [cpu_block for cpu_block, _ in back] == [cpu_block for _, cpu_block in out]
+    assert manager.block_tables == {0: [block for _, block in back]}
+    assert (manager.swapped_tables, manager.cpu_pool.num_free_blocks) == ({}, 3)
+    assert seq.num_computed_tokens == 10
+
+
+def test_swapping_a_branch_leaves_the_other_its_blocks() -> None:
+    """A shared block is copied, and only this sequence's reference goes."""
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=4)
+    parent = admit(manager, 0, "abcd ef")
+    child = fork(manager, parent, 1, "y")
+    table = list(manager.block_tables[0])
+    assert [block for block, _ in manager.swap_out(child)] == table
+    manager.check()
+    assert manager.block_tables == {0: table}
+    assert [manager.pool.ref_counts[i] for i in table] == [1, 1]
+    back = manager.swap_in(child)
+    assert not {block for _, block in back} & set(table), "nothing is shared any more"
+
+
+def test_swapped_blocks_may_still_be_found_until_they_are_taken() -> None:
+    """The KV blocks that were left hold what they held."""
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=4)
+    seq = admit(manager, 0, "abcd efgh")
+    table = list(manager.block_tables[0])
+    manager.swap_out(seq)
+    assert hits(manager, "abcd efgh i") == table
+
+
+def test_swapping_asks_first() -> None:
+    """can_swap_out counts CPU blocks; can_swap_in counts KV blocks for all known tokens."""
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=2)
+    seq = admit(manager, 0, "abcd efgh")
+    other = admit(manager, 1, "ij")
+    manager.swap_out(seq)
+    assert not manager.can_swap_out(other)
+    assert manager.can_swap_in(seq)
+    seq.token_ids += tokens("k")
+    assert manager.can_swap_in(seq)
+    admit(manager, 2, "x")
+    assert not manager.can_swap_in(seq)
+    manager.check()
+
+
+def test_freeing_a_swapped_sequence_frees_its_cpu_blocks() -> None:
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=2)
+    seq = admit(manager, 0, "abcd efgh")
+    manager.swap_out(seq)
+    assert manager.cpu_pool.num_free_blocks == 0
+    manager.free(seq)
+    manager.check()
+    assert manager.cpu_pool.num_free_blocks == 2
+
+
+def test_prompt_logprobs_hit_nothing() -> None:
+    """Cached tokens are not computed, so nobody could say how likely they were."""
+    manager = BlockManager(8, BLOCK_SIZE)
+    admit(manager, 0, "abcd efgh")
+    params = SamplingParams(prompt_logprobs=0)
+    seq = make_sequence(1, tokens("abcd efgh i"), sampling_params=params)
+    assert manager.get_cached_blocks(seq) == []
 
 
 # -- check() --
@@ -342,6 +497,18 @@ def find_what_is_gone(manager: BlockManager) -> None:
     manager.pool.block_hashes[manager.block_tables[0][0]] = None
 
 
+def lose_a_cpu_block(manager: BlockManager) -> None:
+    manager.cpu_pool.free_queue.popitem()
+
+
+def forget_a_swapped_sequence(manager: BlockManager) -> None:
+    del manager.swapped_tables[1]
+
+
+def be_in_both_pools(manager: BlockManager) -> None:
+    manager.swapped_tables[0] = manager.swapped_tables.pop(1)
+
+
 def lose_from_hash_map(manager: BlockManager) -> None:
     manager.pool.cached_blocks.popitem()
 
@@ -358,12 +525,16 @@ def lose_from_hash_map(manager: BlockManager) -> None:
         find_the_wrong_block,
         find_what_is_gone,
         lose_from_hash_map,
+        lose_a_cpu_block,
+        forget_a_swapped_sequence,
+        be_in_both_pools,
     ],
 )
 def test_check_notices(tamper: Callable[[BlockManager], None]) -> None:
     """A checker that never fails checks nothing."""
-    manager = BlockManager(8, BLOCK_SIZE)
+    manager = BlockManager(8, BLOCK_SIZE, num_cpu_blocks=3)
     admit(manager, 0, "abcd efgh i")
+    manager.swap_out(admit(manager, 1, "xyz"))
     manager.check()
     tamper(manager)
     with pytest.raises(AssertionError):
@@ -457,15 +628,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     The model: `content` says what a cache of perfect memory would hold in each block, namely the
     whole prefix up to that block's end. Whatever the manager calls cached must be exactly that.
+    `cpu_content` says the same of CPU blocks.
     """
 
     NUM_BLOCKS = 6
+    NUM_CPU_BLOCKS = 5
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = BlockManager(self.NUM_BLOCKS, 2)
+        self.manager = BlockManager(self.NUM_BLOCKS, 2, num_cpu_blocks=self.NUM_CPU_BLOCKS)
         self.sequences: dict[int, Sequence] = {}
+        self.swapped: dict[int, Sequence] = {}
         self.content: dict[int, tuple[int, ...]] = {}
+        self.cpu_content: dict[int, tuple[int, ...]] = {}
         self.num_made = 0
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=9), chunk=st.integers(1, 9))
@@ -498,16 +673,50 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.compute(seq, chunk)
 
     @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def fork(self, data: st.DataObject, token: int) -> None:
+        """A branch, with a token of its own, on the blocks of a sequence that is all computed."""
+        parent = self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
+        if parent.num_computed_tokens < parent.num_tokens:
+            return
+        child = make_sequence(self.num_made, parent.token_ids)
+        self.num_made += 1
+        free_before = self.manager.num_free_blocks
+        self.manager.fork(parent, child)
+        child.token_ids.append(token)
+        self.sequences[child.seq_id] = child
+        assert self.manager.num_free_blocks == free_before
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
+        if self.manager.can_swap_out(self.sequences[seq_id]):
+            self.swapped[seq_id] = self.sequences.pop(seq_id)
+            pairs = self.manager.swap_out(self.swapped[seq_id])
+            self.cpu_content |= {cpu_block: self.content[block] for block, cpu_block in pairs}
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        seq_id = data.draw(st.sampled_from(sorted(self.swapped)))
+        if self.manager.can_swap_in(self.swapped[seq_id]):
+            self.sequences[seq_id] = self.swapped.pop(seq_id)
+            pairs = self.manager.swap_in(self.sequences[seq_id])
+            self.content |= {block: self.cpu_content[cpu_block] for cpu_block, block in pairs}
+
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), chunk=st.integers(1, 9))
     def fail(self, data: st.DataObject, chunk: int) -> None:
-        """A step that failed: what it promised is taken back, and the sequence lets go."""
-        seq = self.sequences.pop(data.draw(st.sampled_from(sorted(self.sequences))))
+        """A step that failed: whatever it promised, everything is forgotten."""
+        seq = self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
         chunk = min(chunk, seq.num_tokens - seq.num_computed_tokens)
-        if self.manager.can_append(seq, chunk):
-            for block_id in self.manager.append(seq, chunk):
-                self.content.pop(block_id, None)
-        self.manager.uncache(seq)
-        self.manager.free(seq)
+        if chunk and self.manager.can_append(seq, chunk):
+            self.copy_on_write(seq)
+            self.manager.append(seq, chunk)
+        self.manager.reset()
+        for dictionary in (self.sequences, self.swapped, self.content, self.cpu_content):
+            dictionary.clear()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -515,17 +724,32 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """A sequence ends, or is preempted."""
         self.manager.free(self.sequences.pop(data.draw(st.sampled_from(sorted(self.sequences)))))
 
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def free_swapped(self, data: st.DataObject) -> None:
+        self.manager.free(self.swapped.pop(data.draw(st.sampled_from(sorted(self.swapped)))))
+
     @rule()
     def reset(self) -> None:
         assert self.manager.reset_prefix_cache() is not bool(self.sequences)
 
     def compute(self, seq: Sequence, chunk: int) -> None:
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + chunk
+        self.copy_on_write(seq)
         self.manager.append(seq, chunk)
         seq.num_computed_tokens = end
         table = self.manager.block_tables[seq.seq_id]
         for i in range(start // 2, self.manager.num_blocks_for(end)):
             self.content[table[i]] = tuple(seq.token_ids[: min(2 * i + 2, end)])
+
+    def copy_on_write(self, seq: Sequence) -> None:
+        copied = self.manager.copy_on_write(seq)
+        if copied is not None:
+            assert seq.num_computed_tokens % 2, "a full block was copied"
+            self.content[copied[1]] = self.content[copied[0]]
+        block_table = self.manager.block_tables[seq.seq_id]
+        if seq.num_computed_tokens % 2:
+            assert self.manager.pool.ref_counts[block_table[-1]] == 1, "others would see the write"
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -536,13 +760,18 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for i, block_id in enumerate(table):
                 end = min(2 * i + 2, seq.num_computed_tokens)
                 assert self.content[block_id] == tuple(seq.token_ids[:end]), "overwritten"
+        for seq_id, seq in self.swapped.items():
+            for i, block_id in enumerate(self.manager.swapped_tables[seq_id]):
+                end = min(2 * i + 2, seq.num_computed_tokens)
+                assert self.cpu_content[block_id] == tuple(seq.token_ids[:end]), "overwritten"
 
     def teardown(self) -> None:
         """When no sequence is left, every block is free."""
-        for seq in self.sequences.values():
+        for seq in [*self.sequences.values(), *self.swapped.values()]:
             self.manager.free(seq)
         self.manager.check()
         assert self.manager.pool.ref_counts == [0] * self.NUM_BLOCKS
+        assert self.manager.cpu_pool.ref_counts == [0] * self.NUM_CPU_BLOCKS
 
 
 TestBlockManagerMachine = BlockManagerMachine.TestCase

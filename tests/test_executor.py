@@ -1,4 +1,4 @@
-"""The engine's only door to the data plane: three methods and a number."""
+"""The engine's only door to the data plane: three methods and two numbers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,24 @@ def make_executor() -> UniprocExecutor:
 
 def test_execute_model_brings_a_token() -> None:
     executor = make_executor()
-    new = NewSequence(0, (5, 6, 7), (), SamplingParams(temperature=0), seed=0)
-    scheduled = ScheduledSequence(0, 0, 3, [4])
+    new = NewSequence(
+        seq_id=0,
+        token_ids=(5, 6, 7),
+        num_prompt_tokens=3,
+        block_ids=(),
+        sampling_params=SamplingParams(temperature=0),
+        stop_token_ids=frozenset({2}),
+        bad_word_ids=(),
+        seed=0,
+        branch=0,
+        num_samples=1,
+    )
+    scheduled = ScheduledSequence(0, 0, 3, 0, [4])
     output = executor.execute_model(SchedulerOutput((scheduled,), (new,), (), 3))
     assert isinstance(output, ModelOutput)
     assert len(output.sampled_token_ids[0]) == 1
     assert output.logprobs == {}
-    assert executor.num_kv_blocks == 8
+    assert (executor.num_kv_blocks, executor.num_cpu_blocks) == (8, 0)
 
 
 def test_describe_says_what_runs() -> None:
@@ -45,6 +56,7 @@ class CountingExecutor:
     """No model at all: every token is the last one plus one. What an experiment may plug in."""
 
     num_kv_blocks = 4
+    num_cpu_blocks = 0
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, backend: Any) -> None:
         self.token_ids: dict[int, list[int]] = {}
@@ -69,7 +81,7 @@ class CountingExecutor:
 
 
 def test_an_executor_of_ones_own() -> None:
-    """Three methods and num_kv_blocks make one; four blocks make three requests take turns."""
+    """Three methods and two numbers make one; four blocks make three requests take turns."""
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(executor_cls=CountingExecutor) as llm:
         outputs = llm.generate([[10, 11], [30], [50] * 17], params, use_tqdm=False)

@@ -115,7 +115,7 @@ def allowed_tokens(logits: Tensor, params: SamplingParams, position: int) -> set
         gap = (logits.max() - logits) / logits.std()
         return set((gap < NEAR_TIE).nonzero()[:, 0].tolist())
     assert params.seed is not None
-    [noise] = uniform_noise(np.array([params.seed]), np.array([position]))
+    [noise] = uniform_noise(np.array([params.seed]), np.array([0]), np.array([position]))
     uniform = torch.tensor([noise - NEAR_TIE, noise, noise + NEAR_TIE]).clamp(0, 1 - 1e-12)
     batch = SamplingBatch(
         temperature=torch.full((3,), params.temperature),

@@ -848,7 +848,7 @@ BAD_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "stop_token_unknown": (
         lambda llm: generate(llm, STORY, SamplingParams(stop_token_ids=[10**6])),
         ValueError,
-        r"stop token id 1000000: the vocabulary has \d+",
+        r"stop_token_ids holds 1000000; the vocabulary has \d+ tokens: 0 to \d+",
     ),
     "unknown_parameter": (
         lambda llm: llm.generate(STORY, temperature=0),
@@ -864,7 +864,7 @@ BAD_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "chat_string": (
         lambda llm: llm.chat("hello", GREEDY),
         TypeError,
-        r"a conversation is a list of message dicts",
+        r"messages must be a list of message dicts, got 'hello'",
     ),
     "chat_empty_conversation": (
         lambda llm: llm.chat([SUM, []], GREEDY),

@@ -14,14 +14,20 @@ from nanoserve import SamplingParams
 from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.model_runner import (
-    InputBatch,
     ModelRunner,
     choose_device,
     choose_dtype,
     free_memory,
     num_blocks_that_fit,
+    num_cpu_blocks_to_allocate,
 )
-from nanoserve.sequence import ModelOutput, NewSequence, ScheduledSequence, SchedulerOutput
+from nanoserve.sequence import (
+    BlockPair,
+    ModelOutput,
+    NewSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+)
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -32,11 +38,10 @@ def runner(make_checkpoint: Callable[..., Path]) -> ModelRunner:
     return make_runner(make_checkpoint("llama"))
 
 
-def make_runner(folder: Path) -> ModelRunner:
+def make_runner(folder: Path, **options: Any) -> ModelRunner:
     model_config = ModelConfig.from_folder(folder)
-    config = EngineConfig(
-        str(folder), device="cpu", block_size=4, num_kv_blocks=16, max_num_seqs=3, max_model_len=64
-    )
+    settings = {"block_size": 4, "num_kv_blocks": 16, "max_num_seqs": 3, "max_model_len": 64}
+    config = EngineConfig(str(folder), device="cpu", **{**settings, **options})
     return ModelRunner(config.resolve(model_config), model_config)
 
 
@@ -45,19 +50,35 @@ def new(
     token_ids: list[int],
     block_ids: tuple[int, ...] = (),
     params: SamplingParams = GREEDY,
+    num_prompt_tokens: int | None = None,
+    num_samples: int = 1,
+    branch: int = 0,
 ) -> NewSequence:
-    return NewSequence(seq_id, tuple(token_ids), block_ids, params, seed=seq_id)
+    """All of a sequence's tokens are its prompt, unless told otherwise."""
+    return NewSequence(
+        seq_id=seq_id,
+        token_ids=tuple(token_ids),
+        num_prompt_tokens=len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        block_ids=block_ids,
+        sampling_params=params,
+        stop_token_ids=frozenset({1}),
+        bad_word_ids=(),
+        seed=seq_id if params.seed is None else params.seed,
+        branch=branch,
+        num_samples=num_samples,
+    )
 
 
 def step(
-    *scheduled: tuple[int, int, int, list[int]],
+    *scheduled: tuple[int, int, int, int, list[int]],
     new: tuple[NewSequence, ...] = (),
     finished: tuple[int, ...] = (),
+    **moves: tuple[BlockPair, ...],
 ) -> SchedulerOutput:
-    """Each scheduled sequence: (seq_id, computed, scheduled, new block ids)."""
+    """Each scheduled sequence: (seq_id, computed, scheduled, first new block, new block ids)."""
     items = tuple(ScheduledSequence(*item) for item in scheduled)
     total = sum(item.num_scheduled_tokens for item in items)
-    return SchedulerOutput(items, new, finished, total)
+    return SchedulerOutput(items, new, finished, total, **moves)
 
 
 # -- a step as tensors --
@@ -66,7 +87,7 @@ def step(
 def test_the_example_of_the_docstring(runner: ModelRunner) -> None:
     """Sequence 0 decodes its 6th token, sequence 1 starts a prompt of 3; block_size 4."""
     sequences = (new(0, [10, 11, 12, 13, 14, 15], (7, 3)), new(1, [20, 21, 22]))
-    scheduler_output = step((0, 5, 1, []), (1, 0, 3, [2]), new=sequences)
+    scheduler_output = step((0, 5, 1, 2, []), (1, 0, 3, 0, [2]), new=sequences)
     rows = runner.update_batch(scheduler_output)
     inputs = runner.prepare_inputs(scheduler_output.scheduled, rows)
     assert inputs.input_ids.tolist() == [15, 20, 21, 22]
@@ -76,7 +97,7 @@ def test_the_example_of_the_docstring(runner: ModelRunner) -> None:
     assert inputs.metadata.seq_lens.tolist() == [6, 3]
     assert inputs.metadata.block_table[0].tolist() == [7, 3]
     assert inputs.metadata.block_table[1, 0] == 2  # what follows is never read
-    assert inputs.sampled_rows.tolist() == rows.tolist()
+    assert inputs.sampled_rows.tolist() == inputs.rows.tolist() == rows.tolist()
     assert inputs.last_tokens.tolist() == [0, 3]
     assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64
     assert inputs.metadata.slot_mapping.dtype == torch.int64
@@ -91,17 +112,17 @@ def test_the_example_of_the_docstring(runner: ModelRunner) -> None:
 def test_a_chunk_that_is_not_the_end_samples_nothing(runner: ModelRunner) -> None:
     """A prompt of 6 in chunks of 4 and 2: the token comes with the second."""
     prompt = new(0, [10, 11, 12, 13, 14, 15])
-    first = runner.execute_model(step((0, 0, 4, [1]), new=(prompt,)))
+    first = runner.execute_model(step((0, 0, 4, 0, [1]), new=(prompt,)))
     assert first == ModelOutput({}, {})
-    second = runner.execute_model(step((0, 4, 2, [2])))
+    second = runner.execute_model(step((0, 4, 2, 1, [2])))
     assert list(second.sampled_token_ids) == [0]
 
 
 def test_the_order_of_the_batch_is_the_schedulers(runner: ModelRunner) -> None:
     """Rows are found by sequence id, in whatever order a step names them."""
     sequences = tuple(new(i, [10 + i, 20 + i]) for i in range(3))
-    runner.execute_model(step(*((i, 0, 2, [i]) for i in range(3)), new=sequences))
-    scheduler_output = step((2, 2, 1, []), (0, 2, 1, []))
+    runner.execute_model(step(*((i, 0, 2, 0, [i]) for i in range(3)), new=sequences))
+    scheduler_output = step((2, 2, 1, 1, []), (0, 2, 1, 1, []))
     rows = runner.update_batch(scheduler_output)
     inputs = runner.prepare_inputs(scheduler_output.scheduled, rows)
     assert inputs.metadata.slot_mapping.tolist() == [2 * 4 + 2, 0 * 4 + 2]
@@ -119,11 +140,11 @@ def test_rows_are_reused_and_unknown_ids_forgotten(runner: ModelRunner) -> None:
     assert runner.batch.free_rows == []
     newcomer = new(3, [10, 11])
     rows = runner.update_batch(
-        step((3, 0, 2, [4]), new=(newcomer,), finished=(1, 99))  # 99 was never there
+        step((3, 0, 2, 0, [4]), new=(newcomer,), finished=(1, 99))  # 99 was never there
     )
     assert sorted(runner.batch.row_of) == [0, 2, 3]
     batch, row = runner.batch, rows[0]
-    assert (batch.num_tokens[row], batch.num_blocks[row]) == (2, 1)
+    assert (batch.num_tokens[row], batch.num_prompt_tokens[row]) == (2, 2)
     assert batch.token_ids[row, :2].tolist() == [10, 11]
     assert batch.block_tables[row, 0] == 4
     assert (batch.temperature[row], batch.top_p[row], batch.min_p[row]) == (0, 1, 0)
@@ -135,20 +156,10 @@ def test_a_sequence_may_leave_and_come_back_in_one_step(runner: ModelRunner) -> 
     """Preempted and resumed: it is forgotten first, then new, with all that it has generated."""
     runner.update_batch(step(new=(new(0, [10, 11], (1,)),)))
     back = new(0, [10, 11, 12], (2,))
-    rows = runner.update_batch(step((0, 0, 3, []), new=(back,), finished=(0,)))
+    rows = runner.update_batch(step((0, 0, 3, 1, []), new=(back,), finished=(0,)))
     assert runner.batch.num_tokens[rows[0]] == 3
     assert runner.batch.block_tables[rows[0], 0] == 2
     assert len(runner.batch.free_rows) == 2
-
-
-def test_a_full_row_takes_no_more() -> None:
-    """The last token of a sequence of max_model_len is nobody's input."""
-    batch = InputBatch(max_num_seqs=1, max_model_len=3, block_size=4, vocab_size=50)
-    batch.add(new(0, [1, 2]))
-    batch.append_token(0, 3)
-    batch.append_token(0, 4)
-    assert batch.token_ids[0].tolist() == [1, 2, 3]
-    assert batch.num_tokens[0] == 3
 
 
 def test_deltas_are_enough(make_checkpoint: Callable[..., Path]) -> None:
@@ -157,24 +168,24 @@ def test_deltas_are_enough(make_checkpoint: Callable[..., Path]) -> None:
     prompt = [10, 11, 12, 13, 14]
     known = list(prompt)
     blocks = [3, 9, 1, 12]
-    output = by_deltas.execute_model(step((0, 0, 5, blocks[:2]), new=(new(0, prompt),)))
+    output = by_deltas.execute_model(step((0, 0, 5, 0, blocks[:2]), new=(new(0, prompt),)))
     for _ in range(9):
         [token_id] = output.sampled_token_ids[0]
         everything = new(0, known, tuple(blocks))
         repeated = in_full.execute_model(
-            step((0, 0, len(known), []), new=(everything,), finished=(0,))
+            step((0, 0, len(known), len(blocks), []), new=(everything,), finished=(0,))
         )
         assert repeated.sampled_token_ids == {0: (token_id,)}
         known.append(token_id)
         computed = len(known) - 1
         new_blocks = [blocks[computed // 4]] if computed % 4 == 0 and computed >= 8 else []
-        output = by_deltas.execute_model(step((0, computed, 1, new_blocks)))
+        output = by_deltas.execute_model(step((0, computed, 1, computed // 4, new_blocks)))
 
 
 def test_logprobs_come_for_those_who_ask(runner: ModelRunner) -> None:
     asking = SamplingParams(temperature=0, logprobs=2)
     sequences = (new(0, [10, 11]), new(1, [12, 13], params=asking))
-    output = runner.execute_model(step((0, 0, 2, [0]), (1, 0, 2, [1]), new=sequences))
+    output = runner.execute_model(step((0, 0, 2, 0, [0]), (1, 0, 2, 0, [1]), new=sequences))
     assert sorted(output.sampled_token_ids) == [0, 1]
     [entry] = output.logprobs[1]
     assert list(output.logprobs) == [1]
@@ -183,10 +194,144 @@ def test_logprobs_come_for_those_who_ask(runner: ModelRunner) -> None:
     assert entry.sampled_rank == 1
 
 
+def test_logprobs_of_the_prompt_come_chunk_by_chunk(runner: ModelRunner) -> None:
+    """A chunk [a, b) tells of the prompt tokens a + 1 .. b; the last one of one fewer. The same
+    numbers as in one step, and in tiles however small."""
+    prompt = [10, 11, 12, 13, 14, 15]
+    asking = SamplingParams(temperature=0, prompt_logprobs=2)
+    whole = runner.execute_model(step((0, 0, 6, 0, [1, 2]), new=(new(0, prompt, params=asking),)))
+    entries = whole.prompt_logprobs[0].entries
+    assert whole.prompt_logprobs[0].start == 1
+    assert [entry.token_ids[0] for entry in entries] == prompt[1:]
+    assert all(len(entry.token_ids) == 3 for entry in entries)
+    found = []
+    beside = new(2, [20, 21, 22])  # does not ask, and comes first in the step
+    for output, start in (
+        (runner.execute_model(step((1, 0, 4, 0, [3]), new=(new(1, prompt, params=asking),))), 1),
+        (runner.execute_model(step((2, 0, 3, 0, [5]), (1, 4, 2, 1, [4]), new=(beside,))), 5),
+    ):
+        assert list(output.prompt_logprobs) == [1]
+        assert output.prompt_logprobs[1].start == start
+        found += output.prompt_logprobs[1].entries
+    assert [entry.token_ids for entry in found] == [entry.token_ids for entry in entries]
+    for entry, other in zip(found, entries, strict=True):
+        assert entry.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert entry.sampled_rank == other.sampled_rank
+
+
+def test_prompt_logprobs_in_small_tiles(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few positions' logits are in memory at once."""
+    asking = SamplingParams(temperature=0, prompt_logprobs=1)
+    prompt = [10, 11, 12, 13, 14, 15]
+    results = []
+    for seq_id, tile in enumerate((64, 2, 5)):
+        monkeypatch.setattr("nanoserve.model_runner.LOGPROB_TILE", tile)
+        sequence = new(seq_id, prompt, params=asking)
+        output = runner.execute_model(step((seq_id, 0, 6, 0, [1, 2]), new=(sequence,)))
+        results.append(output.prompt_logprobs[seq_id].entries)
+        runner.batch.forget(seq_id)
+    assert len(results[0]) == 5
+    for entries in results[1:]:
+        assert [entry.token_ids for entry in entries] == [e.token_ids for e in results[0]]
+
+
+def test_a_sequence_about_to_fork_samples_for_each_branch(runner: ModelRunner) -> None:
+    """From one logits row: branch 0's token, and the first tokens of branches 1 and 2, which are
+    what they would sample in rows of their own. Others in the step are none the wiser."""
+    params = SamplingParams(temperature=3.0, seed=5, logprobs=1)
+    prompt = [10, 11, 12]
+    forking, greedy = new(0, prompt, params=params, num_samples=3), new(9, prompt)
+    output = runner.execute_model(step((9, 0, 3, 0, [8]), (0, 0, 3, 0, [1]), new=(greedy, forking)))
+    assert sorted(output.sampled_token_ids) == [0, 9]
+    assert list(output.forks) == [0]
+    tokens = [output.sampled_token_ids[0][0], *(fork.token_id for fork in output.forks[0])]
+    assert len(tokens) == 3
+    assert all(fork.logprobs[0].token_ids[0] == fork.token_id for fork in output.forks[0])
+    for branch, token_id in enumerate(tokens):
+        runner.batch.forget(0)
+        alone = new(0, prompt, params=params, branch=branch)
+        output = runner.execute_model(step((0, 0, 3, 0, [1]), new=(alone,)))
+        assert output.sampled_token_ids[0] == (token_id,)
+        assert output.forks == {}
+
+
+# -- moving blocks --
+
+
+def test_blocks_are_swapped_out_in_and_copied_in_this_order(
+    make_checkpoint: Callable[..., Path],
+) -> None:
+    """A block that is swapped out may be filled from the CPU in the same step, and one that came
+    back copied on; all layers, keys and values."""
+    runner = make_runner(make_checkpoint("llama"), preemption_mode="swap", num_cpu_blocks=5)
+    assert (runner.num_cpu_blocks, len(runner.cpu_kv_caches)) == (5, len(runner.kv_caches))
+    for caches in (runner.kv_caches, runner.cpu_kv_caches):
+        for i, cache in enumerate(cache for pair in caches for cache in pair):
+            cache.copy_(torch.randn_like(cache) + i)
+    before = [[cache.clone() for cache in pair] for pair in runner.kv_caches]
+    on_cpu = [[cache.clone() for cache in pair] for pair in runner.cpu_kv_caches]
+    runner.execute_model(
+        step(
+            (0, 0, 2, 0, [15]),
+            new=(new(0, [10, 11]),),
+            blocks_to_swap_out=((3, 4), (5, 0)),
+            blocks_to_swap_in=((2, 3), (1, 7)),
+            blocks_to_copy=((7, 9), (1, 2)),
+        )
+    )
+    for layer, (kv, cpu) in enumerate(zip(runner.kv_caches, runner.cpu_kv_caches, strict=True)):
+        for i in range(2):
+            assert torch.equal(cpu[i][4], before[layer][i][3])
+            assert torch.equal(cpu[i][0], before[layer][i][5])
+            assert torch.equal(kv[i][3], on_cpu[layer][i][2])
+            assert torch.equal(kv[i][7], on_cpu[layer][i][1])
+            assert torch.equal(kv[i][9], on_cpu[layer][i][1])
+            assert torch.equal(kv[i][2], before[layer][i][1])
+            for untouched in (0, 1, 4, 5, 6, 8, 10):
+                assert torch.equal(kv[i][untouched], before[layer][i][untouched])
+
+
+def test_a_sequence_goes_on_in_other_blocks(make_checkpoint: Callable[..., Path]) -> None:
+    """Swapped out and in again, or on copies: the token is the one it would have sampled."""
+    runner = make_runner(make_checkpoint("llama"), preemption_mode="swap")
+    assert runner.num_cpu_blocks == runner.num_kv_blocks == 16
+    prompt = [10, 11, 12, 13, 14]
+    first = runner.execute_model(step((0, 0, 5, 0, [1, 2]), new=(new(0, prompt),)))
+    [token_id] = first.sampled_token_ids[0]
+    [expected] = runner.execute_model(step((0, 5, 1, 2, []))).sampled_token_ids[0]
+    runner.execute_model(
+        step(
+            (8, 0, 3, 0, [5]),
+            new=(new(8, [7, 8, 9]),),
+            finished=(0,),
+            blocks_to_swap_out=((1, 9), (2, 3)),
+        )
+    )
+    for pair in runner.kv_caches:
+        for cache in pair:
+            cache[[1, 2]] = 0
+    back = new(0, [*prompt, token_id], (6, 4), num_prompt_tokens=5)
+    swapped_in = step((0, 5, 1, 2, []), new=(back,), blocks_to_swap_in=((9, 6), (3, 4)))
+    assert runner.execute_model(swapped_in).sampled_token_ids[0] == (expected,)
+    copied = new(1, [*prompt, token_id], (6, 4), num_prompt_tokens=5)
+    on_a_copy = step((1, 5, 1, 1, [12]), new=(copied,), blocks_to_copy=((4, 12),))
+    assert runner.execute_model(on_a_copy).sampled_token_ids[1] == (expected,)
+
+
+def test_cpu_blocks_are_for_swapping() -> None:
+    """None without it; as many as KV blocks, or as told."""
+    assert num_cpu_blocks_to_allocate(EngineConfig(), 7) == 0
+    assert num_cpu_blocks_to_allocate(EngineConfig(preemption_mode="swap"), 7) == 7
+    told = EngineConfig(preemption_mode="swap", num_cpu_blocks=3)
+    assert num_cpu_blocks_to_allocate(told, 7) == 3
+
+
 def test_a_forward_pass_keeps_no_graph(runner: ModelRunner) -> None:
     """No gradients are recorded, and the caller's own setting stays."""
     assert torch.is_grad_enabled()
-    runner.execute_model(step((0, 0, 2, [0]), new=(new(0, [10, 11]),)))
+    runner.execute_model(step((0, 0, 2, 0, [0]), new=(new(0, [10, 11]),)))
     assert torch.is_grad_enabled()
     assert all(not cache.requires_grad for pair in runner.kv_caches for cache in pair)
 

@@ -175,6 +175,7 @@ def test_prompt_and_pieces_join_to_the_text(make_tokenizer: Any, text: str, cut:
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text("ab 你😀é", min_size=1, max_size=12), cut=st.integers(1, 30))
+@example(text="你aaé你😀😀 ", cut=19)  # the last tokens of the prompt begin within a character
 def test_bytes_of_a_llama_like_tokenizer_become_characters(text: str, cut: int) -> None:
     tokenizer = llama_like_tokenizer()
     token_ids = tokenizer.encode(text)
@@ -245,7 +246,7 @@ def test_what_is_shown_is_never_taken_back(
     input_processor, output_processor = processors()
     seqs = [
         input_processor.process(
-            "a",
+            kind.name,
             [5],
             SamplingParams(
                 max_tokens=99, stop=stops, include_stop_str_in_output=include, output_kind=kind
@@ -268,7 +269,7 @@ def test_what_is_shown_is_never_taken_back(
             stop = output_processor.append(SequenceUpdate(seq, (token_id,), ()))
             if stop is not None:
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
-            output = output_processor.build_output(seq)
+            output = output_processor.build_output([seq])
             assert output is not None
             texts.append(output.outputs[0].text)
         shown.append(shown[-1] + texts[0] if shown else texts[0])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoserve.sampler import (
+    Penalties,
+    RowProcessors,
     SamplingBatch,
+    TokenRows,
+    apply_allowed_token_ids,
+    apply_banned,
+    apply_constraints,
+    apply_logit_bias,
+    apply_logits_processors,
     apply_min_p,
+    apply_penalties,
     apply_temperature,
     apply_top_k_top_p,
     draw,
@@ -48,6 +58,7 @@ class Wish:
     seed: int = 0
     position: int = 0
     logprobs: int | None = None
+    branch: int = 0
 
 
 def batch_of(wishes: list[Wish], vocab_size: int) -> SamplingBatch:
@@ -56,13 +67,14 @@ def batch_of(wishes: list[Wish], vocab_size: int) -> SamplingBatch:
     top_p = torch.tensor([wish.top_p for wish in wishes])
     min_p = torch.tensor([wish.min_p for wish in wishes])
     seeds = np.array([wish.seed for wish in wishes])
+    branches = np.array([wish.branch for wish in wishes])
     positions = np.array([wish.position for wish in wishes])
     return SamplingBatch(
         temperature=torch.tensor([wish.temperature for wish in wishes]),
         top_k=top_k if (top_k < vocab_size).any() else None,
         top_p=top_p if (top_p < 1).any() else None,
         min_p=min_p if (min_p > 0).any() else None,
-        uniform=torch.from_numpy(uniform_noise(seeds, positions)),
+        uniform=torch.from_numpy(uniform_noise(seeds, branches, positions)),
         num_logprobs=tuple(wish.logprobs for wish in wishes),
     )
 
@@ -191,6 +203,317 @@ def test_filters_that_are_off_leave_the_row_alone_in_any_company() -> None:
     assert torch.equal(apply_min_p(logits, torch.tensor([0.0, 0.5]))[0], row)
 
 
+# ------------------------------------------------------------------------------ constraints
+
+VOCAB = 12
+FEATURES = ("mask", "allowed", "banned", "bias", "processors", "penalties")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What one row's request asks for; the defaults constrain nothing."""
+
+    mask: tuple[int, ...] | None = None  # tokens that a grammar permits
+    allowed: tuple[int, ...] | None = None
+    banned: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    processor: float | None = None  # tanh, times this: a processor that is no shift
+    prompt: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence, self.frequency, self.repetition) != (0.0, 0.0, 1.0)
+
+
+def constrained_batch(rules: list[Rules]) -> SamplingBatch:
+    """As the runner makes it: None for what no row uses."""
+    banned = [(row, token) for row, r in enumerate(rules) for token in r.banned]
+    bias = [(row, token, value) for row, r in enumerate(rules) for token, value in r.bias]
+    penalized = [(row, r) for row, r in enumerate(rules) if r.has_penalties]
+    masks = [[r.mask is None or t in r.mask for t in range(VOCAB)] for r in rules]
+    penalties = None
+    if penalized:
+        some = [r for _, r in penalized]
+        penalties = Penalties(
+            rows=torch.tensor([row for row, _ in penalized]),
+            is_in_prompt=torch.tensor([[t in r.prompt for t in range(VOCAB)] for r in some]),
+            output_counts=torch.tensor([[r.output.count(t) for t in range(VOCAB)] for r in some]),
+            repetition=torch.tensor([r.repetition for r in some]),
+            frequency=torch.tensor([r.frequency for r in some]),
+            presence=torch.tensor([r.presence for r in some]),
+        )
+    return replace(
+        batch_of([Wish(0.0)] * len(rules), VOCAB),
+        mask=torch.tensor(masks) if any(r.mask is not None for r in rules) else None,
+        allowed=tuple((i, r.allowed) for i, r in enumerate(rules) if r.allowed is not None),
+        banned=TokenRows([i for i, _ in banned], [t for _, t in banned], []) if banned else None,
+        bias=TokenRows(*map(list, zip(*bias, strict=True))) if bias else None,
+        processors=tuple(
+            RowProcessors(row, (squash(r.processor),), list(r.prompt), list(r.output))
+            for row, r in enumerate(rules)
+            if r.processor is not None
+        ),
+        penalties=penalties,
+    )
+
+
+def squash(factor: float) -> Callable[[list[int], Tensor], Tensor]:
+    return lambda output, logits: logits.tanh() * factor
+
+
+def slow_stages(rules: Rules) -> dict[str, Callable[[list[float]], list[float]]]:
+    """Each stage as its definition has it, one token at a time."""
+
+    def only(tokens: tuple[int, ...] | None) -> Callable[[list[float]], list[float]]:
+        return lambda row: [
+            x if tokens is None or t in tokens else -math.inf for t, x in enumerate(row)
+        ]
+
+    def penalize(row: list[float]) -> list[float]:
+        result = []
+        for token, logit in enumerate(row):
+            if token in rules.prompt or token in rules.output:
+                logit = logit / rules.repetition if logit > 0 else logit * rules.repetition
+            logit -= rules.frequency * rules.output.count(token)
+            logit -= rules.presence * (token in rules.output)
+            result.append(logit)
+        return result
+
+    return {
+        "mask": only(rules.mask),
+        "allowed": only(rules.allowed),
+        "banned": only(tuple(t for t in range(VOCAB) if t not in rules.banned)),
+        "bias": lambda row: [x + dict(rules.bias).get(t, 0.0) for t, x in enumerate(row)],
+        "processors": lambda row: (
+            row if rules.processor is None else [math.tanh(x) * rules.processor for x in row]
+        ),
+        "penalties": penalize,
+    }
+
+
+def by_the_book(row: list[float], rules: Rules, order: tuple[str, ...] = FEATURES) -> list[float]:
+    for name in order:
+        row = slow_stages(rules)[name](row)
+    return row
+
+
+IDS = st.integers(0, VOCAB - 1)
+SOME_IDS = st.lists(IDS, min_size=1, max_size=8, unique=True).map(tuple)
+RULES = st.builds(
+    Rules,
+    mask=st.none() | st.none() | SOME_IDS,
+    allowed=st.none() | SOME_IDS,
+    banned=st.just(()) | SOME_IDS,
+    bias=st.dictionaries(IDS, st.integers(-30, 30).map(float), max_size=4).map(
+        lambda bias: tuple(bias.items())
+    ),
+    processor=st.sampled_from([None, None, 2.0, -3.0]),
+    prompt=st.lists(IDS, max_size=6).map(tuple),
+    output=st.lists(IDS, max_size=9).map(tuple),
+    presence=st.sampled_from([0.0, 0.0, 0.5, -2.0]),
+    frequency=st.sampled_from([0.0, 0.0, 0.25, -1.0]),
+    repetition=st.sampled_from([1.0, 1.0, 1.5, 0.5]),
+)
+FIXED_ROW = [(i * 7 % VOCAB - 5) / 4 for i in range(VOCAB)]
+MANY_ROWS = st.lists(
+    st.tuples(
+        st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB), RULES
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(MANY_ROWS)
+def test_constraints_against_a_slow_loop(rows: list[tuple[list[float], Rules]]) -> None:
+    """All stages together, in their order, each row with rules of its own. The input stays."""
+    logits = torch.tensor([row for row, _ in rows])
+    before = logits.clone()
+    result = apply_constraints(logits, constrained_batch([rules for _, rules in rows]))
+    assert torch.equal(logits, before)
+    for (row, rules), got in zip(rows, result.tolist(), strict=True):
+        assert got == pytest.approx(by_the_book(row, rules), abs=1e-5)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(MANY_ROWS, st.integers(0, 4))
+def test_a_row_without_rules_is_untouched_by_any_neighbour(
+    rows: list[tuple[list[float], Rules]], position: int
+) -> None:
+    """Bit for bit, logits that are -inf already included; and a row's own result does not depend
+    on the others either."""
+    position = min(position, len(rows))
+    plain = [math.pi, -0.0, -math.inf, 1e-30, -1e30, *([0.1] * (VOCAB - 5))]
+    rows = [*rows[:position], (plain, Rules()), *rows[position:]]
+    logits = torch.tensor([row for row, _ in rows])
+    result = apply_constraints(logits, constrained_batch([rules for _, rules in rows]))
+    assert result[position].numpy().tobytes() == logits[position].numpy().tobytes()
+    for i, (_, rules) in enumerate(rows):
+        alone = apply_constraints(logits[i : i + 1], constrained_batch([rules]))
+        assert torch.equal(alone[0], result[i])
+
+
+def test_the_order_of_the_stages_is_the_documented_one() -> None:
+    """Rules with which exchanging any two stages that do not commute changes the result. (Those
+    that only forbid commute with each other, and with adding to a logit.)"""
+    rules = Rules(
+        mask=tuple(range(11)),
+        allowed=tuple(range(1, 12)),
+        banned=(3, 4),
+        bias=((2, 1.5), (5, -2.0)),
+        processor=2.0,
+        prompt=(2, 6),
+        output=(5, 7, 7),
+        presence=0.5,
+        frequency=0.25,
+        repetition=1.5,
+    )
+    right = by_the_book(FIXED_ROW, rules)
+    [got] = apply_constraints(torch.tensor([FIXED_ROW]), constrained_batch([rules])).tolist()
+    assert got == pytest.approx(right, abs=1e-6)
+    for first, second in itertools.combinations(range(len(FEATURES)), 2):
+        order = list(FEATURES)
+        order[first], order[second] = order[second], order[first]
+        swapped = by_the_book(FIXED_ROW, rules, tuple(order))
+        forbid = {"mask", "allowed", "banned", "bias"}
+        commute = {FEATURES[first], FEATURES[second]} <= forbid
+        assert (swapped == pytest.approx(right, abs=1e-6)) == commute, order
+
+
+def test_constraints_come_before_temperature_and_filters() -> None:
+    """A bias of 2 at temperature 10 is worth 0.2; top_k and min_p see biased logits."""
+    logits = torch.tensor([[0.0, 1.0, 0.5, -1.0]])
+    bias = TokenRows([0], [3], [2.5])
+    for wish in (Wish(top_k=1), Wish(min_p=0.9), Wish(top_p=0.2), Wish(temperature=0.0)):
+        batch = replace(batch_of([wish], 4), bias=bias)
+        assert sample(logits, batch).token_ids == [3]
+        assert sample_rows(logits, [wish]) == [1]
+    warm = [Wish(10.0, seed=seed) for seed in range(4000)]
+    rows = TokenRows(list(range(4000)), [3] * 4000, [2.0] * 4000)
+    tokens = sample(logits.expand(4000, -1), replace(batch_of(warm, 4), bias=rows)).token_ids
+    share = softmax([0.0, 0.1, 0.05, 0.1])[3]
+    assert tokens.count(3) / 4000 == pytest.approx(share, abs=0.035)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(MANY_ROWS, st.data())
+def test_logprobs_are_raw_whatever_the_rules(
+    rows: list[tuple[list[float], Rules]], data: st.DataObject
+) -> None:
+    """No stage changes what is reported, only which token is chosen."""
+    logits = torch.tensor([row for row, _ in rows])
+    batch = constrained_batch([rules for _, rules in rows])
+    batch = replace(batch, num_logprobs=(VOCAB,) * len(rows))
+    output = sample(logits, batch)
+    for row, token, entry in zip(logits, output.token_ids, output.logprobs, strict=True):
+        assert entry is not None
+        assert entry.token_ids[0] == token
+        expected = row.log_softmax(-1)
+        for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
+            assert logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
+
+
+def test_each_stage_alone() -> None:
+    """By hand, in one row of four tokens."""
+    row = torch.tensor([[1.0, -2.0, 3.0, 0.0]])
+    inf = math.inf
+    assert apply_allowed_token_ids(row, ((0, (1, 3)),)).tolist() == [[-inf, -2.0, -inf, 0.0]]
+    assert apply_banned(row, TokenRows([0, 0], [0, 2], [])).tolist() == [[-inf, -2.0, -inf, 0.0]]
+    assert apply_logit_bias(row, TokenRows([0, 0], [0, 1], [1.5, -1.0])).tolist() == [
+        [2.5, -3.0, 3.0, 0.0]
+    ]
+    penalties = Penalties(
+        rows=torch.tensor([0]),
+        is_in_prompt=torch.tensor([[True, True, False, False]]),
+        output_counts=torch.tensor([[0, 0, 2, 1]]),
+        repetition=torch.tensor([2.0]),
+        frequency=torch.tensor([0.5]),
+        presence=torch.tensor([0.25]),
+    )
+    # in the prompt: divided if positive, multiplied if negative; in the output: 2 * 0.5 + 0.25 less
+    assert apply_penalties(row, penalties).tolist() == [[0.5, -4.0, 0.25, -0.75]]
+    assert row.tolist() == [[1.0, -2.0, 3.0, 0.0]], "the input stays as it is"
+
+
+def test_processors_see_what_they_ask_for() -> None:
+    """Two parameters: output, logits. Three: prompt, output, logits. More with defaults are their
+    own. They run in their order, and get a copy: writing into it changes no other row."""
+    seen: list[Any] = []
+
+    def two(output: list[int], logits: Tensor) -> Tensor:
+        seen.append((output, logits.tolist()))
+        logits.fill_(7.0)
+        return logits
+
+    def three(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
+        seen.append((prompt, output, logits.tolist()))
+        return logits + 1
+
+    class Callable_:
+        def __call__(self, output: list[int], logits: Tensor) -> Tensor:
+            return logits * 2
+
+    given_ = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    before = given_.clone()
+    own = 5.0
+    processors = (two, three, Callable_(), lambda output, logits, own=own: logits - own)
+    result = apply_logits_processors(given_, (RowProcessors(1, processors, [8], [9, 9]),))
+    assert seen == [([9, 9], [2.0, 3.0]), ([8], [9, 9], [7.0, 7.0])]
+    assert result.tolist() == [[0.0, 1.0], [11.0, 11.0], [4.0, 5.0]]
+    assert torch.equal(given_, before)
+
+
+def test_a_processor_that_keeps_its_row_does_no_harm() -> None:
+    """Neither what it kept of the last step nor what it returned is anybody's logits."""
+    kept: list[Tensor] = []
+
+    def keep(output: list[int], logits: Tensor) -> Tensor:
+        kept.append(logits)
+        return logits
+
+    logits = torch.tensor([[1.0, 2.0]])
+    result = apply_logits_processors(logits, (RowProcessors(0, (keep, keep), [], []),))
+    kept[0].zero_()
+    kept[1].zero_()
+    assert result.tolist() == logits.tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [None, 5, [1.0, 2.0], torch.zeros(3), torch.zeros(1, 2), torch.tensor(0.0)],
+    ids=["none", "number", "list", "longer", "two_dimensions", "scalar"],
+)
+def test_a_processor_that_returns_something_else_is_refused(wrong: Any) -> None:
+    processors = (RowProcessors(0, (lambda output, logits: wrong,), [], []),)
+    with pytest.raises(ValueError, match=r"must return a tensor of shape \(2,\), got"):
+        apply_logits_processors(torch.zeros(1, 2), processors)
+
+
+def test_forbidden_tokens_are_never_drawn() -> None:
+    """Sampled rows, too; and what is left is drawn in proportion."""
+    n = 3000
+    logits = torch.zeros(n, VOCAB)
+    rules = Rules(mask=tuple(range(8)), allowed=(2, 3, 7, 9), banned=(3,))
+    batch = constrained_batch([rules] * n)
+    wishes = batch_of([Wish(seed=seed) for seed in range(n)], VOCAB)
+    batch = replace(batch, temperature=wishes.temperature, uniform=wishes.uniform)
+    tokens = sample(logits, batch).token_ids
+    assert set(tokens) == {2, 7}
+    assert tokens.count(2) / n == pytest.approx(0.5, abs=0.05)
+
+
+def test_branches_of_one_seed_say_different_things() -> None:
+    logits = torch.zeros(1, 5000).expand(8, -1)
+    tokens = sample_rows(logits, [Wish(seed=3, position=9, branch=b) for b in range(8)])
+    assert len(set(tokens)) == 8
+    assert sample_rows(logits[:1], [Wish(seed=3, position=9)]) == tokens[:1]
+
+
 # ------------------------------------------------------------------------------ the draw
 
 
@@ -258,7 +581,9 @@ def test_tokens_follow_the_exact_distribution(
         top_k=None if batch.top_k is None else batch.top_k.expand(NUM_ROWS),
         top_p=None if batch.top_p is None else batch.top_p.expand(NUM_ROWS),
         min_p=None if batch.min_p is None else batch.min_p.expand(NUM_ROWS),
-        uniform=torch.from_numpy(uniform_noise(np.arange(NUM_ROWS), np.full(NUM_ROWS, 17))),
+        uniform=torch.from_numpy(
+            uniform_noise(np.arange(NUM_ROWS), np.zeros(NUM_ROWS), np.full(NUM_ROWS, 17))
+        ),
         num_logprobs=(None,) * NUM_ROWS,
     )
     tokens = sample(torch.tensor(LOGITS).expand(NUM_ROWS, -1), rows).token_ids
@@ -356,14 +681,15 @@ def test_half_precision_logits_are_sampled_in_float32(dtype: torch.dtype) -> Non
 
 
 def test_noise_is_uniform_and_of_the_right_range() -> None:
-    """Over positions of one stream, and over streams at one position."""
+    """Over positions of one stream, over streams at one position, over the branches of a seed."""
     n = 40_000
-    for seeds, positions in (
-        (np.full(n, 5), np.arange(n)),
-        (np.arange(n), np.zeros(n, np.int64)),
-        (np.arange(n) * 2**40, np.full(n, 1000)),
+    for seeds, branches, positions in (
+        (np.full(n, 5), np.zeros(n, np.int64), np.arange(n)),
+        (np.arange(n), np.zeros(n, np.int64), np.zeros(n, np.int64)),
+        (np.arange(n) * 2**40, np.ones(n, np.int64), np.full(n, 1000)),
+        (np.full(n, 5), np.arange(n), np.full(n, 3)),
     ):
-        noise = uniform_noise(seeds, positions)
+        noise = uniform_noise(seeds, branches, positions)
         assert noise.dtype == np.float64
         assert 0 <= noise.min() < 1e-3
         assert 1 - 1e-3 < noise.max() <= ALMOST_ONE
@@ -372,10 +698,18 @@ def test_noise_is_uniform_and_of_the_right_range() -> None:
         assert statistic < 63 + 5 * math.sqrt(2 * 63)
 
 
-def test_neighbouring_streams_and_positions_have_nothing_in_common() -> None:
-    """Not shifted against each other either: seed s at position p + 1 is not seed s + 1 at p."""
-    seeds, positions = np.meshgrid(np.arange(300), np.arange(300), indexing="ij")
-    noise = uniform_noise(seeds.ravel(), positions.ravel()).reshape(300, 300)
+@pytest.mark.parametrize("fixed", ["seed", "branch", "position"])
+def test_neighbours_have_nothing_in_common(fixed: str) -> None:
+    """Seeds, branches and positions, in pairs. Not shifted against each other either: seed s at
+    position p + 1 is not seed s + 1 at p, branch b of seed s not branch b - 1 of seed s + 1."""
+    first, second = (axis.ravel() for axis in np.meshgrid(np.arange(300), np.arange(300)))
+    constant = np.full(90_000, 4)
+    streams = {
+        "seed": (constant, second, first),
+        "branch": (second, constant, first),
+        "position": (second, first, constant),
+    }
+    noise = uniform_noise(*streams[fixed]).reshape(300, 300)
     assert len(np.unique(noise)) == noise.size
     for shift in ((0, 1), (1, 0), (1, 1), (1, -1), (2, 0), (0, 2)):
         other = np.roll(noise, shift, axis=(0, 1))
@@ -383,12 +717,14 @@ def test_neighbouring_streams_and_positions_have_nothing_in_common() -> None:
         assert abs(correlation) < 5 / 300, shift
 
 
-def test_noise_takes_the_largest_seeds_and_depends_on_both() -> None:
-    largest = uniform_noise(np.array([2**63 - 1, 2**63 - 1, 0]), np.array([0, 2**31, 0]))
+def test_noise_takes_the_largest_seeds_and_depends_on_all_three() -> None:
+    zeros = np.zeros(3, np.int64)
+    largest = uniform_noise(np.array([2**63 - 1, 2**63 - 1, 0]), zeros, np.array([0, 2**31, 0]))
     assert len(set(largest.tolist())) == 3
-    one_by_one = [uniform_noise(np.array([s]), np.array([p]))[0] for s, p in ((7, 2), (2, 7))]
-    assert uniform_noise(np.array([7, 2]), np.array([2, 7])).tolist() == one_by_one
-    assert one_by_one[0] != one_by_one[1]
+    streams = list(itertools.permutations((7, 2, 5)))
+    one_by_one = [uniform_noise(*(np.array([number]) for number in s))[0] for s in streams]
+    assert uniform_noise(*np.array(streams).T).tolist() == one_by_one
+    assert len(set(one_by_one)) == 6
 
 
 # ------------------------------------------------------------------------------ logprobs

@@ -1,0 +1,339 @@
+"""Who turns the crank?
+
+LLMEngine is the loop, in the open: add requests, call step() until nothing is unfinished. A step is
+the three lines that all of vLLM stands on (and a fourth, for text):
+
+    scheduler_output = self.scheduler.schedule()                       # who runs, how many tokens
+    model_output     = self.executor.execute_model(scheduler_output)   # tensors, the GPU's part
+    updates          = self.scheduler.update_from_output(scheduler_output, model_output)
+    outputs          = self.process_updates(updates)                   # text, stop strings
+
+This is the one module that knows both planes. It imports the data plane (and so torch) only when
+an engine is built. llm.py puts a convenient face in front of it.
+
+Left out: the asynchronous engine and the HTTP server (nanoserve/extras).
+
+vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanoserve.beam_search import BeamSearch, BeamSearchParams
+from nanoserve.block_manager import BlockManager
+from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.processor import (
+    InputProcessor,
+    OutputProcessor,
+    Prompt,
+    RequestOutput,
+    load_tokenizer,
+)
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus, SequenceUpdate
+
+logger = logging.getLogger("nanoserve")
+StepListener = Callable[[SchedulerOutput, list[RequestOutput]], None]
+
+
+class LLMEngine:
+    """Requests in, one step at a time, outputs out. Not thread-safe: drive it from one thread.
+
+    Invariant: whatever a call raises, no block is lost and the engine serves on.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        scheduler_cls: type[Scheduler] = Scheduler,
+        block_manager_cls: type[BlockManager] = BlockManager,
+        executor_cls: Callable[..., Any] | None = None,
+        attention_backend: Any = "auto",
+    ) -> None:
+        """Read the checkpoint and build every part. Raises ValueError for what does not fit.
+
+        The keyword arguments are the seams: a class of your own takes the place of ours.
+        """
+        folder = resolve_folder(config.model)
+        self.model_config = ModelConfig.from_folder(folder)
+        self.config = config.resolve(self.model_config)
+        tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
+        make_executor = executor_cls or _uniproc_executor()
+        self.executor = make_executor(self.config, self.model_config, attention_backend)
+        num_kv_blocks = self.executor.num_kv_blocks
+        self.block_manager = block_manager_cls(
+            num_kv_blocks,
+            config.block_size,
+            config.enable_prefix_caching,
+            self.executor.num_cpu_blocks,
+        )
+        self.scheduler = scheduler_cls(self.config, self.block_manager)
+        self.input_processor = InputProcessor(
+            self.config, self.model_config, self.tokenizer, num_kv_blocks
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self.on_step: list[StepListener] = []  # called with each step's decision and outputs
+        self._searches: dict[str, BeamSearch] = {}  # request id -> search, of unfinished ones
+        self._undelivered: list[RequestOutput] = []
+        self._lock = threading.RLock()
+        self._is_closed = False
+        self._log_what_runs()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request. Raises ValueError or TypeError if it can never be served."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        sequence = self.make_sequence(request_id, prompt, params, priority, cache_salt)
+        self.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
+
+    def make_sequence(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Sequence:
+        """Check a request without queueing it: what generate does with all before it starts any."""
+        self._check_open()
+        return self.input_processor.process(
+            request_id, prompt, sampling_params, priority, cache_salt
+        )
+
+    def add_sequence(self, sequence: Sequence, prompt: str | None) -> None:
+        """Queue a checked sequence. Raises ValueError if its request id is in use."""
+        with self._driving(), delayed_interrupt():
+            self._check_new(sequence.request_id)
+            self.output_processor.add(sequence, prompt)
+            self.scheduler.add(sequence)
+
+    def add_beam_search(
+        self, request_id: str, prompt: Prompt, params: BeamSearchParams
+    ) -> BeamSearch:
+        """Queue a beam search, to be advanced by step(); its results are in the object returned.
+
+        Raises ValueError or TypeError if it can never be served.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+        with self._driving(), delayed_interrupt():
+            self._check_open()
+            self._check_new(request_id)
+            vocab_size = self.model_config.vocab_size
+            root = self.input_processor.make_sequence(
+                request_id, prompt, params.sampling_params(vocab_size)
+            )
+            search = BeamSearch(
+                root,
+                params,
+                self.scheduler,
+                self.input_processor.next_seq_ids,
+                self.model_config.eos_token_ids,
+            )
+            self.scheduler.add(root)
+            self._searches[request_id] = search
+            return search
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return an output for each request that has news (and wants to tell).
+
+        Whatever it raises: the step's tokens are computed again, outputs that were ready come with
+        the next call.
+        """
+        with self._driving():
+            self._check_open()
+            is_committed = False
+            outputs: list[RequestOutput] = []
+            try:
+                with delayed_interrupt():
+                    scheduler_output = self.scheduler.schedule()
+                if not scheduler_output.is_empty:
+                    model_output = self.executor.execute_model(scheduler_output)
+                    with delayed_interrupt():
+                        updates = self.scheduler.update_from_output(scheduler_output, model_output)
+                        is_committed = True
+                        outputs = self.process_updates(updates)
+            except BaseException:  # Ctrl-C too: promised tokens will not come
+                if not is_committed:
+                    self.scheduler.abandon()
+                raise
+            if not scheduler_output.is_empty:
+                for listener in self.on_step:
+                    listener(scheduler_output, outputs)
+            delivered, self._undelivered = self._undelivered, []
+            return delivered
+
+    def process_updates(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
+        """Turn the step's new tokens into outputs, ending what a stop string ends."""
+        with_news: dict[str, list[Sequence]] = {}
+        for update in updates:
+            request_id = update.sequence.request_id
+            if request_id in self._searches:
+                self._searches[request_id].take(update)
+                with_news.setdefault(request_id, [])
+                continue
+            stop = self.output_processor.append(update)
+            if stop is not None:
+                self._stop(update.sequence, stop)
+            if update.new_token_ids:
+                with_news.setdefault(request_id, []).append(update.sequence)
+        outputs = []
+        for request_id, sequences in with_news.items():
+            if request_id in self._searches:
+                if self._searches[request_id].end_step():
+                    del self._searches[request_id]
+                continue
+            output = self.output_processor.build_output(sequences)
+            if output is not None:
+                outputs.append(output)
+                self._undelivered.append(output)
+        return outputs
+
+    def _stop(self, sequence: Sequence, stop: str) -> None:
+        """A stop string was found: only the text tells, so the scheduler learns it here."""
+        if not self.scheduler.finish(sequence.seq_id, SequenceStatus.FINISHED_STOPPED, stop):
+            sequence.status, sequence.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
+
+    def abort_request(self, request_id: str, index: int | None = None) -> bool:
+        """End a request now, at whatever stage, and free its blocks; False if it is not there.
+
+        With `index`, end that one of its n completions: it stays in the outputs as it is, with
+        finish_reason "abort". If it was the last, the next step() brings them. (Before the
+        completions have forked there is only completion 0, and to end it alone is to end the
+        request.)
+        """
+        with self._driving(), delayed_interrupt():
+            if index is None:
+                self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
+            search = self._searches.pop(request_id, None)
+            if search is not None:
+                search.stop()
+                return True
+            state = self.output_processor.states.get(request_id)
+            if state is None:
+                return False
+            if index is not None and index not in state.branches:
+                return False
+            indices = list(state.branches) if index is None else [index]
+            for branch in indices:
+                seq_id = state.branches[branch].sequence.seq_id
+                self.scheduler.finish(seq_id, SequenceStatus.FINISHED_ABORTED)
+            if index is not None and state.is_finished:  # the others' results are still wanted
+                last = self.output_processor.build_output([state.branches[index].sequence])
+                self._undelivered += [last] if last is not None else []
+            elif all(branch.sequence.status.finish_reason for branch in state.branches.values()):
+                del self.output_processor.states[request_id]
+            return True
+
+    def has_unfinished_requests(self) -> bool:
+        """True while step() has something to do or to tell."""
+        return bool(self._undelivered) or self.scheduler.has_unfinished()
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True for a request that was added and has neither finished nor been aborted."""
+        return request_id in self.output_processor.states or request_id in self._searches
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing done, while requests are running."""
+        return self.block_manager.reset_prefix_cache()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What generation_config.json recommends for this model, over SamplingParams' defaults."""
+        recommended = self.model_config.generation_defaults
+        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def close(self) -> None:
+        """Abort what runs and give the model's and the cache's memory back."""
+        if self._is_closed:
+            return
+        for request_id in [*self.output_processor.states, *self._searches]:
+            self.abort_request(request_id)
+        self.executor.close()
+        self._is_closed = True
+
+    @contextmanager
+    def _driving(self) -> Iterator[None]:
+        """Refuse a second thread while one is inside (a listener may call back, in its thread)."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine is being driven from another thread, and is not thread-safe. Drive it "
+                "from one thread, or give each its own engine."
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _check_new(self, request_id: str) -> None:
+        if self.is_unfinished(request_id):
+            raise ValueError(f"request id {request_id!r} is in use; choose another.")
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; build a new LLM.")
+
+    def _log_what_runs(self) -> None:
+        """One line, so that a slow run explains itself: to the log, if the application keeps one,
+        else to stderr."""
+        config, model = self.config, self.model_config
+        line = (
+            f"{model.path.name} ({model.architecture}): {self.executor.describe()}, "
+            f"KV cache {self.executor.num_kv_blocks} blocks x {config.block_size} tokens, "
+            f"max_model_len {config.max_model_len}, max_num_seqs {config.max_num_seqs}, "
+            f"token budget {config.max_num_batched_tokens}, "
+            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
+            f"chunked prefill {'on' if config.enable_chunked_prefill else 'off'}, "
+            f"preemption by {config.preemption_mode}"
+        )
+        if logger.hasHandlers():
+            logger.info(line)
+        else:
+            print(f"nanoserve: {line}", file=sys.stderr)
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait until this block is left: books must not be left half written.
+
+    Only what takes microseconds belongs in here; the model's part of a step does not. Signals reach
+    the main thread alone, and an application's own SIGINT handler is left in peace.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+
+
+def _uniproc_executor() -> Callable[..., Any]:
+    """The default executor class, imported here because it imports torch."""
+    from nanoserve.executor import UniprocExecutor
+
+    return UniprocExecutor

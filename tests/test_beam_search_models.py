@@ -1,0 +1,274 @@
+"""Beam search on real models: against a naive loop over transformers' logits, and against
+transformers' own search where its rule and vLLM's are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import reference_logits, reference_model
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanoserve.config import DEMO_MODEL
+from nanoserve.sequence import SchedulerOutput
+
+STORY = "Once upon a time there was a little dog."
+NEAR = 1e-3  # scores nearer than this are a tie: sums of float32 log-probabilities
+
+
+def naive_beam_search(
+    folder: Path, prompt: list[int], params: BeamSearchParams, eos_token_ids: set[int]
+) -> list[tuple[list[int], float]]:
+    """(tokens, score), best first: the rule, with the whole text computed anew each time.
+
+    Each beam proposes its 2 * beam_width likeliest tokens. Proposals that end in EOS are completed;
+    of the others the beam_width best by score live on. After max_tokens steps the living are
+    completed, too.
+    """
+
+    def score(tokens: list[int], total: float) -> float:
+        length = len(tokens) - (tokens[-1] in eos_token_ids)
+        return total / length**params.length_penalty
+
+    if params.ignore_eos:
+        eos_token_ids = set()
+    live, completed = [(list(prompt), 0.0)], []
+    for _ in range(params.max_tokens):
+        candidates = []
+        for tokens, total in live:
+            logprobs = reference_logits(folder, tokens)[-1].log_softmax(-1)
+            likeliest = logprobs.topk(min(2 * params.beam_width, len(logprobs)))
+            for logprob, token in zip(*map(torch.Tensor.tolist, likeliest), strict=True):
+                beam = ([*tokens, token], total + logprob)
+                (completed if token in eos_token_ids else candidates).append(beam)
+        candidates.sort(key=lambda beam: score(*beam), reverse=True)
+        live = candidates[: params.beam_width]
+    ranked = [(tokens, score(tokens, total)) for tokens, total in completed + live]
+    ranked.sort(key=lambda beam: beam[1], reverse=True)
+    return ranked[: params.beam_width]
+
+
+def assert_same_beams(
+    output: BeamSearchOutput,
+    expected: list[tuple[list[int], float]],
+    score: Callable[[BeamSearchSequence], float],
+) -> None:
+    """The same texts in the same order; near ties may change places."""
+    assert len(output.sequences) == len(expected)
+    for beam, (_, right) in zip(output.sequences, expected, strict=True):
+        assert score(beam) == pytest.approx(right, abs=NEAR)
+    got = [beam.tokens for beam in output.sequences]
+    for tokens, right in expected:
+        if sum(abs(right - other) < NEAR for _, other in expected) == 1:
+            assert got[expected.index((tokens, right))] == tokens
+    assert len(set(map(tuple, got))) == len(got)
+
+
+def assert_idle(llm: LLM) -> None:
+    manager = llm.engine.block_manager
+    manager.check()
+    for pool in (manager.pool, manager.cpu_pool):
+        assert pool.num_free_blocks == pool.num_blocks
+    assert not llm.has_unfinished_requests()
+    assert not llm.engine._searches
+
+
+def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> None:
+    """Every prompt's beams are the naive loop's, and nothing is left in the engine."""
+    eos = set(llm.engine.model_config.eos_token_ids)
+
+    def score(beam: BeamSearchSequence) -> float:
+        ends = not params.ignore_eos and beam.tokens[-1] in eos
+        return beam.cum_logprob / (len(beam.tokens) - ends) ** params.length_penalty
+
+    outputs = llm.beam_search(prompts, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = naive_beam_search(llm.engine.model_config.path, prompt, params, eos)
+        assert_same_beams(output, expected, score)
+        for beam in output.sequences:
+            assert beam.tokens[: len(prompt)] == prompt
+            ends = not params.ignore_eos and beam.tokens[-1] in eos
+            assert beam.finish_reason == ("stop" if ends else "length")
+            assert ends or len(beam.tokens) == len(prompt) + params.max_tokens
+    assert_idle(llm)
+
+
+def folder_with_many_ends(make_checkpoint: Callable[..., Path]) -> Path:
+    """A random model in which every eighth token ends a text."""
+    return make_checkpoint("llama", eos_token_id=list(range(1, 320, 8)))
+
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100, 200, 300, 7, 8]]
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"block_size": 1}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        BeamSearchParams(1, 6),
+        BeamSearchParams(2, 7),
+        BeamSearchParams(4, 6, length_penalty=0.0),
+        BeamSearchParams(3, 6, length_penalty=2.0),
+        BeamSearchParams(3, 5, ignore_eos=True, length_penalty=-1.0),
+    ],
+    ids=lambda params: f"width_{params.beam_width}-penalty_{params.length_penalty}",
+)
+def test_the_beams_are_those_of_a_naive_loop(
+    make_checkpoint: Callable[..., Path], options: dict[str, Any], params: BeamSearchParams
+) -> None:
+    """Three prompts at once, on a model with many EOS tokens."""
+    settings = {"num_kv_blocks": 200, "block_size": 4, **options}
+    with LLM(folder_with_many_ends(make_checkpoint), **settings) as llm:
+        search_and_compare(llm, PROMPTS, params)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("max_num_seqs", [4, 16])
+def test_beams_that_push_each_other_out(
+    make_checkpoint: Callable[..., Path], mode: str, max_num_seqs: int
+) -> None:
+    """So few blocks, or places, that beams must wait for each other: the same results."""
+    steps: list[SchedulerOutput] = []
+    with LLM(
+        folder_with_many_ends(make_checkpoint),
+        num_kv_blocks=11,
+        block_size=2,
+        max_num_seqs=max_num_seqs,
+        preemption_mode=mode,
+    ) as llm:
+        llm.engine.on_step.append(lambda step, _: steps.append(step))
+        search_and_compare(llm, PROMPTS, BeamSearchParams(4, 6, length_penalty=0.5))
+        # Beams that go on are introduced with their parent's blocks, those that waited without.
+        introduced = [new for step in steps for new in step.new_sequences]
+        num_waited = sum(len(new.token_ids) > 8 and not new.block_ids for new in introduced)
+        num_swapped = sum(len(step.blocks_to_swap_out) for step in steps)
+        assert num_waited + num_swapped > 0
+        assert mode == "swap" or not num_swapped
+
+
+def test_beams_of_the_demo_model(demo_llm: LLM) -> None:
+    """With the text filled in; a text prompt and its token ids give the same."""
+    tokenizer = demo_llm.get_tokenizer()
+    prompt = tokenizer.encode(STORY)
+    params = BeamSearchParams(3, 8)
+    search_and_compare(demo_llm, [prompt], params)
+    by_text, by_ids = demo_llm.beam_search([STORY, prompt], params)
+    assert [beam.tokens for beam in by_text.sequences] == [b.tokens for b in by_ids.sequences]
+    for beam in by_text.sequences:
+        assert beam.text == tokenizer.decode(beam.tokens, skip_special_tokens=True)
+        assert beam.text.startswith(STORY)
+    [best] = demo_llm.beam_search(STORY, BeamSearchParams(1, 8))
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    [output] = demo_llm.generate(STORY, greedy, use_tqdm=False)
+    assert best.sequences[0].tokens[len(prompt) :] == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("beam_width", [2, 4])
+def test_where_the_rules_agree_transformers_finds_the_same(
+    make_checkpoint: Callable[..., Path], demo_llm: LLM, beam_width: int
+) -> None:
+    """With length_penalty 0 both rank by log-probability alone, and if no text can end before
+    max_tokens both keep the same beams."""
+    folder = make_checkpoint("llama")
+    with LLM(folder, num_kv_blocks=100) as tiny_llm:
+        cases = [
+            (tiny_llm, folder, [5, 6, 7]),
+            (demo_llm, DEMO_MODEL, demo_llm.get_tokenizer().encode(STORY)),
+        ]
+        for llm, path, prompt in cases:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                found = reference_model(path).generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    num_beams=beam_width,
+                    num_return_sequences=beam_width,
+                    do_sample=False,
+                    max_new_tokens=8,
+                    length_penalty=0.0,
+                    early_stopping="never",
+                    eos_token_id=-1,
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                )
+            params = BeamSearchParams(beam_width, 8, ignore_eos=True, length_penalty=0.0)
+            [output] = llm.beam_search([prompt], params)
+            expected = list(
+                zip(found.sequences.tolist(), found.sequences_scores.tolist(), strict=True)
+            )
+            assert_same_beams(output, expected, lambda beam: beam.cum_logprob)
+
+
+def test_transformers_finds_nothing_likelier(make_checkpoint: Callable[..., Path]) -> None:
+    """With EOS tokens the beams that live on are still the same, but transformers completes a text
+    only if it is among the best of its step, and vLLM's rule any that was proposed."""
+    folder = folder_with_many_ends(make_checkpoint)
+    num_equal = 0
+    with LLM(folder, num_kv_blocks=100) as llm:
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                found = reference_model(folder).generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    num_beams=4,
+                    do_sample=False,
+                    max_new_tokens=6,
+                    length_penalty=0.0,
+                    early_stopping="never",
+                    pad_token_id=0,
+                    return_dict_in_generate=True,
+                    output_scores=True,
+                )
+            [output] = llm.beam_search([prompt], BeamSearchParams(4, 6, length_penalty=0.0))
+            best = output.sequences[0]
+            assert best.cum_logprob > float(found.sequences_scores[0]) - NEAR
+            num_equal += found.sequences[0, : len(best.tokens)].tolist() == best.tokens
+    assert num_equal > 0
+
+
+def test_other_requests_go_on(demo_llm: LLM) -> None:
+    """What they bring meanwhile waits for step(); a failing search leaves them alone."""
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    expected = demo_llm.generate(STORY, greedy, use_tqdm=False)[0].outputs[0].token_ids
+    demo_llm.add_request("other", STORY, greedy)
+    [found] = demo_llm.beam_search("One day", BeamSearchParams(3, 5))
+    [alone] = demo_llm.beam_search("One day", BeamSearchParams(3, 5))
+    assert [b.tokens for b in found.sequences] == [b.tokens for b in alone.sequences]
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    demo_llm.engine.on_step.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        demo_llm.beam_search(["One day", STORY], BeamSearchParams(3, 5))
+    demo_llm.engine.on_step.clear()
+    outputs = []
+    while demo_llm.has_unfinished_requests():
+        outputs += demo_llm.step()
+    assert {output.request_id for output in outputs} == {"other"}
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 13))
+    assert outputs[-1].outputs[0].token_ids == expected
+    assert_idle(demo_llm)
+
+
+def test_a_search_that_cannot_be_served_is_refused(demo_llm: LLM) -> None:
+    """The good prompt beside the bad one starts nothing that stays."""
+    params = BeamSearchParams(3, 5)
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        ([STORY, ""], params, ValueError, "prompt is empty"),
+        ([STORY, [5, 10**6]], params, ValueError, "1000000 is out of range"),
+        (None, params, TypeError, "prompts must be a string"),
+        (STORY, SamplingParams(), TypeError, "params must be BeamSearchParams"),
+        (STORY, None, TypeError, "params must be BeamSearchParams"),
+    ]
+    for prompts, how, error, message in cases:
+        with pytest.raises(error, match=message):
+            demo_llm.beam_search(prompts, how)
+        assert_idle(demo_llm)
+    assert demo_llm.beam_search([], params) == []

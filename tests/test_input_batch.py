@@ -1,0 +1,327 @@
+"""The runner's rows: what they remember, token by token, of sequences that come and go."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve import SamplingParams
+from nanoserve.input_batch import InputBatch, RowFeatures
+from nanoserve.sampler import SamplingBatch, uniform_noise
+from nanoserve.sequence import NewSequence, ScheduledSequence
+
+VOCAB_SIZE = 50
+PENALIZED = SamplingParams(frequency_penalty=0.5)
+
+
+def new(
+    seq_id: int,
+    token_ids: list[int],
+    params: SamplingParams | None = None,
+    num_prompt_tokens: int | None = None,
+    **fields: Any,
+) -> NewSequence:
+    """A sequence as the scheduler introduces it; all its tokens are its prompt by default."""
+    known: dict[str, Any] = {
+        "seq_id": seq_id,
+        "token_ids": tuple(token_ids),
+        "num_prompt_tokens": len(token_ids) if num_prompt_tokens is None else num_prompt_tokens,
+        "block_ids": (),
+        "sampling_params": params or SamplingParams(),
+        "stop_token_ids": frozenset({1}),
+        "bad_word_ids": (),
+        "seed": 100 + seq_id,
+        "branch": 0,
+        "num_samples": 1,
+    }
+    return NewSequence(**{**known, **fields})
+
+
+def make_batch(max_num_seqs: int = 4, max_model_len: int = 64) -> InputBatch:
+    return InputBatch(max_num_seqs, max_model_len, block_size=4, vocab_size=VOCAB_SIZE)
+
+
+def sampling_of(batch: InputBatch, *seq_ids: int) -> SamplingBatch:
+    """One sample for each of these sequences."""
+    rows = np.array([batch.row_of[seq_id] for seq_id in seq_ids])
+    return batch.make_sampling_batch(rows, np.zeros(len(rows), np.int64))
+
+
+# -- tokens and blocks --
+
+
+def test_a_full_row_takes_no_more() -> None:
+    """The last token of a sequence of max_model_len is nobody's input."""
+    batch = make_batch(max_num_seqs=1, max_model_len=3)
+    batch.add(new(0, [5, 6]))
+    batch.append_token(0, 7)
+    batch.append_token(0, 8)
+    assert batch.token_ids[0].tolist() == [5, 6, 7]
+    assert batch.num_tokens[0] == 3
+
+
+def test_blocks_are_written_where_the_scheduler_says() -> None:
+    """Behind the end, or, where a shared block was copied, over the last one."""
+    batch = make_batch()
+    batch.add(new(0, [5] * 9, block_ids=(7, 3)))
+    row = batch.row_of[0]
+    batch.write_blocks(row, ScheduledSequence(0, 8, 1, 2, [9]))
+    assert batch.block_tables[row, :3].tolist() == [7, 3, 9]
+    batch.write_blocks(row, ScheduledSequence(0, 9, 1, 2, [4, 8]))
+    assert batch.block_tables[row, :4].tolist() == [7, 3, 4, 8]
+
+
+def test_output_begins_behind_the_prompt() -> None:
+    """Also of a sequence that comes with output already: a branch, or back from preemption."""
+    batch = make_batch()
+    batch.add(new(0, [5, 6, 7, 8], num_prompt_tokens=3))
+    batch.append_token(batch.row_of[0], 9)
+    assert batch.get_output_token_ids(batch.row_of[0]).tolist() == [8, 9]
+
+
+# -- counts --
+
+TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(prompt=TOKENS.filter(bool), output=TOKENS, data=st.data())
+def test_counts_equal_a_recount(prompt: list[int], output: list[int], data: st.DataObject) -> None:
+    """However often the sequence was preempted on the way, and came back with what it had said."""
+    batch = make_batch()
+    batch.add(new(0, prompt, PENALIZED))
+    for i, token_id in enumerate(output):
+        if data.draw(st.booleans()):
+            batch.forget(0)
+            batch.add(new(7, [1, 2, 3], PENALIZED))  # somebody else takes the row
+            batch.add(new(0, prompt + output[:i], PENALIZED, len(prompt)))
+            batch.forget(7)
+        batch.append_token(batch.row_of[0], token_id)
+    penalties = sampling_of(batch, 0).penalties
+    assert penalties is not None
+    counts = [output.count(token) for token in range(VOCAB_SIZE)]
+    assert penalties.output_counts.tolist() == [counts]
+    assert penalties.is_in_prompt.tolist() == [[t in prompt for t in range(VOCAB_SIZE)]]
+
+
+def test_without_penalties_nothing_is_counted() -> None:
+    features = RowFeatures(new(0, [5, 6], SamplingParams(min_tokens=3)), VOCAB_SIZE)
+    features.count(5)
+    assert features.is_in_prompt is None
+
+
+# -- banned tokens --
+
+
+def banned_by_brute_force(output: list[int], words: list[list[int]]) -> set[int]:
+    """Every token with which some word would stand at the end of the output."""
+    return {
+        token
+        for token in range(VOCAB_SIZE)
+        for word in words
+        if [*output, token][-len(word) :] == word
+    }
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    output=st.lists(st.integers(2, 4), max_size=8),
+    words=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=4), max_size=4),
+    min_tokens=st.integers(0, 10),
+)
+def test_banned_tokens_as_by_brute_force(
+    output: list[int], words: list[list[int]], min_tokens: int
+) -> None:
+    """The last tokens of words whose beginning has just been said; ends before min_tokens."""
+    params = SamplingParams(min_tokens=min_tokens, max_tokens=20)
+    sequence = new(
+        0,
+        [2, 3, *output],
+        params,
+        num_prompt_tokens=2,
+        stop_token_ids=frozenset({1, 9}),
+        bad_word_ids=tuple(map(tuple, words)),
+    )
+    features = RowFeatures(sequence, VOCAB_SIZE)
+    expected = banned_by_brute_force(output, words)
+    if len(output) < min_tokens:
+        expected |= {1, 9}
+    assert set(features.get_banned(np.array(output, np.int32))) == expected
+    batch = make_batch()
+    batch.add(sequence)
+    banned = sampling_of(batch, 0).banned
+    assert (set(banned.token_ids) if banned else set()) == expected
+    assert not banned or set(banned.rows) == {0}
+
+
+def test_the_prompt_does_not_begin_a_bad_word() -> None:
+    """As in vLLM, only what was generated counts."""
+    batch = make_batch()
+    batch.add(new(0, [5, 6], bad_word_ids=((6, 7),)))
+    assert sampling_of(batch, 0).banned is None
+    batch.append_token(batch.row_of[0], 6)
+    banned = sampling_of(batch, 0).banned
+    assert banned is not None
+    assert banned.token_ids == [7]
+
+
+def test_min_tokens_is_over_in_time() -> None:
+    """With min_tokens=2, the third token may be the end."""
+    batch = make_batch()
+    batch.add(new(0, [5, 6], SamplingParams(min_tokens=2)))
+    for is_held in (True, True, False, False):
+        assert (sampling_of(batch, 0).banned is not None) == is_held
+        batch.append_token(batch.row_of[0], 8)
+
+
+# -- a sampling batch --
+
+
+def test_rows_are_named_by_their_place_in_the_batch() -> None:
+    """Features are of the i-th sample, not of the i-th row: here in another order."""
+    batch = make_batch()
+    batch.add(new(0, [5], SamplingParams(logit_bias={3: 1.5, 4: -2.0})))
+    batch.add(new(1, [5]))
+    batch.add(new(2, [5, 6], SamplingParams(allowed_token_ids=[8, 9], presence_penalty=0.3)))
+    batch.add(new(3, [7], SamplingParams(logits_processors=[max], repetition_penalty=1.5)))
+    batch.append_token(batch.row_of[3], 11)
+    made = sampling_of(batch, 3, 1, 0, 2)
+    assert made.allowed == ((3, (8, 9)),)
+    assert made.bias is not None
+    assert made.bias.rows == [2, 2]
+    assert made.bias.token_ids == [3, 4]
+    assert made.bias.values == [1.5, -2.0]
+    [processors] = made.processors
+    assert (processors.row, processors.prompt_token_ids) == (0, [7])
+    assert processors.output_token_ids == [11]
+    assert made.penalties is not None
+    assert made.penalties.rows.tolist() == [0, 3]
+    assert made.penalties.repetition.tolist() == [1.5, 1.0]
+    assert made.penalties.presence.tolist() == pytest.approx([0.0, 0.3])
+    assert made.banned is None
+
+
+def test_what_no_row_uses_is_not_there() -> None:
+    batch = make_batch()
+    batch.add(new(0, [5], SamplingParams(temperature=0.5)))
+    batch.add(new(1, [5], SamplingParams(temperature=0, logprobs=3)))
+    assert batch.features == {}
+    made = sampling_of(batch, 0, 1)
+    for name in ("top_k", "top_p", "min_p", "mask", "banned", "bias", "penalties"):
+        assert getattr(made, name) is None
+    assert made.allowed == made.processors == ()
+    assert made.num_logprobs == (None, 3)
+
+
+def test_forks_draw_from_streams_of_their_own() -> None:
+    """A row about to fork stands there once for each branch; afterwards it is one branch."""
+    batch = make_batch()
+    batch.add(new(0, [5, 6, 7], seed=9, num_samples=3))
+    batch.add(new(1, [5, 6, 7, 8], num_prompt_tokens=3, seed=9, branch=2))
+    row = batch.row_of[0]
+    assert batch.num_samples[row] == 3
+    made = batch.make_sampling_batch(np.array([row] * 3), np.arange(3))
+    expected = uniform_noise(np.full(3, 9), np.arange(3), np.full(3, 3))
+    assert made.uniform.tolist() == expected.tolist()
+    batch.append_token(row, 8)
+    assert batch.num_samples[row] == 1
+    expected = uniform_noise(np.array([9, 9]), np.array([0, 2]), np.array([4, 4]))
+    assert sampling_of(batch, 0, 1).uniform.tolist() == expected.tolist()
+
+
+# -- rows come and go --
+
+
+def everything_on() -> SamplingParams:
+    return SamplingParams(
+        temperature=2.0,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.1,
+        presence_penalty=1.0,
+        min_tokens=5,
+        logit_bias={3: 1.0},
+        allowed_token_ids=[3, 4],
+        logits_processors=[max],
+        logprobs=2,
+        prompt_logprobs=1,
+        seed=1,
+    )
+
+
+def test_a_reused_row_leaves_nothing_behind() -> None:
+    batch = make_batch(max_num_seqs=1)
+    batch.add(new(0, [9] * 20, everything_on(), bad_word_ids=((2,),), branch=3, num_samples=4))
+    assert list(batch.features) == [0]
+    batch.forget(0)
+    batch.forget(0)  # twice, or of an unknown one, does nothing
+    assert batch.free_rows == [0]
+    batch.add(new(1, [5, 6], SamplingParams(temperature=0)))
+    made, fresh = sampling_of(batch, 1), make_batch(max_num_seqs=1)
+    fresh.add(new(1, [5, 6], SamplingParams(temperature=0)))
+    for name, value in vars(sampling_of(fresh, 1)).items():
+        other = getattr(made, name)
+        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+    assert batch.features == {}
+    assert batch.num_samples[0] == 1
+    assert batch.num_prompt_logprobs[0] is None
+    assert batch.get_output_token_ids(0).tolist() == []
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6))
+def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
+    """After random arrivals, tokens, departures and returns, each sequence's part of a sampling
+    batch is what a batch of its own would say."""
+    chance = random.Random(seed)
+    batch = make_batch()
+    known: dict[int, NewSequence] = {}
+    for number in range(40):
+        verb = chance.choice(["add", "token", "token", "forget", "return"])
+        if verb == "add" and batch.free_rows:
+            params = SamplingParams(
+                temperature=chance.choice([0.0, 0.5]),
+                frequency_penalty=chance.choice([0.0, 0.2]),
+                repetition_penalty=chance.choice([1.0, 1.2]),
+                min_tokens=chance.choice([0, 4]),
+                logit_bias=chance.choice([None, {3: 1.0}]),
+                allowed_token_ids=chance.choice([None, [3, 4, 5]]),
+            )
+            words = ((chance.randrange(4), chance.randrange(4)),) * chance.randrange(2)
+            prompt = [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 9))]
+            known[number] = new(number, prompt, params, bad_word_ids=words)
+            batch.add(known[number])
+        elif known:
+            seq_id = chance.choice(list(known))
+            if verb == "token":
+                token_id = chance.randrange(4)
+                batch.append_token(batch.row_of[seq_id], token_id)
+                said = (*known[seq_id].token_ids, token_id)
+                known[seq_id] = known[seq_id]._replace(token_ids=said)
+            else:
+                batch.forget(seq_id)
+                if verb == "return":
+                    batch.add(known[seq_id])
+                else:
+                    del known[seq_id]
+    assert set(batch.row_of) == set(known)
+    assert set(batch.features) <= set(batch.row_of.values())
+    assert len(batch.free_rows) + len(known) == 4
+    for seq_id, sequence in known.items():
+        fresh = make_batch()
+        fresh.add(sequence)
+        made, expected = sampling_of(batch, seq_id), sampling_of(fresh, seq_id)
+        for name, value in vars(expected).items():
+            other = getattr(made, name)
+            if name == "penalties" and value is not None:
+                assert all(torch.equal(*pair) for pair in zip(value, other, strict=True))
+            elif isinstance(value, torch.Tensor):
+                assert torch.equal(value, other)
+            else:
+                assert value == other
