@@ -69,18 +69,34 @@ def token_text(engine: LLMEngine, token_id: int, limit: int = 7) -> str:
     return text if len(text) <= limit else text[: limit - 2] + "…"
 
 
+def name_of(seq: Sequence) -> str:
+    """How a sequence is called in the pictures: "A"; branch 2 of its completions: "A.2"."""
+    return f"{seq.request_id}.{seq.branch}" if seq.branch else seq.request_id
+
+
 def decision(engine: LLMEngine, step: SchedulerOutput) -> None:
     """Print what the scheduler decided."""
     print(f"one step, {step.total_num_scheduled_tokens} tokens in all")
     print("seq_id  request  computed  scheduled  new blocks")
     for item in step.scheduled:
-        name = engine.scheduler.sequences[item.seq_id].request_id
+        name = name_of(engine.scheduler.sequences[item.seq_id])
         blocks_ = " ".join(map(str, item.new_block_ids)) or "-"
         counts = f"{item.num_computed_tokens:>8}  {item.num_scheduled_tokens:>9}"
         print(f"{item.seq_id:>6}  {name:>7}  {counts}  {blocks_}")
     for new in step.new_sequences:
-        cached = " ".join(map(str, new.block_ids)) or "none"
-        print(f"the runner meets seq {new.seq_id}: {len(new.token_ids)} tokens, cached: {cached}")
+        table = " ".join(map(str, new.block_ids)) or "empty"
+        known = f"{len(new.token_ids)} tokens, block table so far: {table}"
+        print(f"the runner meets seq {new.seq_id}: {known}")
+    moves = {
+        "swap out": step.blocks_to_swap_out,
+        "swap in": step.blocks_to_swap_in,
+        "copy": step.blocks_to_copy,
+    }
+    for verb, pairs in moves.items():
+        if pairs:
+            print(f"{verb} blocks", ", ".join(f"{source} to {to}" for source, to in pairs))
+    if step.is_restart:
+        print("a step failed: the runner forgets all it knew before")
     if step.finished_seq_ids:
         print("the runner may forget seq", *step.finished_seq_ids)
 
@@ -105,7 +121,8 @@ def blocks(
 ) -> None:
     """Draw who owns which block. Tokens that `step` writes are framed; `mark` has remarks on blocks
     (block id -> a few words), which are drawn in a colour that stands out."""
-    sequences = [*engine.scheduler.running, *engine.scheduler.waiting]
+    scheduler = engine.scheduler
+    sequences = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
     num_blocks, size = engine.block_manager.pool.num_blocks, engine.block_manager.block_size
     num_rows = -(-num_blocks // columns)
     height = 1.3 + 0.34 * max(1, len(sequences)) + 0.66 * num_rows
@@ -163,15 +180,18 @@ def _draw_block_tables(ax: Axes, engine: LLMEngine, sequences: list[Sequence], t
         _label(ax, 0, top - 0.15, "no sequence, no block table", color=FAINT, ha="left")
         return top - 0.34
     for seq in sequences:
-        _box(ax, 0, top - 0.27, 0.34, 0.24, facecolor=tint(seq.request_id, 0.75))
-        _label(ax, 0.17, top - 0.15, seq.request_id, weight="bold", size=9)
+        name = name_of(seq)
+        _box(ax, 0, top - 0.27, 0.34, 0.24, facecolor=tint(name, 0.75))
+        _label(ax, 0.17, top - 0.15, name, weight="bold", size=9)
         text = f"{seq.status.name},  {seq.num_computed_tokens} of {seq.num_tokens} tokens computed"
         _label(ax, 0.45, top - 0.15, text, size=9, ha="left")
         table = engine.block_manager.block_tables.get(seq.seq_id, [])
         text = "block table" if table else "holds no block"
+        if seq.seq_id in engine.block_manager.swapped_tables:
+            table, text = engine.block_manager.swapped_tables[seq.seq_id], "CPU blocks"
         _label(ax, 4.3, top - 0.15, text, size=9, color=FAINT, ha="right")
         for column, block_id in enumerate(table):
-            _box(ax, 4.4 + 0.3 * column, top - 0.27, 0.3, 0.24, facecolor=tint(seq.request_id))
+            _box(ax, 4.4 + 0.3 * column, top - 0.27, 0.3, 0.24, facecolor=tint(name))
             _label(ax, 4.55 + 0.3 * column, top - 0.15, str(block_id))
         top -= 0.34
     return top
@@ -218,7 +238,7 @@ def _draw_block(
 ) -> None:
     manager = engine.block_manager
     owners = [s for s, table in manager.block_tables.items() if block_id in table]
-    names = [engine.scheduler.sequences[seq_id].request_id for seq_id in owners]
+    names = [name_of(engine.scheduler.sequences[seq_id]) for seq_id in owners]
     is_cached = manager.pool.block_hashes[block_id] is not None
     _label(ax, x, top - 0.11, f"block {block_id}", size=8, ha="left", color=FAINT)
     state = f"{' '.join(names)}   refs {manager.pool.ref_counts[block_id]}" if names else "free"
@@ -266,7 +286,7 @@ def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: An
     meta, size = step_inputs.metadata, engine.block_manager.block_size
     token_ids, slots = step_inputs.input_ids.tolist(), meta.slot_mapping.tolist()
     starts, seq_lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
-    names = [engine.scheduler.sequences[item.seq_id].request_id for item in step.scheduled]
+    names = [name_of(engine.scheduler.sequences[item.seq_id]) for item in step.scheduled]
     rows = {
         "token": [token_text(engine, token_id) for token_id in token_ids],
         "input_ids": token_ids,
@@ -331,8 +351,9 @@ class StepLog:
     def __call__(self, step: SchedulerOutput, outputs: list[RequestOutput]) -> None:
         """Called by the engine at the end of each step."""
         scheduler = self.engine.scheduler
-        self._names |= {seq.seq_id: seq.request_id for seq in scheduler.sequences.values()}
-        record = StepRecord({}, {}, [seq.request_id for seq in scheduler.waiting])
+        self._names |= {seq.seq_id: name_of(seq) for seq in scheduler.sequences.values()}
+        left_out = [*scheduler.swapped, *scheduler.waiting]
+        record = StepRecord({}, {}, [name_of(seq) for seq in left_out])
         for item in step.scheduled:
             name = self._names.get(item.seq_id, f"#{item.seq_id}")
             start, end = item.num_computed_tokens, item.num_computed_tokens

@@ -232,6 +232,27 @@ def test_every_option_is_listed_with_its_default(name: str) -> None:
 
 
 @both
+def test_every_feature_has_a_place_and_a_test(name: str) -> None:
+    """A row of the table: feature, `module.symbol` ..., `test_file.py::test_name` ..."""
+    rows = table(part(read(name), "features"))
+    wrong = []
+    for feature, places, tests in rows:
+        assert spans(places), feature
+        assert spans(tests), feature
+        for place in spans(places):
+            module, _, symbol = place.partition(".")
+            wrong += [place] * (module not in MODULES or not exists(module, symbol))
+        for test in spans(tests):
+            file, _, function = test.partition("::")
+            path = ROOT / "tests" / file
+            source = path.read_text(encoding="utf-8") if path.is_file() else ""
+            wrong += [test] * (not re.search(rf"(?m)^def {function}\(", source))
+    assert wrong == []
+    listed = {span for row in rows for span in spans(row[0])}
+    assert [field.name for field in fields(SamplingParams) if field.name not in listed] == []
+
+
+@both
 def test_every_architecture_and_rope_type_is_listed(name: str) -> None:
     from nanoserve.layers import rope_frequencies
     from nanoserve.models import MODELS
@@ -325,7 +346,16 @@ def test_the_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "marker",
-    ["reading-map", "life", "llm-options", "sampling-options", "glossary", "models", "gpu"],
+    [
+        "reading-map",
+        "life",
+        "features",
+        "llm-options",
+        "sampling-options",
+        "glossary",
+        "models",
+        "gpu",
+    ],
 )
 def test_the_twin_names_the_same_things_row_by_row(marker: str) -> None:
     ours, theirs = (
