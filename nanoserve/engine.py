@@ -36,9 +36,15 @@ from nanoserve.processor import (
     RequestOutput,
     load_tokenizer,
 )
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus, SequenceUpdate
+from nanoserve.sequence import (
+    RequestError,
+    SchedulerOutput,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+)
 
 logger = logging.getLogger("nanoserve")
 StepListener = Callable[[SchedulerOutput, list[RequestOutput]], None]
@@ -112,10 +118,11 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> Sequence:
         """Check a request without queueing it: what generate does with all before it starts any."""
-        self._check_open()
-        return self.input_processor.process(
-            request_id, prompt, sampling_params, priority, cache_salt
-        )
+        with self._driving():
+            self._check_open()
+            return self.input_processor.process(
+                request_id, prompt, sampling_params, priority, cache_salt
+            )
 
     def add_sequence(self, sequence: Sequence, prompt: str | None) -> None:
         """Queue a checked sequence. Raises ValueError if its request id is in use."""
@@ -170,9 +177,14 @@ class LLMEngine:
                         updates = self.scheduler.update_from_output(scheduler_output, model_output)
                         is_committed = True
                         outputs = self.process_updates(updates)
-            except BaseException:  # Ctrl-C too: promised tokens will not come
-                if not is_committed:
-                    self.scheduler.abandon()
+            except BaseException as error:  # Ctrl-C too: promised tokens will not come
+                with delayed_interrupt():
+                    if not is_committed:
+                        self.scheduler.abandon()
+                    if isinstance(error, RequestError):  # its fault: it must not spoil the next too
+                        self._abort_sequence(error.seq_id)
+                if isinstance(error, RequestError) and error.__cause__ is not None:
+                    raise error.__cause__ from None  # such as what its logits processor raised
                 raise
             if not scheduler_output.is_empty:
                 for listener in self.on_step:
@@ -182,29 +194,42 @@ class LLMEngine:
 
     def process_updates(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Turn the step's new tokens into outputs, ending what a stop string ends."""
-        with_news: dict[str, list[Sequence]] = {}
+        of_request: dict[str, list[SequenceUpdate]] = {}
         for update in updates:
-            request_id = update.sequence.request_id
-            if request_id in self._searches:
-                self._searches[request_id].take(update)
-                with_news.setdefault(request_id, [])
+            of_request.setdefault(update.sequence.request_id, []).append(update)
+        outputs: list[RequestOutput] = []
+        failures: list[Exception] = []
+        for request_id, its_updates in of_request.items():
+            try:
+                output = self._process_request(request_id, its_updates)
+            except Exception as error:  # it costs this request; the others get what is theirs
+                failures.append(error)
+                self.abort_request(request_id)
                 continue
+            if output is not None:
+                outputs.append(output)
+        self._undelivered += outputs
+        if failures:
+            raise failures[0]
+        return outputs
+
+    def _process_request(
+        self, request_id: str, updates: list[SequenceUpdate]
+    ) -> RequestOutput | None:
+        """The same for one request, or one beam search."""
+        if request_id in self._searches:
+            search = self._searches[request_id]
+            for update in updates:
+                search.take(update)
+            if search.end_step():
+                del self._searches[request_id]
+            return None
+        for update in updates:
             stop = self.output_processor.append(update)
             if stop is not None:
                 self._stop(update.sequence, stop)
-            if update.new_token_ids:
-                with_news.setdefault(request_id, []).append(update.sequence)
-        outputs = []
-        for request_id, sequences in with_news.items():
-            if request_id in self._searches:
-                if self._searches[request_id].end_step():
-                    del self._searches[request_id]
-                continue
-            output = self.output_processor.build_output(sequences)
-            if output is not None:
-                outputs.append(output)
-                self._undelivered.append(output)
-        return outputs
+        with_news = [update.sequence for update in updates if update.new_token_ids]
+        return self.output_processor.build_output(with_news) if with_news else None
 
     def _stop(self, sequence: Sequence, stop: str) -> None:
         """A stop string was found: only the text tells, so the scheduler learns it here."""
@@ -215,9 +240,8 @@ class LLMEngine:
         """End a request now, at whatever stage, and free its blocks; False if it is not there.
 
         With `index`, end that one of its n completions: it stays in the outputs as it is, with
-        finish_reason "abort". If it was the last, the next step() brings them. (Before the
-        completions have forked there is only completion 0, and to end it alone is to end the
-        request.)
+        finish_reason "abort", which the next step() tells. (Before the completions have forked
+        there is only completion 0, and to end it alone is to end the request.)
         """
         with self._driving(), delayed_interrupt():
             if index is None:
@@ -229,18 +253,29 @@ class LLMEngine:
             state = self.output_processor.states.get(request_id)
             if state is None:
                 return False
-            if index is not None and index not in state.branches:
-                return False
-            indices = list(state.branches) if index is None else [index]
-            for branch in indices:
-                seq_id = state.branches[branch].sequence.seq_id
-                self.scheduler.finish(seq_id, SequenceStatus.FINISHED_ABORTED)
-            if index is not None and state.is_finished:  # the others' results are still wanted
-                last = self.output_processor.build_output([state.branches[index].sequence])
-                self._undelivered += [last] if last is not None else []
-            elif all(branch.sequence.status.finish_reason for branch in state.branches.values()):
+            if index is None:
+                for branch in state.branches.values():
+                    self.scheduler.finish(branch.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
                 del self.output_processor.states[request_id]
+                return True
+            if index not in state.branches:
+                return False
+            seq = state.branches[index].sequence
+            if not self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED):
+                return False
+            if seq.num_pending_forks:  # the others were to come of it
+                del self.output_processor.states[request_id]
+                return True
+            if state.is_finished or seq.sampling_params.output_kind is RequestOutputKind.DELTA:
+                news = self.output_processor.build_output([seq])
+                self._undelivered += [news] if news is not None else []
             return True
+
+    def _abort_sequence(self, seq_id: int) -> None:
+        """Abort the request that this sequence belongs to."""
+        for request_id, state in list(self.output_processor.states.items()):
+            if seq_id in [branch.sequence.seq_id for branch in state.branches.values()]:
+                self.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """True while step() has something to do or to tell."""
@@ -249,6 +284,11 @@ class LLMEngine:
     def is_unfinished(self, request_id: str) -> bool:
         """True for a request that was added and has neither finished nor been aborted."""
         return request_id in self.output_processor.states or request_id in self._searches
+
+    def is_served(self, sequence: Sequence) -> bool:
+        """True if this very sequence was queued and its request is unfinished."""
+        state = self.output_processor.states.get(sequence.request_id)
+        return state is not None and state.root is sequence
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while requests are running."""

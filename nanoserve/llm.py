@@ -26,7 +26,7 @@ from tqdm import tqdm
 from nanoserve.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.engine import LLMEngine
+from nanoserve.engine import LLMEngine, delayed_interrupt
 from nanoserve.processor import Prompt, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -132,6 +132,8 @@ class LLM:
 
     def abort_request(self, request_id: str, index: int | None = None) -> bool:
         """End a request (or one of its completions) now; False if there is none of this name."""
+        if index is None:
+            self._unclaimed = [o for o in self._unclaimed if o.request_id != request_id]
         return self.engine.abort_request(request_id, index)
 
     def has_unfinished_requests(self) -> bool:
@@ -203,6 +205,8 @@ class LLM:
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
         is_one = bool(messages) and isinstance(messages[0], dict)
         conversations = [messages] if is_one else messages
+        if "tokenize" in (chat_template_kwargs or {}):
+            raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
         options = {
             **(chat_template_kwargs or {}),
             "add_generation_prompt": add_generation_prompt,
@@ -223,17 +227,19 @@ class LLM:
 
         Raises ValueError or TypeError if a prompt cannot be served.
         """
-        searches: dict[str, BeamSearch] = {}
+        prompts = _as_list_of_prompts(prompts)
+        request_ids = [self._new_request_id("beam-search") for _ in prompts]
+        searches: list[BeamSearch] = []
         try:
-            for prompt in _as_list_of_prompts(prompts):
-                request_id = self._new_request_id("beam-search")
-                searches[request_id] = self.engine.add_beam_search(request_id, prompt, params)
-            while any(self.engine.is_unfinished(request_id) for request_id in searches):
+            for request_id, prompt in zip(request_ids, prompts, strict=True):
+                searches.append(self.engine.add_beam_search(request_id, prompt, params))
+            while any(self.engine.is_unfinished(request_id) for request_id in request_ids):
                 self._unclaimed += self.engine.step()
         finally:
-            for request_id in searches:
-                self.engine.abort_request(request_id)
-        return [self._with_texts(search.get_output()) for search in searches.values()]
+            with delayed_interrupt():
+                for request_id in request_ids:
+                    self.engine.abort_request(request_id)
+        return [self._with_texts(search.get_output()) for search in searches]
 
     def _with_texts(self, output: BeamSearchOutput) -> BeamSearchOutput:
         tokenizer = self.engine.tokenizer
@@ -260,6 +266,7 @@ class LLM:
 
     def close(self) -> None:
         """Give all memory back; the LLM is of no use afterwards."""
+        self._unclaimed = []
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -299,11 +306,11 @@ class LLM:
         that ours runs inside of. However this ends (Ctrl-C, an error, a caller who leaves), what
         has not finished is aborted.
         """
-        unfinished: set[str] = set()
+        mine = {sequence.request_id: sequence for _, sequence in requests}
+        unfinished = set(mine)
         try:
             for prompt, sequence in requests:
                 self.engine.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
-                unfinished.add(sequence.request_id)
             while unfinished:
                 self._unclaimed += self.engine.step()
                 outputs = [o for o in self._unclaimed if o.request_id in unfinished]
@@ -311,8 +318,12 @@ class LLM:
                 unfinished = {name for name in unfinished if self.engine.is_unfinished(name)}
                 yield from outputs
         finally:
-            for request_id in unfinished:
-                self.engine.abort_request(request_id)
+            with delayed_interrupt():
+                for request_id, sequence in mine.items():
+                    is_free = not self.engine.is_unfinished(request_id)
+                    if is_free or self.engine.is_served(sequence):  # else the name is another's
+                        self.engine.abort_request(request_id)
+                self._unclaimed = [o for o in self._unclaimed if o.request_id not in mine]
 
     def _new_request_id(self, kind: str) -> str:
         """A name that no unfinished request has."""

@@ -41,12 +41,13 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.input_batch import InputBatch
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
-from nanoserve.sampler import gather_logprobs, sample
+from nanoserve.sampler import RowError, gather_logprobs, sample
 from nanoserve.sequence import (
     BlockPair,
     ForkSample,
     ModelOutput,
     PromptLogprobs,
+    RequestError,
     ScheduledSequence,
     SchedulerOutput,
     TokenLogprobs,
@@ -192,10 +193,13 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden[inputs.last_tokens])
         if len(sample_rows) > len(inputs.sampled_rows):
             logits = logits.repeat_interleave(self._to_device(num_samples), dim=0)
-        output = sample(logits, self.batch.make_sampling_batch(sample_rows, forks))
+        seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
+        try:
+            output = sample(logits, self.batch.make_sampling_batch(sample_rows, forks))
+        except RowError as error:
+            raise RequestError(seq_of[sample_rows[error.row]], str(error)) from error.__cause__
 
         result = ModelOutput({}, {}, prompt_logprobs=prompt_logprobs)
-        seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
         samples = zip(
             sample_rows.tolist(), forks.tolist(), output.token_ids, output.logprobs, strict=True
         )

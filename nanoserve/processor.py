@@ -66,7 +66,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    metrics: RequestMetrics  # of the first completion
+    metrics: RequestMetrics  # over all completions; num_preemptions is that of the unluckiest
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
 
 
@@ -257,9 +257,10 @@ class InputProcessor:
     def _tokenize_bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the beginning of a text and within it.
 
-        Most tokenizers write a word differently behind a space. As in vLLM, the second spelling
-        counts only if it has as many tokens as the first and begins with another one: otherwise it
-        would forbid the space itself.
+        Most tokenizers write a word differently behind a space. vLLM's rule, and ours: the second
+        spelling counts only if it has as many tokens as the first and begins with another one. So
+        a word that is one token behind a space and two without it is forbidden only in the latter
+        spelling; to forbid both, give " word" as a logit_bias or logits processor.
         """
         spellings: list[tuple[int, ...]] = []
         for word in words:
@@ -441,7 +442,7 @@ class OutputProcessor:
         if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
             return None
         is_delta = kind is RequestOutputKind.DELTA
-        branches = [seq.branch for seq in sequences] if is_delta else sorted(state.branches)
+        branches = sorted(seq.branch for seq in sequences) if is_delta else sorted(state.branches)
         completions = [self._build_completion(state.branches[b], is_delta) for b in branches]
         if is_finished:
             del self.states[state.root.request_id]
@@ -452,7 +453,7 @@ class OutputProcessor:
             outputs=completions,
             finished=is_finished,
             num_cached_tokens=state.root.num_cached_tokens,
-            metrics=replace(state.root.metrics),  # a snapshot
+            metrics=self._merge_metrics(state),
             prompt_logprobs=state.prompt_logprobs,
         )
 
@@ -473,6 +474,19 @@ class OutputProcessor:
             stop_reason=seq.stop_reason,
             cumulative_logprob=branch.cumulative_logprob if has_logprobs else None,
             logprobs=branch.logprobs[first_token:] if has_logprobs else None,
+        )
+
+    @staticmethod
+    def _merge_metrics(state: RequestState) -> RequestMetrics:
+        """A snapshot over all completions: the first token of any, the end of the last."""
+        of_branches = [branch.sequence.metrics for branch in state.branches.values()]
+        last_tokens = [m.last_token_time for m in of_branches if m.last_token_time is not None]
+        ends = [m.finished_time for m in of_branches if m.finished_time is not None]
+        return replace(
+            state.root.metrics,
+            last_token_time=max(last_tokens, default=None),
+            finished_time=max(ends, default=None) if state.is_finished else None,
+            num_preemptions=max(m.num_preemptions for m in of_branches),
         )
 
     @staticmethod

@@ -100,6 +100,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     """Choose one token for each row of logits [num_rows, vocab_size]."""
     raw = logits.float()
     logits = apply_constraints(raw, batch)
+    if logits is not raw:
+        _check_something_is_left(logits)
     is_greedy = batch.temperature < GREEDY_TEMPERATURE
     token_ids = logits.argmax(dim=-1)
     if not bool(is_greedy.all()):
@@ -112,6 +114,26 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
         token_ids = torch.where(is_greedy, token_ids, drawn)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
     return SamplerOutput(token_ids.tolist(), logprobs)
+
+
+class RowError(ValueError):
+    """A row cannot be sampled, by its own doing."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+def _check_something_is_left(logits: Tensor) -> None:
+    """Raise RowError for the first row in which no token is possible any more."""
+    is_dead = ~torch.isfinite(logits.amax(dim=-1))
+    if is_dead.any():
+        row = int(is_dead.nonzero()[0])
+        raise RowError(
+            row,
+            "no token is possible: allowed_token_ids, bad_words, min_tokens, logits processors and "
+            "the mask together forbid all of them (or a logit is NaN).",
+        )
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -170,11 +192,16 @@ def apply_logits_processors(logits: Tensor, processors: tuple[RowProcessors, ...
             arguments: list[list[int]] = [output_token_ids]
             if _num_required_parameters(processor) == 3:
                 arguments = [prompt_token_ids, output_token_ids]
-            result = processor(*arguments, logits[row].clone())
+            try:
+                result = processor(*arguments, logits[row].clone())
+            except Exception as error:
+                message = f"a logits processor raised {type(error).__name__}: {error}"
+                raise RowError(row, message) from error
             if not isinstance(result, Tensor) or result.shape != logits[row].shape:
-                raise ValueError(
+                raise RowError(
+                    row,
                     f"a logits processor ({processor!r}) must return a tensor of shape "
-                    f"{tuple(logits[row].shape)}, got {result!r}."
+                    f"{tuple(logits[row].shape)}, got {result!r}.",
                 )
             logits[row] = result
     return logits

@@ -14,7 +14,6 @@ vLLM: V0 and V1 share vllm/sampling_params.py.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ def _check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None
 
 GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature would overflow
 INT_LIMIT = 2**31 - 1
-LARGEST = sys.float_info.max  # infinity is out of range
+LARGEST = 3.4e38  # of float32, in which logits are
 SEED_LIMIT = 2**63 - 1
 
 
@@ -84,7 +83,7 @@ class SamplingParams:
     # token id -> added to its logit, -100 to 100
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Seq[int] | None = None  # nothing but these
-    bad_words: Seq[str] | None = None  # never complete one of these
+    bad_words: Seq[str] | None = None  # never complete one of these (in the spellings vLLM bans)
     logits_processors: Seq[LogitsProcessor] | None = None  # Python's turn at the logits of one row
     detokenize: bool = True  # make text of the tokens
     skip_special_tokens: bool = True  # leave <|im_end|> and its like out of the text

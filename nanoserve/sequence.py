@@ -140,6 +140,14 @@ class Sequence:
         return True
 
 
+class RequestError(ValueError):
+    """One sequence's own doing made a step fail, such as a logits processor that raises."""
+
+    def __init__(self, seq_id: int, message: str) -> None:
+        super().__init__(message)
+        self.seq_id = seq_id
+
+
 class NewSequence(NamedTuple):
     """A sequence the runner does not know: new, or back from preemption. Sent in full, once."""
 

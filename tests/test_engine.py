@@ -23,6 +23,7 @@ from nanoserve import BeamSearchParams, LLMEngine, RequestOutput, RequestOutputK
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import RequestError
 
 VOCAB_SIZE = 50
 EOS = 49
@@ -300,6 +301,61 @@ def test_a_listener_that_raises_costs_no_output(make_engine: MakeEngine) -> None
         engine.step()
     [output] = engine.step()
     assert output.outputs[0].token_ids == expect([1, 2, 3], 1)
+
+
+def test_a_failure_in_one_output_costs_that_request_alone(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get what is theirs, with the next call, and no request id stays in use."""
+    engine = make_engine()
+    engine.add_request("bad", [1, 2, 3], params(max_tokens=1))
+    engine.add_request("good", [4, 5, 6], params(max_tokens=1))
+    append = engine.output_processor.append
+
+    def faulty(update: Any) -> str | None:
+        if update.sequence.request_id == "bad":
+            raise ValueError("no text")
+        return append(update)
+
+    monkeypatch.setattr(engine.output_processor, "append", faulty)
+    with pytest.raises(ValueError, match="no text"):
+        engine.step()
+    [output] = engine.step()
+    assert output.outputs[0].token_ids == expect([4, 5, 6], max_tokens=1)
+    assert not engine.is_unfinished("bad")
+    assert not engine.has_unfinished_requests()
+
+
+def test_who_makes_a_step_fail_is_aborted(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is raised once; the others go on and get their tokens."""
+    engine = make_engine()
+    engine.add_request("bad", [1, 2, 3], params())
+    engine.add_request("good", [4, 5, 6], params())
+    execute, guilty = engine.executor.execute_model, engine.scheduler.waiting[0].seq_id
+
+    def faulty(scheduler_output: Any) -> Any:
+        if guilty in [item.seq_id for item in scheduler_output.scheduled]:
+            raise RequestError(guilty, "a logits processor raised")
+        return execute(scheduler_output)
+
+    monkeypatch.setattr(engine.executor, "execute_model", faulty)
+    with pytest.raises(RequestError, match="raised"):
+        engine.step()
+    assert not engine.is_unfinished("bad")
+    [output] = finish(engine).values()
+    assert output.outputs[0].token_ids == expect([4, 5, 6])
+
+
+def test_a_delta_tells_of_a_completion_that_was_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params(n=2, output_kind=RequestOutputKind.DELTA))
+    engine.step()
+    assert engine.abort_request("a", 1)
+    assert not engine.abort_request("a", 1)
+    told = [c for output in engine.step() for c in output.outputs if c.finish_reason]
+    assert [(c.index, c.finish_reason) for c in told] == [(1, "abort")]
 
 
 def test_two_threads_are_noticed(make_engine: MakeEngine) -> None:

@@ -6,14 +6,16 @@ import gc
 import json
 import logging
 import shutil
+import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, BeamSearchParams, SamplingParams
 from nanoserve.config import DEMO_MODEL
 from nanoserve.processor import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
@@ -1004,3 +1006,43 @@ def test_kv_cache_memory_in_bytes() -> None:
         block_bytes = used // runner.num_kv_blocks
         assert 4 * 2**20 - block_bytes < used <= 4 * 2**20
         assert_serves(llm)
+
+
+def test_ctrl_c_while_queueing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a second one while the first is being cleaned up after."""
+    with LLM(num_kv_blocks=64, device="cpu") as llm:
+        engine = llm.engine
+        for name in ("add", "finish"):
+            method = getattr(engine.scheduler, name)
+
+            def interrupted(*args: Any, method: Callable[..., Any] = method) -> Any:
+                signal.raise_signal(signal.SIGINT)
+                return method(*args)
+
+            monkeypatch.setattr(engine.scheduler, name, interrupted)
+        for call in (
+            lambda: llm.generate(["What is 1 + 1?", "What is 2 + 2?"], use_tqdm=False),
+            lambda: llm.beam_search(["What is 1 + 1?"], BeamSearchParams(2, 4)),
+        ):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+            assert not engine.has_unfinished_requests()
+            assert not llm.has_unfinished_requests()
+        monkeypatch.undo()
+        question = [{"role": "user", "content": "What is 17 + 25?"}]
+        [output] = llm.chat(question, SamplingParams(temperature=0), use_tqdm=False)
+        assert "42" in output.outputs[0].text
+
+
+def test_an_aborted_request_brings_no_stray_outputs() -> None:
+    """Neither what a loop set aside for it, nor what a closed stream was still to get."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(num_kv_blocks=64, device="cpu") as llm:
+        llm.add_request("mine", "Once upon a time", replace(params, max_tokens=100))
+        stream = llm.stream("One day", params)
+        next(stream)
+        llm.generate("What is 1 + 1?", params, use_tqdm=False)
+        assert llm.abort_request("mine")
+        stream.close()
+        assert not llm.has_unfinished_requests()
+        assert llm.step() == []

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoserve.sampler import (
     Penalties,
+    RowError,
     RowProcessors,
     SamplingBatch,
     TokenRows,
@@ -409,6 +410,7 @@ def test_logprobs_are_raw_whatever_the_rules(
     logits = torch.tensor([row for row, _ in rows])
     batch = constrained_batch([rules for _, rules in rows])
     batch = replace(batch, num_logprobs=(VOCAB,) * len(rows))
+    assume(bool(apply_constraints(logits, batch).amax(dim=-1).isfinite().all()))
     output = sample(logits, batch)
     for row, token, entry in zip(logits, output.token_ids, output.logprobs, strict=True):
         assert entry is not None
@@ -416,6 +418,24 @@ def test_logprobs_are_raw_whatever_the_rules(
         expected = row.log_softmax(-1)
         for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
             assert logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_nothing_left_is_an_error_that_names_it(temperature: float) -> None:
+    """Not a token that was forbidden."""
+    batch = SamplingBatch(
+        temperature=torch.full((3,), temperature),
+        top_k=None,
+        top_p=None,
+        min_p=None,
+        uniform=torch.full((3,), 0.5, dtype=torch.float64),
+        num_logprobs=(None,) * 3,
+        allowed=((1, (2,)),),
+        banned=TokenRows([0, 1], [0, 2], []),
+    )
+    with pytest.raises(RowError, match="no token is possible") as caught:
+        sample(torch.zeros(3, 4), batch)
+    assert caught.value.row == 1
 
 
 def test_each_stage_alone() -> None:
