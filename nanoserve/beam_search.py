@@ -135,16 +135,20 @@ class BeamSearch:
                 if live.proposals:
                     self.scheduler.finish(live.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
             return False
-        chosen = self._choose()
-        parents, self.live = self.live, {}
-        for parent, beam in chosen:
+        children: dict[int, list[BeamSearchSequence]] = {seq_id: [] for seq_id in self.live}
+        for parent, beam in self._choose():
             if len(beam.tokens) - self.num_prompt_tokens >= self.max_tokens:
                 self.completed.append(replace(beam, finish_reason="length"))
             else:
-                sequence = self._fork(parent.sequence, beam.tokens)
+                children[parent.sequence.seq_id].append(beam)
+        parents, self.live = self.live, {}
+        for seq_id, beams in children.items():  # first make place
+            if not beams:
+                self.scheduler.finish(seq_id, SequenceStatus.FINISHED_STOPPED)
+        for seq_id, beams in children.items():
+            for beam in beams:
+                sequence = self._fork(parents[seq_id].sequence, beam.tokens, beam is beams[-1])
                 self.live[sequence.seq_id] = _Beam(beam, sequence)
-        for seq_id in parents:
-            self.scheduler.finish(seq_id, SequenceStatus.FINISHED_STOPPED)
         return not self.live
 
     def get_output(self) -> BeamSearchOutput:
@@ -177,7 +181,7 @@ class BeamSearch:
         candidates.sort(key=lambda candidate: self.score(candidate[1]), reverse=True)
         return candidates[: self.params.beam_width]
 
-    def _fork(self, parent: Sequence, token_ids: list[int]) -> Sequence:
+    def _fork(self, parent: Sequence, token_ids: list[int], ends_parent: bool) -> Sequence:
         """A sequence of these tokens, on the parent's blocks if it still has them."""
         child = replace(
             parent,
@@ -188,5 +192,5 @@ class BeamSearch:
             block_hashes=[],
         )
         child.token_ids = list(token_ids)
-        self.scheduler.add_fork(parent, child)
+        self.scheduler.add_fork(parent, child, ends_parent)
         return child

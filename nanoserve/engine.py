@@ -22,6 +22,7 @@ import logging
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,7 @@ class LLMEngine:
         self.on_step: list[StepListener] = []  # called with each step's decision and outputs
         self._searches: dict[str, BeamSearch] = {}  # request id -> search, of unfinished ones
         self._undelivered: list[RequestOutput] = []
+        self._to_abort: deque[str] = deque()  # request ids, from abort_soon
         self._lock = threading.RLock()
         self._is_closed = False
         self._log_what_runs()
@@ -166,6 +168,8 @@ class LLMEngine:
         """
         with self._driving():
             self._check_open()
+            while self._to_abort:
+                self.abort_request(self._to_abort.popleft())
             is_committed = False
             outputs: list[RequestOutput] = []
             try:
@@ -270,6 +274,14 @@ class LLMEngine:
                 news = self.output_processor.build_output([seq])
                 self._undelivered += [news] if news is not None else []
             return True
+
+    def abort_soon(self, request_id: str) -> None:
+        """abort_request, but also from a thread that may not drive the engine just now: whoever
+        does will abort it with the next step."""
+        try:
+            self.abort_request(request_id)
+        except RuntimeError:
+            self._to_abort.append(request_id)
 
     def _abort_sequence(self, seq_id: int) -> None:
         """Abort the request that this sequence belongs to."""

@@ -238,7 +238,7 @@ class LLM:
         finally:
             with delayed_interrupt():
                 for request_id in request_ids:
-                    self.engine.abort_request(request_id)
+                    self.engine.abort_soon(request_id)
         return [self._with_texts(search.get_output()) for search in searches]
 
     def _with_texts(self, output: BeamSearchOutput) -> BeamSearchOutput:
@@ -322,7 +322,7 @@ class LLM:
                 for request_id, sequence in mine.items():
                     is_free = not self.engine.is_unfinished(request_id)
                     if is_free or self.engine.is_served(sequence):  # else the name is another's
-                        self.engine.abort_request(request_id)
+                        self.engine.abort_soon(request_id)
                 self._unclaimed = [o for o in self._unclaimed if o.request_id not in mine]
 
     def _new_request_id(self, kind: str) -> str:

@@ -204,10 +204,10 @@ class Scheduler:
         self._give_blocks(seq, num_tokens, step)
         return True
 
-    def _has_place_for(self, seq: Sequence) -> bool:
+    def _has_place_for(self, seq: Sequence, num_freed: int = 0) -> bool:
         """Within max_num_seqs, counting the branches that are still to fork off."""
         num_places = len(self.running) + sum(other.num_pending_forks for other in self.running)
-        return num_places + 1 + seq.num_pending_forks <= self.max_num_seqs
+        return num_places - num_freed + 1 + seq.num_pending_forks <= self.max_num_seqs
 
     def _run(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
@@ -279,19 +279,22 @@ class Scheduler:
         self._append_tokens(child, (first.token_id,))
         return SequenceUpdate(child, (first.token_id,), first.logprobs)
 
-    def add_fork(self, parent: Sequence, child: Sequence) -> None:
+    def add_fork(self, parent: Sequence, child: Sequence, ends_parent: bool = False) -> None:
         """Let `child`, whose tokens begin with those that are computed of `parent`, run beside it
         on shared blocks; the runner is told with the next step.
 
         If `parent` holds no blocks any more, or no place is left, the child waits instead, and
-        finds what is still in the prefix cache.
+        finds what is still in the prefix cache. With `ends_parent` the parent is finished, and
+        leaves the child its place.
         """
-        if parent not in self.running or not self._has_place_for(child):
+        if parent not in self.running or not self._has_place_for(child, num_freed=ends_parent):
             self.add(child)
-            return
-        self.block_manager.fork(parent, child)
-        self.sequences[child.seq_id] = child
-        self._run(child)
+        else:
+            self.block_manager.fork(parent, child)
+            self.sequences[child.seq_id] = child
+            self._run(child)
+        if ends_parent:
+            self.finish(parent.seq_id, SequenceStatus.FINISHED_STOPPED)
 
     @staticmethod
     def _append_tokens(seq: Sequence, sampled: tuple[int, ...]) -> int:

@@ -272,3 +272,14 @@ def test_a_search_that_cannot_be_served_is_refused(demo_llm: LLM) -> None:
             demo_llm.beam_search(prompts, how)
         assert_idle(demo_llm)
     assert demo_llm.beam_search([], params) == []
+
+
+def test_beams_fork_into_their_parents_places() -> None:
+    """With just beam_width places and no prefix cache, nothing is computed twice."""
+    num_scheduled: list[int] = []
+    with LLM(num_kv_blocks=64, max_num_seqs=4, enable_prefix_caching=False, device="cpu") as llm:
+        llm.engine.on_step.append(
+            lambda decided, _: num_scheduled.append(decided.total_num_scheduled_tokens)
+        )
+        llm.beam_search(list(range(20, 40)), BeamSearchParams(4, 6, ignore_eos=True))
+    assert num_scheduled == [20, 4, 4, 4, 4, 4]

@@ -348,6 +348,26 @@ def test_who_makes_a_step_fail_is_aborted(
     assert output.outputs[0].token_ids == expect([4, 5, 6])
 
 
+def test_another_thread_may_give_its_request_up(make_engine: MakeEngine) -> None:
+    """Not at once, since somebody else is inside; with the next step."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params())
+    engine.add_request("b", [4, 5, 6], params())
+
+    def give_up(*_: object) -> None:
+        engine.on_step.clear()
+        thread = threading.Thread(target=engine.abort_soon, args=("b",))
+        thread.start()
+        thread.join()
+        assert engine.is_unfinished("b")
+
+    engine.on_step.append(give_up)
+    engine.step()
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert not engine.is_unfinished("b")
+    assert list(finish(engine)) == ["a"]
+
+
 def test_a_delta_tells_of_a_completion_that_was_aborted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(n=2, output_kind=RequestOutputKind.DELTA))
