@@ -175,11 +175,9 @@ class Scheduler:
         if not self._has_place_for(seq):
             return False
         cached_blocks = self.block_manager.get_cached_blocks(seq)
-        missing = seq.num_tokens - len(cached_blocks) * self.block_manager.block_size
-        num_tokens = min(missing, self.max_chunk, step.budget)
-        if num_tokens < missing and not self.enable_chunked_prefill:
-            return False
-        if not self.block_manager.can_allocate(seq, cached_blocks):
+        num_cached = len(cached_blocks) * self.block_manager.block_size
+        num_tokens = self._first_chunk(seq.num_tokens - num_cached, step)
+        if not num_tokens or not self.block_manager.can_allocate(seq, cached_blocks):
             return False
         self.waiting.remove(seq)
         self.block_manager.allocate(seq, cached_blocks)
@@ -192,17 +190,22 @@ class Scheduler:
 
     def _swap_in(self, seq: Sequence, step: _Step) -> bool:
         """SWAPPED -> RUNNING, if it fits. Nothing is computed again."""
-        missing = seq.num_tokens - seq.num_computed_tokens
-        num_tokens = min(missing, self.max_chunk, step.budget)
-        if num_tokens < missing and not self.enable_chunked_prefill:
+        num_tokens = self._first_chunk(seq.num_tokens - seq.num_computed_tokens, step)
+        if not num_tokens or not self._has_place_for(seq):
             return False
-        if not self._has_place_for(seq) or not self.block_manager.can_swap_in(seq):
+        if not self.block_manager.can_swap_in(seq):
             return False
         self.swapped.remove(seq)
         step.swap_in += self.block_manager.swap_in(seq)
         self._run(seq)
         self._give_blocks(seq, num_tokens, step)
         return True
+
+    def _first_chunk(self, missing: int, step: _Step) -> int:
+        """How many of its missing tokens a sequence that joins the step gets; 0 if they do not all
+        fit and may not be split."""
+        num_tokens = min(missing, self.max_chunk, step.budget)
+        return num_tokens if num_tokens == missing or self.enable_chunked_prefill else 0
 
     def _has_place_for(self, seq: Sequence, num_freed: int = 0) -> bool:
         """Within max_num_seqs, counting the branches that are still to fork off."""
