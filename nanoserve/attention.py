@@ -14,7 +14,8 @@ sequence are always its last tokens: query j of q in a sequence of seq_len keys 
 seq_len - q + j, and sees the keys up to there. That one sentence covers prefill, chunked prefill,
 cached prefixes and decode.
 
-The functions named `..._torch` are the specification, and what a CPU runs. Nothing is passed by a
+The functions named `..._torch` are the specification, and what a CPU runs; those named
+`..._triton` (attention_triton.py) are what a GPU runs. Nothing is passed by a
 global forward context (vLLM and nano-vllm have one): what attention reads stands in its signature.
 
 vLLM: vllm/attention/: selector.py, backends/, ops/paged_attn.py (V0); vllm/v1/attention/:
@@ -233,18 +234,44 @@ class AttentionBackend(NamedTuple):
     name: str
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
+    can_be_captured: bool = False  # in a CUDA graph: launches depend on nothing but shapes
 
 
 TORCH_BACKEND = AttentionBackend("torch", store_kv_torch, paged_attention_torch)
 
 
-def choose_backend(wanted: str | AttentionBackend) -> AttentionBackend:
-    """The one place that chooses: "auto" and "torch" are the functions of this file (the Triton
-    kernel will join them here); an AttentionBackend of your own is taken as it is."""
+def choose_backend(
+    wanted: str | AttentionBackend, device: torch.device | None = None
+) -> AttentionBackend:
+    """The one place that chooses. "auto" is "triton" on a CUDA GPU (where Triton is installed) and
+    "torch" elsewhere; an AttentionBackend of your own is taken as it is.
+
+    Raises ValueError for "triton" where it cannot run: on a CPU only Triton's interpreter does,
+    which TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
+    """
     if isinstance(wanted, AttentionBackend):
         return wanted
-    if wanted not in ("auto", "torch"):
+    if wanted not in ("auto", "torch", "triton"):
         raise ValueError(
-            f"attention_backend is {wanted!r}; allowed: auto, torch, or an AttentionBackend."
+            f"attention_backend is {wanted!r}; allowed: auto, torch, triton, or an "
+            "AttentionBackend."
         )
-    return TORCH_BACKEND
+    is_gpu = device is not None and device.type == "cuda"
+    if wanted == "torch" or (wanted == "auto" and not is_gpu):
+        return TORCH_BACKEND
+    try:
+        import triton  # only here: a Mac has none, and a CPU run needs none
+    except ImportError:
+        if wanted == "auto":
+            return TORCH_BACKEND
+        raise ValueError(
+            "attention_backend is 'triton', but Triton is not installed here. Use 'auto'."
+        ) from None
+    if not is_gpu and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
+            "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
+        )
+    from nanoserve.attention_triton import paged_attention_triton, store_kv_triton
+
+    return AttentionBackend("triton", store_kv_triton, paged_attention_triton, True)

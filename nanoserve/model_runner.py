@@ -86,7 +86,7 @@ class ModelRunner:
         self.block_size = config.block_size
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-        self.backend = choose_backend(attention_backend)
+        self.backend = choose_backend(attention_backend, self.device)
         build = Build(dtype=self.dtype, device=self.device, attention=self.backend)
         self.model = load_model(config, model_config, build)
         specs = self.model.kv_cache_specs()

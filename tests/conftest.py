@@ -16,9 +16,13 @@ from nanoserve import LLM
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ordinary tests run on the CPU, in float32, on every machine; `-m gpu` runs the others."""
+    """Ordinary tests run on the CPU, in float32, on every machine; `-m gpu` runs the others.
+
+    On a CPU, Triton's interpreter runs the kernels; it must be told before Triton is imported.
+    """
     if "gpu" not in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

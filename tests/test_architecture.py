@@ -27,7 +27,8 @@ CONTROL_PLANE: dict[str, set[str]] = {
     "processor": {"config", "sampling_params", "sequence"},
 }
 DATA_PLANE: dict[str, set[str]] = {
-    "attention": set(),
+    "attention": {"attention_triton"},
+    "attention_triton": set(),
     "parallel": set(),
     "layers": {"attention", "parallel"},
     "models": {"attention", "config", "layers", "parallel"},

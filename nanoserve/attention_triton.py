@@ -1,0 +1,642 @@
+"""How does a GPU read scattered keys at the speed of its memory?
+
+One Triton kernel does all attention of a step: prefill, chunked prefill, decode, cached prefixes,
+draft verification. It is attention.py's `paged_attention_torch`, with the same signature and (but
+for rounding) the same result, in one pass over the keys and without writing the scores down.
+
+*Tiles.* A program (a block of GPU threads) takes a tile of queries and walks over tiles of keys. 4
+queries over 4 keys with tiles of 2 x 2; "x" is seen, "." is masked by causality:
+
+                    keys  0 1 | 2 3
+    queries  0            x . |            tile (0, 0): on the diagonal, masked
+             1            x x |            tile (0, 1): wholly hidden, never visited
+             ------------------------
+             2            x x | x .        tile (1, 0): wholly visible, no mask computed: in a long
+             3            x x | x x        tile (1, 1): masked       text nearly all tiles are so
+
+*Online softmax.* A row keeps three things of the keys it has met: the largest score m, the total of
+2^(score - m), and the equally weighted sum acc of the values. When a new tile raises m, what was
+summed so far is scaled by 2^(old m - new m). (Powers of 2, because the hardware has them; log2(e)
+is folded into the scale.) Query 3, with scores 1 3 | 4 2:
+
+    after tile 0:  m = 3   total = 1/4 + 1 = 5/4           acc = 1/4 v0 + v1
+    after tile 1:  m = 4   total = 5/8 + 1 + 1/4 = 15/8    acc = 1/8 v0 + 1/2 v1 + v2 + 1/4 v3
+    output         acc / total = (2 v0 + 8 v1 + 16 v2 + 4 v3) / 30, which is the softmax in full
+
+*Splits.* One sequence alone would keep one program per key head busy, on a GPU with room for
+hundreds. So the key range may be cut: each split gives its acc / total and lse = m + log2(total),
+and a second, small kernel adds them with weights 2^lse. Above: lse log2(10) and log2(20), so 1/3 of
+the first split's output and 2/3 of the second's.
+
+*Grouped-query heads.* All query heads that share a key head are rows of one tile, so that each key
+is loaded once for all of them: row = query * GROUP + head, BLOCK_M rows hold BLOCK_Q queries.
+
+*Specialisations.* A decode wants small tiles and a deep queue of loads, a prefill large tiles for
+the tensor cores; one kernel that branches between them at run time is good at neither. The same
+source is compiled for each: `PER_SEQUENCE` (a program per sequence, for those with few queries) and
+tiled (a program per tile of queries), each with one split or several. A step that mixes long and
+short launches both over the whole batch, and each sequence is answered by just one of them. Which
+one is decided on the device, so that the launch depends on nothing but tensor shapes: it costs no
+synchronisation, and a CUDA graph can hold it.
+
+Left out: tiles chosen by trial (autotuning: it stalls a server, and cannot happen inside a graph),
+8-bit caches, tensor-memory-accelerator loads.
+
+vLLM: vllm/attention/ops/: prefix_prefill.py, csrc/attention/ (V0);
+vllm/v1/attention/ops/triton_unified_attention.py (V1). Papers: online softmax, arXiv 1805.02867;
+FlashAttention 2, arXiv 2307.08691; Flash-Decoding (splits), PyTorch blog, October 2023;
+PagedAttention, arXiv 2309.06180; The Anatomy of a Triton Attention Kernel, arXiv 2511.11581.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = 1.4426950408889634
+PROGRAMS_PER_SM = 4  # so many decode programs hide each other's waits for memory
+SHARED_MEMORY_RESERVE = 4096  # bytes: block ids, and what the compiler keeps there
+MAX_SPLITS = 64
+MIN_SPLIT_KEYS = 256  # shorter splits would spend their time on starting and merging
+
+
+# -- the kernel --
+
+
+@triton.jit
+def _load(pointers, mask, IS_MASKED: tl.constexpr):
+    """tl.load, with a mask (and 0 where it is False) only if it is needed."""
+    if IS_MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def _walk(
+    state,
+    query,  # [BLOCK_M, BLOCK_D]
+    first_tile,
+    end_tile,
+    row_position,  # [BLOCK_M]: each row's place in its sequence
+    seq_len,
+    table,
+    key_head,
+    value_head,
+    key_block_stride,
+    key_slot_stride,
+    value_block_stride,
+    value_slot_stride,
+    scale_log2,
+    soft_cap_log2,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Online softmax over key tiles [first_tile, end_tile); `state` is (m, total, acc).
+
+    IS_MASKED: some row of some of these tiles may not see some key, or keys end within them.
+    """
+    m, total, acc = state
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    for tile in range(first_tile, end_tile):
+        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # of the tile's keys
+        exists = position < seq_len
+        if IS_MASKED:
+            block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0)
+        else:
+            block = tl.load(table + position // BLOCK_SIZE)
+        block = block.to(tl.int64)  # block * stride passes 2^31 in a large cache
+        slot = position % BLOCK_SIZE
+
+        key_row = key_head + block * key_block_stride + slot * key_slot_stride
+        key = _load(
+            key_row[None, :] + dims[:, None],  # [BLOCK_D, BLOCK_N]
+            (dims < HEAD_DIM)[:, None],
+            HEAD_DIM < BLOCK_D,
+        )
+        score = tl.dot(query, key, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
+            doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
+            score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+        else:
+            score = score * scale_log2
+        if IS_MASKED:
+            distance = row_position[:, None] - position[None, :]
+            visible = (distance >= 0) & exists[None, :]
+            if WINDOW > 0:
+                visible = visible & (distance < WINDOW)
+            score = tl.where(visible, score, float("-inf"))
+
+        new_m = tl.maximum(m, tl.max(score, axis=1))
+        shift = new_m
+        if IS_MASKED:  # a row that has met no visible key yet: -inf - -inf would be NaN
+            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        weight = tl.exp2(score - shift[:, None])
+        shrink = tl.exp2(m - shift)
+        total = total * shrink + tl.sum(weight, axis=1)
+        m = new_m
+
+        # Slots past the end hold other requests' old numbers, and 0 * NaN is NaN: load 0 there.
+        value_row = value_head + block * value_block_stride + slot * value_slot_stride
+        value = _load(
+            value_row[:, None] + value_dims[None, :],  # [BLOCK_N, BLOCK_V]
+            exists[:, None] & (value_dims < VALUE_DIM)[None, :],
+            IS_MASKED or VALUE_DIM < BLOCK_V,
+        )
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
+    return m, total, acc
+
+
+@triton.jit
+def _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
+    """The sequence that program `tile` belongs to, and its first tile, when a sequence with queries
+    [start, end) owns the tiles from start // BLOCK_Q + its index.
+
+    That gives each at least ceil(queries / BLOCK_Q) tiles and needs no table: a binary search.
+    """
+    low = 0
+    high = num_seqs  # the answer is in [low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tl.load(query_start_loc + low) // BLOCK_Q + low
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "max_short"])
+def paged_attention_kernel(
+    query,  # [num_tokens, num_heads, HEAD_DIM]
+    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
+    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
+    block_table,  # [num_seqs, max_blocks]
+    query_start_loc,  # [num_seqs + 1]
+    seq_lens,  # [num_seqs]
+    output,  # [num_tokens, num_heads, NUM_SPLITS, VALUE_DIM]
+    lse,  # [num_tokens, num_heads, NUM_SPLITS]; not used by a single split
+    num_seqs,
+    query_stride,
+    query_head_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    table_stride,
+    max_short,  # PER_SEQUENCE answers sequences of up to so many queries, the tiled launch the rest
+    scale_log2,  # scale * log2(e); with a soft cap divided by it
+    soft_cap_log2,  # soft cap * log2(e)
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per key head
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of 2
+    BLOCK_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # slots in a KV block
+    BLOCK_M: tl.constexpr,  # rows of a query tile
+    BLOCK_N: tl.constexpr,  # keys of a key tile
+    WINDOW: tl.constexpr,  # 0: none
+    HAS_SOFT_CAP: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PER_SEQUENCE: tl.constexpr,  # a program per sequence, else per tile of queries
+):
+    """Attention of one tile of queries, one key head, one split. Grid: (tiles, kv heads, splits).
+
+    Tiles are counted from the end: under causality the last ones are the longest to compute, and
+    what starts last should be short.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    if PER_SEQUENCE:
+        seq, first_tile_of_seq = tile, tile
+    else:
+        seq, first_tile_of_seq = _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q)
+    query_start = tl.load(query_start_loc + seq)
+    query_len = tl.load(query_start_loc + seq + 1) - query_start
+    seq_len = tl.load(seq_lens + seq)
+
+    # Which of its queries are ours: of a whole sequence all, tile by tile; else those of one tile.
+    first_query = (tile - first_tile_of_seq) * BLOCK_Q
+    if PER_SEQUENCE:
+        end_query = tl.where(query_len <= max_short, query_len, 0)
+    else:
+        end_query = tl.minimum(first_query + BLOCK_Q, query_len)
+        end_query = tl.where(query_len <= max_short, 0, end_query)
+
+    row = tl.arange(0, BLOCK_M)
+    row_query, row_head = row // GROUP, kv_head * GROUP + row % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    table = block_table + seq.to(tl.int64) * table_stride
+    key_head = key_cache + kv_head * key_head_stride
+    value_head = value_cache + kv_head * value_head_stride
+
+    for start in range(first_query, end_query, BLOCK_Q):
+        end = tl.minimum(start + BLOCK_Q, query_len)
+        is_row = (row_query < BLOCK_Q) & (start + row_query < end)
+        token = (query_start + start + row_query).to(tl.int64)
+        row_position = seq_len - query_len + start + row_query
+        first_position = seq_len - query_len + start
+        last_position = seq_len - query_len + end - 1
+
+        # Key tiles [begin, stop) hold what any row sees; [full, full_stop) what all rows see.
+        begin = 0
+        full = 0
+        if WINDOW > 0:
+            begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
+            full = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N)
+        stop = tl.cdiv(last_position + 1, BLOCK_N)
+        full_stop = (first_position + 1) // BLOCK_N
+        if NUM_SPLITS > 1:
+            per_split = tl.cdiv(stop - begin, NUM_SPLITS)
+            begin = begin + split * per_split
+            stop = tl.minimum(begin + per_split, stop)
+        full = tl.minimum(tl.maximum(full, begin), stop)
+        full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
+
+        loaded = tl.load(
+            query
+            + token[:, None] * query_stride
+            + row_head[:, None] * query_head_stride
+            + dims[None, :],
+            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        state = (
+            tl.full([BLOCK_M], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_M], tl.float32),
+            tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
+        )
+        for phase in tl.static_range(0 if WINDOW > 0 else 1, 3):
+            m, total, acc = _walk(
+                state,
+                loaded,
+                begin if phase == 0 else (full if phase == 1 else full_stop),
+                full if phase == 0 else (full_stop if phase == 1 else stop),
+                row_position,
+                seq_len,
+                table,
+                key_head,
+                value_head,
+                key_block_stride,
+                key_slot_stride,
+                value_block_stride,
+                value_slot_stride,
+                scale_log2,
+                soft_cap_log2,
+                HEAD_DIM=HEAD_DIM,
+                VALUE_DIM=VALUE_DIM,
+                BLOCK_D=BLOCK_D,
+                BLOCK_V=BLOCK_V,
+                BLOCK_SIZE=BLOCK_SIZE,
+                BLOCK_N=BLOCK_N,
+                WINDOW=WINDOW,
+                HAS_SOFT_CAP=HAS_SOFT_CAP,
+                IS_MASKED=phase != 1,
+            )
+            state = (m, total, acc)
+
+        m, total, acc = state
+        # total is 0 where a split had no keys
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        place = (token * NUM_HEADS + row_head) * NUM_SPLITS + split
+        tl.store(
+            output + place[:, None] * VALUE_DIM + value_dims[None, :],
+            result.to(output.dtype.element_ty),
+            mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
+        )
+        if NUM_SPLITS > 1:
+            tl.store(lse + place, m + tl.log2(total), mask=is_row)  # -inf where total is 0
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def merge_splits_kernel(
+    partial,  # [num_tokens, num_heads, NUM_SPLITS, VALUE_DIM] float32
+    lse,  # [num_tokens, num_heads, NUM_SPLITS] float32
+    query_start_loc,  # [num_seqs + 1]
+    output,  # [num_tokens, num_heads, VALUE_DIM]
+    num_seqs,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,  # a power of 2
+):
+    """Add one head's splits with weights 2^lse. Grid: (num_tokens, num_heads)."""
+    token = tl.program_id(0)
+    if token >= tl.load(query_start_loc + num_seqs):
+        return  # padding: nobody wrote its splits
+    place = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, BLOCK_V)
+    its_lse = tl.load(lse + place * NUM_SPLITS + splits)
+    weight = tl.exp2(its_lse - tl.max(its_lse, axis=0))  # 0 for a split without keys
+    part = tl.load(
+        partial + (place * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :],
+        mask=(weight > 0.0)[:, None] & (dims < VALUE_DIM)[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    tl.store(
+        output + place * VALUE_DIM + dims,
+        merged.to(output.dtype.element_ty),
+        mask=dims < VALUE_DIM,
+    )
+
+
+@triton.jit
+def store_kv_kernel(
+    key,  # [num_tokens, num_kv_heads, KEY_DIM]
+    value,  # [num_tokens, num_kv_heads, VALUE_DIM]
+    key_cache,  # [num_blocks * block_size, num_kv_heads, KEY_DIM]
+    value_cache,  # [num_blocks * block_size, num_kv_heads, VALUE_DIM]
+    slot_mapping,  # [num_tokens]
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # num_kv_heads * KEY_DIM, rounded up to a power of 2
+    BLOCK_V: tl.constexpr,
+):
+    """Write one token's key and value, all heads, to its slot. Grid: (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    i = tl.arange(0, BLOCK_K)
+    source = key + token * key_stride + i // KEY_DIM * key_head_stride + i % KEY_DIM
+    mask = i < NUM_KV_HEADS * KEY_DIM
+    tl.store(key_cache + slot * NUM_KV_HEADS * KEY_DIM + i, tl.load(source, mask), mask)
+    i = tl.arange(0, BLOCK_V)
+    source = value + token * value_stride + i // VALUE_DIM * value_head_stride + i % VALUE_DIM
+    mask = i < NUM_KV_HEADS * VALUE_DIM
+    tl.store(value_cache + slot * NUM_KV_HEADS * VALUE_DIM + i, tl.load(source, mask), mask)
+
+
+# -- how it is launched --
+
+
+class Tiles(NamedTuple):
+    """The shape of one specialisation."""
+
+    block_m: int  # rows of a query tile (queries x heads of a group)
+    block_n: int  # keys of a key tile
+    num_warps: int
+    num_stages: int  # key tiles on their way from memory while one is computed, plus one
+
+
+class Chip(NamedTuple):
+    """What the choice of tiles asks of a GPU."""
+
+    capability: int  # 80 for an A100, 90 for an H100 or H200
+    num_sms: int  # streaming multiprocessors
+    shared_memory: int  # bytes that one program may have
+
+
+ANY_CHIP = Chip(80, 108, 99 * 1024)  # the interpreter's: an A100 with a small card's shared memory
+
+
+def choose_tiles(
+    per_sequence: bool, group: int, head_dim: int, value_dim: int, num_bytes: int, chip: Chip
+) -> Tiles:
+    """Tile sizes from shapes alone. `num_bytes` is an element's.
+
+    Decode (per_sequence) is bound by memory: the smallest query tile that tensor cores take (16
+    rows), so that registers and shared memory go to many programs with loads in flight. Prefill is
+    bound by arithmetic: as many rows as registers hold, because a key is loaded once for all rows.
+
+    A key's address needs a block id, itself loaded: two loads in a row. So of 3 stages one tile of
+    keys is on its way while one is computed (of 5, two; an even number adds nothing).
+    """
+    block_d, block_v = block_of(head_dim), block_of(value_dim)
+    widest = max(block_d, block_v)
+    if per_sequence:
+        block_m, block_n, num_warps = 16, 64 if widest <= 128 else 32, 4
+    elif num_bytes == 4:  # float32 runs without tensor cores: every product wants registers
+        block_m, block_n, num_warps = 32, 32, 4 if widest <= 128 else 8
+    elif widest <= 128:  # Hopper's and datacenter Blackwell's tensor cores read shared memory
+        reads_shared = 90 <= chip.capability < 120
+        block_m, block_n, num_warps = 128, 64 if reads_shared else 32, 4 if widest < 128 else 8
+    else:
+        block_m, block_n, num_warps = 64, 32, 8
+    block_m = max(block_m, triton.next_power_of_2(group))
+    queries_and_output = block_m * (block_d + block_v) * num_bytes
+    per_key = (block_d + block_v) * num_bytes  # one tile of keys and values is kept
+    room = chip.shared_memory - queries_and_output - SHARED_MEMORY_RESERVE
+    while block_n > 16 and block_n * per_key > room:
+        block_n //= 2
+    return Tiles(block_m, block_n, num_warps, num_stages=3)
+
+
+def block_of(dim: int) -> int:
+    """The tile width for `dim` numbers: a power of 2, and of 16 at least (tensor cores)."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def choose_num_splits(num_programs: int, max_seq_len: int, chip: Chip) -> int:
+    """Cut the key range until each multiprocessor has PROGRAMS_PER_SM, or pieces get short.
+
+    A power of 2. Depends on shapes only: `max_seq_len` is what the block table has room for.
+    """
+    num_splits = 1
+    while (
+        num_splits < MAX_SPLITS
+        and num_programs * num_splits < PROGRAMS_PER_SM * chip.num_sms
+        and max_seq_len >= 2 * num_splits * MIN_SPLIT_KEYS
+    ):
+        num_splits *= 2
+    return num_splits
+
+
+def get_chip(device: torch.device) -> Chip:
+    """The GPU that `device` is; ANY_CHIP for a CPU, where Triton interprets."""
+    if device.type != "cuda":
+        return ANY_CHIP
+    properties: Any = torch.cuda.get_device_properties(device)
+    return Chip(
+        properties.major * 10 + properties.minor,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+def paged_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """attention.paged_attention_torch on a GPU: the same arguments, shapes and result.
+
+    The last dimension of `query` and of the caches must be contiguous. `num_splits` (a power of 2)
+    is for tests; None: choose_num_splits. Tokens past query_start_loc[-1] (padding) are not
+    written.
+    """
+    num_tokens, num_heads, _ = query.shape
+    value_dim = value_cache.shape[-1]
+    output = query.new_empty(num_tokens, num_heads, value_dim)
+    num_seqs = block_table.shape[0]
+    if num_tokens == 0 or num_seqs == 0:
+        return output
+    chip = get_chip(query.device)
+    launches = plan_launches(query, key_cache, value_cache, block_table, chip, num_splits)
+    num_splits = launches[0].num_splits
+    written, lse = output, output
+    if num_splits > 1:
+        shape = (num_tokens, num_heads, num_splits)
+        written = query.new_empty(*shape, value_dim, dtype=torch.float32)
+        lse = query.new_empty(*shape, dtype=torch.float32)
+    scale_log2 = scale * LOG2_E
+    for launch in launches:
+        paged_attention_kernel[launch.grid](
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            written,
+            lse,
+            num_seqs,
+            query.stride(0),
+            query.stride(1),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            block_table.stride(0),
+            launch.max_short,
+            scale_log2 / logits_soft_cap if logits_soft_cap else scale_log2,
+            (logits_soft_cap or 0.0) * LOG2_E,
+            WINDOW=sliding_window or 0,
+            HAS_SOFT_CAP=logits_soft_cap is not None,
+            **launch.constants,
+        )
+    if num_splits > 1:
+        merge_splits_kernel[(num_tokens, num_heads)](
+            written,
+            lse,
+            query_start_loc,
+            output,
+            num_seqs,
+            VALUE_DIM=value_dim,
+            BLOCK_V=block_of(value_dim),
+            NUM_SPLITS=num_splits,
+            num_warps=1,
+        )
+    return output
+
+
+class Launch(NamedTuple):
+    """One launch of paged_attention_kernel."""
+
+    grid: tuple[int, int, int]
+    num_splits: int
+    max_short: int
+    constants: dict[str, Any]  # its compile-time arguments that shapes decide
+
+
+def plan_launches(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    chip: Chip,
+    num_splits: int | None = None,
+) -> list[Launch]:
+    """Which specialisations answer this batch, from tensor shapes alone.
+
+    No more tokens than sequences: a decode, one launch with a program per sequence. More: that
+    launch answers the sequences with few queries, and a tiled one the others. (Were the few tokens
+    of a "decode" all of one sequence, the result would still be right: its program takes all of
+    them in turn.)
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_seqs, max_blocks = block_table.shape
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    group = num_heads // num_kv_heads
+    max_seq_len = max_blocks * key_cache.shape[1]
+    sizes = (group, head_dim, value_cache.shape[-1], query.element_size())
+    short, long = (choose_tiles(per_sequence, *sizes, chip) for per_sequence in (True, False))
+    is_decode = num_tokens <= num_seqs
+    num_full_tiles = num_tokens // (long.block_m // group)
+    if num_splits is None:
+        num_tiles = num_seqs if is_decode else num_full_tiles + 1
+        num_splits = choose_num_splits(num_tiles * num_kv_heads, max_seq_len, chip)
+    constants = {
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_cache.shape[-1],
+        "BLOCK_D": block_of(head_dim),
+        "BLOCK_V": block_of(value_cache.shape[-1]),
+        "BLOCK_SIZE": key_cache.shape[1],
+        "NUM_SPLITS": num_splits,
+    }
+    launches = [(num_seqs, True, short)]
+    if not is_decode:
+        launches.append((num_full_tiles + num_seqs, False, long))
+    return [
+        Launch(
+            (num_tiles, num_kv_heads, num_splits),
+            num_splits,
+            num_tokens if is_decode else short.block_m // group,
+            constants
+            | {
+                "PER_SEQUENCE": per_sequence,
+                "BLOCK_M": tiles.block_m,
+                "BLOCK_N": tiles.block_n,
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+            },
+        )
+        for num_tiles, per_sequence, tiles in launches
+    ]
+
+
+def store_kv_triton(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """attention.store_kv_torch on a GPU. The caches must be contiguous."""
+    num_tokens, num_kv_heads, key_dim = key.shape
+    value_dim = value.shape[-1]
+    if num_tokens == 0:
+        return
+    store_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        NUM_KV_HEADS=num_kv_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(num_kv_heads * key_dim),
+        BLOCK_V=triton.next_power_of_2(num_kv_heads * value_dim),
+    )
