@@ -109,6 +109,7 @@ class BeamSearch:
         next_seq_id: Callable[[], int],
         eos_token_ids: Set[int],
     ) -> None:
+        root.is_beam = True
         self.params = params
         self.scheduler = scheduler
         self.next_seq_id = next_seq_id
@@ -188,6 +189,7 @@ class BeamSearch:
             seq_id=self.next_seq_id(),
             status=SequenceStatus.WAITING,
             num_computed_tokens=0,
+            num_output_placeholders=0,
             metrics=replace(parent.metrics),
             block_hashes=[],
         )

@@ -242,14 +242,15 @@ class BlockManager:
     def append(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Give `seq` blocks for its next `num_tokens` tokens; return the ids of the new ones.
 
-        Blocks that these tokens fill become findable at once. The caller asked can_append.
+        Blocks that these tokens fill become findable at once, but for one that a token still in
+        flight fills: it does with the next call. The caller asked can_append.
         """
         block_table = self.block_tables[seq.seq_id]
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
         num_new = self.num_blocks_for(end) - len(block_table)
         new_block_ids = [self.pool.allocate() for _ in range(num_new)]
         block_table += new_block_ids
-        first, last = start // self.block_size, min(end, seq.num_tokens) // self.block_size
+        first, last = max(start - 1, 0) // self.block_size, min(end, seq.num_tokens) // self.block_size
         if self.enable_prefix_caching and last > first:
             for block_id, block_hash in zip(
                 block_table[first:last], self._hashes_of(seq, last)[first:last], strict=True

@@ -51,6 +51,7 @@ class EngineConfig:
     seed: int = 0  # of the seeds of requests that bring none
     load_format: str = "auto"  # "auto": safetensors; "dummy": random weights from config.json alone
     enforce_eager: bool = False  # never use CUDA graphs (a CPU never does)
+    async_scheduling: bool = False  # launch a step before the last one's tokens are read
     max_logprobs: int = 20  # most logprobs a request may ask for; -1: no limit
 
     def __post_init__(self) -> None:
@@ -65,7 +66,8 @@ class EngineConfig:
         _check_at_least("seed", self.seed, 0)
         if self.seed > 2**63 - 1:
             raise ValueError(f"seed is {self.seed}; allowed: 0 to 2**63 - 1.")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"):
+        switches = ("enable_prefix_caching", "enable_chunked_prefill")
+        for name in (*switches, "enforce_eager", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _check_choice("dtype", self.dtype, DTYPES)

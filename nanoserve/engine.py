@@ -8,6 +8,15 @@ the three lines that all of vLLM stands on (and a fourth, for text):
     updates          = self.scheduler.update_from_output(scheduler_output, model_output)
     outputs          = self.process_updates(updates)                   # text, stop strings
 
+With async_scheduling=True the CPU decides and launches a step while the GPU is still at the one
+before (V1's AsyncScheduler and step_with_batch_queue):
+
+    plainly      schedule 1 | GPU 1 | update 1, schedule 2 | GPU 2 | update 2, schedule 3 | ...
+    overlapped   schedule 1 | GPU 1                  | GPU 2                | GPU 3 ...
+                              schedule 2 | update 1    schedule 3 | update 2
+
+The tokens are the same; what a step brings is known one call of step() later.
+
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient face in front of it.
 
@@ -40,6 +49,7 @@ from nanoserve.processor import (
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
+    ModelOutput,
     RequestError,
     SchedulerOutput,
     Sequence,
@@ -48,6 +58,7 @@ from nanoserve.sequence import (
 )
 
 logger = logging.getLogger("nanoserve")
+FinishedStep = tuple[SchedulerOutput, list[RequestOutput]]  # what was decided, what came of it
 StepListener = Callable[[SchedulerOutput, list[RequestOutput]], None]
 
 
@@ -94,6 +105,8 @@ class LLMEngine:
         self._undelivered: list[RequestOutput] = []
         self._to_abort: deque[str] = deque()  # request ids, from abort_soon
         self._lock = threading.RLock()
+        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # launched, not yet read
+        self._is_committed = True  # the tokens of the step at hand are in the books
         self._is_closed = False
         self._log_what_runs()
 
@@ -170,31 +183,57 @@ class LLMEngine:
             self._check_open()
             while self._to_abort:
                 self.abort_request(self._to_abort.popleft())
-            is_committed = False
-            outputs: list[RequestOutput] = []
+            self._is_committed = False
             try:
-                with delayed_interrupt():
-                    scheduler_output = self.scheduler.schedule()
-                if not scheduler_output.is_empty:
-                    model_output = self.executor.execute_model(scheduler_output)
-                    with delayed_interrupt():
-                        updates = self.scheduler.update_from_output(scheduler_output, model_output)
-                        is_committed = True
-                        outputs = self.process_updates(updates)
+                run = self._run_overlapped_step if self.config.async_scheduling else self._run_step
+                finished_steps = run()
             except BaseException as error:  # Ctrl-C too: promised tokens will not come
                 with delayed_interrupt():
-                    if not is_committed:
+                    if not self._is_committed:
+                        self._in_flight.clear()
                         self.scheduler.abandon()
                     if isinstance(error, RequestError):  # its fault: it must not spoil the next too
                         self._abort_sequence(error.seq_id)
                 if isinstance(error, RequestError) and error.__cause__ is not None:
                     raise error.__cause__ from None  # such as what its logits processor raised
                 raise
-            if not scheduler_output.is_empty:
+            for scheduler_output, outputs in finished_steps:
                 for listener in self.on_step:
                     listener(scheduler_output, outputs)
             delivered, self._undelivered = self._undelivered, []
             return delivered
+
+    def _run_step(self) -> list[FinishedStep]:
+        """The three lines."""
+        with delayed_interrupt():
+            scheduler_output = self.scheduler.schedule()
+        if scheduler_output.is_empty:
+            return []
+        model_output = self.executor.execute_model(scheduler_output)
+        return [self._update(scheduler_output, model_output)]
+
+    def _run_overlapped_step(self) -> list[FinishedStep]:
+        """Launch the next step, then read what the last one brought."""
+        with delayed_interrupt():
+            scheduler_output = self.scheduler.schedule()
+        if not scheduler_output.is_empty:
+            self._in_flight.append((scheduler_output, self.executor.launch(scheduler_output)))
+        num_left = 0 if scheduler_output.is_empty or scheduler_output.is_awaited else 1
+        finished: list[FinishedStep] = []
+        while len(self._in_flight) > num_left:
+            self._is_committed = False
+            launched, pending = self._in_flight[0]
+            model_output = pending.result()
+            self._in_flight.popleft()
+            finished.append(self._update(launched, model_output))
+        return finished
+
+    def _update(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> FinishedStep:
+        """A step's tokens are here: into the books (then nothing is computed again), into text."""
+        with delayed_interrupt():
+            updates = self.scheduler.update_from_output(scheduler_output, model_output)
+            self._is_committed = True
+            return scheduler_output, self.process_updates(updates)
 
     def process_updates(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Turn the step's new tokens into outputs, ending what a stop string ends."""
@@ -320,6 +359,7 @@ class LLMEngine:
             return
         for request_id in [*self.output_processor.states, *self._searches]:
             self.abort_request(request_id)
+        self._in_flight.clear()
         self.executor.close()
         self._is_closed = True
 
@@ -355,7 +395,8 @@ class LLMEngine:
             f"token budget {config.max_num_batched_tokens}, "
             f"prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
             f"chunked prefill {'on' if config.enable_chunked_prefill else 'off'}, "
-            f"preemption by {config.preemption_mode}"
+            f"preemption by {config.preemption_mode}, "
+            f"overlapped steps {'on' if config.async_scheduling else 'off'}"
         )
         if logger.hasHandlers():
             logger.info(line)

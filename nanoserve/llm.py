@@ -68,6 +68,7 @@ class LLM:
         seed: int = 0,
         load_format: str = "auto",
         enforce_eager: bool = False,
+        async_scheduling: bool = False,
         max_logprobs: int = 20,
         scheduler_cls: type[Scheduler] = Scheduler,
         block_manager_cls: type[BlockManager] = BlockManager,
@@ -96,6 +97,7 @@ class LLM:
             seed=seed,
             load_format=load_format,
             enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
             max_logprobs=max_logprobs,
         )
         self.engine = LLMEngine(

@@ -19,6 +19,12 @@ What a preempted sequence has computed is dropped and computed again later ("rec
 to CPU blocks and back ("swap"). Coming back from swap goes before any admission that is not more
 urgent.
 
+*Overlapped steps.* schedule() may be called again before update_from_output was: the tokens that a
+step in flight will bring count as there (num_output_placeholders), and their positions can be
+scheduled before anybody knows what stands in them. Only a sequence whose next step depends on what
+the token is sits out. A sequence that turns out to have ended has then computed one token too many,
+which is dropped.
+
 Left out: preempting a running sequence merely because a more urgent one waits (V0's priority
 policy did; V1 and we preempt only when blocks run out).
 
@@ -85,6 +91,7 @@ class Scheduler:
         self._known_seq_ids: set[int] = set()  # what the runner has been told of
         self._dropped_seq_ids: list[int] = []  # of those, what it may forget
         self._is_restart = False  # a step failed: it must forget everything
+        self._swapped_out: list[BlockPair] = []  # by a schedule() that came to nothing else
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
@@ -101,14 +108,20 @@ class Scheduler:
 
         Returns an empty SchedulerOutput if there is nothing to do, or nothing ready.
         """
-        step = _Step(self.token_budget)
+        step = _Step(self.token_budget, swap_out=self._swapped_out)
         num_running = len(self.running)
         self._schedule_running(step)
         if len(self.running) == num_running:  # nobody was preempted: there may be blocks to spare
             self._schedule_waiting(step)
         self._budget_left = step.budget
+        is_awaited = False
         for item in step.scheduled:
-            self.sequences[item.seq_id].num_computed_tokens += item.num_scheduled_tokens
+            seq = self.sequences[item.seq_id]
+            seq.num_computed_tokens += item.num_scheduled_tokens
+            if seq.num_computed_tokens == seq.num_tokens + seq.num_output_placeholders:
+                seq.num_output_placeholders += 1
+                is_awaited |= seq.awaits_output
+        self._swapped_out = [] if step.scheduled else step.swap_out
         if not step.scheduled:
             return SchedulerOutput((), (), (), 0)
         dropped, self._dropped_seq_ids = tuple(self._dropped_seq_ids), []
@@ -122,6 +135,7 @@ class Scheduler:
             blocks_to_swap_in=tuple(step.swap_in),
             blocks_to_copy=tuple(step.copy),
             is_restart=is_restart,
+            is_awaited=is_awaited,
         )
 
     def _schedule_running(self, step: _Step) -> None:
@@ -129,8 +143,11 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             seq = self.running[position]
+            if seq.must_sit_out:
+                position += 1
+                continue
             num_behind = len(self.running) - position - 1
-            missing = seq.num_tokens - seq.num_computed_tokens
+            missing = seq.num_tokens + seq.num_output_placeholders - seq.num_computed_tokens
             num_tokens = min(missing, self.max_chunk, step.budget - num_behind)
             if not self._make_room(seq, num_tokens, step):
                 break  # seq was the last, and had to go itself
@@ -191,7 +208,7 @@ class Scheduler:
     def _swap_in(self, seq: Sequence, step: _Step) -> bool:
         """SWAPPED -> RUNNING, if it fits. Nothing is computed again."""
         num_tokens = self._first_chunk(seq.num_tokens - seq.num_computed_tokens, step)
-        if not num_tokens or not self._has_place_for(seq):
+        if not seq.is_ready() or not num_tokens or not self._has_place_for(seq):
             return False
         if not self.block_manager.can_swap_in(seq):
             return False
@@ -254,6 +271,7 @@ class Scheduler:
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
             if seq is None or not (sampled or prompt_logprobs):
                 continue
+            seq.num_output_placeholders -= bool(sampled)
             for branch, fork in enumerate(model_output.forks.get(item.seq_id, ()), start=1):
                 updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
@@ -263,7 +281,7 @@ class Scheduler:
             if update.new_token_ids:
                 update.sequence.metrics.note_token(now)
         for update in updates:
-            if update.sequence.status is not SequenceStatus.RUNNING:
+            if update.sequence.status.finish_reason is not None:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
 
@@ -274,6 +292,7 @@ class Scheduler:
             seq_id=parent.seq_id + branch,
             branch=branch,
             num_pending_forks=0,
+            num_output_placeholders=0,
             metrics=replace(parent.metrics),
             block_hashes=[],
         )
@@ -345,11 +364,12 @@ class Scheduler:
         self.running, self.swapped = [], []
         self._known_seq_ids, self._dropped_seq_ids = set(), []
         self._is_restart = True
+        self._swapped_out = []
         for seq in self.sequences.values():
             if seq.status is not SequenceStatus.WAITING:
                 seq.metrics.num_preemptions += 1
             seq.status = SequenceStatus.WAITING
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self._urgency)
 
     def _drop(self, seq: Sequence) -> None:

@@ -90,7 +90,8 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 class Sequence:
     """One request on its way through the scheduler.
 
-    Invariant: 0 <= num_computed_tokens <= num_tokens; only WAITING sequences hold no blocks.
+    Invariant: 0 <= num_computed_tokens <= num_tokens + num_output_placeholders, and only WAITING
+    sequences hold no blocks.
 
     A request with n > 1 begins as one sequence, its branch 0. When its prompt is computed, branches
     1 .. n - 1 fork off: each has the next seq_id, shares the prompt's blocks and goes its own way.
@@ -113,6 +114,8 @@ class Sequence:
     stop_reason: int | str | None = None  # the stop token id or string that ended it, if one did
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
+    num_output_placeholders: int = 0  # tokens that steps in flight will bring: counted, not known
+    is_beam: bool = False  # what comes next is chosen by a beam search, from what the step brings
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when first admitted
     block_hashes: list[BlockHash] = field(default_factory=list)  # of its full blocks, so far
 
@@ -135,9 +138,26 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 
+    @property
+    def awaits_output(self) -> bool:
+        """True if the next step cannot be launched before this one's tokens are known: the sampler
+        looks at them, or what runs next is made of them."""
+        params = self.sampling_params
+        looks_back = params.has_penalties or self.bad_word_ids or params.logits_processors
+        return bool(looks_back or self.num_pending_forks or self.is_beam)
+
+    @property
+    def must_sit_out(self) -> bool:
+        """True if a step in flight brings what decides about this sequence's next step: perhaps its
+        last token, or one it awaits."""
+        num_promised = self.num_output_placeholders
+        is_last = self.num_output_tokens + num_promised >= self.max_tokens
+        return bool(num_promised) and (is_last or self.awaits_output)
+
     def is_ready(self) -> bool:
-        """False while something must come first (a grammar compiling, KV still loading)."""
-        return True
+        """False while something must come first (a grammar compiling, KV still loading; or a token
+        that was in flight when the sequence was preempted)."""
+        return self.num_output_placeholders == 0
 
 
 class RequestError(ValueError):
@@ -192,6 +212,7 @@ class SchedulerOutput:
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
     is_restart: bool = False  # the last step failed: the runner forgets all it knows
+    is_awaited: bool = False  # overlapped steps: the next cannot be decided before this one's tokens
 
     @property
     def is_empty(self) -> bool:
