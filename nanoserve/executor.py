@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.model_runner import ModelRunner
+from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
 
@@ -34,10 +34,18 @@ class UniprocExecutor:
         """Run one step and return its tokens."""
         return self.runner.execute_model(scheduler_output)
 
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
+        """Start one step; its result() waits for the tokens. Another may be launched before."""
+        return self.runner.launch(scheduler_output)
+
     def describe(self) -> str:
         """What really runs, for the engine's first log line."""
         runner = self.runner
-        return f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+        text = f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+        if runner.graphs is not None:
+            mib = runner.graphs.num_bytes / 2**20
+            text += f", CUDA graphs for {len(runner.graphs.sizes)} batch sizes ({mib:.0f} MiB)"
+        return text
 
     def close(self) -> None:
         """Give the memory back."""

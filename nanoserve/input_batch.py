@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.sampler import Penalties, RowProcessors, SamplingBatch, TokenRows, uniform_noise
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from nanoserve.sequence import NewSequence, ScheduledSequence
+from nanoserve.staging import StagingBuffer
+
+PLACEHOLDER = -1  # in token_ids: sampled, but not known on the CPU yet
 
 
 class RowFeatures:
@@ -89,11 +92,13 @@ class InputBatch:
         max_model_len: int,
         block_size: int,
         vocab_size: int,
-        device: torch.device | None = None,
+        staging: StagingBuffer | None = None,
     ) -> None:
+        """`staging` is how arrays get to the device; None: by copies of their own, to the CPU."""
         max_blocks = -(-max_model_len // block_size)
         self.vocab_size = vocab_size
-        self.device = device or torch.device("cpu")
+        self.staging = staging or StagingBuffer(0, torch.device("cpu"))
+        self.device = self.staging.device
         self.row_of: dict[int, int] = {}
         self.free_rows = list(range(max_num_seqs))[::-1]
         self.features: dict[int, RowFeatures] = {}  # by row
@@ -146,14 +151,27 @@ class InputBatch:
         end = item.first_new_block + len(item.new_block_ids)
         self.block_tables[row, item.first_new_block : end] = item.new_block_ids
 
-    def append_token(self, row: int, token_id: int) -> None:
-        """Remember a sampled token. Branches have forked off by now, if there were any."""
-        if self.num_tokens[row] < self.token_ids.shape[1]:  # else: its last, and nobody will ask
-            self.token_ids[row, self.num_tokens[row]] = token_id
-            self.num_tokens[row] += 1
-        self.num_samples[row] = 1
+    def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
+        """A token of each row is being sampled: it counts, though nobody knows it yet. Returns the
+        positions. Branches have forked off by now, if there were any."""
+        positions = self.num_tokens[rows]
+        fits = positions < self.token_ids.shape[1]  # else: its last, and nobody will ask
+        self.token_ids[rows[fits], positions[fits]] = PLACEHOLDER
+        self.num_tokens[rows[fits]] += 1
+        self.num_samples[rows] = 1
+        return positions
+
+    def fill_placeholder(self, row: int, position: int, token_id: int) -> None:
+        """Now it is known."""
+        if position < self.token_ids.shape[1]:
+            self.token_ids[row, position] = token_id
         if row in self.features:
             self.features[row].count(token_id)
+
+    def append_token(self, row: int, token_id: int) -> None:
+        """Both at once."""
+        [position] = self.append_placeholders(np.array([row]))
+        self.fill_placeholder(row, position, token_id)
 
     def make_sampling_batch(self, rows: np.ndarray, forks: np.ndarray) -> SamplingBatch:
         """The sampling parameters of `rows`, one entry for each token to sample.
@@ -162,14 +180,21 @@ class InputBatch:
         """
         top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
         noise = uniform_noise(self.seeds[rows], self.branches[rows] + forks, self.num_tokens[rows])
+        temperature = self.temperature[rows]
+        arrays = {"temperature": temperature, "uniform": noise}
+        arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
+        arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
+        arrays |= {"min_p": min_p} if (min_p > 0).any() else {}
+        tensors = dict(zip(arrays, self.staging.send(*arrays.values()), strict=True))
         row_list = rows.tolist()
         special = [(i, row) for i, row in enumerate(row_list) if row in self.features]
         return SamplingBatch(
-            temperature=self._to_device(self.temperature[rows]),
-            top_k=self._to_device(top_k) if (top_k < self.vocab_size).any() else None,
-            top_p=self._to_device(top_p) if (top_p < 1).any() else None,
-            min_p=self._to_device(min_p) if (min_p > 0).any() else None,
-            uniform=self._to_device(noise),
+            temperature=tensors["temperature"],
+            top_k=tensors.get("top_k"),
+            top_p=tensors.get("top_p"),
+            min_p=tensors.get("min_p"),
+            uniform=tensors["uniform"],
+            is_greedy=bool((temperature < GREEDY_TEMPERATURE).all()),
             num_logprobs=tuple(self.num_logprobs[row] for row in row_list),
             allowed=tuple(
                 (i, tuple(allowed))
@@ -232,6 +257,3 @@ class InputBatch:
             frequency=torch.tensor([p.frequency_penalty for p in params], device=self.device),
             presence=torch.tensor([p.presence_penalty for p in params], device=self.device),
         )
-
-    def _to_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)

@@ -33,6 +33,7 @@ ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). m
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,12 +83,64 @@ class SamplingBatch:
     min_p: Tensor | None  # [num_rows] float32
     uniform: Tensor  # [num_rows] float64 in [0, 1): the random number of each row
     num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
+    is_greedy: bool = False  # every row is: known without a look at the device
     mask: Tensor | None = None  # [num_rows, vocab_size] bool: False forbids (structured output)
     allowed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, allowed_token_ids)
     banned: TokenRows | None = None  # bad words about to be completed, ends before min_tokens
     bias: TokenRows | None = None
     processors: tuple[RowProcessors, ...] = ()
     penalties: Penalties | None = None
+
+
+class LogprobsTensors(NamedTuple):
+    """What gather_logprobs found, still on the device."""
+
+    rows: list[int]  # that asked, k of them
+    numbers: list[int]  # how many of the likeliest each wants
+    token_ids: Tensor  # [k, 1 + max(numbers)]: the sampled one first
+    logprobs: Tensor  # the same shape
+    ranks: Tensor  # [k]: of the sampled one, from 0
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LogprobsTensors:
+        """The same with `function` of each tensor, such as a copy of it on another device."""
+        return LogprobsTensors(*self[:2], *(function(tensor) for tensor in self[2:]))
+
+    def read(self, num_rows: int) -> list[TokenLogprobs | None]:
+        """One entry for each of `num_rows` rows; None for those that did not ask."""
+        result: list[TokenLogprobs | None] = [None] * num_rows
+        ids, values, ranks = (t.tolist() for t in (self.token_ids, self.logprobs, self.ranks))
+        for i, (row, number) in enumerate(zip(self.rows, self.numbers, strict=True)):
+            end = 1 + number
+            result[row] = TokenLogprobs(tuple(ids[i][:end]), tuple(values[i][:end]), ranks[i] + 1)
+        return result
+
+
+class SampledTokens(NamedTuple):
+    """What `choose_tokens` chose, still on the device: no step waits for it but the reader."""
+
+    token_ids: Tensor  # [num_rows] int64
+    is_dead: Tensor | None  # [num_rows] bool: no token was possible. None: no row was constrained
+    logprobs: LogprobsTensors | None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SampledTokens:
+        """The same with `function` of each tensor."""
+        is_dead = None if self.is_dead is None else function(self.is_dead)
+        logprobs = self.logprobs.map(function) if self.logprobs else None
+        return SampledTokens(function(self.token_ids), is_dead, logprobs)
+
+    def read(self) -> SamplerOutput:
+        """As Python numbers. Raises RowError for the first row in which nothing was possible."""
+        if self.is_dead is not None and bool(self.is_dead.any()):
+            raise RowError(
+                int(self.is_dead.nonzero()[0]),
+                "no token is possible: allowed_token_ids, bad_words, min_tokens, logits processors "
+                "and the mask together forbid all of them (or a logit is NaN).",
+            )
+        num_rows = len(self.token_ids)
+        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        if self.logprobs is not None:
+            logprobs = self.logprobs.read(num_rows)
+        return SamplerOutput(self.token_ids.tolist(), logprobs)
 
 
 @dataclass(frozen=True)
@@ -98,13 +151,17 @@ class SamplerOutput:
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
     """Choose one token for each row of logits [num_rows, vocab_size]."""
+    return choose_tokens(logits, batch).read()
+
+
+def choose_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """The same, with the result left on the device."""
     raw = logits.float()
     logits = apply_constraints(raw, batch)
-    if logits is not raw:
-        _check_something_is_left(logits)
-    is_greedy = batch.temperature < GREEDY_TEMPERATURE
+    is_dead = None if logits is raw else ~torch.isfinite(logits.amax(dim=-1))
     token_ids = logits.argmax(dim=-1)
-    if not bool(is_greedy.all()):
+    if not batch.is_greedy:
+        is_greedy = batch.temperature < GREEDY_TEMPERATURE
         filtered = apply_temperature(logits, batch.temperature.masked_fill(is_greedy, 1.0))
         if batch.min_p is not None:
             filtered = apply_min_p(filtered, batch.min_p)
@@ -112,8 +169,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
             filtered = apply_top_k_top_p(filtered, batch.top_k, batch.top_p)
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
-    logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    return SamplerOutput(token_ids.tolist(), logprobs)
+    return SampledTokens(token_ids, is_dead, find_logprobs(raw, token_ids, batch.num_logprobs))
 
 
 class RowError(ValueError):
@@ -122,18 +178,6 @@ class RowError(ValueError):
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
         self.row = row
-
-
-def _check_something_is_left(logits: Tensor) -> None:
-    """Raise RowError for the first row in which no token is possible any more."""
-    is_dead = ~torch.isfinite(logits.amax(dim=-1))
-    if is_dead.any():
-        row = int(is_dead.nonzero()[0])
-        raise RowError(
-            row,
-            "no token is possible: allowed_token_ids, bad_words, min_tokens, logits processors and "
-            "the mask together forbid all of them (or a logit is NaN).",
-        )
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -308,21 +352,30 @@ def gather_logprobs(
 
     Of the raw logits, before temperature and filters, as in vLLM V1.
     """
-    result: list[TokenLogprobs | None] = [None] * len(num_logprobs)
+    found = find_logprobs(logits, token_ids, num_logprobs)
+    return found.read(len(num_logprobs)) if found else [None] * len(num_logprobs)
+
+
+def find_logprobs(
+    logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
+) -> LogprobsTensors | None:
+    """The same, left on the device; None if no row asks."""
     rows = [row for row, number in enumerate(num_logprobs) if number is not None]
     if not rows:
-        return result
-    index = torch.tensor(rows, device=logits.device)
-    logprobs = logits[index].log_softmax(dim=-1)
-    sampled = token_ids[index][:, None]
+        return None
+    numbers = [num_logprobs[row] or 0 for row in rows]
+    numbers = [logits.shape[1] if number == -1 else number for number in numbers]
+    if len(rows) < len(num_logprobs):
+        index = torch.tensor(rows, device=logits.device)
+        logits, token_ids = logits[index], token_ids[index]
+    logprobs = logits.log_softmax(dim=-1)
+    sampled = token_ids[:, None]
     sampled_logprobs = logprobs.gather(1, sampled)
-    ranks = (logprobs > sampled_logprobs).sum(dim=-1).tolist()
-    wanted = [num_logprobs[row] or 0 for row in rows]
-    wanted = [logits.shape[1] if number == -1 else number for number in wanted]
-    top = logprobs.topk(max(wanted), dim=-1)
-    ids = torch.cat((sampled, top.indices), dim=1).tolist()
-    values = torch.cat((sampled_logprobs, top.values), dim=1).tolist()
-    for i, row in enumerate(rows):
-        end = 1 + wanted[i]
-        result[row] = TokenLogprobs(tuple(ids[i][:end]), tuple(values[i][:end]), ranks[i] + 1)
-    return result
+    top = logprobs.topk(max(numbers), dim=-1)
+    return LogprobsTensors(
+        rows,
+        numbers,
+        torch.cat((sampled, top.indices), dim=1),
+        torch.cat((sampled_logprobs, top.values), dim=1),
+        (logprobs > sampled_logprobs).sum(dim=-1),
+    )

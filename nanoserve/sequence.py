@@ -212,7 +212,7 @@ class SchedulerOutput:
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
     is_restart: bool = False  # the last step failed: the runner forgets all it knows
-    is_awaited: bool = False  # overlapped steps: the next cannot be decided before this one's tokens
+    is_awaited: bool = False  # the next step cannot be decided before this one's tokens are known
 
     @property
     def is_empty(self) -> bool:

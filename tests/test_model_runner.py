@@ -13,14 +13,8 @@ import torch
 from nanoserve import SamplingParams
 from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.model_runner import (
-    ModelRunner,
-    choose_device,
-    choose_dtype,
-    free_memory,
-    num_blocks_that_fit,
-    num_cpu_blocks_to_allocate,
-)
+from nanoserve.kv_cache import free_memory, num_blocks_that_fit, num_cpu_blocks_to_allocate
+from nanoserve.model_runner import ModelRunner, choose_device, choose_dtype
 from nanoserve.sequence import (
     BlockPair,
     ModelOutput,
@@ -97,7 +91,7 @@ def test_the_example_of_the_docstring(runner: ModelRunner) -> None:
     assert inputs.metadata.seq_lens.tolist() == [6, 3]
     assert inputs.metadata.block_table[0].tolist() == [7, 3]
     assert inputs.metadata.block_table[1, 0] == 2  # what follows is never read
-    assert inputs.sampled_rows.tolist() == inputs.rows.tolist() == rows.tolist()
+    assert inputs.sampled_rows.tolist() == inputs.host.rows.tolist() == rows.tolist()
     assert inputs.last_tokens.tolist() == [0, 3]
     assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64
     assert inputs.metadata.slot_mapping.dtype == torch.int64

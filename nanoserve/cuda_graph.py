@@ -1,0 +1,118 @@
+"""How does a decode step run without launching its kernels one by one?
+
+A decode step of a small model is some hundreds of kernels of a few microseconds each, and launching
+one from Python costs more than that: the GPU waits for the CPU. A CUDA graph is the launches of one
+forward pass, recorded once and replayed by a single call. It replays the very same launches: same
+grid sizes, same addresses. So
+
+* a graph is recorded for each of some batch sizes, and a batch is padded to the next one. A padding
+  row has no queries (query_start_loc does not grow) and slot -1: nothing is read or stored for it.
+* inputs lie at fixed addresses (staging.py sends them to the same place each step; the block table,
+  whose width varies, is copied into a fixed one), and the output comes at a fixed address.
+* nothing in the forward pass may depend on the batch's content on the CPU's side: attention_triton
+  chooses its launches by shapes alone.
+
+    sequences   1   2   3   4   5 ... 8   9 ... 16
+    graph       1   2   4   4   8     8   16    16        and so on in steps of 8, then of 16
+
+Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
+shapes are never the same twice. All graphs share one memory pool, the largest recorded first: they
+never run at the same time, so they may use the same memory.
+
+vLLM: vllm/worker/model_runner.py CUDAGraphRunner (V0); vllm/compilation/cuda_graph.py
+CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+Forward = Callable[[], Tensor]
+
+
+class Graph(Protocol):
+    """One recorded forward pass. Tests have a fake one that runs on a CPU."""
+
+    def capture(self, forward: Forward) -> Tensor:
+        """Record what `forward` does; return the tensor that each replay fills."""
+
+    def replay(self) -> None:
+        """Do it again, on whatever the input tensors hold now."""
+
+
+class CudaGraph:
+    """The real one."""
+
+    def __init__(self, pool: object | None = None) -> None:
+        """Graphs with the same `pool` (of the first) share memory."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._pool = pool
+
+    def capture(self, forward: Forward) -> Tensor:
+        """See Graph. The first, unrecorded run compiles kernels and sets libraries up."""
+        forward()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, pool=self._pool):  # type: ignore[arg-type]
+            output = forward()
+        return output
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    @property
+    def pool(self) -> object:
+        return self._graph.pool()
+
+
+class DecodeGraphs:
+    """Graphs of decode steps for the batch sizes `sizes`.
+
+    Invariant: `outputs[size]` is what the last replay for `size` computed.
+    """
+
+    def __init__(self, max_num_seqs: int, graph_cls: Callable[[object | None], Graph]) -> None:
+        self.sizes = choose_sizes(max_num_seqs)
+        self.graph_cls = graph_cls
+        self.graphs: dict[int, Graph] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.num_bytes = 0  # of GPU memory, for all of them
+
+    def capture(self, make_forward: Callable[[int], Forward], use_tqdm: bool = True) -> None:
+        """Record a graph of make_forward(size) for every size, the largest first."""
+        free = _free_gpu_memory()
+        pool: object | None = None
+        bar = tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", disable=not use_tqdm)
+        for size in bar:
+            bar.set_postfix_str(f"batch size {size}")
+            graph = self.graph_cls(pool)
+            self.outputs[size] = graph.capture(make_forward(size))
+            self.graphs[size] = graph
+            pool = pool or getattr(graph, "pool", None)
+        self.num_bytes = max(0, free - _free_gpu_memory())
+
+    def choose_size(self, num_seqs: int) -> int | None:
+        """The smallest size that holds `num_seqs`; None if none does."""
+        index = bisect_left(self.sizes, num_seqs)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def replay(self, size: int) -> Tensor:
+        """Run the forward pass of that size on the inputs that lie at its addresses."""
+        self.graphs[size].replay()
+        return self.outputs[size]
+
+
+def choose_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to record: 1, 2, 4, 8, then steps of 8 to 64, steps of 16, and max_num_seqs."""
+    sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+def _free_gpu_memory() -> int:
+    """Bytes; 0 where there is no GPU in use."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
