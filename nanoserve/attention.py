@@ -27,9 +27,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from torch import Tensor
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
-CALL_COST = 2**18  # a further batch costs about as much as copying so many numbers of padding
+MAX_PADDING = 512  # keys: a further batch costs about as much as gathering so many for nothing
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,15 @@ class KVCacheSpec:
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim]."""
-        shape = (num_blocks, block_size, self.num_kv_heads)
+        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim].
+
+        In memory the heads of a block come before its slots: what one head reads of a block lies
+        together, and gathered blocks are a head's keys in a row.
+        """
+        shape = (num_blocks, self.num_kv_heads, block_size)
         return (
-            zeros_on_demand((*shape, self.key_dim), dtype, device),
-            zeros_on_demand((*shape, self.value_dim), dtype, device),
+            zeros_on_demand((*shape, self.key_dim), dtype, device).transpose(1, 2),
+            zeros_on_demand((*shape, self.value_dim), dtype, device).transpose(1, 2),
         )
 
 
@@ -83,6 +87,7 @@ class AttentionMetadata:
     block_table: Tensor  # [num_seqs, max_blocks] int32
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
+    plan: Any = None  # what the backend's make_plan prepared for all layers, if it has one
 
 
 def store_kv_torch(
@@ -92,8 +97,10 @@ def store_kv_torch(
     if (slot_mapping < 0).any():
         kept = slot_mapping >= 0
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    block_size = key_cache.shape[1]
+    block, slot = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[block, slot] = key
+    value_cache[block, slot] = value
 
 
 def paged_attention_torch(
@@ -107,6 +114,7 @@ def paged_attention_torch(
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    plan: list[Batch] | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values.
 
@@ -119,47 +127,143 @@ def paged_attention_torch(
     returns          [num_tokens, num_heads, value_dim]
 
     Sequences with the same number of queries and about the same length are padded to one batch:
-    all decodes of a step become a few calls instead of one for each.
+    all decodes of a step become a few calls instead of one for each. `plan` is what
+    plan_attention_torch made of the same tables, once for all layers; None: made here.
     """
-    num_heads, block_size = query.shape[1], key_cache.shape[1]
+    num_heads, (block_size, num_kv_heads) = query.shape[1], key_cache.shape[1:3]
     output = query.new_empty(query.shape[0], num_heads, value_cache.shape[-1])
-    starts = query_start_loc.tolist()
-    lengths = seq_lens.tolist()
-    numbers_per_key = key_cache[0, 0].numel() + value_cache[0, 0].numel()
-    max_padding = CALL_COST // numbers_per_key
-    for query_len, rows in _batches_of_similar_length(starts, lengths, max_padding):
-        length = max(lengths[row] for row in rows)
-        blocks = block_table[rows, : -(-length // block_size)]
-        position = torch.arange(blocks.shape[1] * block_size, device=query.device)
-        padding = (position >= seq_lens[rows, None]).flatten().nonzero()[:, 0]
-        keys = _gather(key_cache, blocks, padding)
-        values = _gather(value_cache, blocks, padding)
-        offsets = torch.tensor([lengths[row] - query_len for row in rows], device=query.device)
-        tokens = torch.tensor([starts[row] for row in rows], device=query.device)[:, None]
-        for first in range(0, query_len, QUERY_TILE):
-            tile = torch.arange(first, min(first + QUERY_TILE, query_len), device=query.device)
-            visible = min(length, length - query_len + int(tile[-1]) + 1)
-            index = (tokens + tile).flatten()  # rows of `query`
+    if plan is None:
+        plan = plan_attention_torch(block_table, query_start_loc, seq_lens, block_size)
+    for batch in plan:
+        keys, values = batch.gather(key_cache), batch.gather(value_cache)
+        for first, last in batch.query_tiles():
+            tokens = batch.tokens(first, last)  # rows of `query`
+            rows = query.index_select(0, tokens).unflatten(0, (-1, last - first))
+            visible = batch.num_visible(last)
             attended = _attend(
-                query.index_select(0, index).unflatten(0, (len(rows), len(tile))),
-                keys[:, :visible],
-                values[:, :visible],
-                offsets[:, None] + tile,
+                rows,
+                keys[:, :, :visible],
+                values[:, :, :visible],
+                batch.mask(first, last, num_heads // num_kv_heads, sliding_window),
                 scale,
-                sliding_window,
                 logits_soft_cap,
             )
-            output.index_copy_(0, index, attended.flatten(0, 1))
+            output.index_copy_(0, tokens, attended.flatten(0, 1))
     return output
 
 
+def plan_attention_torch(
+    block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_size: int
+) -> list[Batch]:
+    """Which sequences of a step are attended to together."""
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    return [
+        Batch(block_table, block_size, query_len, rows, starts, lengths)
+        for query_len, rows in _batches_of_similar_length(starts, lengths)
+    ]
+
+
+class Batch:
+    """Sequences that bring equally many queries, padded to the longest of them.
+
+    What depends on them alone is computed once a step, when the first layer asks, and kept.
+    """
+
+    def __init__(
+        self,
+        block_table: Tensor,
+        block_size: int,
+        query_len: int,
+        rows: list[int],
+        starts: list[int],
+        lengths: list[int],
+    ) -> None:
+        device = block_table.device
+        self.query_len = query_len
+        self.length = max(lengths[row] for row in rows)
+        self.blocks = block_table[rows, : -(-self.length // block_size)].long()
+        self.seq_lens = torch.tensor([lengths[row] for row in rows], device=device)
+        self.starts = torch.tensor([starts[row] for row in rows], device=device)
+        self.num_keys = self.blocks.shape[1] * block_size  # of each sequence, padding included
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def gather(self, cache: Tensor) -> Tensor:
+        """Copy each sequence's blocks together: [batch, num_kv_heads, keys, dim], padded with 0.
+
+        The padding is cleared because a block's unused slots hold another request's old numbers:
+        a NaN among them would pass through a mask (0 * NaN = NaN). index_select on rows of (block,
+        head) is several times faster than cache[blocks], and needs no transposition after it.
+        """
+        num_kv_heads = cache.shape[2]
+        gathered = (
+            cache.transpose(1, 2)
+            .flatten(0, 1)
+            .flatten(1)
+            .index_select(
+                0, self._keep(("blocks", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
+            )
+        )
+        padding = self._keep(("padding", num_kv_heads), lambda: self._padding(num_kv_heads))
+        gathered.view(-1, cache.shape[-1]).index_fill_(0, padding, 0)
+        return gathered.view(len(self.blocks), num_kv_heads, self.num_keys, -1)
+
+    def _rows_of_cache(self, num_kv_heads: int) -> Tensor:
+        """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat."""
+        heads = torch.arange(num_kv_heads, device=self.blocks.device)
+        return (self.blocks[:, None] * num_kv_heads + heads[:, None]).flatten()
+
+    def _padding(self, num_kv_heads: int) -> Tensor:
+        """Which of the gathered keys, [batch, head, key], flat, are beyond their sequence."""
+        position = torch.arange(self.num_keys, device=self.blocks.device)
+        is_padding = position >= self.seq_lens[:, None, None]
+        return is_padding.expand(-1, num_kv_heads, -1).flatten().nonzero()[:, 0]
+
+    def query_tiles(self) -> list[tuple[int, int]]:
+        """Ranges of queries of a sequence that are attended to at once."""
+        firsts = range(0, self.query_len, QUERY_TILE)
+        return [(first, min(first + QUERY_TILE, self.query_len)) for first in firsts]
+
+    def num_visible(self, last: int) -> int:
+        """Keys that queries up to `last` (exclusive) see at most."""
+        return self.length - self.query_len + last
+
+    def tokens(self, first: int, last: int) -> Tensor:
+        """Where queries first .. last - 1 of each sequence are in the step, flat."""
+        offsets = torch.arange(first, last, device=self.blocks.device)
+        return self._keep(("tokens", first), lambda: (self.starts[:, None] + offsets).flatten())
+
+    def mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor:
+        """[batch, 1, group * queries, keys]: True where a query sees a key. The query heads that
+        share a key head are further rows of it."""
+        return self._keep(
+            ("mask", first, group, sliding_window),
+            lambda: self._make_mask(first, last, group, sliding_window),
+        )
+
+    def _make_mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor:
+        device = self.blocks.device
+        position = (self.seq_lens - self.query_len)[:, None] + torch.arange(
+            first, last, device=device
+        )
+        distance = position[:, :, None] - torch.arange(self.num_visible(last), device=device)
+        mask = distance >= 0  # [batch, queries, keys]
+        if sliding_window is not None:
+            mask &= distance < sliding_window
+        return mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+
+
 def _batches_of_similar_length(
-    starts: list[int], lengths: list[int], max_padding: int
+    starts: list[int], lengths: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Group rows by number of queries, then split each group so that a batch is padded by at most
-    `max_padding` keys.
+    MAX_PADDING keys.
 
-    Yields (query_len, rows). With lengths [10, 90, 100], one query each and max_padding 50: [0],
+    Yields (query_len, rows). With lengths [10, 90, 100], one query each and MAX_PADDING 50: [0],
     then [1, 2].
     """
     by_query_len: dict[int, list[int]] = defaultdict(list)
@@ -170,7 +274,7 @@ def _batches_of_similar_length(
         batch: list[int] = []
         total = 0
         for row in sorted(rows, key=lengths.__getitem__):
-            if lengths[row] * len(batch) - total > max_padding:
+            if lengths[row] * len(batch) - total > MAX_PADDING:
                 yield query_len, batch
                 batch, total = [], 0
             batch.append(row)
@@ -178,45 +282,24 @@ def _batches_of_similar_length(
         yield query_len, batch
 
 
-def _gather(cache: Tensor, blocks: Tensor, padding: Tensor) -> Tensor:
-    """Copy the blocks of each row together: [batch, keys, num_kv_heads, dim], padded with 0.
-
-    The padding (indices of keys that are beyond their sequence) is cleared because a block's unused
-    slots hold another request's old numbers: a NaN among them would pass through a mask (0 * NaN =
-    NaN). index_select on a flat view is several times faster than cache[blocks].
-    """
-    gathered = cache.flatten(1).index_select(0, blocks.flatten())
-    gathered.view(-1, cache[0, 0].numel()).index_fill_(0, padding, 0)
-    return gathered.view(blocks.shape[0], -1, *cache.shape[2:])
-
-
 def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
+    mask: Tensor,
     scale: float,
-    sliding_window: int | None,
     logits_soft_cap: float | None,
 ) -> Tensor:
-    """Dense attention of a padded batch: query [batch, q, num_heads, dim] at `positions` [batch, q]
-    over keys and values [batch, k, num_kv_heads, dim] at positions 0 .. k - 1.
+    """Dense attention of a padded batch: query [batch, q, num_heads, dim] over keys and values
+    [batch, num_kv_heads, k, dim]. Returns [batch, q, num_heads, value_dim].
 
     The query heads that share a key head (GQA) become further query rows of that head, so that
     keys and values are never repeated in memory.
     """
     num_queries, num_heads = query.shape[1:3]
-    num_kv_heads = keys.shape[2]
+    num_kv_heads = keys.shape[1]
     group = num_heads // num_kv_heads
     query = query.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [batch, kv heads, k, dim]
-
-    distance = positions[:, :, None] - torch.arange(keys.shape[2], device=query.device)
-    mask = distance >= 0  # [batch, q, k]
-    if sliding_window is not None:
-        mask &= distance < sliding_window
-    mask = mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
-
     if logits_soft_cap is None:
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     else:
@@ -224,8 +307,7 @@ def _attend(
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         scores = scores.masked_fill(~mask, -torch.inf)
         output = scores.float().softmax(-1).to(values.dtype) @ values
-    output = output.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)
-    return output.flatten(2, 3)  # [batch, q, num_heads, value_dim]
+    return output.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 class AttentionBackend(NamedTuple):
@@ -235,9 +317,37 @@ class AttentionBackend(NamedTuple):
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     can_be_captured: bool = False  # in a CUDA graph: launches depend on nothing but shapes
+    make_plan: Callable[..., Any] | None = None  # (block_table, query_start_loc, seq_lens,
+    # block_size) -> what paged_attention takes as `plan`: work that is the same for all layers
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_cache: KVCache,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Tensor:
+        """paged_attention, for a layer that has the step's metadata at hand."""
+        options = {} if metadata.plan is None else {"plan": metadata.plan}
+        return self.paged_attention(
+            query,
+            *kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            **options,
+        )
 
 
-TORCH_BACKEND = AttentionBackend("torch", store_kv_torch, paged_attention_torch)
+TORCH_BACKEND = AttentionBackend(
+    "torch", store_kv_torch, paged_attention_torch, make_plan=plan_attention_torch
+)
 
 
 def choose_backend(

@@ -362,16 +362,23 @@ def merge_splits_kernel(
 def store_kv_kernel(
     key,  # [num_tokens, num_kv_heads, KEY_DIM]
     value,  # [num_tokens, num_kv_heads, VALUE_DIM]
-    key_cache,  # [num_blocks * block_size, num_kv_heads, KEY_DIM]
-    value_cache,  # [num_blocks * block_size, num_kv_heads, VALUE_DIM]
+    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM]
+    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
     slot_mapping,  # [num_tokens]
     key_stride,
     key_head_stride,
     value_stride,
     value_head_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_cache_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_cache_head_stride,
     NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,  # num_kv_heads * KEY_DIM, rounded up to a power of 2
     BLOCK_V: tl.constexpr,
 ):
@@ -380,14 +387,17 @@ def store_kv_kernel(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
         return
+    block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     i = tl.arange(0, BLOCK_K)
-    source = key + token * key_stride + i // KEY_DIM * key_head_stride + i % KEY_DIM
-    mask = i < NUM_KV_HEADS * KEY_DIM
-    tl.store(key_cache + slot * NUM_KV_HEADS * KEY_DIM + i, tl.load(source, mask), mask)
+    head, dim, mask = i // KEY_DIM, i % KEY_DIM, i < NUM_KV_HEADS * KEY_DIM
+    source = key + token * key_stride + head * key_head_stride + dim
+    target = key_cache + block * key_block_stride + slot * key_slot_stride
+    tl.store(target + head * key_cache_head_stride + dim, tl.load(source, mask), mask)
     i = tl.arange(0, BLOCK_V)
-    source = value + token * value_stride + i // VALUE_DIM * value_head_stride + i % VALUE_DIM
-    mask = i < NUM_KV_HEADS * VALUE_DIM
-    tl.store(value_cache + slot * NUM_KV_HEADS * VALUE_DIM + i, tl.load(source, mask), mask)
+    head, dim, mask = i // VALUE_DIM, i % VALUE_DIM, i < NUM_KV_HEADS * VALUE_DIM
+    source = value + token * value_stride + head * value_head_stride + dim
+    target = value_cache + block * value_block_stride + slot * value_slot_stride
+    tl.store(target + head * value_cache_head_stride + dim, tl.load(source, mask), mask)
 
 
 # -- how it is launched --
@@ -619,7 +629,7 @@ def plan_launches(
 def store_kv_triton(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """attention.store_kv_torch on a GPU. The caches must be contiguous."""
+    """attention.store_kv_torch on a GPU. The last dimension of all must be contiguous."""
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[-1]
     if num_tokens == 0:
@@ -634,9 +644,12 @@ def store_kv_triton(
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
         NUM_KV_HEADS=num_kv_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
+        BLOCK_SIZE=key_cache.shape[1],
         BLOCK_K=triton.next_power_of_2(num_kv_heads * key_dim),
         BLOCK_V=triton.next_power_of_2(num_kv_heads * value_dim),
     )

@@ -225,10 +225,12 @@ class ModelRunner:
             rows[is_sampled],
             query_start_loc[1:][is_sampled].astype(np.int64) - 1,
         )
-        block_table = tensors[6]
+        block_table, plan = tensors[6], None
         if graph_size is not None:
             self.graph_block_table[: len(rows), :max_blocks] = block_table
             block_table = self.graph_block_table[:graph_size]
+        elif self.backend.make_plan is not None:
+            plan = self.backend.make_plan(block_table, *tensors[4:6], self.block_size)
         return StepInputs(
             input_ids=tensors[0],
             positions=tensors[1],
@@ -238,6 +240,7 @@ class ModelRunner:
                 block_table=block_table,
                 query_start_loc=tensors[4],
                 seq_lens=tensors[5],
+                plan=plan,
             ),
             sampled_rows=tensors[7],
             last_tokens=tensors[8],

@@ -127,14 +127,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         self.backend.store_kv(k, v, *kv_cache, metadata.slot_mapping)
-        output = self.backend.paged_attention(
-            q,
-            *kv_cache,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            scale=self.scale,
-            sliding_window=spec.sliding_window,
+        output = self.backend.attend(
+            q, kv_cache, metadata, scale=self.scale, sliding_window=spec.sliding_window
         )
         return self.o_proj(output.flatten(1), metadata)
 
