@@ -84,7 +84,35 @@ class RMSNorm(nn.Module):
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
-class ColumnParallelLinear(nn.Module):
+PACKED_FOR_ROWS = 256  # the layout that was fastest from 2 rows to 1,024
+PACKED_SIZE = 2**18  # numbers; smaller matrices are multiplied sooner than the call is made
+
+
+class Packable(nn.Module):
+    """A layer that multiplies by its `weight` [out, in]."""
+
+    weight: nn.Parameter
+    packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """On a CPU, copy a large weight into the blocks in which oneDNN multiplies it fastest.
+
+        On a 2-core AVX-512 machine products of 2 to 64 rows then take half to a fifth of the time.
+        To be called when the weight is filled, and not to be changed any more.
+        """
+        weight = self.weight
+        is_worth_it = weight.device.type == "cpu" and weight.numel() >= PACKED_SIZE
+        if is_worth_it and torch.backends.mkldnn.is_available() and weight.dtype == torch.float32:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [num_rows, in] -> x W^T + b, [num_rows, out]."""
+        if self.packed is None:
+            return F.linear(x, self.weight, bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+
+
+class ColumnParallelLinear(Packable):
     """y = x W^T + b with the rows of W (the outputs) divided among ranks.
 
     Several checkpoint matrices can be stacked: outputs={"q_proj": 64, "k_proj": 32, "v_proj": 32}
@@ -104,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         """Names each matrix beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
@@ -119,7 +147,7 @@ class ColumnParallelLinear(nn.Module):
                 yield f"{parent}.{output}.bias", Shard(self.bias[rows], (full,), 0, start)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Packable):
     """y = x W^T + b with the columns of W (the inputs) divided among ranks, and y summed."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool, build: Build) -> None:
@@ -133,7 +161,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
         """[num_tokens, input_size / world_size] -> [num_tokens, output_size]; b is added once."""
         bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(F.linear(x, self.weight, bias))
+        return self.parallel.all_reduce(self.product(x, bias))
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         shape = (self.weight.shape[0], self.input_size)
@@ -142,7 +170,7 @@ class RowParallelLinear(nn.Module):
             yield f"{name}.bias", Shard(self.bias, tuple(self.bias.shape))
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Packable):
     """Token id -> vector, and vector -> logits, with the vocabulary divided among ranks.
 
     One class for both ends: models that tie them use one object twice.
@@ -166,7 +194,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.parallel.all_gather(F.linear(hidden, self.weight))
+        return self.parallel.all_gather(self.product(hidden))
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         shape = (self.vocab_size, self.weight.shape[1])

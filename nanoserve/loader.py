@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build, Shard
+from nanoserve.layers import Build, Packable, Shard
 from nanoserve.models import CausalLM, build_model
 
 SINGLE_FILE = "model.safetensors"
@@ -48,6 +48,9 @@ def load_model(
         fill_randomly(model, config.seed)
     else:
         fill_from_checkpoint(model, model_config.path, use_tqdm)
+    for module in model.modules():
+        if isinstance(module, Packable):
+            module.pack()
     return model.eval()
 
 
