@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import Build, Shard
-from nanoserve.models import CausalLM, build_model
+from nanoserve.models import Model, build_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 def load_model(
     config: EngineConfig, model_config: ModelConfig, build: Build, use_tqdm: bool = True
-) -> CausalLM:
+) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
 
     Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
@@ -51,7 +51,7 @@ def load_model(
     return model.eval()
 
 
-def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -> None:
+def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> None:
     """Copy every weight from `folder`. Raises ValueError, naming the tensors, if any do not fit."""
     missing = dict(model.shards())
     surplus: list[str] = []
@@ -75,7 +75,7 @@ def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -
         )
 
 
-def fill_randomly(model: CausalLM, seed: int) -> None:
+def fill_randomly(model: Model, seed: int) -> None:
     """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint.
 
     Each rank draws whole tensors and keeps its slices: one seed is one model, on any number of
@@ -137,7 +137,7 @@ def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
     shard.target.copy_(source[shard.slices])  # type: ignore[index]
 
 
-def _may_be_left(model: CausalLM, name: str) -> bool:
+def _may_be_left(model: Model, name: str) -> bool:
     """True for tensors a model rightly does not want: computed ones, and a tied head."""
     return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
 
