@@ -37,7 +37,9 @@ class UniprocExecutor:
     def describe(self) -> str:
         """What really runs, for the engine's first log line."""
         runner = self.runner
-        return f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+        described = f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+        library = runner.model.library
+        return described if library == "nanoserve" else f"{described}, model={library}"
 
     def close(self) -> None:
         """Give the memory back."""

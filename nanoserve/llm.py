@@ -67,6 +67,7 @@ class LLM:
         num_cpu_blocks: int | None = None,
         seed: int = 0,
         load_format: str = "auto",
+        model_impl: str = "auto",
         enforce_eager: bool = False,
         max_logprobs: int = 20,
         scheduler_cls: type[Scheduler] = Scheduler,
@@ -95,6 +96,7 @@ class LLM:
             num_cpu_blocks=num_cpu_blocks,
             seed=seed,
             load_format=load_format,
+            model_impl=model_impl,
             enforce_eager=enforce_eager,
             max_logprobs=max_logprobs,
         )

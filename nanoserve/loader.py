@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import Build, Shard
-from nanoserve.models import Model, build_model
+from nanoserve.models import Model, ModelRegistry, build_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,10 +39,21 @@ def load_model(
 ) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
 
+    Ours if ModelRegistry has its architecture, else transformers' own, unless `model_impl` says
+    otherwise.
+
     Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
     not match the model.
     """
     assert config.max_model_len, "EngineConfig not resolved"
+    is_ours = ModelRegistry.get(model_config.architecture) is not None
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_ours):
+        # Here, because importing transformers' models takes seconds that a Llama need not wait.
+        from nanoserve.transformers_fallback import load_with_transformers
+
+        if config.load_format != "dummy":
+            find_files(model_config.path)  # its errors are clearer
+        return load_with_transformers(config, model_config, build)
     model = build_model(model_config, config.max_model_len, build)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)

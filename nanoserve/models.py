@@ -268,6 +268,8 @@ class Model(nn.Module):
     attend, `shards` of those that have weights (the layers of layers.py all do).
     """
 
+    library = "nanoserve"  # whose code it is
+    supports_cuda_graphs = True  # no number is read on the host, no shape depends on one
     is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
 
     def forward(

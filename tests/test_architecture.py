@@ -32,7 +32,8 @@ DATA_PLANE: dict[str, set[str]] = {
     "layers": {"attention", "parallel"},
     "moe": {"attention", "layers", "parallel"},
     "models": {"attention", "config", "layers", "moe", "parallel"},
-    "loader": {"config", "layers", "models", "parallel"},
+    "transformers_fallback": {"attention", "config", "layers", "models"},
+    "loader": {"config", "layers", "models", "parallel", "transformers_fallback"},
     "sampler": {"sampling_params", "sequence"},
     "input_batch": {"sampler", "sampling_params", "sequence"},
     "model_runner": {
