@@ -9,7 +9,9 @@ So a model that is not in ModelRegistry is transformers' own, with paged attenti
 
 The step's tokens are one row, laid end to end: everything but attention works token by token and
 needs no more than each token's position. Which caches and which metadata belong to a step goes down
-with transformers' own keyword arguments: the function is registered once, and holds nothing.
+with transformers' own keyword arguments: the function is registered once, and holds nothing. For a
+family that does not hand them down (Nemotron), the step is, while it lasts, an attribute of the
+model's own attention modules.
 
 What a model's attention asks for is found out by asking it: `probe` runs two tokens through the
 model and notes each call (heads, head sizes, window, scale, soft cap). What attention can't give
@@ -89,15 +91,20 @@ def attend(
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer; returns [1, num_tokens, num_heads, value_dim]."""
-    if nanoserve_step is None:
-        raise Unsupported("does not hand its keyword arguments down to attention")
+    step = nanoserve_step or getattr(module, "nanoserve_step", None)
+    if step is None:
+        raise StepIsMissing
     asked["attention_mask"] = attention_mask
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return nanoserve_step.attend(module, q, k, v, asked)[None], None
+    return step.attend(module, q, k, v, asked)[None], None
 
 
 class Unsupported(Exception):
     """Why a model can't run on paged attention, as the end of a sentence that begins with it."""
+
+
+class StepIsMissing(Unsupported):
+    """The family drops keyword arguments on the way down to attention."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +208,12 @@ class TransformersForCausalLM(Model):
         self.body = causal_lm.base_model
         if self.body is causal_lm:
             raise Unsupported("has no body apart from its head")
-        found = probe(self.body, causal_lm.config, max_model_len)
+        self.marked: tuple[nn.Module, ...] = ()  # given the step as an attribute, if any need it
+        try:
+            found = probe(self.body, causal_lm.config, max_model_len)
+        except StepIsMissing:
+            found = probe(self.body, causal_lm.config, max_model_len, tuple(self.body.modules()))
+            self.marked = tuple(found.layer_of)
         self.layer_of, self.calls = found.layer_of, found.calls
         fix_rope(self.body)
         setattr(causal_lm, causal_lm.base_model_prefix, HiddenStates())
@@ -216,7 +228,7 @@ class TransformersForCausalLM(Model):
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         step = Step(self.layer_of, self.calls, kv_caches, metadata, self.backend)
-        return run_body(self.body, input_ids, positions, step)
+        return run_body(self.body, input_ids, positions, step, self.marked)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
@@ -227,20 +239,37 @@ class TransformersForCausalLM(Model):
         return [call.spec for call in self.calls]
 
 
-def run_body(body: nn.Module, input_ids: Tensor, positions: Tensor, step: StepLike) -> Tensor:
+def run_body(
+    body: nn.Module,
+    input_ids: Tensor,
+    positions: Tensor,
+    step: StepLike,
+    marked: tuple[nn.Module, ...] = (),
+) -> Tensor:
     """[num_tokens] each -> hidden states [num_tokens, hidden]. transformers caches nothing, and
     builds no mask, as it knows none for our name."""
-    output = body(
-        input_ids=input_ids[None],
-        position_ids=positions[None],
-        use_cache=False,
-        nanoserve_step=step,
-    )
+    for module in marked:
+        vars(module)["nanoserve_step"] = step
+    try:
+        output = body(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            nanoserve_step=step,
+        )
+    finally:
+        for module in marked:
+            del vars(module)["nanoserve_step"]
     return output.last_hidden_state[0]
 
 
 @torch.inference_mode()
-def probe(body: nn.Module, config: PretrainedConfig, max_model_len: int) -> Probe:
+def probe(
+    body: nn.Module,
+    config: PretrainedConfig,
+    max_model_len: int,
+    marked: tuple[nn.Module, ...] = (),
+) -> Probe:
     """Run two tokens, the first and the last there may be, and note every call of attention.
 
     Raises Unsupported for a model that paged attention would not be all of.
@@ -249,7 +278,7 @@ def probe(body: nn.Module, config: PretrainedConfig, max_model_len: int) -> Prob
     device = next(body.parameters()).device
     positions = torch.tensor([0, max_model_len - 1], device=device)
     try:
-        run_body(body, torch.zeros_like(positions), positions, found)
+        run_body(body, torch.zeros_like(positions), positions, found, marked)
     except Unsupported:
         raise
     except Exception as error:  # transformers' own code, of any model: whatever it may be
@@ -259,20 +288,23 @@ def probe(body: nn.Module, config: PretrainedConfig, max_model_len: int) -> Prob
     num_layers = config.num_hidden_layers
     if len(found.calls) != num_layers:
         raise Unsupported(f"attends in {len(found.calls)} of its {num_layers} layers only")
-    windows = [call.spec.sliding_window for call in found.calls]
-    kinds = getattr(config, "layer_types", None)
-    for kind, window in zip(kinds or (), windows, strict=kinds is not None):
-        if (kind, window is not None) not in (
-            ("full_attention", False),
-            ("sliding_attention", True),
-        ):
-            raise Unsupported(f"has layers of type {kind} whose window is {window}")
-    has_window = getattr(config, "sliding_window", None) and getattr(
-        config, "use_sliding_window", True
-    )
-    if kinds is None and has_window and not any(windows):
-        raise Unsupported("has a sliding window that it does not tell attention")
+    check_windows(config, [call.spec.sliding_window for call in found.calls])
     return found
+
+
+def check_windows(config: Any, windows: list[int | None]) -> None:
+    """What the config says of each layer's reach, the layer must have told attention; transformers'
+    own masks, which would have seen to it, are not built."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        expected = {"full_attention": False, "sliding_attention": True}
+        for kind, window in zip(kinds, windows, strict=True):
+            if expected.get(kind) != (window is not None):
+                raise Unsupported(f"has layers of type {kind}, and tells attention window={window}")
+        return
+    has_window = getattr(config, "use_sliding_window", True)
+    if has_window and getattr(config, "sliding_window", None) and not any(windows):
+        raise Unsupported("has a sliding window that it does not tell attention")
 
 
 def fix_rope(body: nn.Module) -> None:
@@ -368,6 +400,7 @@ def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.d
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are named below
         )
     except (OSError, RuntimeError) as error:
         raise ValueError(
@@ -375,7 +408,7 @@ def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.d
             "safetensors only, in one file model.safetensors or several with an index."
         ) from error
     problems = [
-        f"{kind}: {', '.join(sorted(map(str, loading[key]))[:5])}"
+        f"{kind}: {', '.join([str(name) for name in loading[key]][:5])}"
         for kind, key in (
             ("missing", "missing_keys"),
             ("surplus", "unexpected_keys"),
