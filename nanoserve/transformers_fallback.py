@@ -20,7 +20,7 @@ because a model that runs without it still talks, only nonsense.
 
 Left out: tensor parallelism, CUDA graphs, code that comes with a checkpoint.
 
-vLLM: vllm/model_executor/models/: transformers.py (V0), transformers/ (V1).
+vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 had none yet.
 """
 
 from __future__ import annotations
@@ -381,12 +381,18 @@ def check_config(model_cls: Any, hf_config: Any) -> None:
 
 
 def build_dummy(hf_config: Any, dtype: torch.dtype, seed: int) -> Any:
-    """Weights as transformers initialises them, from `seed`; torch's generator stays as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(
+    """Small normal weights, those of norms near 1, as loader.fill_randomly has them."""
+    with torch.random.fork_rng(devices=[]):  # transformers draws weights of its own first
+        causal_lm = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in causal_lm.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.02
+            is_scale = parameter.dim() == 1 and name.endswith("weight")
+            parameter.copy_(noise + 1 if is_scale else noise)
+    return causal_lm
 
 
 def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:

@@ -333,8 +333,8 @@ def test_kv_cache_specs_say_what_each_layer_keeps(make_checkpoint: MakeCheckpoin
     ("change", "words"),
     [
         (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "GPT2LMHeadModel.*" + ", ".join(ModelRegistry.architectures()),
+            {"architectures": ["NobodysForCausalLM"]},
+            "NobodysForCausalLM.*" + ", ".join(ModelRegistry.architectures()),
         ),
         ({"architectures": None}, "none.*" + ", ".join(ModelRegistry.architectures())),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
