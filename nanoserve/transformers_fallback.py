@@ -33,7 +33,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -266,7 +266,7 @@ def run_body(
 @torch.inference_mode()
 def probe(
     body: nn.Module,
-    config: PretrainedConfig,
+    config: Any,
     max_model_len: int,
     marked: tuple[nn.Module, ...] = (),
 ) -> Probe:

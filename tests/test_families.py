@@ -75,7 +75,8 @@ FALLBACK: dict[str, Family] = {
         },
         [(2, 24, 24, 11), (2, 24, 24, None), (2, 24, 24, 11)],
     ),
-    # Latent attention: keys of 16 + 8, values of 16; a dense layer, then experts, some shared.
+    # Latent attention: keys of 16 + 8, values of 16, a scale that yarn changes; a dense layer,
+    # then experts, some shared.
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
         {
@@ -90,6 +91,14 @@ FALLBACK: dict[str, Family] = {
             "n_shared_experts": 1,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 32,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.7,
+            },
         },
         [(4, 24, 16, None)] * 2,
     ),

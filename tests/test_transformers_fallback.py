@@ -422,6 +422,17 @@ def test_nothing_but_safetensors_is_read(make_checkpoint: MakeCheckpoint, tmp_pa
         load(folder)
 
 
+def test_code_in_a_checkpoint_is_not_run(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Phi-3 and DeepSeek come with some; transformers has these families itself."""
+    folder = Path(shutil.copytree(make_checkpoint("gpt2"), tmp_path / "c"))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('run')")
+    assert answer(folder, [PROMPT]) == answer(make_checkpoint("gpt2"), [PROMPT])
+    load(folder, load_format="dummy")
+
+
 def test_checkpoints_of_several_files(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("gpt2", shards=3)
     assert len(list(folder.glob("*.safetensors"))) > 1
