@@ -24,12 +24,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # gap of a tie, in devi
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of the checkpoint in `folder`, computing in `dtype` on the CPU.
 
-    Experts, where there are any, run in transformers' plain loop: another way than ours.
+    Its plainest way: attention in full (by default transformers takes SDPA, which left Gemma 2's
+    soft cap out at times), experts in a loop.
     """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     ).eval()
 
 
