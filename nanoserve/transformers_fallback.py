@@ -333,7 +333,10 @@ def load_with_transformers(
     if architecture not in set(_causal_lm_names()):
         refuse(architecture, "transformers knows no causal language model of that name")
     model_cls = getattr(transformers, architecture)
-    hf_config = model_cls.config_class.from_pretrained(model_config.path)
+    try:
+        hf_config = model_cls.config_class.from_pretrained(model_config.path)
+    except Exception as error:  # each family checks its own
+        refuse(architecture, f"transformers can't read its config.json ({error})")
     AttentionInterface.register(ATTENTION_NAME, attend)
     try:
         check_config(model_cls, hf_config)
@@ -368,7 +371,7 @@ def refuse(architecture: str, reason: str) -> NoReturn:
 
 def check_config(model_cls: Any, hf_config: Any) -> None:
     """Refuse, before any weight is read, what the probe would not see."""
-    if hf_config.is_encoder_decoder:
+    if getattr(hf_config, "is_encoder_decoder", False):
         raise Unsupported("has an encoder")
     if getattr(model_cls, "_is_stateful", False):
         raise Unsupported("keeps a state beside keys and values (as Mamba does)")

@@ -311,6 +311,18 @@ def test_an_unknown_architecture_is_named(make_checkpoint: MakeCheckpoint, tmp_p
         LLM(folder)
 
 
+def test_a_config_that_transformers_refuses(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("gemma2", head_dim=16), tmp_path / "c"))
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention", "sideways_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    words = r"Gemma2.*can't read its config.json (?s:.*sideways.*)Supported natively"
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
 def test_ranks_need_our_own_models(make_checkpoint: MakeCheckpoint) -> None:
     with pytest.raises(ValueError, match=r"GPT2LMHeadModel .*can't be cut among ranks" + NAMES):
         load(make_checkpoint("gpt2"), parallel=ParallelState(0, 2))
