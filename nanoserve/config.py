@@ -50,6 +50,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"  # "fcfs", or "priority": lower priority values run first
     seed: int = 0  # of the seeds of requests that bring none
     load_format: str = "auto"  # "auto": safetensors; "dummy": random weights from config.json alone
+    model_impl: str = "auto"  # "nanoserve": our model; "transformers": theirs; auto: ours if any
     enforce_eager: bool = False  # never use CUDA graphs (a CPU never does)
     async_scheduling: bool = False  # launch a step before the last one's tokens are read
     max_logprobs: int = 20  # most logprobs a request may ask for; -1: no limit
@@ -74,6 +75,7 @@ class EngineConfig:
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         _check_choice("load_format", self.load_format, ("auto", "dummy"))
+        _check_choice("model_impl", self.model_impl, ("auto", "nanoserve", "transformers"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -158,18 +160,18 @@ class ModelConfig:
         defaults = _read_json(defaults_file) if defaults_file.exists() else {}
         architectures = hf.get("architectures") or ["(none)"]
         try:
-            heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
+            heads, hidden = int(_get(hf, "num_attention_heads")), int(_get(hf, "hidden_size"))
             return cls(
                 path=folder,
                 architecture=architectures[0],
                 vocab_size=hf["vocab_size"],
                 hidden_size=hidden,
-                intermediate_size=hf["intermediate_size"],
-                num_layers=hf["num_hidden_layers"],
+                intermediate_size=_get(hf, "intermediate_size"),
+                num_layers=_get(hf, "num_hidden_layers"),
                 num_heads=heads,
                 num_kv_heads=hf.get("num_key_value_heads") or heads,
                 head_dim=hf.get("head_dim") or hidden // heads,
-                max_position_embeddings=hf["max_position_embeddings"],
+                max_position_embeddings=_get(hf, "max_position_embeddings"),
                 rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
                 tie_word_embeddings=hf.get("tie_word_embeddings", False),
                 rope_parameters=read_rope_parameters(hf),
@@ -181,7 +183,9 @@ class ModelConfig:
         except KeyError as error:
             raise ValueError(
                 f"{folder / 'config.json'} has no {error}, which a decoder-only model "
-                f"({architectures[0]}) must name. Is this a causal language model?"
+                f"({architectures[0]}) must name. Is this a causal language model, with positions "
+                "that are learnt or rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
+                "the README's section Models lists what can."
             ) from None
 
     @property
@@ -197,6 +201,26 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
+# Names that older families have for what most call by the first one.
+OTHER_NAMES = {
+    "hidden_size": ("n_embd",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "max_position_embeddings": ("n_positions",),
+}
+
+
+def _get(hf: Mapping[str, Any], key: str) -> Any:
+    """hf[key], under whichever name. GPT-2 and its kin may leave the size of the MLP out."""
+    for name in (key, *OTHER_NAMES[key]):
+        if hf.get(name) is not None:
+            return hf[name]
+    if key == "intermediate_size" and "n_embd" in hf:
+        return 4 * hf["n_embd"]
+    raise KeyError(key)
+
+
 def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json in one layout, whichever it is written in.
 
@@ -205,13 +229,15 @@ def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}.
     """
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if isinstance(rope.get("full_attention"), dict):  # one for each type of layer, as in Gemma 3
+        rope = dict(rope["full_attention"])
     rope["rope_type"] = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         top_level = hf.get("original_max_position_embeddings")  # Phi-3 writes it there
         given = top_level or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = given or hf["max_position_embeddings"]
+        rope["original_max_position_embeddings"] = given or _get(hf, "max_position_embeddings")
     return rope
 
 

@@ -42,6 +42,8 @@ class UniprocExecutor:
         """What really runs, for the engine's first log line."""
         runner = self.runner
         text = f"device={runner.device}, dtype={runner.dtype}, attention={runner.backend.name}"
+        if runner.model.library != "nanoserve":
+            text += f", model={runner.model.library}"
         if runner.graphs is not None:
             mib = runner.graphs.num_bytes / 2**20
             text += f", CUDA graphs for {len(runner.graphs.sizes)} batch sizes ({mib:.0f} MiB)"

@@ -93,15 +93,17 @@ class Packable(nn.Module):
 
     weight: nn.Parameter
     packed: Tensor | None = None
+    is_multiplied_by = True  # False: an embedding that is only looked up
 
     def pack(self) -> None:
-        """On a CPU, copy a large weight into the blocks in which oneDNN multiplies it fastest.
+        """On a CPU, lay a large weight out in the blocks in which oneDNN multiplies it fastest.
 
         On a 2-core AVX-512 machine products of 2 to 64 rows then take half to a fifth of the time.
         To be called when the weight is filled, and not to be changed any more.
         """
         weight = self.weight
         is_worth_it = weight.device.type == "cpu" and weight.numel() >= PACKED_SIZE
+        is_worth_it &= self.is_multiplied_by
         if is_worth_it and torch.backends.mkldnn.is_available() and weight.dtype == torch.float32:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKED_FOR_ROWS)
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build, Packable, Shard
-from nanoserve.models import CausalLM, build_model
+from nanoserve.layers import Build, Shard
+from nanoserve.models import Model, ModelRegistry, build_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,25 +36,34 @@ COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 def load_model(
     config: EngineConfig, model_config: ModelConfig, build: Build, use_tqdm: bool = True
-) -> CausalLM:
+) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
+
+    Ours if ModelRegistry has its architecture, else transformers' own, unless `model_impl` says
+    otherwise.
 
     Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
     not match the model.
     """
     assert config.max_model_len, "EngineConfig not resolved"
+    is_ours = ModelRegistry.get(model_config.architecture) is not None
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_ours):
+        # Here, because importing transformers' models takes seconds that a Llama need not wait.
+        from nanoserve.transformers_fallback import load_with_transformers
+
+        if config.load_format != "dummy":
+            find_files(model_config.path)  # its errors are clearer
+        return load_with_transformers(config, model_config, build)
     model = build_model(model_config, config.max_model_len, build)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)
     else:
         fill_from_checkpoint(model, model_config.path, use_tqdm)
-    for module in model.modules():
-        if isinstance(module, Packable):
-            module.pack()
+    model.pack()
     return model.eval()
 
 
-def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -> None:
+def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> None:
     """Copy every weight from `folder`. Raises ValueError, naming the tensors, if any do not fit."""
     missing = dict(model.shards())
     surplus: list[str] = []
@@ -78,7 +87,7 @@ def fill_from_checkpoint(model: CausalLM, folder: Path, use_tqdm: bool = True) -
         )
 
 
-def fill_randomly(model: CausalLM, seed: int) -> None:
+def fill_randomly(model: Model, seed: int) -> None:
     """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint.
 
     Each rank draws whole tensors and keeps its slices: one seed is one model, on any number of
@@ -140,7 +149,7 @@ def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
     shard.target.copy_(source[shard.slices])  # type: ignore[index]
 
 
-def _may_be_left(model: CausalLM, name: str) -> bool:
+def _may_be_left(model: Model, name: str) -> bool:
     """True for tensors a model rightly does not want: computed ones, and a tied head."""
     return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
 

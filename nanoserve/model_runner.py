@@ -133,7 +133,8 @@ class ModelRunner:
             self.graphs: DecodeGraphs | None = None
             if graph_cls is None and self.device.type == "cuda" and self.backend.can_be_captured:
                 graph_cls = CudaGraph
-            if graph_cls is not None and not config.enforce_eager:
+            may_record = not config.enforce_eager and self.model.supports_cuda_graphs
+            if graph_cls is not None and may_record:
                 self.graph_block_table = torch.zeros(
                     self.batch.block_tables.shape, dtype=torch.int32, device=self.device
                 )

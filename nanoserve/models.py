@@ -1,9 +1,9 @@
 """Which architectures, and how are they registered?
 
-One decoder serves the Llama family: Llama, Mistral, Qwen2 and Qwen3 differ in a handful of choices
-(which projections have a bias, whether queries and keys are normalised, which layers look back only
-so far), which a `Family` reads from config.json. The module tree has the checkpoint's own names, so
-loading needs no table of renamings.
+One decoder serves the Llama family: Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts
+differ in a handful of choices (which projections have a bias, whether queries and keys are
+normalised, which layers look back only so far, which have experts), which a `Family` reads from
+config.json. The module tree has the checkpoint's own names, so loading needs no table of renamings.
 
     token ids -> embed_tokens -> [ norm -> attention -> + -> norm -> MLP -> + ] x layers -> norm
                                                                                               |
@@ -13,13 +13,18 @@ The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, me
 model.compute_logits(hidden[rows]), because drafts, forks and prompt logprobs want other rows than
 each sequence's last.
 
-vLLM: vllm/model_executor/models/: llama.py, qwen2.py, registry.py (V0 and V1), qwen3.py (V1).
+ModelRegistry maps the architecture that config.json names to a class; `register` adds yours (the
+README has one). What is not in it runs through transformers_fallback.py, if it can.
+
+vLLM: vllm/model_executor/models/: llama.py, mixtral.py, qwen2.py, registry.py (V0 and V1),
+qwen3.py, qwen3_moe.py (V1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -28,6 +33,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.layers import (
     Build,
     ColumnParallelLinear,
+    Packable,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
@@ -36,6 +42,7 @@ from nanoserve.layers import (
     apply_rope,
     silu_and_mul,
 )
+from nanoserve.moe import ExpertsConfig, MixtureOfExperts
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Family:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each head of queries and keys, before rope
     windows: tuple[int | None, ...] = ()  # per layer: sliding window, or None for full attention
+    experts: tuple[ExpertsConfig | None, ...] = ()  # per layer: None, or all empty: an MLP
 
 
 def llama(config: ModelConfig) -> Family:
@@ -70,6 +78,46 @@ def qwen2(config: ModelConfig) -> Family:
 def qwen3(config: ModelConfig) -> Family:
     bias = config.hf.get("attention_bias", False)
     return Family(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
+
+
+def mixtral(config: ModelConfig) -> Family:
+    experts = ExpertsConfig(
+        num_experts=_num_experts(config, 8),
+        top_k=config.hf.get("num_experts_per_tok", 2),
+        intermediate_size=config.intermediate_size,
+        normalize=True,
+        block_name="block_sparse_moe",
+        gate_name="w1",
+        up_name="w3",
+        down_name="w2",
+    )
+    return replace(mistral(config), experts=(experts,) * config.num_layers)
+
+
+def qwen3_moe(config: ModelConfig) -> Family:
+    """Experts in every decoder_sparse_step-th layer, but for those that are listed as without."""
+    hf = config.hf
+    experts = ExpertsConfig(
+        num_experts=_num_experts(config, 128),
+        top_k=hf.get("num_experts_per_tok", 8),
+        intermediate_size=hf.get("moe_intermediate_size", 768),
+        normalize=hf.get("norm_topk_prob", False),
+    )
+    step, without = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    return replace(
+        qwen3(config),
+        windows=(window,) * config.num_layers,
+        experts=tuple(
+            None if layer in without or (layer + 1) % step else experts
+            for layer in range(config.num_layers)
+        ),
+    )
+
+
+def _num_experts(config: ModelConfig, default: int) -> int:
+    """Under either of the names that transformers has given it."""
+    return config.hf.get("num_experts") or config.hf.get("num_local_experts") or default
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -150,16 +198,20 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside a residual connection."""
+    """Attention and MLP (or experts), each behind a norm and beside a residual connection."""
 
-    def __init__(
-        self, config: ModelConfig, family: Family, window: int | None, build: Build
-    ) -> None:
+    def __init__(self, config: ModelConfig, family: Family, layer: int, build: Build) -> None:
         super().__init__()
+        window = family.windows[layer]
+        experts = family.experts[layer] if family.experts else None
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.self_attn = Attention(config, family, window, build)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.mlp = MLP(config, family, build)
+        self.mlp: MLP | MixtureOfExperts
+        if experts is None:
+            self.mlp = MLP(config, family, build)
+        else:
+            self.mlp = MixtureOfExperts(config.hidden_size, experts, build)
 
     def forward(
         self,
@@ -182,7 +234,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, family, window, build) for window in family.windows
+            DecoderLayer(config, family, layer, build) for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
@@ -203,15 +255,70 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class CausalLM(nn.Module):
-    """A decoder and its language-model head: what the model runner calls."""
+class Model(nn.Module):
+    """What the model runner and the loader need of a model: the base of CausalLM, and of yours.
 
-    def __init__(
-        self, config: ModelConfig, family: Family, max_model_len: int, build: Build
-    ) -> None:
+    A subclass is built as cls(config, max_model_len, build), with unfilled parameters, and has the
+    two methods below. The two after them find what its modules say: `kv_cache_spec` of those that
+    attend, `shards` of those that have weights (the layers of layers.py all do).
+    """
+
+    library = "nanoserve"  # whose code it is
+    supports_cuda_graphs = True  # no number is read on the host, no shape depends on one
+    is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
+        raise NotImplementedError
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
+        raise NotImplementedError
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One per layer, in the order in which forward expects kv_caches."""
+        specs = [getattr(module, "kv_cache_spec", None) for module in self.modules()]
+        return [spec for spec in specs if spec is not None]
+
+    def shards(self) -> Iterator[tuple[str, Shard]]:
+        """(checkpoint name, place to fill) for every weight."""
+        for name, module in self.named_modules():
+            if module is not self and hasattr(module, "shards"):
+                yield from module.shards(name)
+
+    def pack(self) -> None:
+        """The weights are filled: bring them into the layout that is multiplied fastest."""
+        for module in self.modules():
+            if isinstance(module, Packable):
+                module.pack()
+
+
+class CausalLM(Model):
+    """A decoder of the Llama family and its language-model head."""
+
+    read_family: Callable[[ModelConfig], Family]  # of each architecture below
+
+    def __init__(self, config: ModelConfig, max_model_len: int, build: Build) -> None:
+        """Raises ValueError for an activation that is not here, and head counts that do not
+        divide."""
         super().__init__()
+        if (activation := config.hf.get("hidden_act", "silu")) != "silu":
+            raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
+        if config.num_heads % config.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
+                f"{config.num_kv_heads}."
+            )
+        family = type(self).read_family(config)
         self.model = Decoder(config, family, max_model_len, build)
         self.is_tied = config.tie_word_embeddings
+        self.model.embed_tokens.is_multiplied_by = self.is_tied
         if not self.is_tied:
             self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
 
@@ -230,42 +337,83 @@ class CausalLM(nn.Module):
         head = self.model.embed_tokens if self.is_tied else self.lm_head
         return head.compute_logits(hidden)
 
-    def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """One per layer, in the order in which forward expects kv_caches."""
-        modules = self.model.modules()
-        return [module.kv_cache_spec for module in modules if isinstance(module, Attention)]
 
-    def shards(self) -> Iterator[tuple[str, Shard]]:
-        """(checkpoint name, place to fill) for every weight."""
-        for name, module in self.named_modules():
-            if module is not self and hasattr(module, "shards"):
-                yield from module.shards(name)
+class LlamaForCausalLM(CausalLM):
+    read_family = staticmethod(llama)
 
 
-MODELS: dict[str, Callable[[ModelConfig], Family]] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-}
+class MistralForCausalLM(CausalLM):
+    read_family = staticmethod(mistral)
 
 
-def build_model(config: ModelConfig, max_model_len: int, build: Build) -> CausalLM:
-    """The unfilled model that config.json describes.
+class MixtralForCausalLM(CausalLM):
+    read_family = staticmethod(mixtral)
 
-    Raises ValueError for an architecture or activation that nothing here implements, and for head
-    counts that do not divide.
-    """
-    if config.architecture not in MODELS:
-        raise ValueError(
-            f"architecture {config.architecture} is not supported; supported: {', '.join(MODELS)}."
+
+class Qwen2ForCausalLM(CausalLM):
+    read_family = staticmethod(qwen2)
+
+
+class Qwen3ForCausalLM(CausalLM):
+    read_family = staticmethod(qwen3)
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    read_family = staticmethod(qwen3_moe)
+
+
+class ModelRegistry:
+    """Which class runs which architecture. Holds classes only, never anything of an engine."""
+
+    CLASSES: ClassVar[dict[str, type[Model]]] = {
+        cls.__name__: cls
+        for cls in (
+            LlamaForCausalLM,
+            MistralForCausalLM,
+            MixtralForCausalLM,
+            Qwen2ForCausalLM,
+            Qwen3ForCausalLM,
+            Qwen3MoeForCausalLM,
         )
-    if (activation := config.hf.get("hidden_act", "silu")) != "silu":
-        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
-    if config.num_heads % config.num_kv_heads:
+    }
+
+    @classmethod
+    def register(cls, architecture: str, model_cls: type[Model]) -> None:
+        """Let `model_cls` run checkpoints whose config.json names `architecture`.
+
+        An architecture that is already there gets the new class, in engines built from now on, in
+        this process: ranks in other processes must import what registers it, too.
+        Raises TypeError for what is not a subclass of Model.
+        """
+        if not isinstance(architecture, str) or not architecture:
+            raise TypeError(
+                f"architecture must be a name from config.json, such as 'LlamaForCausalLM', got "
+                f"{architecture!r}."
+            )
+        if not isinstance(model_cls, type) or not issubclass(model_cls, Model):
+            raise TypeError(
+                f"the class for {architecture} must be a subclass of nanoserve.models.Model, got "
+                f"{model_cls!r}."
+            )
+        cls.CLASSES[architecture] = model_cls
+
+    @classmethod
+    def get(cls, architecture: str) -> type[Model] | None:
+        """The class for an architecture; None if there is none."""
+        return cls.CLASSES.get(architecture)
+
+    @classmethod
+    def architectures(cls) -> list[str]:
+        """All that are registered, in order of registration."""
+        return list(cls.CLASSES)
+
+
+def build_model(config: ModelConfig, max_model_len: int, build: Build) -> Model:
+    """The unfilled model that config.json describes. Raises ValueError if it is not registered."""
+    model_cls = ModelRegistry.get(config.architecture)
+    if model_cls is None:
         raise ValueError(
-            f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
-            f"{config.num_kv_heads}."
+            f"architecture {config.architecture} is not supported; supported: "
+            f"{', '.join(ModelRegistry.architectures())}."
         )
-    family = MODELS[config.architecture](config)
-    return CausalLM(config, family, max_model_len, build)
+    return model_cls(config, max_model_len, build)

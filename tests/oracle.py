@@ -22,10 +22,16 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # gap of a tie, in devi
 
 @lru_cache(maxsize=4)
 def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """transformers' model of the checkpoint in `folder`, computing in `dtype` on the CPU."""
+    """transformers' model of the checkpoint in `folder`, computing in `dtype` on the CPU.
+
+    Its plainest way: attention in full (by default transformers takes SDPA, which left Gemma 2's
+    soft cap out at times), experts in a loop.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 @lru_cache(maxsize=1024)

@@ -100,6 +100,8 @@ def test_weights_are_loaded_bit_for_bit(
         ("mistral", {}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 16}),
+        ("mixtral", {"num_local_experts": 4}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     ],
 )
 def test_two_ranks_hold_the_checkpoint_between_them(

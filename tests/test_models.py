@@ -18,7 +18,7 @@ from nanoserve.attention import AttentionMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
-from nanoserve.models import MODELS, CausalLM
+from nanoserve.models import CausalLM, ModelRegistry
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
@@ -29,6 +29,12 @@ LENGTHS = (1, 2, 15, 16, 17, 60, 300)  # around a block of 16, and many chunks l
 AMPLE: dict[str, Any] = {}
 TIGHT: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "block_size": 4}
 
+QWEN3_MOE: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -55,6 +61,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3-head-dim": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-attention-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 11}),
+    "mixtral-one-of-three": (
+        "mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 50},
+    ),
+    "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-weights-as-they-are": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": False}),
+    "qwen3-moe-some-layers": (
+        "qwen3_moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-window": (
+        "qwen3_moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9},
+    ),
 }
 
 ORIGINAL = 512  # the length before any stretching, of the models below
@@ -310,8 +332,11 @@ def test_kv_cache_specs_say_what_each_layer_keeps(make_checkpoint: MakeCheckpoin
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*" + ", ".join(MODELS)),
-        ({"architectures": None}, "none.*" + ", ".join(MODELS)),
+        (
+            {"architectures": ["NobodysForCausalLM"]},
+            "NobodysForCausalLM.*" + ", ".join(ModelRegistry.architectures()),
+        ),
+        ({"architectures": None}, "none.*" + ", ".join(ModelRegistry.architectures())),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 .*num_key_value_heads 3"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral.*yarn"),

@@ -254,11 +254,21 @@ def test_every_feature_has_a_place_and_a_test(name: str) -> None:
 
 @both
 def test_every_architecture_and_rope_type_is_listed(name: str) -> None:
-    from nanoserve.layers import rope_frequencies
-    from nanoserve.models import MODELS
+    from test_families import FALLBACK
 
+    from nanoserve import models
+    from nanoserve.layers import rope_frequencies
+
+    native = [
+        architecture
+        for architecture, cls in models.ModelRegistry.CLASSES.items()
+        if cls.__module__ == models.__name__
+    ]
     text = part(read(name), "models")
-    assert [spans(row[0]) for row in table(text)] == [[architecture] for architecture in MODELS]
+    assert [spans(row[0]) for row in table(text)] == [[a] for a in (*native, *FALLBACK)]
+    ways = [row[1] for row in table(text)]
+    assert len(set(ways[: len(native)])) == len(set(ways[len(native) :])) == 1
+    assert ways[0] != ways[-1]
     with pytest.raises(ValueError, match="supported: ") as error:
         rope_frequencies(4, {"rope_type": "none", "rope_theta": 1.0}, 8)
     rope_types = str(error.value).rstrip(".").rpartition("supported: ")[2].split(", ")
@@ -330,8 +340,13 @@ def test_vllm_has_the_files_and_symbols_named(name: str) -> None:
 # -- the code, run --
 
 
-def test_the_python_blocks_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_blocks_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In order, in one namespace; what they are there to show, they print."""
+    from nanoserve.models import ModelRegistry
+
+    monkeypatch.setattr(ModelRegistry, "CLASSES", dict(ModelRegistry.CLASSES))
     namespace: dict[str, Any] = {}
     try:
         for block in blocks(read(NAMES[0]), "python"):

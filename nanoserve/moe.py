@@ -1,0 +1,207 @@
+"""How does each token reach its few experts?
+
+In a mixture of experts the MLP of a layer exists many times over; a router picks, for each token,
+the top_k that suit it, and their outputs are added, weighted. A token then costs top_k MLPs,
+whatever the number of experts. Three tokens, top_k 2, experts A B C D:
+
+    router   t0 -> A .7  C .3     sorted by expert   A: t0 t2 | B: t1 | C: t0 t1 t2 | D:
+             t1 -> C .6  B .4     offsets (ends)     2          3       6             6
+             t2 -> C .9  A .1     grouped product    one per group of rows; D costs nothing
+
+The same thing thrice: `run_experts_loop` is the specification, a loop over the experts; the two
+others sort the (token, expert) pairs and multiply group by group. How large the groups are stands
+in `offsets`, on the device; the host never reads it (it would wait for the GPU, and a CUDA graph
+could not hold the step). `grouped_matmul_torch` is torch's grouped_mm. On a GPU that is such a
+product only for bfloat16 on compute capability 9 or 10 (H100, B200), and a loop that reads the
+offsets otherwise, so there `grouped_matmul_blocks` takes its place: blocks of rows of one expert,
+in a batched product, as many as there may be in the worst case.
+
+For tensor parallelism every rank has a part of every expert: the rows of gate and up, the columns
+of down, as in models.MLP. One sum over ranks follows. Left out: expert parallelism (each rank has
+some whole experts), shared experts, and a router that goes by groups (both in DeepSeek: fallback).
+
+vLLM: vllm/model_executor/layers/fused_moe/layer.py, fused_moe.py (V0 and V1). Papers: arXiv
+1701.06538 (the idea), 2401.04088 (Mixtral).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoserve.attention import AttentionMetadata
+from nanoserve.layers import Build, Shard, silu_and_mul
+
+# (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+ALIGNMENT = 16  # bytes: torch's grouped_mm wants every row of a matrix to begin at a multiple
+BLOCK_BATCH = 8  # blocks multiplied at once by grouped_matmul_blocks: so many experts are copied
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """What a family says about its experts."""
+
+    num_experts: int
+    top_k: int  # experts per token
+    intermediate_size: int  # of one expert
+    normalize: bool  # weights of the chosen are divided by their sum
+    # How the checkpoint calls the block beside the attention, and an expert's three matrices.
+    block_name: str = "mlp"
+    gate_name: str = "gate_proj"
+    up_name: str = "up_proj"
+    down_name: str = "down_proj"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.top_k}; allowed with {self.num_experts} experts: 1 "
+                f"to {self.num_experts}."
+            )
+
+
+def route(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Logits [num_tokens, num_experts] -> weights (float32) and ids, [num_tokens, top_k] each."""
+    weights, expert_ids = router_logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, expert_ids
+
+
+def run_experts_loop(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor
+) -> Tensor:
+    """Each expert on the tokens that chose it, one after the other: the specification.
+
+    x           [num_tokens, hidden]
+    gate_up     [num_experts, 2 * size, hidden]: the expert's gate, then its up matrix
+    down        [num_experts, hidden, size]
+    weights     [num_tokens, top_k] float32
+    expert_ids  [num_tokens, top_k]
+    returns     [num_tokens, hidden]
+    """
+    output = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(gate_up.shape[0]):
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)  # the host waits here
+        y = F.linear(silu_and_mul(F.linear(x[tokens], gate_up[expert])), down[expert])
+        output.index_add_(0, tokens, y * weights[tokens, places, None])
+    return output.to(x.dtype)
+
+
+def run_experts_grouped(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    expert_ids: Tensor,
+    matmul: GroupedMatmul,
+) -> Tensor:
+    """The same numbers as run_experts_loop, and no number read on the host."""
+    num_tokens, top_k = expert_ids.shape
+    sorted_ids, order = expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k] each
+    experts = torch.arange(gate_up.shape[0], device=x.device)
+    offsets = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
+    y = silu_and_mul(matmul(x[order // top_k], gate_up, offsets))
+    y = matmul(y, down, offsets) * weights.flatten()[order, None]  # [num_tokens * top_k, hidden]
+    unsorted = torch.empty_like(y).index_copy_(0, order, y)
+    return unsorted.unflatten(0, (num_tokens, top_k)).sum(dim=1).to(x.dtype)
+
+
+def grouped_matmul_torch(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """rows [num_rows, in], sorted by expert, times each one's weight [experts, out, in] transposed;
+    expert e's rows end before offsets[e] (int32). Row strides must be multiples of ALIGNMENT."""
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
+
+
+def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """As grouped_matmul_torch, on any device, for any dtype and shape.
+
+    Every group is cut into blocks of `size` rows, its last one partly filled. n groups of together
+    num_rows rows have at most (num_rows + n * (size - 1)) // size blocks: that many are multiplied,
+    those that do not exist write to a row that is thrown away. 6 rows, groups of 2, 1 and 3, size
+    2: blocks [0 1] [2 .] [3 4] [5 .], and (6 + 3) // 2 = 4. With `size` about num_rows / experts
+    there are at most about two blocks for each expert, and for few rows not more than rows.
+    """
+    (num_rows, _), (num_experts, num_outputs, _) = rows.shape, weight.shape
+    size = max(1, num_rows // num_experts)
+    num_blocks = (num_rows + min(num_experts, num_rows) * (size - 1)) // size
+    starts = F.pad(offsets[:-1], (1, 0))
+    blocks_of = (offsets - starts + size - 1) // size  # [num_experts]
+    block_ends = blocks_of.cumsum(0)
+    blocks = torch.arange(num_blocks, device=rows.device)
+    expert = torch.searchsorted(block_ends, blocks, right=True).clamp(max=num_experts - 1)
+    first = starts[expert] + (blocks - (block_ends - blocks_of)[expert]) * size
+    index = first[:, None] + torch.arange(size, device=rows.device)  # [num_blocks, size]
+    index = torch.where(index < offsets[expert, None], index, num_rows)  # beyond: nobody's row
+    rows = F.pad(rows, (0, 0, 0, 1))
+    output = rows.new_empty(num_rows + 1, num_outputs)
+    for at in range(0, num_blocks, BLOCK_BATCH):
+        some = index[at : at + BLOCK_BATCH]
+        weights = weight.index_select(0, expert[at : at + BLOCK_BATCH])
+        output[some.flatten()] = (rows[some] @ weights.transpose(1, 2)).flatten(0, 1)
+    return output[:num_rows]
+
+
+def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMatmul:
+    """torch's own wherever it does not make the host wait."""
+    if device.type == "cpu":
+        return grouped_matmul_torch
+    is_hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    if dtype == torch.bfloat16 and is_hopper_or_blackwell:
+        return grouped_matmul_torch
+    return grouped_matmul_blocks
+
+
+class MixtureOfExperts(nn.Module):
+    """A router and its experts, in the place of an MLP."""
+
+    def __init__(self, hidden_size: int, config: ExpertsConfig, build: Build) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = build.parallel
+        full = config.intermediate_size
+        self.start, self.size = build.parallel.share_of(full, "intermediate size of an expert")
+        per_row = ALIGNMENT // build.dtype.itemsize
+        if hidden_size % per_row:
+            raise ValueError(
+                f"hidden_size is {hidden_size}; with experts in {build.dtype} it must be a "
+                f"multiple of {per_row}."
+            )
+        # Rows and columns of zeros make a part of any size fit: silu(0) * 0 = 0 adds nothing.
+        padded = -(-self.size // per_row) * per_row
+        self.router = build.empty(config.num_experts, hidden_size)  # whole on every rank
+        self.gate_up = build.empty(config.num_experts, 2 * padded, hidden_size)
+        self.down = build.empty(config.num_experts, hidden_size, padded)
+        if padded != self.size:
+            self.gate_up.zero_()
+            self.down.zero_()
+        self.matmul = choose_grouped_matmul(build.device, build.dtype)
+
+    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        weights, expert_ids = route(
+            F.linear(x, self.router), self.config.top_k, self.config.normalize
+        )
+        output = run_experts_grouped(x, self.gate_up, self.down, weights, expert_ids, self.matmul)
+        return self.parallel.all_reduce(output)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        """Three matrices for each expert: ...mlp.experts.7.gate_proj.weight and so on."""
+        config = self.config
+        block = f"{name.rpartition('.')[0]}.{config.block_name}"
+        yield f"{block}.gate.weight", Shard(self.router, tuple(self.router.shape))
+        hidden, full = self.router.shape[1], config.intermediate_size
+        middle = self.gate_up.shape[1] // 2
+        for number in range(config.num_experts):
+            expert = f"{block}.experts.{number}"
+            gate = self.gate_up[number, : self.size]
+            up = self.gate_up[number, middle : middle + self.size]
+            down = self.down[number, :, : self.size]
+            yield f"{expert}.{config.gate_name}.weight", Shard(gate, (full, hidden), 0, self.start)
+            yield f"{expert}.{config.up_name}.weight", Shard(up, (full, hidden), 0, self.start)
+            yield f"{expert}.{config.down_name}.weight", Shard(down, (hidden, full), 1, self.start)

@@ -1,0 +1,452 @@
+"""Models that transformers runs for us: what they are asked, what is refused, what stays the same.
+
+That their greedy tokens are right is in test_families.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_same_greedy, reference_logits
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from nanoserve import LLM, BeamSearchParams, SamplingParams
+from nanoserve.attention import TORCH_BACKEND, AttentionBackend, AttentionMetadata
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.layers import Build
+from nanoserve.loader import load_model
+from nanoserve.models import Model, ModelRegistry
+from nanoserve.parallel import ParallelState
+from nanoserve.transformers_fallback import (
+    TransformersForCausalLM,
+    Unsupported,
+    attend,
+    probe,
+)
+
+MakeCheckpoint = Callable[..., Path]
+PROMPT = [5, 9, 200, 31, 7, 18, 44, 101, 3, 250, 77]
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+ORIGINAL = 64  # positions before any stretching
+
+
+def load(folder: Path, max_model_len: int = 64, **options: Any) -> Model:
+    parallel = options.pop("parallel", ParallelState())
+    attention = options.pop("attention", TORCH_BACKEND)
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(max_model_len=max_model_len, **options).resolve(model_config)
+    build = Build(parallel=parallel, attention=attention)
+    return load_model(config, model_config, build, use_tqdm=False)
+
+
+def answer(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    with LLM(folder, **{"dtype": "float32", "num_kv_blocks": 100, **options}) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+def config_only(folder: Path, model_type: str, architecture: str, **overrides: Any) -> Path:
+    """A folder with nothing but a config.json."""
+    settings = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, **overrides}
+    if model_type != "mamba":
+        settings.setdefault("num_attention_heads", 4)
+    config = AutoConfig.for_model(model_type, **settings)
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------ the forward pass
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", "gemma2", "cohere"])
+def test_logits_of_all_positions_in_any_rows(
+    make_checkpoint: MakeCheckpoint, model_type: str
+) -> None:
+    """Hidden states, then logits of the rows wanted, whatever comes between the body and them."""
+    extra = {"gemma2": {"final_logit_softcapping": 5.0, "head_dim": 16}, "opt": {"ffn_dim": 112}}
+    folder = make_checkpoint(model_type, **extra.get(model_type, {}))
+    model = load(folder)
+    cpu = torch.device("cpu")
+    caches = [spec.allocate(4, 4, torch.float32, cpu) for spec in model.kv_cache_specs()]
+    block_table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
+    positions = torch.arange(len(PROMPT))
+    metadata = AttentionMetadata(
+        slot_mapping=block_table[0, positions // 4].long() * 4 + positions % 4,
+        block_table=block_table,
+        query_start_loc=torch.tensor([0, len(PROMPT)], dtype=torch.int32),
+        seq_lens=torch.tensor([len(PROMPT)], dtype=torch.int32),
+    )
+    with torch.inference_mode():
+        hidden = model(torch.tensor(PROMPT), positions, caches, metadata)
+        logits = model.compute_logits(hidden)
+        some = model.compute_logits(hidden[[7, 2]])
+    expected = reference_logits(folder, PROMPT)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.std()))
+    torch.testing.assert_close(some, logits[[7, 2]])
+
+
+def test_attention_gets_the_arguments_it_documents(make_checkpoint: MakeCheckpoint) -> None:
+    """Whoever brings a backend of their own sees the same shapes as from our own models."""
+    seen: list[tuple[Any, ...]] = []
+
+    def spy(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Tensor, **options: Any):  # type: ignore[no-untyped-def]
+        seen.append((tuple(query.shape), query.is_contiguous(), options))
+        return TORCH_BACKEND.paged_attention(query, key_cache, value_cache, *rest, **options)
+
+    backend = AttentionBackend("spy", TORCH_BACKEND.store_kv, spy)
+    folder = make_checkpoint(
+        "gemma2", head_dim=24, sliding_window=7, query_pre_attn_scalar=36, num_hidden_layers=2
+    )
+    [tokens] = answer(folder, [PROMPT], attention_backend=backend)
+    assert_same_greedy(folder, PROMPT, tokens, GREEDY.max_tokens or 0)
+    options = {"scale": 1 / 6, "logits_soft_cap": 50.0}
+    assert seen[:2] == [
+        ((len(PROMPT), 4, 24), True, {**options, "sliding_window": 7}),
+        ((len(PROMPT), 4, 24), True, {**options, "sliding_window": None}),
+    ]
+    assert seen[2][0] == (1, 4, 24)
+
+
+def test_a_family_that_drops_keyword_arguments(make_checkpoint: MakeCheckpoint) -> None:
+    """The step is an attribute of this model's attention modules, and only while it lasts."""
+    folder = make_checkpoint("nemotron")
+    prompts = [PROMPT, PROMPT[:3], [8, 8, 8]]
+    with LLM(folder, num_kv_blocks=60, max_num_batched_tokens=5, block_size=4) as llm:
+        model = llm.engine.executor.runner.model
+        assert isinstance(model, TransformersForCausalLM)
+        assert len(model.marked) == 2
+        for prompt, output in zip(
+            prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True
+        ):
+            assert_same_greedy(folder, prompt, output.outputs[0].token_ids, 6)
+        assert not any("nanoserve_step" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+@pytest.mark.parametrize("max_model_len", [ORIGINAL, 2 * ORIGINAL])
+def test_ropes_that_follow_the_length_are_fixed(
+    make_checkpoint: MakeCheckpoint, rope_type: str, max_model_len: int
+) -> None:
+    """By max_model_len, as in our own model, which is the oracle here: transformers goes by the
+    longest row of the batch. A request alone or in long company gets the same."""
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
+    length = ORIGINAL
+    if rope_type == "longrope":
+        rope["short_factor"] = [1.0 + 0.1 * i for i in range(8)]
+        rope["long_factor"] = [2.0 + 0.5 * i for i in range(8)]
+        rope["original_max_position_embeddings"] = ORIGINAL
+        length = 2 * ORIGINAL
+    folder = make_checkpoint("llama", rope_parameters=rope, max_position_embeddings=length)
+    prompts = [PROMPT, (PROMPT * 12)[: max_model_len - 10]]
+    ours = answer(folder, prompts, max_model_len=max_model_len)
+    theirs = answer(folder, prompts, max_model_len=max_model_len, model_impl="transformers")
+    assert theirs == ours
+    alone = answer(folder, prompts[:1], max_model_len=max_model_len, model_impl="transformers")
+    assert alone == theirs[:1]
+
+
+def test_phi3_with_its_own_rope(make_checkpoint: MakeCheckpoint) -> None:
+    """Up to the original length as transformers says; beyond it, the long factors at once."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    }
+    folder = make_checkpoint(
+        "phi3",
+        rope_parameters=rope,
+        original_max_position_embeddings=ORIGINAL,
+        max_position_embeddings=2 * ORIGINAL,
+    )
+    [tokens] = answer(folder, [PROMPT], max_model_len=ORIGINAL)
+    assert_same_greedy(folder, PROMPT, tokens, 6)
+    long = (PROMPT * 12)[: ORIGINAL + 20]
+    together = answer(folder, [PROMPT, long])
+    assert_same_greedy(folder, long, together[1], 6)
+    assert answer(folder, [PROMPT]) == together[:1]
+
+
+def test_bfloat16_stays_near(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("gpt_neox", dtype="bfloat16")
+    [tokens] = answer(folder, [PROMPT], dtype="bfloat16")
+    assert_same_greedy(folder, PROMPT, tokens, 6, dtype=torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------ all above it
+
+
+def test_everything_above_attention_is_unchanged(make_checkpoint: MakeCheckpoint) -> None:
+    """Completions that fork, seeds, prompt logprobs, swap, beams: as with our own model."""
+    folder = make_checkpoint("llama")
+    several = SamplingParams(n=3, temperature=0.9, seed=4, max_tokens=8, prompt_logprobs=2)
+    found: list[Any] = []
+    prompt_logprobs: list[list[float]] = []
+    for model_impl in ("nanoserve", "transformers"):
+        with LLM(
+            folder,
+            model_impl=model_impl,
+            num_kv_blocks=16,
+            block_size=4,
+            preemption_mode="swap",
+            max_num_batched_tokens=8,
+            max_num_seqs=4,
+        ) as llm:
+            outputs = llm.generate([PROMPT, PROMPT[:4], PROMPT[2:]], several, use_tqdm=False)
+            streamed = [out.outputs[0].token_ids for out in llm.stream(PROMPT, GREEDY)]
+            [search] = llm.beam_search([PROMPT], BeamSearchParams(beam_width=2, max_tokens=4))
+        found.append(
+            (
+                [[c.token_ids for c in output.outputs] for output in outputs],
+                streamed[-1],
+                [beam.tokens for beam in search.sequences],
+            )
+        )
+        prompt_logprobs.append(
+            [
+                logprob.logprob
+                for output in outputs
+                for entry in (output.prompt_logprobs or [])[1:]
+                for logprob in (entry or {}).values()
+            ]
+        )
+    assert found[0] == found[1]
+    ours, theirs = map(torch.tensor, prompt_logprobs)
+    assert len(ours) >= 2 * (len(PROMPT) - 1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_two_engines_do_not_see_each_other(make_checkpoint: MakeCheckpoint) -> None:
+    """Step by step in turns: the function that both models call holds nothing of either."""
+    folders = [make_checkpoint("gpt2"), make_checkpoint("opt", ffn_dim=112)]
+    alone = [answer(folder, [PROMPT])[0] for folder in folders]
+    llms = [LLM(folder, num_kv_blocks=40, max_num_batched_tokens=4) for folder in folders]
+    found: list[list[int]] = [[], []]
+    for llm in llms:
+        llm.add_request("r", PROMPT, GREEDY)
+    while any(llm.has_unfinished_requests() for llm in llms):
+        for number, llm in enumerate(llms):
+            for output in llm.step():
+                found[number] = output.outputs[0].token_ids
+    for llm in llms:
+        llm.close()
+    assert found == alone
+
+
+@pytest.mark.parametrize("model_impl", ["nanoserve", "transformers"])
+def test_the_first_line_says_whose_model_runs(
+    make_checkpoint: MakeCheckpoint, caplog: pytest.LogCaptureFixture, model_impl: str
+) -> None:
+    with (
+        caplog.at_level("INFO", "nanoserve"),
+        LLM(make_checkpoint("llama"), model_impl=model_impl, num_kv_blocks=10) as llm,
+    ):
+        described = llm.engine.executor.describe()
+    assert ("model=transformers" in described) == (model_impl == "transformers")
+
+
+# ------------------------------------------------------------------------------ refused
+
+NAMES = r".*Supported natively: LlamaForCausalLM.* through transformers on one rank"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "overrides", "words"),
+    [
+        ("bloom", "BloomForCausalLM", {"max_position_embeddings": 64}, "attention interface"),
+        ("gptj", "GPTJForCausalLM", {"rotary_dim": 8}, "attention interface"),
+        ("falcon", "FalconForCausalLM", {"alibi": True}, "ALiBi"),
+        ("falcon", "FalconForCausalLM", {"alibi": False}, "attention interface"),
+        (
+            "mamba",
+            "MambaForCausalLM",
+            {"num_attention_heads": 4, "max_position_embeddings": 64, "intermediate_size": 64},
+            "keeps a state",
+        ),
+        ("gpt_oss", "GptOssForCausalLM", {"num_key_value_heads": 2}, "asks attention for s_aux"),
+        ("doge", "DogeForCausalLM", {"num_key_value_heads": 2}, "adds a mask"),
+        (
+            "minimax",
+            "MiniMaxForCausalLM",
+            {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 2},
+            "attends in 1 of its 2 layers",
+        ),
+        ("bert", "BertLMHeadModel", {"is_decoder": False}, "lets tokens attend to later ones"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_sentence(
+    tmp_path: Path, model_type: str, architecture: str, overrides: dict[str, Any], words: str
+) -> None:
+    """Which says why, and lists what can."""
+    folder = config_only(tmp_path, model_type, architecture, **overrides)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "intermediate_size": 112}))
+    with pytest.raises(ValueError, match=f"{architecture} is not supported: .*{words}{NAMES}"):
+        LLM(folder, load_format="dummy", num_kv_blocks=10)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "t5", "mpt"])
+def test_a_config_that_names_no_heads_or_positions(tmp_path: Path, model_type: str) -> None:
+    config_only(tmp_path, model_type, "SomeForCausalLM")
+    with pytest.raises(ValueError, match=r"config.json has no '.*SomeForCausalLM.*what can"):
+        LLM(tmp_path, load_format="dummy")
+
+
+def test_an_unknown_architecture_is_named(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("llama"), tmp_path / "c"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Nobody"]}))
+    with pytest.raises(ValueError, match=r"Nobody is not supported: transformers knows no" + NAMES):
+        LLM(folder)
+
+
+def test_a_config_that_transformers_refuses(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("gemma2", head_dim=16), tmp_path / "c"))
+    config = json.loads((folder / "config.json").read_text())
+    config["layer_types"] = ["full_attention", "sideways_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    words = r"Gemma2.*can't read its config.json (?s:.*sideways.*)Supported natively"
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_ranks_need_our_own_models(make_checkpoint: MakeCheckpoint) -> None:
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel .*can't be cut among ranks" + NAMES):
+        load(make_checkpoint("gpt2"), parallel=ParallelState(0, 2))
+
+
+def test_whose_model_may_be_chosen(make_checkpoint: MakeCheckpoint) -> None:
+    assert isinstance(load(make_checkpoint("gpt2")), TransformersForCausalLM)
+    folder = make_checkpoint("llama")
+    assert not isinstance(load(folder), TransformersForCausalLM)
+    assert isinstance(load(folder, model_impl="transformers"), TransformersForCausalLM)
+    known = ", ".join(ModelRegistry.architectures())
+    with pytest.raises(ValueError, match=f"GPT2LMHeadModel is not supported; supported: {known}"):
+        load(make_checkpoint("gpt2"), model_impl="nanoserve")
+    with pytest.raises(ValueError, match="model_impl is 'vllm'; allowed: auto, nanoserve"):
+        load(folder, model_impl="vllm")
+
+
+# ------------------------------------------------------------------------------ the probe itself
+
+
+class Body(nn.Module):
+    """A body whose layers ask attention for whatever a test says."""
+
+    def __init__(self, *asked: dict[str, Any], again: bool = False, mask: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.layers = nn.ModuleList(nn.Identity() for _ in asked)
+        self.asked, self.again = asked, again
+        self.mask = torch.zeros(1, 1, 2, 2) if mask else None
+
+    def forward(self, input_ids: Tensor, nanoserve_step: Any, **_: Any) -> Any:
+        q, k, v = torch.zeros(1, 4, 2, 6), torch.zeros(1, 2, 2, 6), torch.zeros(1, 2, 2, 5)
+        for layer, asked in zip(self.layers, self.asked, strict=True):
+            layer = self.layers[0] if self.again else layer
+            out, _ = attend(layer, q, k, v, self.mask, nanoserve_step=nanoserve_step, **asked)
+            assert out.shape == (1, 2, 4, 5)
+        return SimpleNamespace(last_hidden_state=torch.zeros(1, 2, 8))
+
+
+def settings_of(num_layers: int, **settings: Any) -> Any:
+    return SimpleNamespace(num_hidden_layers=num_layers, **settings)
+
+
+def test_the_probe_notes_what_each_layer_asks() -> None:
+    body = Body({"scaling": 0.5, "softcap": 9.0}, {"sliding_window": 3, "use_cache": False})
+    first, second = probe(body, settings_of(2), 16).calls
+    assert (first.num_heads, first.scale, first.logits_soft_cap) == (4, 0.5, 9.0)
+    assert (first.spec.num_kv_heads, first.spec.key_dim, first.spec.value_dim) == (2, 6, 5)
+    assert first.spec.sliding_window is None
+    assert (second.scale, second.logits_soft_cap, second.spec.sliding_window) == (6**-0.5, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("body", "settings", "words"),
+    [
+        (Body({"s_aux": torch.ones(4)}), {}, "asks attention for s_aux"),
+        (Body({"is_causal": False}), {}, "attend to later ones"),
+        (Body({}, mask=True), {}, "adds a mask"),
+        (Body({}, {}, again=True), {}, "one attention layer several times"),
+        (Body({}), {"num_hidden_layers": 2}, "attends in 1 of its 2 layers"),
+        (Body(), {"num_hidden_layers": 1}, "does not use transformers' attention interface"),
+        (Body({}), {"layer_types": ["chunked_attention"]}, "type chunked_attention"),
+        (Body({}), {"layer_types": ["sliding_attention"]}, "sliding_attention, .* window=None"),
+        (Body({"sliding_window": 3}), {"layer_types": ["full_attention"]}, "window=3"),
+        (Body({}), {"sliding_window": 3}, "sliding window that it does not tell"),
+        (Body({"position_ids": torch.ones(2), "news": 1}), {}, "asks attention for news"),
+    ],
+)
+def test_the_probe_refuses_what_would_be_lost(
+    body: Body, settings: dict[str, Any], words: str
+) -> None:
+    config = settings_of(len(body.asked))
+    vars(config).update(settings)
+    with pytest.raises(Unsupported, match=words):
+        probe(body, config, 16)
+
+
+# ------------------------------------------------------------------------------ weights
+
+
+def test_weights_that_do_not_match_are_named(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """transformers would fill what is missing at random, and go on with a warning."""
+    name = "transformer.h.0.mlp.c_fc.weight"
+
+    def damaged(edit: Callable[[dict[str, Tensor]], Any]) -> Path:
+        folder = Path(shutil.copytree(make_checkpoint("gpt2"), tmp_path / "c", dirs_exist_ok=True))
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    with pytest.raises(ValueError, match=rf"c do not match .*missing: {name}"):
+        load(damaged(lambda tensors: tensors.pop(name)))
+    with pytest.raises(ValueError, match=r"do not match .*surplus: .*extra"):
+        load(damaged(lambda tensors: tensors.update({"transformer.extra": torch.ones(2)})))
+    with pytest.raises(ValueError, match=rf"misshapen: .*{name}"):
+        load(damaged(lambda tensors: tensors.update({name: torch.ones(3, 5)})))
+
+
+def test_nothing_but_safetensors_is_read(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(make_checkpoint("gpt2"), tmp_path / "c"))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no \.safetensors file"):
+        load(folder)
+    (folder / "pytorch_model.bin").rename(folder / "weights.safetensors")
+    with pytest.raises(ValueError, match=r"safetensors only, in one file model\.safetensors"):
+        load(folder)
+
+
+def test_code_in_a_checkpoint_is_not_run(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """Phi-3 and DeepSeek come with some; transformers has these families itself."""
+    folder = Path(shutil.copytree(make_checkpoint("gpt2"), tmp_path / "c"))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('run')")
+    assert answer(folder, [PROMPT]) == answer(make_checkpoint("gpt2"), [PROMPT])
+    load(folder, load_format="dummy")
+
+
+def test_checkpoints_of_several_files(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint("gpt2", shards=3)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    [tokens] = answer(folder, [PROMPT])
+    assert_same_greedy(folder, PROMPT, tokens, 6)
