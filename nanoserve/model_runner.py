@@ -41,7 +41,8 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.input_batch import InputBatch
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
-from nanoserve.sampler import RowError, gather_logprobs, sample
+from nanoserve.parallel import ParallelState
+from nanoserve.sampler import RowError, SamplerOutput, gather_logprobs, sample
 from nanoserve.sequence import (
     BlockPair,
     ForkSample,
@@ -77,8 +78,12 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
+        parallel: ParallelState | None = None,
     ) -> None:
         """Load the model and allocate the KV cache. `config` must be resolved.
+
+        With `parallel`, this is one of several ranks: it holds its share of each layer, and as many
+        KV blocks as the poorest rank has room for.
 
         Raises ValueError if the weights do not fit the model, or the cache the memory.
         """
@@ -87,10 +92,14 @@ class ModelRunner:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
         self.backend = choose_backend(attention_backend)
-        build = Build(dtype=self.dtype, device=self.device, attention=self.backend)
-        self.model = load_model(config, model_config, build)
+        self.parallel = parallel or ParallelState()
+        build = Build(self.dtype, self.device, self.parallel, self.backend)
+        self.model = load_model(config, model_config, build, use_tqdm=self.parallel.rank == 0)
         specs = self.model.kv_cache_specs()
-        self.num_kv_blocks = num_blocks_that_fit(config, specs, self.dtype, self.device)
+        num_blocks = num_blocks_that_fit(
+            config, specs, self.dtype, self.device, self.parallel.num_local_ranks
+        )
+        self.num_kv_blocks = self.parallel.minimum(num_blocks)
         self.kv_caches = [
             spec.allocate(self.num_kv_blocks, self.block_size, self.dtype, self.device)
             for spec in specs
@@ -195,7 +204,7 @@ class ModelRunner:
             logits = logits.repeat_interleave(self._to_device(num_samples), dim=0)
         seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
         try:
-            output = sample(logits, self.batch.make_sampling_batch(sample_rows, forks))
+            output = self._sample_on_rank_0(logits, sample_rows, forks)
         except RowError as error:
             raise RequestError(seq_of[sample_rows[error.row]], str(error)) from error.__cause__
 
@@ -217,6 +226,25 @@ class ModelRunner:
             if logprobs:
                 result.logprobs[seq_id] = logprobs
         return result
+
+    def _sample_on_rank_0(
+        self, logits: Tensor, sample_rows: np.ndarray, forks: np.ndarray
+    ) -> SamplerOutput:
+        """Sample where the logits are; the other ranks are told the tokens, and nothing else.
+
+        If it fails, they are told something all the same: nobody waits in vain, and a failed step
+        is made again.
+        """
+        token_ids = torch.zeros(len(sample_rows), dtype=torch.int64, device=self.device)
+        if self.parallel.rank:
+            token_list = self.parallel.broadcast(token_ids).tolist()
+            return SamplerOutput(token_list, [None] * len(token_list))
+        try:
+            output = sample(logits, self.batch.make_sampling_batch(sample_rows, forks))
+            token_ids.copy_(torch.tensor(output.token_ids))
+            return output
+        finally:
+            self.parallel.broadcast(token_ids)
 
     def _compute_prompt_logprobs(
         self,
@@ -244,8 +272,9 @@ class ModelRunner:
                 part = targets[tile : tile + LOGPROB_TILE]
                 at = int(start) + tile
                 logits = self.model.compute_logits(hidden[at : at + len(part)]).float()
-                found = gather_logprobs(logits, part, (number,) * len(part))
-                entries += [entry for entry in found if entry is not None]
+                if self.parallel.rank == 0:  # the others have lent a hand with the logits
+                    found = gather_logprobs(logits, part, (number,) * len(part))
+                    entries += [entry for entry in found if entry is not None]
             result[item.seq_id] = PromptLogprobs(first, tuple(entries))
         return result
 
@@ -290,7 +319,11 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
 
 
 def num_blocks_that_fit(
-    config: EngineConfig, specs: list[KVCacheSpec], dtype: torch.dtype, device: torch.device
+    config: EngineConfig,
+    specs: list[KVCacheSpec],
+    dtype: torch.dtype,
+    device: torch.device,
+    num_local_ranks: int = 1,
 ) -> int:
     """How many KV blocks to allocate, over all layers.
 
@@ -304,7 +337,7 @@ def num_blocks_that_fit(
     block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
     memory = config.kv_cache_memory
     if memory is None:
-        memory = free_memory(device, config.gpu_memory_utilization)
+        memory = free_memory(device, config.gpu_memory_utilization, num_local_ranks)
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = memory // block_bytes
     if num_blocks < per_sequence:
@@ -324,12 +357,15 @@ def num_cpu_blocks_to_allocate(config: EngineConfig, num_kv_blocks: int) -> int:
     return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
 
 
-def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes the KV cache may take on `device` by default."""
+def free_memory(
+    device: torch.device, gpu_memory_utilization: float, num_local_ranks: int = 1
+) -> int:
+    """Bytes the KV cache may take on `device` by default. Main memory is shared by the ranks of a
+    machine; a GPU is one rank's own."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - gpu_memory_utilization)))
-    return int(available_memory() * CPU_CACHE_SHARE)
+    return int(available_memory() * CPU_CACHE_SHARE / num_local_ranks)
 
 
 def available_memory() -> int:
