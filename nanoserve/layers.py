@@ -152,9 +152,9 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token id -> vector, and vector -> logits, with the vocabulary divided among ranks.
 
-    One class for both ends: models that tie them use one object twice. Ranks hold equally many rows;
-    if the vocabulary does not divide, the last ones are padded with zeros, whose logits are cut
-    off. 10 tokens on 4 ranks:
+    One class for both ends: models that tie them use one object twice. All ranks hold equally many
+    rows; if the vocabulary does not divide, the last ones are padded with zeros, whose logits are
+    cut off. 10 tokens on 4 ranks:
 
         rank 0: t0 t1 t2    rank 1: t3 t4 t5    rank 2: t6 t7 t8    rank 3: t9 -- --
     """

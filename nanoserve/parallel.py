@@ -110,11 +110,11 @@ class ParallelState:
         if self.group is None:
             return tensor
         mine = tensor.contiguous()
-        parts = [torch.empty_like(mine) for _ in range(self.world_size if self.rank == 0 else 0)]
+        parts = [[torch.empty_like(mine) for _ in range(self.world_size)]] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._run("gather", mine, lambda: self.group.gather([parts] if parts else [], [mine], options))
-        return torch.cat(parts, dim=-1) if parts else tensor[..., :0]
+        self._run("gather", mine, lambda: self.group.gather(parts, [mine], options))
+        return torch.cat(parts[0], dim=-1) if parts else tensor[..., :0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor` on every rank (in place)."""
@@ -145,7 +145,7 @@ class ParallelState:
         if self.control is None:
             return value
         tensor, options = torch.tensor([value]), dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._run("control", tensor, lambda: self.control.allreduce([tensor], options))
         return int(tensor)
 
@@ -173,9 +173,9 @@ def _from_rank_0() -> dist.BroadcastOptions:
 def serve_store() -> tuple[dist.Store, int]:
     """A store of rank 0's own and the port it chose, on the loopback address only."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-    port = listener.getsockname()[1]
+    host, port = listener.getsockname()
     store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     return store, port
 
@@ -207,7 +207,7 @@ def connect(
 
 def _make_gloo(store: dist.Store, rank: int, world_size: int, address: str) -> Any:
     """Over sockets of `address`; GLOO_SOCKET_IFNAME, if set, names the network card instead."""
-    gloo: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+    gloo: Any = dist.ProcessGroupGloo
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return gloo(store, rank, world_size, STEP_TIMEOUT)
     options = gloo._Options()
@@ -218,9 +218,9 @@ def _make_gloo(store: dist.Store, rank: int, world_size: int, address: str) -> A
 
 def _make_nccl(store: dist.Store, rank: int, world_size: int, address: str) -> Any:
     """NCCL finds its own way between GPUs (NVLink, the network); it needs the store alone."""
-    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options = dist.ProcessGroupNCCL.Options()
     options._timeout = STEP_TIMEOUT
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)  # type: ignore[attr-defined]
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def address_towards(host: str, port: int) -> str:
