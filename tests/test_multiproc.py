@@ -25,7 +25,7 @@ from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams, model_runner
-from nanoserve.attention import TORCH_BACKEND, AttentionBackend, paged_attention_torch
+from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.executor import MultiprocExecutor, UniprocExecutor, for_other_ranks
 from nanoserve.model_runner import ModelRunner
@@ -230,7 +230,7 @@ def test_one_gpu_by_name_is_not_for_many() -> None:
 
 
 def test_a_backend_that_cannot_be_sent_is_refused() -> None:
-    backend = AttentionBackend("mine", lambda *_, **__: torch.zeros(1), lambda *_: None)
+    backend = TORCH_BACKEND._replace(paged_attention=lambda *_, **__: torch.zeros(1))
     with pytest.raises(ValueError, match="must be importable"):
         LLM(tensor_parallel_size=2, attention_backend=backend, device="cpu")
 
@@ -326,7 +326,7 @@ def raise_on_rank_1(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 # Importable, as what is handed to other ranks must be: they import this module.
-FAULTY = AttentionBackend("faulty", raise_on_rank_1, TORCH_BACKEND.store_kv)
+FAULTY = TORCH_BACKEND._replace(name="faulty", paged_attention=raise_on_rank_1)
 
 
 def test_an_exception_on_a_rank_arrives_with_its_traceback(
@@ -471,6 +471,7 @@ class NcclExecutor(UniprocExecutor):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_nccl_on_one_gpu(enforce_eager: bool, checkpoint: Callable[[str], Path]) -> None:
     """Sums and broadcasts among kernels, with CUDA graphs and without."""
