@@ -217,3 +217,24 @@ def measure(
 
 def _per_step(total: dict[str, int], num_steps: int) -> dict[str, float]:
     return {name: number / num_steps for name, number in total.items()}
+
+
+def show_measures(results: list[dict[str, Any]]) -> str:
+    """What `measure` returned for several numbers of ranks, as a table, the first row the base."""
+    header = ("ranks", "ms a step", "range", "beside it", "MiB of weights", "bytes a step, by name")
+    rows: list[tuple[str, ...]] = [header]
+    for result in results:
+        sent = [f"{name} {number:.0f}" for name, number in result["bytes_per_step"].items()]
+        rows.append(
+            (
+                str(result["tensor_parallel_size"]),
+                f"{result['seconds_per_step'] * 1e3:.1f}",
+                f"{result['fastest'] * 1e3:.1f} - {result['slowest'] * 1e3:.1f}",
+                f"{results[0]['seconds_per_step'] / result['seconds_per_step']:.2f} x",
+                f"{result['weight_bytes_per_rank'] / 2**20:.1f}",
+                ", ".join(sent) or "none",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(len(header))]
+    lines = ["".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(line.rstrip() for line in lines)

@@ -24,7 +24,13 @@ from nanoserve.layers import Build
 from nanoserve.loader import load_model
 from nanoserve.models import MODELS, CausalLM
 from nanoserve.parallel import FIRST_PART, ParallelState, RankError, address_towards
-from nanoserve.parallel_demo import run_ranks, show_toy_model, split_toy_model
+from nanoserve.parallel_demo import (
+    measure,
+    run_ranks,
+    show_measures,
+    show_toy_model,
+    split_toy_model,
+)
 
 # What makes each native architecture awkward to cut: biases, norms on heads, an untied head, and
 # a vocabulary that neither 2, 3 nor 4 divide.
@@ -379,3 +385,15 @@ def test_the_toy_model_as_a_table() -> None:
 def test_the_toy_model_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="attention heads: 4 cannot be divided among 3 ranks"):
         split_toy_model(3)
+
+
+def test_what_is_measured_can_be_shown() -> None:
+    """On one rank, of the demo model: no bytes."""
+    alone = measure(1, num_requests=2, prompt_len=4, num_steps=3, num_kv_blocks=8, device="cpu")
+    assert alone["calls_per_step"] == alone["bytes_per_step"] == {}
+    assert 0 < alone["fastest"] <= alone["seconds_per_step"] <= alone["slowest"]
+    two = {**alone, "tensor_parallel_size": 2, "bytes_per_step": {"gather": 10.0}}
+    lines = show_measures([alone, two]).splitlines()
+    assert [line.split()[0] for line in lines] == ["ranks", "1", "2"]
+    assert lines[1].endswith("none")
+    assert lines[2].endswith("gather 10")

@@ -96,7 +96,7 @@ def tokens_in(output: str) -> list[list[int]]:
 
 def test_the_example_on_two_ranks() -> None:
     """Says, once, what it says on one; and both processes end well."""
-    arguments = ["example.py", "--max-tokens", "8", "--tensor-parallel-size", "2"]
+    arguments = ["example.py", "--max-tokens", "12", "--tensor-parallel-size", "2"]
     process = torchrun("--nproc-per-node=2", *arguments)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
