@@ -45,7 +45,7 @@ from nanoserve.parallel import (
 
 GRACE = 5.0  # seconds for a rank to end, or for the news of its end to come
 # (store, rank, how to meet the others, device) -> the life of a rank above 0: executor.serve
-Serve = Callable[[dist.Store, int, Callable[[], ParallelState], str], None]
+Serve = Callable[[Any, int, Callable[[], ParallelState], str], None]
 
 
 def find_report(store: dist.Store, world_size: int) -> str | None:
