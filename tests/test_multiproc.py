@@ -24,7 +24,7 @@ import torch
 from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
-from nanoserve import LLM, BeamSearchParams, SamplingParams, model_runner
+from nanoserve import LLM, BeamSearchParams, SamplingParams, executor, model_runner
 from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.executor import MultiprocExecutor, UniprocExecutor, for_other_ranks
@@ -377,20 +377,46 @@ def test_a_rank_that_does_not_start_is_noticed(
         LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
 
 
-def test_an_llm_that_cannot_be_built_leaves_no_ranks(
-    make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is rank 0's own, as on one rank."""
-    started: list[subprocess.Popen[bytes]] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """All ranks that the test starts."""
+    processes: list[subprocess.Popen[bytes]] = []
     original = StartedRanks._start
 
     def start(*arguments: Any) -> subprocess.Popen[bytes]:
-        started.append(original(*arguments))
-        return started[-1]
+        processes.append(original(*arguments))
+        return processes[-1]
 
     monkeypatch.setattr(StartedRanks, "_start", start)
+    return processes
+
+
+def test_an_llm_that_cannot_be_built_leaves_no_ranks(
+    make_checkpoint: Callable[..., Path], started: list[subprocess.Popen[bytes]]
+) -> None:
+    """The error is rank 0's own, as on one rank."""
     with pytest.raises(ValueError, match="of KV cache, and there are"):
         LLM(make_checkpoint("qwen3"), tensor_parallel_size=2, kv_cache_memory=10, device="cpu")
+    assert [process.poll() is None for process in started] == [False]
+
+
+def test_ctrl_c_while_it_is_built_leaves_no_ranks(
+    make_checkpoint: Callable[..., Path],
+    started: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0's thread is loading; the user does not have to wait for it."""
+    was_noticed = threading.Event()
+
+    def load_for_ever(*arguments: Any) -> ModelRunner:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert was_noticed.wait(60)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(executor, "ModelRunner", load_for_ever)
+    with pytest.raises(KeyboardInterrupt):
+        LLM(make_checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+    was_noticed.set()
     assert [process.poll() is None for process in started] == [False]
 
 
