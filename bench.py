@@ -2,6 +2,7 @@
 
     python bench.py                      the demo model, 32 requests of mixed lengths
     python bench.py --model DIR --num-requests 64 --json result.json
+    python bench.py --suite parallel     decode steps on one rank and on two, and their bytes
 
 Every engine serves the same requests (same prompts, same output lengths, greedy, same dtype), in
 turns, `--repeat` times; the table shows medians, their range over the rounds, and the ratio of
@@ -28,6 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import resolve_folder
+from nanoserve.parallel_demo import measure as measure_ranks
+from nanoserve.parallel_demo import show_measures
 
 Requests = list[tuple[list[int], int]]  # (prompt token ids, number of output tokens)
 Engine = Callable[[Requests], list[list[int]]]  # serves requests, returns their output token ids
@@ -127,6 +130,7 @@ def print_table(results: dict[str, dict], num_requests: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--suite", choices=("throughput", "parallel"), default="throughput")
     parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
     parser.add_argument("--num-requests", type=int, default=32)
     parser.add_argument("--min-len", type=int, default=16, help="of prompts and of outputs, tokens")
@@ -139,6 +143,15 @@ def main() -> None:
         "--json", type=Path, help="write results, versions and machine to this file"
     )
     args = parser.parse_args()
+    if args.suite == "parallel":
+        measured = [
+            measure_ranks(size, args.model, args.num_requests, args.max_len, seed=args.seed)
+            for size in (1, 2)
+        ]
+        print(show_measures(measured))
+        if args.json:
+            args.json.write_text(json.dumps(measured, indent=1))
+        return
 
     folder = resolve_folder(args.model)
     llm = LLM(folder, dtype="float32", device="cpu")

@@ -2,6 +2,9 @@
 
 `python example.py --model Qwen/Qwen3-0.6B` does the same with a model of your choice (an id on the
 Hugging Face hub, or a folder); `--help` lists the options.
+
+On two GPUs, or on two processes of a CPU: `python example.py --tensor-parallel-size 2`; or, on one
+machine or several: `torchrun --nproc-per-node 2 example.py --tensor-parallel-size 2`.
 """
 
 import argparse
@@ -23,11 +26,15 @@ def main() -> None:
     parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
     parser.add_argument("--max-tokens", type=int, default=200, help="per answer")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="ranks that share the model"
+    )
     args = parser.parse_args()
 
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(args.model) as llm:
+    # Under torchrun, ranks above 0 do not come out of this line: they serve rank 0, then exit.
+    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size) as llm:
         for output in llm.generate(STORIES, params):
             print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]

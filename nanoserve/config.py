@@ -38,9 +38,10 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int | None = None  # sequences in one step at most; None: 256
     max_num_batched_tokens: int | None = None  # token budget of one step; None: 8192
+    tensor_parallel_size: int = 1  # ranks (processes, GPUs) among which each layer is divided
     block_size: int = 16  # tokens in one KV block
     num_kv_blocks: int | None = None  # KV blocks; None: as many as the memory below holds
-    kv_cache_memory: int | None = None  # bytes for the KV cache; None: from free memory
+    kv_cache_memory: int | None = None  # bytes for the KV cache of a rank; None: from free memory
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory the engine may fill
     enable_prefix_caching: bool = True  # let requests share the KV blocks of equal prefixes
     enable_chunked_prefill: bool = True  # let a prompt be computed over several steps
@@ -62,6 +63,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_at_least(name, getattr(self, name), 1)
         _check_at_least("block_size", self.block_size, 1)
+        _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         _check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _check_at_least("max_logprobs", self.max_logprobs, -1)
         _check_at_least("seed", self.seed, 0)
@@ -78,6 +80,11 @@ class EngineConfig:
         _check_choice("model_impl", self.model_impl, ("auto", "nanoserve", "transformers"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
+        if self.tensor_parallel_size > 1 and ":" in str(self.device):
+            raise ValueError(
+                f"device {self.device!r} is one GPU, and tensor_parallel_size is "
+                f"{self.tensor_parallel_size}. Use 'cuda' (CUDA_VISIBLE_DEVICES chooses which)."
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization is {given!r}; allowed: more than 0, up to 1.")

@@ -86,7 +86,7 @@ class LLMEngine:
         self.config = config.resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or _uniproc_executor()
+        make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
         self.executor = make_executor(self.config, self.model_config, attention_backend)
         num_kv_blocks = self.executor.num_kv_blocks
         self.block_manager = block_manager_cls(
@@ -425,8 +425,8 @@ def delayed_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def _uniproc_executor() -> Callable[..., Any]:
+def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
     """The default executor class, imported here because it imports torch."""
-    from nanoserve.executor import UniprocExecutor
+    from nanoserve.executor import MultiprocExecutor, UniprocExecutor
 
-    return UniprocExecutor
+    return UniprocExecutor if tensor_parallel_size == 1 else MultiprocExecutor

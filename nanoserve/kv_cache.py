@@ -44,6 +44,7 @@ def num_blocks_that_fit(
     dtype: torch.dtype,
     device: torch.device,
     step_bytes: int = 0,
+    num_local_ranks: int = 1,
 ) -> int:
     """How many KV blocks to allocate, over all layers.
 
@@ -57,7 +58,8 @@ def num_blocks_that_fit(
     block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
     memory = config.kv_cache_memory
     if memory is None:
-        memory = max(0, free_memory(device, config.gpu_memory_utilization) - step_bytes)
+        free = free_memory(device, config.gpu_memory_utilization, num_local_ranks)
+        memory = max(0, free - step_bytes)
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = memory // block_bytes
     if num_blocks < per_sequence:
@@ -77,12 +79,15 @@ def num_cpu_blocks_to_allocate(config: EngineConfig, num_kv_blocks: int) -> int:
     return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
 
 
-def free_memory(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes the KV cache may take on `device` by default."""
+def free_memory(
+    device: torch.device, gpu_memory_utilization: float, num_local_ranks: int = 1
+) -> int:
+    """Bytes the KV cache may take on `device` by default. Main memory is shared by the ranks of a
+    machine; a GPU is one rank's own."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - gpu_memory_utilization)))
-    return int(available_memory() * CPU_CACHE_SHARE)
+    return int(available_memory() * CPU_CACHE_SHARE / num_local_ranks)
 
 
 def available_memory() -> int:

@@ -118,16 +118,23 @@ class ColumnParallelLinear(Packable):
     """y = x W^T + b with the rows of W (the outputs) divided among ranks.
 
     Several checkpoint matrices can be stacked: outputs={"q_proj": 64, "k_proj": 32, "v_proj": 32}
-    reads three and gives [num_tokens, 128 / world_size], to be split by `sizes`.
+    reads three and gives [num_tokens, 128 / world_size], to be split by `sizes`. With `unit` (the
+    size of a head) no unit is cut, and if there are fewer than ranks, some hold the same one.
     """
 
     def __init__(
-        self, input_size: int, outputs: Mapping[str, int], *, bias: bool, build: Build
+        self,
+        input_size: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool,
+        build: Build,
+        unit: int | None = None,
     ) -> None:
         super().__init__()
         self.input_size = input_size
         self.outputs = dict(outputs)
-        self.parts = [build.parallel.share_of(size, name) for name, size in outputs.items()]
+        self.parts = [build.parallel.share_of(size, name, unit) for name, size in outputs.items()]
         self.sizes = [size for _, size in self.parts]
         self.weight = build.empty(sum(self.sizes), input_size)
         self.bias = build.empty(sum(self.sizes)) if bias else None
@@ -175,32 +182,40 @@ class RowParallelLinear(Packable):
 class VocabParallelEmbedding(Packable):
     """Token id -> vector, and vector -> logits, with the vocabulary divided among ranks.
 
-    One class for both ends: models that tie them use one object twice.
+    One class for both ends: models that tie them use one object twice. All ranks hold equally many
+    rows; if the vocabulary does not divide, the last ones are padded with zeros, whose logits are
+    cut off. 10 tokens on 4 ranks:
+
+        rank 0: t0 t1 t2    rank 1: t3 t4 t5    rank 2: t6 t7 t8    rank 3: t9 -- --
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.parallel = build.parallel
-        self.start, size = build.parallel.share_of(vocab_size, "vocabulary")
+        size = -(-vocab_size // build.parallel.world_size)
+        self.start = min(build.parallel.rank * size, vocab_size)
+        self.num_tokens = min(size, vocab_size - self.start)  # without padding
         self.weight = build.empty(size, hidden_size)
+        self.weight[self.num_tokens :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]; other ranks' ids count as zero vectors."""
         if self.parallel.world_size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.start
-        is_foreign = (local < 0) | (local >= self.weight.shape[0])
+        is_foreign = (local < 0) | (local >= self.num_tokens)
         vectors = F.embedding(local.masked_fill(is_foreign, 0), self.weight)
         return self.parallel.all_reduce(vectors.masked_fill(is_foreign[:, None], 0))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.parallel.all_gather(self.product(hidden))
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] on rank 0, which samples; on the others
+        [num_rows, 0]."""
+        return self.parallel.gather(self.product(hidden))[:, : self.vocab_size]
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         shape = (self.vocab_size, self.weight.shape[1])
-        yield f"{name}.weight", Shard(self.weight, shape, 0, self.start)
+        yield f"{name}.weight", Shard(self.weight[: self.num_tokens], shape, 0, self.start)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

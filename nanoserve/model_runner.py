@@ -49,6 +49,7 @@ from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kv_cache import copy_blocks, num_blocks_that_fit, num_cpu_blocks_to_allocate
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
+from nanoserve.parallel import ParallelState
 from nanoserve.sampler import (
     LogprobsTensors,
     RowError,
@@ -101,10 +102,14 @@ class ModelRunner:
         config: EngineConfig,
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
+        parallel: ParallelState | None = None,
         graph_cls: Callable[[object | None], Graph] | None = None,
     ) -> None:
         """Load the model, measure what a step needs, give the KV cache the rest of the memory, and
         record CUDA graphs. `config` must be resolved; tests pass a `graph_cls` that runs on a CPU.
+
+        With `parallel`, this is one of several ranks: it holds its share of each layer, and as many
+        KV blocks as the poorest rank has room for.
 
         Raises ValueError if the weights do not fit the model, or the cache the memory.
         """
@@ -114,8 +119,9 @@ class ModelRunner:
         with current_device(self.device):
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
             self.backend = choose_backend(attention_backend, self.device)
-            build = Build(dtype=self.dtype, device=self.device, attention=self.backend)
-            self.model = load_model(config, model_config, build)
+            self.parallel = parallel or ParallelState()
+            build = Build(self.dtype, self.device, self.parallel, self.backend)
+            self.model = load_model(config, model_config, build, use_tqdm=self.parallel.rank == 0)
             self.vocab_size = model_config.vocab_size
             self._allocate_kv_caches(config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
@@ -139,7 +145,7 @@ class ModelRunner:
                     self.batch.block_tables.shape, dtype=torch.int32, device=self.device
                 )
                 self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls)
-                self.graphs.capture(self.make_decode_forward)
+                self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
 
     def _allocate_kv_caches(self, config: EngineConfig) -> None:
         """On the device as many blocks as fit, on the CPU those to swap to."""
@@ -148,7 +154,10 @@ class ModelRunner:
         is_told = config.num_kv_blocks is not None or config.kv_cache_memory is not None
         if self.device.type == "cuda" and not is_told:
             step_bytes = self.measure_step(config, specs)
-        self.num_kv_blocks = num_blocks_that_fit(config, specs, self.dtype, self.device, step_bytes)
+        num_blocks = num_blocks_that_fit(
+            config, specs, self.dtype, self.device, step_bytes, self.parallel.num_local_ranks
+        )
+        self.num_kv_blocks = self.parallel.minimum(num_blocks)
         self.num_cpu_blocks = num_cpu_blocks_to_allocate(config, self.num_kv_blocks)
         self.kv_caches, self.cpu_kv_caches = (
             [spec.allocate(num_blocks, self.block_size, self.dtype, device) for spec in specs]
@@ -157,6 +166,16 @@ class ModelRunner:
                 (self.num_cpu_blocks, torch.device("cpu")),
             )
         )
+
+    def describe(self) -> str:
+        """What really runs, for the engine's first log line."""
+        text = f"device={self.device}, dtype={self.dtype}, attention={self.backend.name}"
+        if self.model.library != "nanoserve":
+            text += f", model={self.model.library}"
+        if self.graphs is not None:
+            mib = self.graphs.num_bytes / 2**20
+            text += f", CUDA graphs for {len(self.graphs.sizes)} batch sizes ({mib:.0f} MiB)"
+        return text
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its tokens."""
@@ -332,7 +351,9 @@ class ModelRunner:
             uniform=ones.double() * 0.5,
             num_logprobs=(None,) * num_rows,
         )
-        choose_tokens(self.model.compute_logits(hidden[:num_rows]), filters)
+        logits = self.model.compute_logits(hidden[:num_rows])
+        if self.parallel.rank == 0:
+            choose_tokens(logits, filters)
 
     def sample(
         self,
@@ -360,11 +381,29 @@ class ModelRunner:
         seq_of = {self.batch.row_of[item.seq_id]: item.seq_id for item in scheduled}
         seq_ids = [seq_of[row] for row in sample_rows.tolist()]
         with blaming(seq_ids):
-            sampled = choose_tokens(logits, self.batch.make_sampling_batch(sample_rows, forks))
+            sampled = self._choose_on_rank_0(logits, sample_rows, forks)
         self.latest_token_ids.index_copy_(0, inputs.sampled_rows, sampled.token_ids[first_samples])
         positions = self.batch.append_placeholders(rows).repeat(num_samples)
         samples = list(zip(seq_ids, forks.tolist(), positions.tolist(), strict=True))
         return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
+
+    def _choose_on_rank_0(
+        self, logits: Tensor, sample_rows: np.ndarray, forks: np.ndarray
+    ) -> SampledTokens:
+        """Sample where the logits are; the other ranks are told the tokens, and nothing else.
+
+        If it fails, they are told something all the same: nobody waits in vain, and a failed step
+        is made again.
+        """
+        token_ids = torch.zeros(len(sample_rows), dtype=torch.int64, device=self.device)
+        if self.parallel.rank:
+            return SampledTokens(self.parallel.broadcast(token_ids), None, None)
+        try:
+            sampled = choose_tokens(logits, self.batch.make_sampling_batch(sample_rows, forks))
+            token_ids = sampled.token_ids
+            return sampled
+        finally:
+            self.parallel.broadcast(token_ids)
 
     def _find_prompt_logprobs(
         self,
@@ -394,9 +433,10 @@ class ModelRunner:
                 part = targets_on_device[tile : tile + LOGPROB_TILE]
                 at = int(start) + tile
                 logits = self.model.compute_logits(hidden[at : at + len(part)]).float()
-                tensors = find_logprobs(logits, part, (number,) * len(part))
-                assert tensors is not None, "they were asked for"
-                found.append(tensors)
+                if self.parallel.rank == 0:  # the others have lent a hand with the logits
+                    tensors = find_logprobs(logits, part, (number,) * len(part))
+                    assert tensors is not None, "they were asked for"
+                    found.append(tensors)
             result.append((item.seq_id, first, found))
         return result
 

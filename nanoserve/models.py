@@ -141,7 +141,7 @@ class Attention(nn.Module):
         super().__init__()
         head_dim, hidden = config.head_dim, config.hidden_size
         _, self.num_heads = build.parallel.share_of(config.num_heads, "attention heads")
-        _, num_kv_heads = build.parallel.share_of(config.num_kv_heads, "key and value heads")
+        _, num_kv_heads = build.parallel.share_of(config.num_kv_heads, "key and value heads", 1)
         self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, window)
         self.backend = build.attention
         self.scale = head_dim**-0.5
@@ -151,6 +151,7 @@ class Attention(nn.Module):
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=family.qkv_bias,
             build=build,
+            unit=head_dim,
         )
         self.o_proj = RowParallelLinear(q_size, hidden, bias=family.o_bias, build=build)
         if family.qk_norm:

@@ -54,17 +54,29 @@ DATA_PLANE: dict[str, set[str]] = {
         "sequence",
         "staging",
     },
-    "executor": {"attention", "config", "model_runner", "parallel", "sequence"},
+    "ranks": {"config", "model_runner", "parallel"},
+    "executor": {
+        "attention",
+        "config",
+        "layers",
+        "model_runner",
+        "models",
+        "parallel",
+        "ranks",
+        "sampling_params",
+        "sequence",
+    },
 }
+# What both planes may know: settings and nouns.
+SHARED = {"config", "sampling_params", "sequence"}
+
 MEETING_POINT: dict[str, set[str]] = {
     "engine": {*CONTROL_PLANE, "executor"},
     "llm": {*CONTROL_PLANE, "engine"},
+    "parallel_demo": {*SHARED, *DATA_PLANE, "llm"},
     "__init__": {"beam_search", "engine", "llm", "processor", "sampling_params"},
 }
 ALLOWED_IMPORTS = {**CONTROL_PLANE, **DATA_PLANE, **MEETING_POINT}
-
-# What both planes may know: settings and nouns.
-SHARED = {"config", "sampling_params", "sequence"}
 
 # Other packages that import torch themselves; the control plane may not, even indirectly.
 HEAVY = ("torch", "triton", "transformers", "safetensors.torch")

@@ -354,12 +354,21 @@ def test_what_is_not_supported_is_named(
 
 
 @pytest.mark.parametrize(
-    ("what", "vocab_size", "world_size"),
-    [("vocabulary", 320, 3), ("attention heads", 321, 3), ("key and value heads", 320, 4)],
+    ("what", "sizes", "world_size"),
+    [
+        ("attention heads", {"vocab_size": 321}, 3),
+        (
+            "key and value heads",
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
+            4,
+        ),
+        ("gate_proj", {"intermediate_size": 113}, 2),
+    ],
 )
 def test_what_cannot_be_divided_among_ranks_is_named(
-    make_checkpoint: MakeCheckpoint, what: str, vocab_size: int, world_size: int
+    make_checkpoint: MakeCheckpoint, what: str, sizes: dict[str, int], world_size: int
 ) -> None:
-    folder = make_checkpoint("llama", vocab_size=vocab_size)
+    """The vocabulary can: it is padded."""
+    folder = make_checkpoint("llama", **sizes)
     with pytest.raises(ValueError, match=f"{what}: .*{world_size} ranks"):
         load(folder, parallel=ParallelState(0, world_size))

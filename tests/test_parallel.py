@@ -1,22 +1,74 @@
-"""What ranks say to each other: nothing on one rank; sums and rows side by side on several."""
+"""What ranks say to each other: nothing on one rank; sums, rows side by side, values on several.
+
+Ranks are threads here, with real gloo groups between them; tests/test_executor.py has processes.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
+from nanoserve import loader
 from nanoserve.attention import AttentionMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import Build
 from nanoserve.loader import load_model
-from nanoserve.parallel import ParallelState
+from nanoserve.models import Model, ModelRegistry
+from nanoserve.parallel import FIRST_PART, ParallelState, RankError, address_towards
+from nanoserve.parallel_demo import (
+    measure,
+    run_ranks,
+    show_measures,
+    show_toy_model,
+    split_toy_model,
+)
 
-WORLD_SIZE = 2
+# What makes each native architecture awkward to cut: biases, norms on heads, an untied head, and
+# a vocabulary that neither 2, 3 nor 4 divide.
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32, "attention_bias": True},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+}
+both_and_four = pytest.mark.parametrize("world_size", [2, 4])
+every_architecture = pytest.mark.parametrize("model_type", CHECKPOINTS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    def make(model_type: str) -> Path:
+        return make_checkpoint(model_type, vocab_size=321, **CHECKPOINTS[model_type])
+
+    return make
+
+
+def load(folder: Path, parallel: ParallelState) -> Model:
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(max_model_len=64).resolve(model_config)
+    return load_model(config, model_config, Build(parallel=parallel), use_tqdm=False)
+
+
+def test_every_native_architecture_is_here(checkpoint: Callable[[str], Path]) -> None:
+    """Whoever adds one to the decoder adds it to CHECKPOINTS."""
+    cut = {ModelConfig.from_folder(checkpoint(name)).architecture for name in CHECKPOINTS}
+    ours = {name for name in ModelRegistry.architectures() if hasattr(transformers, name)}
+    assert cut == ours
+
+
+# -- shares --
 
 
 def test_one_rank_has_nothing_to_say() -> None:
@@ -25,9 +77,12 @@ def test_one_rank_has_nothing_to_say() -> None:
     x = torch.randn(3, 4)
     before = x.clone()
     assert alone.all_reduce(x) is x
-    assert alone.all_gather(x) is x
+    assert alone.gather(x) is x
+    assert alone.broadcast(x) is x
     assert torch.equal(x, before)
+    assert alone.minimum(7) == 7
     assert alone.share_of(7, "anything") == (0, 7)
+    assert not alone.traffic.num_calls
     assert not dist.is_initialized()
 
 
@@ -38,19 +93,237 @@ def test_shares_cover_everything_once(world_size: int) -> None:
     assert covered == list(range(12))
 
 
+@given(log_heads=st.integers(0, 4), log_ranks=st.integers(0, 4), head_dim=st.integers(1, 5))
+def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head_dim: int) -> None:
+    """Each is held by equally many ranks, side by side, and by one if there are enough; a rank's
+    key heads are those that its query heads ask."""
+    num_kv_heads, world_size = 2**log_heads, 2**log_ranks
+    num_heads = 16
+    held: list[int] = []
+    for rank in range(world_size):
+        parallel = ParallelState(rank, world_size)
+        start, size = parallel.share_of(num_kv_heads * head_dim, "k_proj", head_dim)
+        assert start % head_dim == 0
+        assert size == max(num_kv_heads // world_size, 1) * head_dim
+        mine = range(start // head_dim, (start + size) // head_dim)
+        held += mine
+        first, number = parallel.share_of(num_heads, "heads")
+        asked = {head * num_kv_heads // num_heads for head in range(first, first + number)}
+        assert asked == set(mine)
+    assert held == sorted(held)
+    repeats = max(world_size // num_kv_heads, 1)
+    assert [held.count(head) for head in range(num_kv_heads)] == [repeats] * num_kv_heads
+
+
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(ValueError, match=r"heads: 12 cannot be divided among 5 ranks\. Choose"):
         ParallelState(0, 5).share_of(12, "heads")
+    with pytest.raises(ValueError, match="key heads: 3 cannot be divided among 4 ranks"):
+        ParallelState(0, 4).share_of(3 * 16, "key heads", 16)
 
 
-# ------------------------------------------------------------------------------ two processes
+# -- what they say --
+
+
+def speak(parallel: ParallelState) -> dict[str, Any]:
+    """What one of two ranks hears."""
+    rank = parallel.rank
+    mine = torch.arange(6.0).reshape(2, 3) + 100 * rank
+    strided = torch.arange(12.0).reshape(2, 6)[:, ::2] + 100 * rank
+    heard = {
+        "sum": parallel.all_reduce(mine.clone()),
+        "bfloat16 sum": parallel.all_reduce(mine.bfloat16()),
+        "side by side": parallel.gather(mine),
+        "strided": parallel.gather(strided),
+        "from rank 0": parallel.broadcast(mine.clone()),
+        "mine": mine,
+        "least": parallel.minimum(70 - rank),
+    }
+    assert not dist.is_initialized(), "the default process group belongs to others"
+    return {**heard, "traffic": parallel.traffic}
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[dict[str, Any]]:
+    return run_ranks(2, speak)
+
+
+def test_all_reduce_sums_on_every_rank(heard: list[dict[str, Any]]) -> None:
+    expected = 2 * torch.arange(6.0).reshape(2, 3) + 100
+    for rank in heard:
+        assert torch.equal(rank["sum"], expected)
+        assert torch.equal(rank["bfloat16 sum"], expected.bfloat16())
+
+
+def test_gather_lays_side_by_side_on_rank_0(heard: list[dict[str, Any]]) -> None:
+    """Along the last dimension, in the order of ranks; a rank's own tensor stays as it was."""
+    first = torch.arange(6.0).reshape(2, 3)
+    assert torch.equal(heard[0]["side by side"], torch.cat((first, first + 100), dim=-1))
+    assert torch.equal(heard[0]["strided"], torch.cat((2 * first, 2 * first + 100), dim=-1))
+    assert heard[1]["side by side"].shape == (2, 0)
+    for number, rank in enumerate(heard):
+        assert torch.equal(rank["mine"], first + 100 * number)
+
+
+def test_broadcast_and_minimum_bring_the_same_to_all(heard: list[dict[str, Any]]) -> None:
+    for rank in heard:
+        assert torch.equal(rank["from rank 0"], heard[0]["mine"])
+        assert rank["least"] == 69
+
+
+def test_what_is_said_is_counted(heard: list[dict[str, Any]]) -> None:
+    """Bytes of the tensors: 6 numbers of 4 bytes, 6 of 2; one integer of 8 for the minimum."""
+    for rank in heard:
+        traffic = rank["traffic"]
+        assert traffic.num_calls == {"all_reduce": 2, "gather": 2, "broadcast": 1, "control": 1}
+        assert traffic.num_bytes == {"all_reduce": 36, "gather": 48, "broadcast": 24, "control": 8}
+
+
+def test_values_of_any_size_arrive() -> None:
+    """Small ones in one broadcast; pickling adds some bytes, so all sizes near the limit are
+    tried."""
+    values: list[object] = [None, {"a": (1, 2.5)}, b"", b"x" * (10 * FIRST_PART)]
+    values += [bytes(size) for size in range(FIRST_PART - 40, FIRST_PART + 3)]
+
+    def pass_on(parallel: ParallelState) -> list[object]:
+        if parallel.rank:
+            return [parallel.receive() for _ in values]
+        for value in values:
+            parallel.send(value)
+        parallel.traffic.num_calls.clear()
+        parallel.send(values[1])
+        return [parallel.traffic.num_calls["control"]]
+
+    def pass_on_and_one_more(parallel: ParallelState) -> list[object]:
+        result = pass_on(parallel)
+        return [*result, parallel.receive()] if parallel.rank else result
+
+    sender, *receivers = run_ranks(3, pass_on_and_one_more)
+    assert sender == [1]
+    assert receivers == [[*values, values[1]]] * 2
+
+
+def test_a_rank_that_ends_is_missed_at_once() -> None:
+    """By whoever waits for it, and by those who wait for these."""
+    errors = {}
+
+    def wait_for_rank_1(parallel: ParallelState) -> None:
+        if parallel.rank == 1:
+            raise KeyError("rank 1 was here")
+        try:
+            parallel.all_reduce(torch.zeros(1))
+        except RankError as error:
+            errors[parallel.rank] = str(error)
+            raise
+
+    with pytest.raises(KeyError, match="rank 1 was here"):
+        run_ranks(3, wait_for_rank_1)
+    assert set(errors) == {0, 2}
+    assert "rank 2 lost the others, in all_reduce" in errors[2]
+
+
+def test_two_teams_in_one_process() -> None:
+    """Each has groups of its own: what they say at the same time is not mixed up."""
+    sums: dict[int, list[torch.Tensor]] = {}
+
+    def team(number: int) -> None:
+        def work(parallel: ParallelState) -> list[torch.Tensor]:
+            return [parallel.all_reduce(torch.full((2,), 10.0**number)) for _ in range(20)]
+
+        sums[number] = [x for rank in run_ranks(2, work) for x in rank]
+
+    teams = [threading.Thread(target=team, args=(number,)) for number in range(2)]
+    for thread in teams:
+        thread.start()
+    for thread in teams:
+        thread.join()
+    for number in range(2):
+        assert [x.tolist() for x in sums[number]] == [[2 * 10.0**number] * 2] * 40
+
+
+def test_the_way_to_this_machine_is_its_loopback() -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+
+
+# -- a model among them --
+
+
+def cut(name: str) -> int:
+    """The dimension along which a checkpoint matrix is divided; -1: every rank holds all of it."""
+    if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
+        return 1
+    divided = ("q_proj", "k_proj", "v_proj", "embed_tokens", "lm_head")
+    divided += ("gate_proj", "up_proj", ".w1.", ".w3.")
+    return 0 if any(part in name for part in divided) else -1
+
+
+@both_and_four
+@every_architecture
+def test_the_shards_put_together_are_the_whole(
+    model_type: str, world_size: int, checkpoint: Callable[[str], Path]
+) -> None:
+    """Each rank loads its own; every element of a divided matrix is on one rank, or, of keys and
+    values, on equally many; and the parts that no checkpoint fills are zeros."""
+    folder = checkpoint(model_type)
+    whole = {name: shard.target for name, shard in load(folder, ParallelState()).shards()}
+    ranks = [load(folder, ParallelState(rank, world_size)) for rank in range(world_size)]
+    held = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
+    for model in ranks:
+        for name, shard in model.shards():
+            assert torch.equal(shard.target, whole[name][shard.slices]), name
+            held[name][shard.slices] += 1
+        embedding = model.model.embed_tokens
+        assert not embedding.weight[embedding.num_tokens :].any()
+    for name, count in held.items():
+        repeats = world_size if cut(name) == -1 else 1
+        if "k_proj" in name or "v_proj" in name:  # two heads
+            repeats = world_size // 2
+        assert torch.equal(count, torch.full(count.shape, float(repeats))), name
+        parts = [dict(model.shards())[name] for model in ranks]
+        if repeats == 1:
+            together = torch.cat([shard.target for shard in parts], dim=cut(name))
+            assert torch.equal(together, whole[name]), name
+
+
+class CountingSlice:
+    """A safetensors slice that counts what is read of it."""
+
+    def __init__(self, source: Any, counts: dict[str, int], name: str) -> None:
+        self.source, self.counts, self.name = source, counts, name
+
+    def get_shape(self) -> list[int]:
+        return self.source.get_shape()
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
+        part = self.source[slices]
+        self.counts[self.name] = part.numel()
+        return part
+
+
+def test_a_rank_reads_its_own_slices_only(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each divided matrix a quarter, on the last of four ranks what is left; of keys a half."""
+    counts: dict[str, int] = {}
+    original = loader._open
+
+    def open_counting(file: Path) -> Any:
+        return ((name, CountingSlice(s, counts, name)) for name, s in original(file))
+
+    monkeypatch.setattr(loader, "_open", open_counting)
+    load(checkpoint("qwen3"), ParallelState(3, 4))
+    layer = "model.layers.0."
+    assert counts[layer + "self_attn.q_proj.weight"] == 4 * 32 * 64 // 4
+    assert counts[layer + "self_attn.k_proj.weight"] == 2 * 32 * 64 // 2
+    assert counts[layer + "self_attn.o_proj.weight"] == 64 * 4 * 32 // 4
+    assert counts[layer + "mlp.down_proj.weight"] == 64 * 112 // 4
+    assert counts["model.embed_tokens.weight"] == (321 - 3 * 81) * 64
+    assert counts["model.norm.weight"] == 64
 
 
 def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
     """Logits [9, vocab_size] of a prompt of 9 tokens, computed by this rank and its peers."""
-    model_config = ModelConfig.from_folder(folder)
-    config = EngineConfig(max_model_len=64).resolve(model_config)
-    model = load_model(config, model_config, Build(parallel=parallel), use_tqdm=False)
+    model = load(folder, parallel)
     cpu = torch.device("cpu")
     caches = [spec.allocate(3, 4, torch.float32, cpu) for spec in model.kv_cache_specs()]
     metadata = AttentionMetadata(
@@ -60,69 +333,70 @@ def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
         seq_lens=torch.tensor([9], dtype=torch.int32),
     )
     with torch.inference_mode():
-        hidden = model(torch.arange(20, 29), torch.arange(9), caches, metadata)
+        hidden = model(torch.arange(312, 321), torch.arange(9), caches, metadata)
         return model.compute_logits(hidden)
 
 
-def speak(rank: int, folder: Path, meeting_point: Path) -> None:
-    """One rank: say what the layers say, and leave what came of it in a file."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(meeting_point / "store"), WORLD_SIZE)
-    group = dist.ProcessGroupGloo(store, rank, WORLD_SIZE)  # type: ignore[attr-defined]
-    parallel = ParallelState(rank, WORLD_SIZE, group)
-    mine = torch.arange(6.0).reshape(2, 3) + 100 * rank
-    strided = torch.arange(12.0).reshape(2, 6)[:, ::2] + 100 * rank
-    heard = {
-        "sum": parallel.all_reduce(mine.clone()),
-        "bfloat16 sum": parallel.all_reduce(mine.bfloat16()),
-        "side by side": parallel.all_gather(mine),
-        "strided": parallel.all_gather(strided),
-        "mine": mine,
-        "logits": forward(folder, parallel),
-    }
-    assert not dist.is_initialized(), "the default process group belongs to others"
-    torch.save(heard, meeting_point / f"{rank}.pt")
-    parallel.all_reduce(torch.zeros(1))  # nobody leaves while another still listens
-
-
-@pytest.fixture(scope="module")
-def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
-    return make_checkpoint("qwen3", head_dim=16, attention_bias=True)
-
-
-@pytest.fixture(scope="module")
-def heard(
-    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, torch.Tensor]]:
-    """What each of two real processes heard over gloo; they meet in a file, not at a port."""
-    meeting_point = tmp_path_factory.mktemp("ranks")
-    mp.spawn(speak, (checkpoint, meeting_point), nprocs=WORLD_SIZE)
-    return [torch.load(meeting_point / f"{rank}.pt") for rank in range(WORLD_SIZE)]
-
-
-def test_all_reduce_sums_on_every_rank(heard: list[dict[str, torch.Tensor]]) -> None:
-    expected = 2 * torch.arange(6.0).reshape(2, 3) + 100
-    for rank in heard:
-        assert torch.equal(rank["sum"], expected)
-        assert torch.equal(rank["bfloat16 sum"], expected.bfloat16())
-
-
-def test_all_gather_lays_side_by_side(heard: list[dict[str, torch.Tensor]]) -> None:
-    """Along the last dimension, in the order of ranks; a rank's own tensor stays as it was."""
-    first = torch.arange(6.0).reshape(2, 3)
-    for number, rank in enumerate(heard):
-        assert torch.equal(rank["side by side"], torch.cat((first, first + 100), dim=-1))
-        assert torch.equal(rank["strided"], torch.cat((2 * first, 2 * first + 100), dim=-1))
-        assert torch.equal(rank["mine"], first + 100 * number)
-
-
-def test_two_ranks_compute_the_logits_of_one(
-    heard: list[dict[str, torch.Tensor]], checkpoint: Path
+@both_and_four
+@every_architecture
+def test_many_ranks_compute_the_logits_of_one(
+    model_type: str, world_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A model cut in two, its checkpoint loaded in halves, is the same model."""
-    expected = forward(checkpoint, ParallelState())
-    for rank in heard:
-        torch.testing.assert_close(
-            rank["logits"], expected, rtol=0, atol=1e-4 * float(expected.std())
-        )
-    assert torch.equal(heard[0]["logits"], heard[1]["logits"])
+    """A model cut in parts, its checkpoint loaded in parts, is the same model. The prompt is of
+    the last token ids, which the padded rank has."""
+    folder = checkpoint(model_type)
+    expected = forward(folder, ParallelState())
+    logits, *others = run_ranks(world_size, partial(forward, folder))
+    assert logits.shape == (9, 321)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.std()))
+    assert [other.shape for other in others] == [(9, 0)] * (world_size - 1)
+
+
+# -- the demonstration --
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_toy_model_tells_what_ranks_hold_and_say(world_size: int) -> None:
+    split = split_toy_model(world_size, num_tokens=5)
+    assert split["difference"] < 1e-5
+    assert split["weights"]["self_attn.q_proj"]["shape"] == [8, 8]
+    if world_size == 1:
+        assert split["weights"]["self_attn.q_proj"]["parts"] == ["all"]
+        assert split["num_bytes"] == [{}]
+        return
+    per_rank = 8 // world_size
+    rows = [f"rows {start}:{start + per_rank}" for start in range(0, 8, per_rank)]
+    assert split["weights"]["self_attn.q_proj"]["parts"] == rows
+    # After the embedding, attention and the MLP: 5 tokens of 8 numbers of 4 bytes. The logits of
+    # one row, and one token id of 8 bytes.
+    padded = -(-10 // world_size)
+    expected = {"all_reduce": 3 * 5 * 8 * 4, "gather": padded * 4, "broadcast": 8}
+    assert split["num_bytes"] == [expected] * world_size
+    norms = 3 * 8 * 4
+    # q and o, gate, up and down; of k and v two rows of four, whichever the number of ranks.
+    matrices = (padded * 8 + (8 + 8 + 3 * 16) * 8 // world_size + 2 * 2 * 8) * 4
+    assert split["bytes_held"] == [norms + matrices] * world_size
+
+
+def test_the_toy_model_as_a_table() -> None:
+    lines = show_toy_model(world_size=4).splitlines()
+    assert "rank 3" in lines[0]
+    assert any("k_proj" in line and line.count("rows 2:4") == 2 for line in lines)
+    assert any("all_reduce" in line and line.count("3 x 192 bytes") == 4 for line in lines)
+
+
+def test_the_toy_model_refuses_what_does_not_divide() -> None:
+    with pytest.raises(ValueError, match="attention heads: 4 cannot be divided among 3 ranks"):
+        split_toy_model(3)
+
+
+def test_what_is_measured_can_be_shown() -> None:
+    """On one rank, of the demo model: no bytes."""
+    alone = measure(1, num_requests=2, prompt_len=4, num_steps=3, num_kv_blocks=8, device="cpu")
+    assert alone["calls_per_step"] == alone["bytes_per_step"] == {}
+    assert 0 < alone["fastest"] <= alone["seconds_per_step"] <= alone["slowest"]
+    two = {**alone, "tensor_parallel_size": 2, "bytes_per_step": {"gather": 10.0}}
+    lines = show_measures([alone, two]).splitlines()
+    assert [line.split()[0] for line in lines] == ["ranks", "1", "2"]
+    assert lines[1].endswith("none")
+    assert lines[2].endswith("gather 10")

@@ -1,0 +1,54 @@
+"""Ranks as threads of the test's own process: real groups and the real `serve`, and no start-up."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+
+from nanoserve.config import EngineConfig
+from nanoserve.executor import MultiprocExecutor, serve
+from nanoserve.parallel import ParallelState, connect
+
+
+class ThreadRanks:
+    """What StartedRanks is for processes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.world_size = config.tensor_parallel_size
+        self.device = torch.device("cpu")
+        self.store = dist.HashStore()
+        self.threads = [
+            threading.Thread(target=self._serve, args=(rank,), daemon=True)
+            for rank in range(1, self.world_size)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def _serve(self, rank: int) -> None:
+        serve(self.store, rank, lambda: self._connect(rank), "cpu")
+
+    def _connect(self, rank: int) -> ParallelState:
+        return connect(self.store, rank, self.world_size, self.device)
+
+    def connect(self) -> ParallelState:
+        self.parallel = self._connect(0)
+        return self.parallel
+
+    def find_failure(self, patience: float) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self.parallel.send(None)
+        for thread in self.threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+class ThreadExecutor(MultiprocExecutor):
+    """LLM(executor_cls=ThreadExecutor, tensor_parallel_size=4): four ranks, one process."""
+
+    @staticmethod
+    def _make_ranks(config: EngineConfig) -> ThreadRanks:  # type: ignore[override]
+        return ThreadRanks(config)

@@ -1,0 +1,223 @@
+"""The same script on ranks that torchrun started: on one machine, and on two.
+
+The two machines are network namespaces: each has a loopback and a network card of its own, and sees
+nothing of the other but what comes over the wire between the cards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from oracle import assert_same_greedy
+
+from nanoserve import LLM
+from nanoserve.executor import UniprocExecutor
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    "OMP_NUM_THREADS": "1",
+}
+PROMPT, NUM_TOKENS = [7, 8, 9, 10, 11], 10
+
+SCRIPT = """
+import gc, os, sys
+from nanoserve import LLM, SamplingParams
+folder, what = sys.argv[1:]
+print("process", os.environ["RANK"], os.getpid(), flush=True)
+options = dict(tensor_parallel_size=2, num_kv_blocks=32, block_size=4, device="cpu")
+greedy = SamplingParams(temperature=0, max_tokens=10)
+
+def generate(llm):
+    [output] = llm.generate([[7, 8, 9, 10, 11]], greedy, use_tqdm=False)
+    print("tokens", *output.outputs[0].token_ids, flush=True)
+
+llm = LLM(folder, **options)
+assert os.environ["RANK"] == "0", "other ranks do not come this far"
+generate(llm)
+if what == "again":  # three engines, one after the other: closed, dropped, and left to the exit
+    try:
+        LLM(folder, **options)
+    except ValueError as error:
+        print("refused:", error)
+    llm.close()
+    llm = LLM(folder, **options)
+    generate(llm)
+    del llm
+    gc.collect()
+    llm = LLM(folder, **options)
+    generate(llm)
+if what == "raise":
+    raise KeyError("the user's own mistake")
+while what == "for ever":
+    llm.generate([[5, 6]], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint("qwen3", head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("script") / "script.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def torchrun(
+    *arguments: str, world_size: int = 2, prefix: tuple[str, ...] = ()
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*prefix, *TORCHRUN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+    )
+
+
+def tokens_in(output: str) -> list[list[int]]:
+    return [[int(x) for x in line.split()] for line in re.findall(r"(?m)^tokens (.*)", output)]
+
+
+def test_the_example_on_two_ranks() -> None:
+    """Says, once, what it says on one; and both processes end well."""
+    arguments = ["example.py", "--max-tokens", "12", "--tensor-parallel-size", "2"]
+    process = torchrun("--nproc-per-node=2", *arguments)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert re.findall("A: (.*)", output)[0].startswith("17 + 25 = 42")
+    assert len(re.findall("Q: ", output)) == 4
+    assert "tensor parallel on 2 ranks over gloo" in errors
+
+
+def test_one_engine_after_the_other(checkpoint: Path, script: Path) -> None:
+    """And not two at a time: the ranks serve one."""
+    process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "again")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "refused: under torchrun, one engine at a time" in output
+    first, *others = tokens_in(output)
+    assert others == [first, first]
+    assert_same_greedy(checkpoint, PROMPT, first, NUM_TOKENS)
+
+
+def test_another_number_of_ranks_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun tells its processes by such variables who they are."""
+    told = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0}
+    for name, value in {**told, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, but torchrun started 3"):
+        LLM(checkpoint, tensor_parallel_size=2, device="cpu")
+    with LLM(checkpoint, num_kv_blocks=32, device="cpu") as llm:  # each an engine of its own
+        assert isinstance(llm.engine.executor, UniprocExecutor)
+
+
+def test_an_exception_ends_all_ranks(checkpoint: Path, script: Path) -> None:
+    process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "raise")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert len(tokens_in(output)) == 1
+    assert 'KeyError: "the user\'s own mistake"' in errors
+
+
+def test_a_killed_rank_ends_the_others(checkpoint: Path, script: Path) -> None:
+    """Within seconds and not with success, and it is said who was killed."""
+    process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "for ever")
+    assert process.stdout is not None
+    pids: dict[str, int] = {}
+    for line in process.stdout:
+        if match := re.match(r"process (\d) (\d+)", line):
+            pids[match[1]] = int(match[2])
+        if line.startswith("tokens"):
+            break
+    os.kill(pids["1"], signal.SIGKILL)
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - start < 30
+    assert process.returncode != 0
+    assert re.search(rf"exitcode: -9\) local_rank: 1 \(pid: {pids['1']}\)", errors), errors
+    for pid in pids.values():
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# -- two machines --
+
+
+def run_ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them, 10.83.0.1 and 10.83.0.2."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command `ip` (iproute2)")
+    names = [f"ns{os.getpid()}-{number}" for number in range(2)]
+    cards = [f"ve{os.getpid()}-{number}" for number in range(2)]
+    try:
+        try:
+            for name in names:
+                run_ip(f"netns add {name}")
+            run_ip(f"link add {cards[0]} type veth peer name {cards[1]}")
+            for number, (name, card) in enumerate(zip(names, cards, strict=True), 1):
+                run_ip(f"link set {card} netns {name}")
+                run_ip(f"-n {name} addr add 10.83.0.{number}/24 dev {card}")
+                run_ip(f"-n {name} link set {card} up")
+                run_ip(f"-n {name} link set lo up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine does not allow network namespaces: {error.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def bytes_sent(host: str) -> int:
+    """By its network card, the loopback left aside."""
+    command = ["ip", "netns", "exec", host, "cat", "/proc/net/dev"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sum(int(line.split()[9]) for line in text.splitlines() if line.strip().startswith("ve"))
+
+
+def test_two_machines(hosts: list[str], checkpoint: Path, script: Path) -> None:
+    """One rank on each; they find each other without being told which network card to use, and
+    both machines have had something to say."""
+    processes = [
+        torchrun(
+            "--nnodes=2",
+            f"--node-rank={rank}",
+            "--nproc-per-node=1",
+            "--master-addr=10.83.0.1",
+            "--master-port=29500",  # a port of this namespace, in which there is nobody else
+            str(script),
+            str(checkpoint),
+            "once",
+            prefix=("ip", "netns", "exec", host),
+        )
+        for rank, host in enumerate(hosts)
+    ]
+    outputs = [process.communicate(timeout=180) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    [tokens] = tokens_in(outputs[0][0])
+    assert_same_greedy(checkpoint, PROMPT, tokens, NUM_TOKENS)
+    assert tokens_in(outputs[1][0]) == []
+    num_sums = NUM_TOKENS * 5  # a step for the prompt, nine for the tokens; 64 numbers or more
+    assert all(bytes_sent(host) > num_sums * 64 * 4 for host in hosts)
