@@ -23,6 +23,7 @@ from attention_oracle import (
     Shape,
     attention_by_definition,
     make_step,
+    needs_interpreter,
     unwritten_memory_is_nan,
 )
 from hypothesis import given, settings
@@ -50,7 +51,10 @@ from nanoserve.attention_triton import (  # noqa: E402
 )
 
 # As meant: an empty split's log2(0) is -inf, and a soft cap's exp2(large) is inf.
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered in")
+pytestmark = [
+    needs_interpreter,
+    pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered in"),
+]
 
 CHIPS = (ANY_CHIP, Chip(80, 108, 163 * 1024), Chip(90, 132, 227 * 1024), Chip(120, 170, 99 * 1024))
 NOWHERE = 2**31 - 1  # a block id far outside every cache

@@ -21,6 +21,7 @@ from attention_oracle import (
     Step,
     attention_by_definition,
     make_step,
+    needs_interpreter,
     unwritten_memory_is_nan,
 )
 from torch import Tensor
@@ -39,9 +40,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encoun
 # Largest error, absolute and relative: the sum of rounding the weights of the softmax, then the
 # output, to this type. (The reference computes in float64 from the same rounded inputs.)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [
+    pytest.param("cpu", marks=needs_interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
 DEVICES_AND_DTYPES = [
-    ("cpu", torch.float32),
+    pytest.param("cpu", torch.float32, marks=needs_interpreter),
     *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in TOLERANCE),
 ]
 
