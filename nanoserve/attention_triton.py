@@ -62,6 +62,7 @@ PROGRAMS_PER_SM = 4  # so many decode programs hide each other's waits for memor
 SHARED_MEMORY_RESERVE = 4096  # bytes: block ids, and what the compiler keeps there
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256  # shorter splits would spend their time on starting and merging
+OPTIONS = {"enable_fp_fusion": True}  # of the compiler, which Triton 3.10 turns off by default
 
 
 # -- the kernel --
@@ -545,6 +546,7 @@ def paged_attention_triton(
             **launch.constants,
         )
     if num_splits > 1:
+        block_v = block_of(value_dim)
         merge_splits_kernel[(num_tokens, num_heads)](
             written,
             lse,
@@ -552,9 +554,10 @@ def paged_attention_triton(
             output,
             num_seqs,
             VALUE_DIM=value_dim,
-            BLOCK_V=block_of(value_dim),
+            BLOCK_V=block_v,
             NUM_SPLITS=num_splits,
-            num_warps=1,
+            num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers a thread, in registers
+            **OPTIONS,
         )
     return output
 
@@ -620,6 +623,7 @@ def plan_launches(
                 "BLOCK_N": tiles.block_n,
                 "num_warps": tiles.num_warps,
                 "num_stages": tiles.num_stages,
+                **OPTIONS,
             },
         )
         for num_tiles, per_sequence, tiles in launches
@@ -652,4 +656,5 @@ def store_kv_triton(
         BLOCK_SIZE=key_cache.shape[1],
         BLOCK_K=triton.next_power_of_2(num_kv_heads * key_dim),
         BLOCK_V=triton.next_power_of_2(num_kv_heads * value_dim),
+        **OPTIONS,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores alone
@@ -15,14 +16,36 @@ import pytest
 from nanoserve import LLM
 
 
+def wants_gpu(config: pytest.Config) -> bool:
+    """Does the command say `-m gpu`? (`-m "not gpu"` does not.)"""
+    return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Ordinary tests run on the CPU, in float32, on every machine; `-m gpu` runs the others.
 
     On a CPU, Triton's interpreter runs the kernels; it must be told before Triton is imported.
     """
-    if "gpu" not in config.option.markexpr:
+    if not wants_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test that needs a GPU and has none says why it does not run."""
+    reason = ""
+    if not wants_gpu(config):
+        reason = "needs a GPU: pytest -m gpu"
+    elif os.environ.get("TRITON_INTERPRET", "0") != "0":
+        reason = "TRITON_INTERPRET is set, so that no kernel would run on the GPU: unset it"
+    elif any(item.get_closest_marker("gpu") for item in items):
+        import torch
+
+        if not torch.cuda.is_available():
+            reason = f"no CUDA device: torch {torch.__version__} sees none on this machine"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_oracle import (
+    STEPS,
+    Shape,
+    attention_by_definition,
+    make_step,
+    unwritten_memory_is_nan,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from nanoserve.attention import (
     TORCH_BACKEND,
@@ -21,113 +27,6 @@ from nanoserve.attention import (
     paged_attention_torch,
     store_kv_torch,
 )
-
-
-def attention_by_definition(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-) -> Tensor:
-    """One query, one head, one key at a time, in float64."""
-    num_tokens, num_heads, _ = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    output = torch.full((num_tokens, num_heads, value_cache.shape[-1]), math.nan).double()
-    for seq, seq_len in enumerate(seq_lens.tolist()):
-        start, end = query_start_loc[seq : seq + 2].tolist()
-        for token in range(start, end):
-            position = seq_len - (end - token)
-            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            visible = range(first, position + 1)
-            places = [(block_table[seq, p // block_size], p % block_size) for p in visible]
-            keys = torch.stack([key_cache[place] for place in places]).double()
-            values = torch.stack([value_cache[place] for place in places]).double()
-            for head in range(num_heads):
-                kv_head = head // (num_heads // num_kv_heads)
-                scores = keys[:, kv_head] @ query[token, head].double() * scale
-                if logits_soft_cap is not None:
-                    scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-                output[token, head] = scores.softmax(0) @ values[:, kv_head]
-    return output
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A step, without its numbers."""
-
-    seqs: tuple[tuple[int, int], ...]  # (queries, keys before them) of each sequence
-    block_size: int = 4
-    num_kv_heads: int = 2
-    group: int = 2  # query heads that share a key head
-    key_dim: int = 8
-    value_dim: int = 8
-    sliding_window: int | None = None
-    logits_soft_cap: float | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "scale": self.key_dim**-0.5,
-            "sliding_window": self.sliding_window,
-            "logits_soft_cap": self.logits_soft_cap,
-        }
-
-
-@dataclass(frozen=True)
-class Step:
-    """The tensors of a step: scattered blocks, and NaN wherever no key or value belongs."""
-
-    query: Tensor
-    key_cache: Tensor
-    value_cache: Tensor
-    block_table: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(vars(self).values())
-
-
-def make_step(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32) -> Step:
-    """Random numbers for a shape. Blocks are dealt in random order; table entries beyond a
-    sequence's end name blocks full of NaN, as stale entries in a real table may."""
-    generator = torch.Generator().manual_seed(seed)
-    queries = [queries for queries, _ in shape.seqs]
-    lengths = [queries + before for queries, before in shape.seqs]
-    needed = [-(-length // shape.block_size) for length in lengths]
-    num_blocks = sum(needed) + 2  # the last two belong to nobody
-    order = torch.randperm(num_blocks, generator=generator)
-    block_table = order[-1].repeat(len(lengths), max(needed) + 1)
-    cache = (num_blocks, shape.block_size, shape.num_kv_heads)
-    key_cache = torch.full((*cache, shape.key_dim), math.nan, dtype=dtype)
-    value_cache = torch.full((*cache, shape.value_dim), math.nan, dtype=dtype)
-    dealt = 0
-    for seq, length in enumerate(lengths):
-        blocks = order[dealt : dealt + needed[seq]]
-        dealt += needed[seq]
-        block_table[seq, : len(blocks)] = blocks
-        position = torch.arange(length)
-        place = blocks[position // shape.block_size], position % shape.block_size
-        for target, dim in ((key_cache, shape.key_dim), (value_cache, shape.value_dim)):
-            noise = torch.randn(length, shape.num_kv_heads, dim, generator=generator)
-            target[place] = noise.to(dtype)
-    heads = shape.num_kv_heads * shape.group
-    query = 2 * torch.randn(sum(queries), heads, shape.key_dim, generator=generator)
-    return Step(
-        query.to(dtype),
-        key_cache,
-        value_cache,
-        block_table.int(),
-        torch.tensor([0, *queries]).cumsum(0).int(),
-        torch.tensor(lengths).int(),
-    )
 
 
 def assert_as_defined(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
@@ -144,30 +43,16 @@ def assert_as_defined(shape: Shape, seed: int = 0, dtype: torch.dtype = torch.fl
 
 
 @pytest.fixture(autouse=True)
-def unwritten_memory_is_nan() -> Iterator[None]:
-    """torch.empty gives NaN: an output element that is never written shows. One thread."""
-    threads, fill = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory
+def one_thread_and_poisoned_memory() -> Iterator[None]:
+    """An output element that is never written is NaN."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    with unwritten_memory_is_nan():
+        yield
     torch.set_num_threads(threads)
 
 
 # ------------------------------------------------------------------------------ every shape
-
-STEPS: dict[str, tuple[tuple[int, int], ...]] = {
-    "one token": ((1, 0),),
-    "a prompt": ((13, 0),),
-    "a chunk of a prompt": ((5, 9),),
-    "a cached prefix": ((1, 8), (3, 8)),
-    "one decode": ((1, 12),),
-    "decodes of all lengths": tuple((1, before) for before in (0, 1, 3, 4, 5, 15, 16, 17, 30)),
-    "verification of drafts": ((4, 10), (4, 3), (4, 0), (4, 21)),
-    "all at once": ((1, 14), (7, 0), (4, 6), (1, 0), (4, 3), (12, 4), (1, 30)),
-}
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -24,7 +24,7 @@ import torch
 from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
-from nanoserve import LLM, BeamSearchParams, SamplingParams, executor
+from nanoserve import LLM, BeamSearchParams, SamplingParams, executor, kv_cache
 from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.executor import MultiprocExecutor, UniprocExecutor, for_other_ranks
