@@ -130,25 +130,28 @@ def paged_attention_torch(
     all decodes of a step become a few calls instead of one for each. `plan` is what
     plan_attention_torch made of the same tables, once for all layers; None: made here.
     """
-    num_heads, (block_size, num_kv_heads) = query.shape[1], key_cache.shape[1:3]
-    output = query.new_empty(query.shape[0], num_heads, value_cache.shape[-1])
+    (num_tokens, num_heads, _), (block_size, num_kv_heads) = query.shape, key_cache.shape[1:3]
+    output = query.new_empty(num_tokens, num_heads, value_cache.shape[-1])
     if plan is None:
         plan = plan_attention_torch(block_table, query_start_loc, seq_lens, block_size)
     for batch in plan:
         keys, values = batch.gather(key_cache), batch.gather(value_cache)
         for first, last in batch.query_tiles():
             tokens = batch.tokens(first, last)  # rows of `query`
-            rows = query.index_select(0, tokens).unflatten(0, (-1, last - first))
+            is_all = len(tokens) == num_tokens and batch.is_in_order  # the most common case
+            rows = query if is_all else query.index_select(0, tokens)
             visible = batch.num_visible(last)
             attended = _attend(
-                rows,
+                rows.unflatten(0, (-1, last - first)),
                 keys[:, :, :visible],
                 values[:, :, :visible],
                 batch.mask(first, last, num_heads // num_kv_heads, sliding_window),
                 scale,
                 logits_soft_cap,
-            )
-            output.index_copy_(0, tokens, attended.flatten(0, 1))
+            ).flatten(0, 1)
+            if is_all:
+                return attended
+            output.index_copy_(0, tokens, attended)
     return output
 
 
@@ -185,6 +188,8 @@ class Batch:
         self.seq_lens = torch.tensor([lengths[row] for row in rows], device=device)
         self.starts = torch.tensor([starts[row] for row in rows], device=device)
         self.num_keys = self.blocks.shape[1] * block_size  # of each sequence, padding included
+        self.is_in_order = rows == list(range(len(lengths)))  # it is the whole step, as it stands
+        self.is_even = len({lengths[row] for row in rows}) == 1  # no sequence is padded
         self._kept: dict[Hashable, Tensor] = {}
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -200,6 +205,7 @@ class Batch:
         head) is several times faster than cache[blocks], and needs no transposition after it.
         """
         num_kv_heads = cache.shape[2]
+        shape = (len(self.blocks), num_kv_heads, self.num_keys, -1)
         gathered = (
             cache.transpose(1, 2)
             .flatten(0, 1)
@@ -208,9 +214,11 @@ class Batch:
                 0, self._keep(("blocks", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
             )
         )
+        if self.is_even:  # what is behind the last key is cut off
+            return gathered.view(shape)
         padding = self._keep(("padding", num_kv_heads), lambda: self._padding(num_kv_heads))
         gathered.view(-1, cache.shape[-1]).index_fill_(0, padding, 0)
-        return gathered.view(len(self.blocks), num_kv_heads, self.num_keys, -1)
+        return gathered.view(shape)
 
     def _rows_of_cache(self, num_kv_heads: int) -> Tensor:
         """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat."""
@@ -234,12 +242,18 @@ class Batch:
 
     def tokens(self, first: int, last: int) -> Tensor:
         """Where queries first .. last - 1 of each sequence are in the step, flat."""
-        offsets = torch.arange(first, last, device=self.blocks.device)
-        return self._keep(("tokens", first), lambda: (self.starts[:, None] + offsets).flatten())
+        return self._keep(("tokens", first), lambda: self._make_tokens(first, last))
 
-    def mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor:
-        """[batch, 1, group * queries, keys]: True where a query sees a key. The query heads that
-        share a key head are further rows of it."""
+    def _make_tokens(self, first: int, last: int) -> Tensor:
+        offsets = torch.arange(first, last, device=self.blocks.device)
+        return (self.starts[:, None] + offsets).flatten()
+
+    def mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor | None:
+        """[batch, 1, group * queries, keys]: True where a query sees a key; None where all see all.
+        The query heads that share a key head are further rows of it."""
+        is_within = sliding_window is None or self.length <= sliding_window
+        if self.query_len == 1 and self.is_even and is_within:
+            return None
         return self._keep(
             ("mask", first, group, sliding_window),
             lambda: self._make_mask(first, last, group, sliding_window),
@@ -271,6 +285,10 @@ def _batches_of_similar_length(
         if starts[row + 1] > starts[row]:
             by_query_len[starts[row + 1] - starts[row]].append(row)
     for query_len, rows in by_query_len.items():
+        most = max(lengths[row] for row in rows) * len(rows)
+        if most - sum(lengths[row] for row in rows) <= MAX_PADDING:
+            yield query_len, rows  # all together, in the step's own order
+            continue
         batch: list[int] = []
         total = 0
         for row in sorted(rows, key=lengths.__getitem__):
@@ -286,7 +304,7 @@ def _attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scale: float,
     logits_soft_cap: float | None,
 ) -> Tensor:
@@ -305,7 +323,8 @@ def _attend(
     else:
         scores = query @ keys.transpose(2, 3) * scale
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        scores = scores.masked_fill(~mask, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
         output = scores.float().softmax(-1).to(values.dtype) @ values
     return output.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 

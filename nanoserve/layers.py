@@ -73,15 +73,38 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = build.empty(size)
         self.eps = eps
+        self._eps_on_cpu = torch.tensor(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
+        size = x.shape[-1]
+        if x.device.type == "cpu" and x.dtype == torch.float32:
+            # torch's rms_norm is a dozen calls on a CPU; 1 / sqrt(|x|^2 / size + eps) is three.
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scale = torch.addcmul(self._eps_on_cpu, length, length, value=1 / size).rsqrt_()
+            return (x * scale).mul_(self.weight)
+        return self.weight * F.rms_norm(x.float(), (size,), eps=self.eps).to(x.dtype)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
+
+
+class QKNorm(RMSNorm):
+    """RMSNorm on each head of queries and keys side by side: weight [num_heads + num_kv_heads,
+    head_dim], in which all query heads have q_norm's row and all key heads k_norm's."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, build: Build
+    ) -> None:
+        super().__init__(head_dim, eps, build)
+        self.weight = build.empty(num_heads + num_kv_heads, head_dim)
+        self.num_heads = num_heads
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        parent, _, _ = name.rpartition(".")
+        queries, keys = self.weight[: self.num_heads], self.weight[self.num_heads :]
+        for norm, target in (("q_norm", queries), ("k_norm", keys)):
+            yield f"{parent}.{norm}.weight", Shard(target, (target.shape[-1],), -1)
 
 
 PACKED_FOR_ROWS = 256  # the layout that was fastest from 2 rows to 1,024
@@ -221,7 +244,7 @@ class VocabParallelEmbedding(Packable):
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 class RotaryEmbedding(nn.Module):
@@ -238,19 +261,28 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = int(head_dim * rope_parameters["partial_rotary_factor"])
         frequencies, scaling = rope_frequencies(self.rotary_dim, rope_parameters, max_model_len)
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
-        self.cos = (angles.cos() * scaling).to(device=build.device, dtype=build.dtype)
-        self.sin = (angles.sin() * scaling).to(device=build.device, dtype=build.dtype)
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        table = torch.cat((cos, cos, -sin, sin), dim=-1)  # [max_model_len, 2 * rotary_dim]
+        self.table = table.to(device=build.device, dtype=build.dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_tokens] -> cos and sin, [num_tokens, 1, rotary_dim / 2] each."""
-        return self.cos[positions][:, None], self.sin[positions][:, None]
+        """[num_tokens] -> cos and signed sin, [num_tokens, 1, rotary_dim] each: see apply_rope."""
+        cos, sin = self.table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        return cos, sin
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the first 2 * cos.shape[-1] dimensions of x [num_tokens, num_heads, head_dim]."""
-    half = cos.shape[-1]
-    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    """Turn the first cos.shape[-1] dimensions of x [num_tokens, num_heads, head_dim].
+
+    The pair (a, b) becomes (a cos - b sin, b cos + a sin). With the halves exchanged by a roll, and
+    the sign of the first half in `sin`, that is one product and one product-and-sum.
+    """
+    rotary_dim = cos.shape[-1]
+    turned = x[..., :rotary_dim]
+    turned = torch.addcmul(turned * cos, turned.roll(rotary_dim // 2, dims=-1), sin)
+    if rotary_dim == x.shape[-1]:
+        return turned
+    return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
 
 
 def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:

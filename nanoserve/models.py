@@ -34,6 +34,7 @@ from nanoserve.layers import (
     Build,
     ColumnParallelLinear,
     Packable,
+    QKNorm,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
@@ -155,9 +156,11 @@ class Attention(nn.Module):
         )
         self.o_proj = RowParallelLinear(q_size, hidden, bias=family.o_bias, build=build)
         if family.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, build)
-            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, build)
-        self.qk_norm = family.qk_norm
+            self.qk_norm: QKNorm | None = QKNorm(
+                self.num_heads, num_kv_heads, head_dim, config.rms_norm_eps, build
+            )
+        else:
+            self.qk_norm = None
 
     def forward(
         self,
@@ -168,13 +171,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]; writes this step's K and V first."""
         spec = self.kv_cache_spec
-        q, k, v = self.qkv_proj(x, metadata).split(self.qkv_proj.sizes, dim=-1)
-        q = q.unflatten(-1, (self.num_heads, spec.key_dim))  # [num_tokens, num_heads, head_dim]
-        k = k.unflatten(-1, (spec.num_kv_heads, spec.key_dim))
-        v = v.unflatten(-1, (spec.num_kv_heads, spec.value_dim))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        heads = (self.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        qkv = self.qkv_proj(x, metadata).view(-1, sum(heads), spec.key_dim)
+        qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]  # [num_tokens, heads, head_dim]
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = apply_rope(qk, *rope).split(heads[:2], dim=1)
         self.backend.store_kv(k, v, *kv_cache, metadata.slot_mapping)
         output = self.backend.attend(
             q, kv_cache, metadata, scale=self.scale, sliding_window=spec.sliding_window

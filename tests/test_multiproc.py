@@ -115,8 +115,10 @@ def serve_wishes(
         {"enable_prefix_caching": False, "long_prefill_token_threshold": 5},
         {"num_kv_blocks": 34, "preemption_mode": "recompute"},
         {"num_kv_blocks": 34, "preemption_mode": "swap"},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_kv_blocks": 34, "preemption_mode": "swap"},
     ],
-    ids=["plain", "chunks", "recompute", "swap"],
+    ids=["plain", "chunks", "recompute", "swap", "overlapped", "overlapped, swap"],
 )
 def test_everything_works_on_two_ranks(
     options: dict[str, Any], checkpoint: Callable[[str], Path]
