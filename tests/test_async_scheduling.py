@@ -783,6 +783,7 @@ class Workload:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
+        self.room = engine.executor.num_kv_blocks * engine.block_manager.block_size
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[str] = set()
         self.last: dict[str, RequestOutput] = {}
@@ -821,13 +822,9 @@ class Workload:
 
     def arrive(self, arrival: Arrival) -> None:
         name = f"request {len(self.requests)}"
-        room = self.engine.executor.num_kv_blocks * self.engine.block_manager.block_size
-        prompt = [
-            *range(arrival.prefix),
-            *(20 + len(self.requests) + i for i in range(arrival.own)),
-        ]
-        prompt = [token % VOCAB_SIZE for token in prompt][: room - 1]
-        given = params(
+        own = [(20 + len(self.requests) + i) % VOCAB_SIZE for i in range(arrival.own)]
+        prompt = [*range(arrival.prefix), *own][: self.room - 1]
+        wanted = params(
             max_tokens=arrival.max_tokens,
             seed=arrival.seed,
             n=arrival.n,
@@ -835,10 +832,10 @@ class Workload:
             presence_penalty=0.5 if arrival.awaits else 0.0,
             output_kind=arrival.kind,
         )
-        self.requests[name] = (prompt, given)
+        self.requests[name] = (prompt, wanted)
         by_priority = self.engine.config.scheduling_policy == "priority"
         priority = arrival.priority if by_priority else 0
-        self.engine.add_request(name, prompt, given, priority=priority, cache_salt=arrival.salt)
+        self.engine.add_request(name, prompt, wanted, priority=priority, cache_salt=arrival.salt)
 
     def disturb(self, what: str, whom: int) -> None:
         names = list(self.requests)
@@ -869,17 +866,14 @@ class Workload:
 
     def check_results(self) -> None:
         """Who was not aborted got what it would get alone, and every step was told of."""
-        for name, (prompt, given) in self.requests.items():
+        for name, (prompt, wanted) in self.requests.items():
             if name in self.aborted:
                 continue
             assert self.last[name].finished
-            room = min(
-                40, self.engine.executor.num_kv_blocks * self.engine.block_manager.block_size
-            )
-            max_tokens = min(given.max_tokens or 0, room - len(prompt))
-            stop = given.stop_token_ids or ()
-            for branch in range(given.n):
-                expected = expect(prompt, max_tokens, branch, given.seed or 0, stop)
+            max_tokens = min(wanted.max_tokens or 0, min(40, self.room) - len(prompt))
+            stop = wanted.stop_token_ids or ()
+            for branch in range(wanted.n):
+                expected = expect(prompt, max_tokens, branch, wanted.seed or 0, stop)
                 assert self.tokens[name, branch] == expected
         assert_idle(self.engine)
         assert list(map(id, self.told)) == list(map(id, self.launched))
