@@ -240,8 +240,7 @@ class LLMEngine:
         with delayed_interrupt():
             updates = self.scheduler.update_from_output(scheduler_output, model_output)
             self._is_committed = True
-            outputs, failures = self._process(updates)
-            self._failures += failures
+            outputs = self.process_updates(updates, self._failures)
             self._untold.append((scheduler_output, outputs))
 
     def _recover(self, error: BaseException) -> bool:
@@ -257,33 +256,34 @@ class LLMEngine:
         self._abort_sequence(error.seq_id)  # or it would spoil the next step, too
         return False
 
-    def process_updates(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
-        """Turn the step's new tokens into outputs, ending what a stop string ends."""
-        outputs, failures = self._process(updates)
-        if failures:
-            raise failures[0]
-        return outputs
+    def process_updates(
+        self, updates: list[SequenceUpdate], failures: list[Exception] | None = None
+    ) -> list[RequestOutput]:
+        """Turn the step's new tokens into outputs, ending what a stop string ends.
 
-    def _process(
-        self, updates: list[SequenceUpdate]
-    ) -> tuple[list[RequestOutput], list[Exception]]:
-        """The same; what breaks one request is the second list's, and costs that request alone."""
+        What breaks one request costs that request alone: it is aborted, the others get what is
+        theirs, and then the error is raised, or put into `failures` for the caller to raise.
+        """
         of_request: dict[str, list[SequenceUpdate]] = {}
         for update in updates:
             of_request.setdefault(update.sequence.request_id, []).append(update)
         outputs: list[RequestOutput] = []
-        failures: list[Exception] = []
+        broken: list[Exception] = []
         for request_id, its_updates in of_request.items():
             try:
                 output = self._process_request(request_id, its_updates)
             except Exception as error:
-                failures.append(error)
+                broken.append(error)
                 self.abort_request(request_id)
                 continue
             if output is not None:
                 outputs.append(output)
         self._undelivered += outputs
-        return outputs, failures
+        if failures is not None:
+            failures += broken
+        elif broken:
+            raise broken[0]
+        return outputs
 
     def _process_request(
         self, request_id: str, updates: list[SequenceUpdate]

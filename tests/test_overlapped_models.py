@@ -37,20 +37,24 @@ def never_twice(output: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits.index_fill(0, torch.tensor(output[-1:], dtype=torch.long), -torch.inf)
 
 
-def make_params() -> list[SamplingParams]:
-    """Every feature that the sampler or the text may have, side by side."""
+def make_params(with_awaiting: bool = True) -> list[SamplingParams]:
+    """Every feature that the sampler or the text may have, side by side; without those that await
+    their tokens, all steps overlap."""
     chance = random.Random(0)
-    features: list[dict[str, Any]] = [
-        {},
+    awaiting: list[dict[str, Any]] = [
         {"n": 3, "temperature": 0.8},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"bad_words": ["the", "little dog"]},
+        {"logits_processors": [never_twice]},
+    ]
+    features: list[dict[str, Any]] = [
+        {},
         {"stop": ["a", "ed "]},
         {"logprobs": 2, "prompt_logprobs": 1},
-        {"bad_words": ["the", "little dog"]},
         {"min_tokens": 6, "max_tokens": 12, "logit_bias": {5: 2.0}},
-        {"logits_processors": [never_twice]},
         {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
     ]
+    features += awaiting if with_awaiting else []
     return [
         SamplingParams(
             **{
@@ -90,6 +94,7 @@ def answers(llm: LLM) -> dict[str, Any]:
     generated = llm.generate(PROMPTS, make_params(), use_tqdm=False)
     preemptions = sum(output.metrics.num_preemptions for output in generated)
     beams = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=6))
+    overlapping = llm.generate(PROMPTS, make_params(with_awaiting=False), use_tqdm=False)
     streamed: dict[tuple[str, int], str] = {}
     for output in llm.stream(PROMPTS[:4], make_params()[:4]):
         for completion in output.outputs:
@@ -101,6 +106,7 @@ def answers(llm: LLM) -> dict[str, Any]:
     assert not llm.engine._in_flight
     return {
         "generated": summarise(generated),
+        "overlapping": summarise(overlapping),
         "beams": [[beam.tokens for beam in found.sequences] for found in beams],
         "streamed": sorted(streamed.items()),
         "preempted": preemptions > 0,
