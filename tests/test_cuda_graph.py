@@ -86,6 +86,14 @@ class GraphRunner(ModelRunner):
         self.replayed_sizes.append(size)
         recorded = inputs_of(self.graphs.graphs[size]._forward)
         assert addresses(inputs) == addresses(recorded), "the graph reads other memory"
+        number, meta = len(inputs.host.rows), inputs.metadata
+        padding = [
+            meta.slot_mapping[number:],
+            meta.seq_lens[number:],
+            meta.query_start_loc[number:],
+        ]
+        for tensor, value in zip(padding, (-1, 0, number), strict=True):
+            assert set(tensor.tolist()) <= {value}, "a padding row has something to do"
         return super().forward(inputs)
 
 
