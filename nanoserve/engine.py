@@ -88,6 +88,7 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
         self.executor = make_executor(self.config, self.model_config, attention_backend)
+        self._check_can_overlap()
         num_kv_blocks = self.executor.num_kv_blocks
         self.block_manager = block_manager_cls(
             num_kv_blocks,
@@ -106,6 +107,8 @@ class LLMEngine:
         self._to_abort: deque[str] = deque()  # request ids, from abort_soon
         self._lock = threading.RLock()
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # launched, not yet read
+        self._untold: deque[FinishedStep] = deque()  # finished, and the listeners do not know yet
+        self._failures: list[Exception] = []  # of single requests, to be raised when all is told
         self._is_committed = True  # the tokens of the step at hand are in the books
         self._is_closed = False
         self._log_what_runs()
@@ -185,75 +188,101 @@ class LLMEngine:
                 self.abort_request(self._to_abort.popleft())
             self._is_committed = False
             try:
-                run = self._run_overlapped_step if self.config.async_scheduling else self._run_step
-                finished_steps = run()
+                if self.config.async_scheduling:
+                    self._run_overlapped_step()
+                else:
+                    self._run_step()
             except BaseException as error:  # Ctrl-C too: promised tokens will not come
                 with delayed_interrupt():
-                    if not self._is_committed:
-                        self._in_flight.clear()
-                        self.scheduler.abandon()
-                    if isinstance(error, RequestError):  # its fault: it must not spoil the next too
-                        self._abort_sequence(error.seq_id)
-                if isinstance(error, RequestError) and error.__cause__ is not None:
-                    raise error.__cause__ from None  # such as what its logits processor raised
-                raise
-            for scheduler_output, outputs in finished_steps:
+                    is_of_the_gone = self._recover(error)
+                if not is_of_the_gone:
+                    if isinstance(error, RequestError) and error.__cause__ is not None:
+                        raise error.__cause__ from None  # such as what its processor raised
+                    raise
+            while self._untold:
+                finished_step = self._untold.popleft()
                 for listener in self.on_step:
-                    listener(scheduler_output, outputs)
+                    listener(*finished_step)
+            if self._failures:
+                failure, self._failures = self._failures[0], []
+                raise failure
             delivered, self._undelivered = self._undelivered, []
             return delivered
 
-    def _run_step(self) -> list[FinishedStep]:
+    def _run_step(self) -> None:
         """The three lines."""
         with delayed_interrupt():
             scheduler_output = self.scheduler.schedule()
-        if scheduler_output.is_empty:
-            return []
-        model_output = self.executor.execute_model(scheduler_output)
-        return [self._update(scheduler_output, model_output)]
+        if not scheduler_output.is_empty:
+            model_output = self.executor.execute_model(scheduler_output)
+            self._update(scheduler_output, model_output)
 
-    def _run_overlapped_step(self) -> list[FinishedStep]:
-        """Launch the next step, then read what the last one brought."""
+    def _run_overlapped_step(self) -> None:
+        """Launch the next step, then read what the last one brought.
+
+        Both are read if nothing can be decided before; and if nobody is left who waits for the
+        second, so that nothing is in flight in an engine that has nothing to do.
+        """
         with delayed_interrupt():
             scheduler_output = self.scheduler.schedule()
         if not scheduler_output.is_empty:
             self._in_flight.append((scheduler_output, self.executor.launch(scheduler_output)))
-        num_left = 0 if scheduler_output.is_empty or scheduler_output.is_awaited else 1
-        finished: list[FinishedStep] = []
-        while len(self._in_flight) > num_left:
+        may_stay = not (scheduler_output.is_empty or scheduler_output.is_awaited)
+        while len(self._in_flight) > (may_stay and self.scheduler.has_unfinished()):
             self._is_committed = False
             launched, pending = self._in_flight[0]
             model_output = pending.result()
             self._in_flight.popleft()
-            finished.append(self._update(launched, model_output))
-        return finished
+            self._update(launched, model_output)
 
-    def _update(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> FinishedStep:
+    def _update(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
         """A step's tokens are here: into the books (then nothing is computed again), into text."""
         with delayed_interrupt():
             updates = self.scheduler.update_from_output(scheduler_output, model_output)
             self._is_committed = True
-            return scheduler_output, self.process_updates(updates)
+            outputs = self.process_updates(updates, self._failures)
+            self._untold.append((scheduler_output, outputs))
 
-    def process_updates(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
-        """Turn the step's new tokens into outputs, ending what a stop string ends."""
+    def _recover(self, error: BaseException) -> bool:
+        """A step failed: what was not committed is computed again, and a request whose fault it is
+        is aborted. True if that request is gone already, so that nobody need hear of it."""
+        if not self._is_committed:
+            self._in_flight.clear()
+            self.scheduler.abandon()
+        if not isinstance(error, RequestError):
+            return False
+        if error.seq_id not in self.scheduler.sequences:
+            return True
+        self._abort_sequence(error.seq_id)  # or it would spoil the next step, too
+        return False
+
+    def process_updates(
+        self, updates: list[SequenceUpdate], failures: list[Exception] | None = None
+    ) -> list[RequestOutput]:
+        """Turn the step's new tokens into outputs, ending what a stop string ends.
+
+        What breaks one request costs that request alone: it is aborted, the others get what is
+        theirs, and then the error is raised, or put into `failures` for the caller to raise.
+        """
         of_request: dict[str, list[SequenceUpdate]] = {}
         for update in updates:
             of_request.setdefault(update.sequence.request_id, []).append(update)
         outputs: list[RequestOutput] = []
-        failures: list[Exception] = []
+        broken: list[Exception] = []
         for request_id, its_updates in of_request.items():
             try:
                 output = self._process_request(request_id, its_updates)
-            except Exception as error:  # it costs this request; the others get what is theirs
-                failures.append(error)
+            except Exception as error:
+                broken.append(error)
                 self.abort_request(request_id)
                 continue
             if output is not None:
                 outputs.append(output)
         self._undelivered += outputs
-        if failures:
-            raise failures[0]
+        if failures is not None:
+            failures += broken
+        elif broken:
+            raise broken[0]
         return outputs
 
     def _process_request(
@@ -330,7 +359,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """True while step() has something to do or to tell."""
-        return bool(self._undelivered) or self.scheduler.has_unfinished()
+        return bool(self._undelivered or self._in_flight) or self.scheduler.has_unfinished()
 
     def is_unfinished(self, request_id: str) -> bool:
         """True for a request that was added and has neither finished nor been aborted."""
@@ -375,6 +404,18 @@ class LLMEngine:
             yield
         finally:
             self._lock.release()
+
+    def _check_can_overlap(self) -> None:
+        """Raise ValueError if overlapped steps were asked of an executor that knows only whole
+        ones."""
+        if self.config.async_scheduling and not hasattr(self.executor, "launch"):
+            name = type(self.executor).__name__
+            self.executor.close()
+            raise ValueError(
+                f"async_scheduling is True, but {name} has no launch(scheduler_output) that starts "
+                "a step and returns an object whose result() waits for its ModelOutput. Write one, "
+                "or set async_scheduling=False."
+            )
 
     def _check_new(self, request_id: str) -> None:
         if self.is_unfinished(request_id):

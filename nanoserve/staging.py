@@ -9,6 +9,8 @@ ordinary (pageable) array also makes the CPU wait for the GPU. So the arrays are
     bytes        0 ............... 24  32 ........... 40    48 .............. 56     (each at 16s)
 
 What is sent first in a step always lies at the same address: a CUDA graph can read it there.
+(On the device there is one buffer: the copies and the kernels that read it take their turns in the
+order of one stream.)
 
 The copy happens some time later, so its source must not be overwritten meanwhile: there are two
 pinned buffers, used in turns, and an event tells when the copies from one are done. (Reusing a
@@ -32,12 +34,13 @@ ALIGNMENT = 16  # bytes: kernels may load that many at once
 class StagingBuffer:
     """Arrays in, tensors on the device out, in one copy each time.
 
-    Invariant: tensors stay valid until the second `begin_step` after they were sent was followed by
-    a `send`; on a GPU "valid" is meant in the order of its stream.
+    Invariant: tensors stay valid until the next `begin_step` is followed by a `send`; on a GPU in
+    the order of its stream: kernels launched before that `send` read the old numbers.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """`num_bytes`: room for what a step sends. What does not fit goes by a copy of its own."""
+        """`num_bytes`: room for what a step sends. An array that does not fit any more goes by a
+        copy of its own, to wherever there is room; those beside it stay where they would be."""
         self.device = device
         self.is_gpu = device.type == "cuda"
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -61,22 +64,27 @@ class StagingBuffer:
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         """The same numbers as tensors on the device, of the same dtypes and shapes."""
         start = self._offset
-        offsets = []
-        for array in arrays:
-            offsets.append(self._offset)
-            self._offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if self._offset > len(self._on_device):
-            self._offset = start
-            return [torch.from_numpy(array).to(self.device) for array in arrays]
-        view = self._views[self._turn]
-        for offset, array in zip(offsets, arrays, strict=True):
-            flat = np.ascontiguousarray(array).reshape(-1)
-            view[offset : offset + array.nbytes] = flat.view(np.uint8)
-        if self.is_gpu:
+        places = [self._lay_down(array) for array in arrays]
+        if self.is_gpu and self._offset > start:
             part = slice(start, self._offset)
             self._on_device[part].copy_(self._hosts[self._turn][part], non_blocking=True)
             self._copied[self._turn].record()
-        return [self._view(offset, array) for offset, array in zip(offsets, arrays, strict=True)]
+        return [
+            torch.from_numpy(np.array(array, order="C")).to(self.device)
+            if place is None
+            else self._view(place, array)
+            for place, array in zip(places, arrays, strict=True)
+        ]
+
+    def _lay_down(self, array: np.ndarray) -> int | None:
+        """Write `array` behind what is there; return where it begins, None if it does not fit."""
+        place, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        if end > len(self._on_device):
+            return None
+        flat = np.ascontiguousarray(array).reshape(-1)
+        self._views[self._turn][place : place + array.nbytes] = flat.view(np.uint8)
+        self._offset = end
+        return place
 
     def _view(self, offset: int, array: np.ndarray) -> Tensor:
         """Where `array` lies on the device, as a tensor like it."""

@@ -18,6 +18,10 @@ With block_size 4 and block table [2, 0]:
 And as in a real layer, a step stores all it has to store before it reads anything. Blocks that are
 swapped or copied take both layers along, before the step stores anything; branches of a request
 differ in what the function makes of the same digests.
+
+Steps may overlap. A step does its work when it is launched, as a GPU would in its own time: its
+rows know the sampled tokens at once. The control plane learns of them from `FakeOutput.result()`
+alone. Steps must be read in their order, once each, and no more than one late: the fake insists.
 """
 
 from __future__ import annotations
@@ -112,6 +116,19 @@ class StepFailed(RuntimeError):
     """What a FakeExecutor raises when it was told to fail."""
 
 
+class FakeOutput:
+    """A step that was launched; only `result()` tells what came of it."""
+
+    def __init__(self, executor: FakeExecutor, number: int, output: ModelOutput) -> None:
+        self._executor = executor
+        self.number = number
+        self._output = output
+
+    def result(self) -> ModelOutput:
+        """Raises StepFailed, with everything in the cache spoilt, if `fail_next_result` is set."""
+        return self._executor.read(self, self._output)
+
+
 class Row:
     """What the executor knows of one sequence, from the SchedulerOutputs alone."""
 
@@ -123,6 +140,12 @@ class Row:
         self.seed = new.seed
         self.branch = new.branch
         self.num_samples = new.num_samples
+        self.num_unread = 0  # of its tokens, those that the control plane does not know
+
+    @property
+    def looks_back(self) -> bool:
+        """True if a sampler on the CPU's side would look at its tokens."""
+        return bool(self.params.has_penalties or self.params.logits_processors)
 
 
 Layers = list[list[int | None]]  # of each layer, what its slots hold
@@ -151,6 +174,11 @@ class FakeExecutor:
         self.cpu_layers = self._make_layers(self.num_cpu_blocks)
         self.rows: dict[int, Row] = {}
         self.fail_next_step = False
+        self.fail_next_result = False
+        self.calls: list[tuple[str, int]] = []  # ("launch" or "result", number of the step)
+        self.num_launched = 0
+        self.unread: list[FakeOutput] = []  # oldest first
+        self.num_tokens: dict[int, int] = {}  # seq_id -> tokens computed, in all steps
 
     def _make_layers(self, num_blocks: int) -> Layers:
         return [[None] * (num_blocks * self.block_size) for _ in range(2)]
@@ -162,11 +190,40 @@ class FakeExecutor:
         self.rows.clear()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Move blocks, store, read back, and give a token to each sequence whose last token is in
-        the step.
+        """One step, launched and read. Raises as both do."""
+        return self.launch(scheduler_output).result()
 
-        Raises StepFailed, with all that the step writes to spoilt, if `fail_next_step` is set.
-        """
+    def launch(self, scheduler_output: SchedulerOutput) -> FakeOutput:
+        """Start a step, which here is to make it. Raises StepFailed, with all that the step writes
+        to spoilt, if `fail_next_step` is set."""
+        if scheduler_output.is_restart:
+            self.unread.clear()  # abandoned
+        assert len(self.unread) < 2, "steps are launched, and nobody reads them"
+        number, self.num_launched = self.num_launched, self.num_launched + 1
+        self.calls.append(("launch", number))
+        pending = FakeOutput(self, number, self._run(scheduler_output))
+        self.unread.append(pending)
+        return pending
+
+    def read(self, pending: FakeOutput, output: ModelOutput) -> ModelOutput:
+        """Tell what came of a launched step: each is read once, in the order of their launches."""
+        assert pending in self.unread, f"step {pending.number} was read before, or abandoned"
+        assert pending is self.unread[0], f"step {pending.number} is read before an earlier one"
+        self.unread.remove(pending)
+        self.calls.append(("result", pending.number))
+        if self.fail_next_result:
+            self.fail_next_result = False
+            for layer in (*self.layers, *self.cpu_layers):
+                layer[:] = [None] * len(layer)
+            raise StepFailed
+        for seq_id in output.sampled_token_ids:
+            if seq_id in self.rows:
+                self.rows[seq_id].num_unread = max(0, self.rows[seq_id].num_unread - 1)
+        return output
+
+    def _run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
+        """Move blocks, store, read back, and give a token to each sequence whose last token is in
+        the step."""
         self._copy_blocks(self.layers, self.cpu_layers, scheduler_output.blocks_to_swap_out)
         self._copy_blocks(self.cpu_layers, self.layers, scheduler_output.blocks_to_swap_in)
         self._copy_blocks(self.layers, self.layers, scheduler_output.blocks_to_copy)
@@ -174,6 +231,8 @@ class FakeExecutor:
         scheduled = scheduler_output.scheduled
         for item in scheduled:
             row = self.rows[item.seq_id]
+            num_tokens = self.num_tokens.get(item.seq_id, 0) + item.num_scheduled_tokens
+            self.num_tokens[item.seq_id] = num_tokens
             for position in self._positions(item):
                 token = None if self.fail_next_step else row.token_ids[position]
                 self.layers[0][self._slot(row, position)] = token
@@ -205,6 +264,7 @@ class FakeExecutor:
                 output.prompt_logprobs[item.seq_id] = PromptLogprobs(targets.start, entries)
         if positions.stop < len(row.token_ids):
             return
+        assert not (row.num_unread and row.looks_back), f"{item}: looks at tokens in flight"
         samples = []
         for branch in range(row.branch, row.branch + row.num_samples):
             token = token_from_digests(digests, row.seed, branch, self.vocab_size)
@@ -216,6 +276,7 @@ class FakeExecutor:
         if forks:
             output.forks[item.seq_id] = tuple(forks)
         row.token_ids.append(first.token_id)
+        row.num_unread += 1
         row.num_samples = 1
 
     def _logprobs(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
-from nanoserve.input_batch import InputBatch, RowFeatures
+from nanoserve.input_batch import PLACEHOLDER, InputBatch, RowFeatures
 from nanoserve.sampler import SamplingBatch, uniform_noise
 from nanoserve.sequence import NewSequence, ScheduledSequence
 
@@ -325,3 +325,57 @@ def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
                 assert torch.equal(value, other)
             else:
                 assert value == other
+
+
+# -- tokens that only the device knows --
+
+
+def test_a_placeholder_counts_and_is_filled_later() -> None:
+    """Two sequences; one's token is known before, one's after its next was begun."""
+    batch = make_batch()
+    for seq_id in (0, 1):
+        batch.add(new(seq_id, [5, 6, 7], PENALIZED if seq_id else None, num_prompt_tokens=2))
+    rows = np.array([batch.row_of[seq_id] for seq_id in (0, 1)])
+    batch.num_samples[rows] = 3
+    assert batch.append_placeholders(rows).tolist() == [3, 3]
+    assert batch.num_tokens[rows].tolist() == [4, 4]
+    assert batch.num_samples[rows].tolist() == [1, 1]  # branches fork once
+    assert batch.token_ids[rows, 3].tolist() == [PLACEHOLDER] * 2
+    assert batch.append_placeholders(rows[:1]).tolist() == [4]
+    batch.fill_placeholder(rows[0], 3, 20)
+    batch.fill_placeholder(rows[1], 3, 21)
+    assert batch.token_ids[rows[0], :5].tolist() == [5, 6, 7, 20, PLACEHOLDER]
+    assert batch.get_output_token_ids(rows[1]).tolist() == [7, 21]
+    assert batch.features[rows[1]].output_counts.nonzero()[:, 0].tolist() == [7, 21]
+
+
+def test_a_placeholder_beyond_the_last_position_is_dropped() -> None:
+    batch = make_batch(max_model_len=4)
+    batch.add(new(0, [5, 6, 7, 8]))
+    rows = np.array([batch.row_of[0]])
+    assert batch.append_placeholders(rows).tolist() == [4]
+    batch.fill_placeholder(rows[0], 4, 9)
+    assert batch.num_tokens[rows[0]] == 4
+    assert batch.token_ids[rows[0]].tolist() == [5, 6, 7, 8]
+
+
+def test_min_tokens_counts_what_is_in_flight() -> None:
+    """It bans ends by the number of tokens, whatever they are: nothing to wait for."""
+    batch = make_batch()
+    batch.add(new(0, [5, 6], SamplingParams(min_tokens=2)))
+    rows = np.array([batch.row_of[0]])
+    banned = []
+    for _ in range(3):
+        banned.append(sampling_of(batch, 0).banned is not None)
+        batch.append_placeholders(rows)
+    assert banned == [True, True, False]
+
+
+def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:
+    """A placeholder is a position like any other, for the random stream."""
+    known, in_flight = make_batch(), make_batch()
+    for batch in (known, in_flight):
+        batch.add(new(0, [5, 6]))
+    known.append_token(known.row_of[0], 9)
+    in_flight.append_placeholders(np.array([in_flight.row_of[0]]))
+    assert sampling_of(known, 0).uniform.tolist() == sampling_of(in_flight, 0).uniform.tolist()

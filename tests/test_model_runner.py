@@ -13,6 +13,7 @@ import torch
 from nanoserve import SamplingParams
 from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.input_batch import PLACEHOLDER
 from nanoserve.kv_cache import free_memory, num_blocks_that_fit, num_cpu_blocks_to_allocate
 from nanoserve.model_runner import ModelRunner, choose_device, choose_dtype
 from nanoserve.sequence import (
@@ -251,6 +252,145 @@ def test_a_sequence_about_to_fork_samples_for_each_branch(runner: ModelRunner) -
         assert output.forks == {}
 
 
+# -- steps in flight --
+
+
+def test_a_step_is_launched_on_a_token_that_only_the_device_knows(runner: ModelRunner) -> None:
+    """Launch, launch, result, launch, result ...: what one step after another brings. The row is
+    filled when a result is read; until then it holds a placeholder."""
+    prompt, blocks = [10, 11, 12], (1, 2, 3, 4)
+    first = step((0, 0, 3, 4, []), new=(new(0, prompt, blocks),))
+    decodes = [step((0, at, 1, 4, [])) for at in range(3, 10)]
+    expected = [runner.execute_model(s).sampled_token_ids[0][0] for s in (first, *decodes)]
+    runner.batch.forget(0)
+    tokens = []
+    pending = runner.launch(first)
+    for at, scheduler_output in enumerate(decodes, start=3):
+        row = runner.batch.row_of[0]
+        assert runner.batch.token_ids[row, at] == PLACEHOLDER
+        following = runner.launch(scheduler_output)
+        tokens += pending.result().sampled_token_ids[0]
+        assert runner.batch.token_ids[row, at] == tokens[-1]
+        pending = following
+    assert [*tokens, *pending.result().sampled_token_ids[0]] == expected
+
+
+def test_a_result_that_comes_after_its_sequence_has_gone(runner: ModelRunner) -> None:
+    """Its row belongs to another by then, which is left alone."""
+    runner.execute_model(step((0, 0, 2, 0, [1]), new=(new(0, [10, 11]),)))
+    late = runner.launch(step((0, 2, 1, 1, [])))
+    row = runner.batch.row_of[0]
+    newcomer = new(1, [20, 21, 22, 23])
+    runner.launch(step((1, 0, 4, 0, [2]), new=(newcomer,), finished=(0,))).result()
+    assert runner.batch.row_of == {1: row}
+    before = runner.batch.token_ids[row, :5].tolist()
+    assert list(late.result().sampled_token_ids) == [0]
+    assert runner.batch.token_ids[row, :5].tolist() == before
+
+
+def test_two_in_flight_beside_a_prompt(runner: ModelRunner) -> None:
+    """One sequence goes on with a token in flight while another's prompt comes in: the placeholder
+    is put in for the one row that has it."""
+    alone = [
+        runner.execute_model(step((i, 0, len(p), 1, []), new=(new(i, p, (9 + i,)),)))
+        for i, p in enumerate(([10, 11], [20, 21, 22]))
+    ]
+    second = runner.execute_model(step((0, 2, 1, 1, []))).sampled_token_ids[0]
+    runner.update_batch(step(finished=(0, 1)))
+    one = runner.launch(step((0, 0, 2, 0, [1]), new=(new(0, [10, 11]),)))
+    both = step((1, 0, 3, 0, [2]), (0, 2, 1, 1, []), new=(new(1, [20, 21, 22]),))
+    two = runner.launch(both)
+    assert one.result() == alone[0]
+    output = two.result()
+    assert output.sampled_token_ids == {0: second, 1: alone[1].sampled_token_ids[1]}
+
+
+def test_what_was_sampled_is_not_overwritten_by_the_next_step(runner: ModelRunner) -> None:
+    """Tokens, logprobs and prompt logprobs of a step are read after the next was launched."""
+    asking = SamplingParams(temperature=0, logprobs=3, prompt_logprobs=2)
+    first = step((0, 0, 4, 1, []), new=(new(0, [10, 11, 12, 13], (1, 2), asking),))
+    expected = runner.execute_model(first)
+    runner.update_batch(step(finished=(0,)))
+    pending = runner.launch(first)
+    other = new(1, [30, 31, 32], (4,), asking)
+    following = runner.launch(step((0, 4, 1, 2, []), (1, 0, 3, 1, []), new=(other,)))
+    assert pending.result() == expected
+    assert sorted(following.result().sampled_token_ids) == [0, 1]
+
+
+def test_staging_has_room_for_the_largest_step(make_checkpoint: Callable[..., Path]) -> None:
+    """All of it: tokens up to the budget, full block tables, every filter, forks, logprobs of the
+    prompt. What is sent in a step lies in the one buffer."""
+    options = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 6}
+    runner = make_runner(make_checkpoint("llama"), num_kv_blocks=64, **options)
+    asking = SamplingParams(
+        temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1, prompt_logprobs=1
+    )
+    sequences = tuple(
+        new(i, [9 + i] * 60, tuple(range(16)), asking, num_samples=2 if i == 0 else 1)
+        for i in range(2)
+    )
+    ones = tuple(new(i, [7] * 63, tuple(range(16)), asking, 62) for i in range(2, 5))
+    scheduled = [(i, 0, 60, 16, []) for i in range(2)] + [(i, 62, 1, 16, []) for i in range(2, 5)]
+    runner.execute_model(step(*scheduled, new=(*sequences, *ones)))
+    used, room = runner.staging._offset, len(runner.staging._on_device)
+    assert 123 * 40 < used <= room
+    [fits] = runner.staging.send(np.zeros((room - used) // 16 * 16, np.uint8))
+    assert runner.staging._on_device.data_ptr() + used == fits.data_ptr(), "nothing went elsewhere"
+
+
+# -- the largest step --
+
+
+@pytest.mark.parametrize(("budget", "lengths"), [(24, [24]), (64, [64]), (150, [64, 64, 22])])
+def test_the_largest_step(
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    lengths: list[int],
+) -> None:
+    """The whole budget, in sequences of full length, and max_num_seqs rows with all filters on; it
+    has one block of cache of its own, stores nothing, and leaves the engine's cache alone."""
+    folder = make_checkpoint("llama")
+    runner = make_runner(folder, max_num_batched_tokens=budget)
+    config = EngineConfig(
+        str(folder), block_size=4, max_num_seqs=3, max_model_len=64, max_num_batched_tokens=budget
+    )
+    for pair in runner.kv_caches:
+        for cache in pair:
+            cache.fill_(torch.nan)
+    seen: list[Any] = []
+    forward = runner.model.forward
+
+    def record(input_ids: Any, positions: Any, kv_caches: Any, metadata: Any) -> Any:
+        seen.append((input_ids, positions, kv_caches, metadata))
+        return forward(input_ids, positions, kv_caches, metadata)
+
+    def count_rows(logits: Any, batch: Any) -> None:
+        seen.append((logits, batch))
+
+    monkeypatch.setattr(runner.model, "forward", record)
+    monkeypatch.setattr("nanoserve.model_runner.choose_tokens", count_rows)
+    with torch.inference_mode():
+        runner.run_largest_step(config.resolve(ModelConfig.from_folder(folder)), specs_of(runner))
+    (input_ids, positions, caches, metadata), (logits, batch) = seen
+    assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
+    assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths
+    assert positions.tolist() == [i for length in lengths for i in range(length)]
+    assert set(metadata.slot_mapping.tolist()) == {-1}
+    assert not metadata.block_table.any()
+    assert {cache.shape[0] for pair in caches for cache in pair} == {1}
+    assert all(not cache.any() for pair in caches for cache in pair)
+    assert all(cache.isnan().all() for pair in runner.kv_caches for cache in pair)
+    assert tuple(logits.shape) == (3, runner.vocab_size)
+    assert None not in (batch.top_k, batch.top_p, batch.min_p)
+    assert not batch.is_greedy
+
+
+def specs_of(runner: ModelRunner) -> list[KVCacheSpec]:
+    return runner.model.kv_cache_specs()
+
+
 # -- moving blocks --
 
 
@@ -353,12 +493,12 @@ def test_choose_dtype() -> None:
             choose_dtype("auto", checkpoint, gpu)
 
 
-def blocks_that_fit(**options: Any) -> int:
+def blocks_that_fit(step_bytes: int = 0, **options: Any) -> int:
     """For 2 layers of 3 heads of 8 in float32: 16 tokens * 3 * (8 + 8) * 4 * 2 = 6144 bytes."""
     settings = {"max_model_len": 100, "max_num_seqs": 5, "block_size": 16, **options}
     specs = [KVCacheSpec(num_kv_heads=3, key_dim=8, value_dim=8)] * 2
     cpu = torch.device("cpu")
-    return num_blocks_that_fit(EngineConfig(**settings), specs, torch.float32, cpu)
+    return num_blocks_that_fit(EngineConfig(**settings), specs, torch.float32, cpu, step_bytes)
 
 
 def test_blocks_that_fit() -> None:
@@ -371,6 +511,21 @@ def test_blocks_that_fit() -> None:
     assert blocks_that_fit(kv_cache_memory=7 * 6144) == 7
     with pytest.raises(ValueError, match=r"max_model_len=100 tokens needs.*Lower max_model_len"):
         blocks_that_fit(kv_cache_memory=7 * 6144 - 1)
+
+
+def test_what_a_step_needs_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of free memory; a number that the user gave is the cache's alone."""
+    monkeypatch.setattr("nanoserve.kv_cache.free_memory", lambda *_: 20 * 6144)
+    assert blocks_that_fit() == 20
+    assert blocks_that_fit(step_bytes=6144) == 19
+    assert blocks_that_fit(step_bytes=6144 + 1) == 18
+    assert blocks_that_fit(step_bytes=13 * 6144) == 7
+    assert blocks_that_fit(step_bytes=6144, kv_cache_memory=20 * 6144) == 20
+    assert blocks_that_fit(step_bytes=6144, num_kv_blocks=3) == 3
+    for step_bytes in (13 * 6144 + 1, 2**40):  # more than there is, even
+        message = r"needs 0 MiB of KV cache, and there are 0 MiB.*gpu_memory_utilization"
+        with pytest.raises(ValueError, match=message):
+            blocks_that_fit(step_bytes=step_bytes)
 
 
 def test_free_memory_is_some() -> None:

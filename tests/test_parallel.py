@@ -271,7 +271,7 @@ def test_the_shards_put_together_are_the_whole(
     for model in ranks:
         for name, shard in model.shards():
             expected = whole[name][shard.slices].expand_as(shard.target)
-                assert torch.equal(shard.target, expected), name
+            assert torch.equal(shard.target, expected), name
             held[name][shard.slices] += 1
         embedding = model.model.embed_tokens
         assert not embedding.weight[embedding.num_tokens :].any()

@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve.sampler import (
     Penalties,
@@ -30,6 +31,7 @@ from nanoserve.sampler import (
     apply_penalties,
     apply_temperature,
     apply_top_k_top_p,
+    choose_tokens,
     draw,
     gather_logprobs,
     sample,
@@ -783,3 +785,78 @@ def test_logprobs_ignore_temperature_and_filters() -> None:
     ).logprobs
     assert plain == wished
     assert sample(logits, batch_of([Wish(), Wish()], 20)).logprobs == [None, None]
+
+
+# -- on the device, until somebody reads --
+
+
+class NoLooking(TorchDispatchMode):
+    """Operations that make the CPU wait for a number of the device, or for a shape, are errors."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = str(func)
+        assert not any(word in name for word in self.FORBIDDEN), f"{name} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_choosing_waits_for_no_device(is_greedy: bool) -> None:
+    """Filters, constraints, penalties, logprobs, rows in which nothing is possible: tokens stay on
+    the device until `read`, which says what `sample` says. (A logits processor may look.)"""
+    wishes = [Wish(0.0 if is_greedy else 0.7, 3, 0.9, 0.01, 5, i, i % 3 or None) for i in range(6)]
+    batch = replace(
+        batch_of(wishes, 20),
+        is_greedy=is_greedy,
+        allowed=((1, (2, 4, 5)),),
+        banned=TokenRows([0, 1], [0, 2], []),
+        bias=TokenRows([2], [3], [4.0]),
+        penalties=Penalties(
+            rows=torch.tensor([4]),
+            is_in_prompt=torch.zeros(1, 20, dtype=torch.bool),
+            output_counts=torch.ones(1, 20, dtype=torch.long),
+            repetition=torch.tensor([1.1]),
+            frequency=torch.tensor([0.1]),
+            presence=torch.tensor([0.1]),
+        ),
+    )
+    logits = torch.randn(6, 20)
+    with NoLooking():
+        sampled = choose_tokens(logits, batch)
+        dead = choose_tokens(logits, replace(batch, allowed=((1, (2,)),)))
+    assert isinstance(sampled.token_ids, Tensor)
+    assert sampled.read() == sample(logits, batch)
+    with pytest.raises(RowError, match="no token is possible") as caught:
+        dead.read()
+    assert caught.value.row == 1
+
+
+def test_map_reaches_every_tensor() -> None:
+    """What was sampled travels to the CPU as a whole: tokens, dead rows, logprobs."""
+    batch = replace(
+        batch_of([Wish(logprobs=2), Wish(), Wish(logprobs=0)], 20), allowed=((1, (2, 3)),)
+    )
+    sampled = choose_tokens(torch.randn(3, 20), batch)
+    seen: list[Tensor] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    copied = sampled.map(copy)
+    assert len(seen) == 5
+    assert copied.logprobs is not None
+    tensors = [copied.token_ids, copied.is_dead, *copied.logprobs[2:]]
+    assert all(a is not b for a in tensors for b in seen)
+    assert copied.read() == sampled.read()
+    assert [entry and len(entry.token_ids) for entry in copied.read().logprobs] == [3, None, 1]
+
+
+def test_unconstrained_rows_are_never_dead() -> None:
+    """Nothing to look at, nothing to copy."""
+    sampled = choose_tokens(torch.randn(2, 20), batch_of([Wish(), Wish()], 20))
+    assert (sampled.is_dead, sampled.logprobs) == (None, None)
+    assert sampled.map(lambda tensor: tensor).read() == sampled.read()
