@@ -279,9 +279,7 @@ class NanoVLLM:
             note(finished[0][1][-1] if finished else -1)
 
     def _params(self, length: int) -> Any:
-        return self.params_class(
-            temperature=self.temperature, max_tokens=length, ignore_eos=True
-        )
+        return self.params_class(temperature=self.temperature, max_tokens=length, ignore_eos=True)
 
     def describe(self) -> str:
         return "; ".join(self.notes) or "with flash-attn"
