@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -80,7 +80,7 @@ def run_steps(scheduler: Scheduler) -> Iterator[Step]:
         start = time.perf_counter()
         decision = scheduler.schedule()
         schedule_seconds = time.perf_counter() - start
-        sampled = {}
+        sampled: dict[int, tuple[int, ...]] = {}
         for item in decision.scheduled:
             seq = scheduler.sequences[item.seq_id]
             if seq.num_computed_tokens >= seq.num_tokens:
@@ -114,17 +114,21 @@ def scheduler_suite(
 def measure_decode_steps(size: int, context: int, num_steps: int) -> dict:
     """`size` sequences of `context` tokens each decode; the first steps, a new block for each
     included, are not counted."""
-    num_warm = BLOCK_SIZE
-    length = num_warm + num_steps + 2
+    length = 2 * BLOCK_SIZE + num_steps
     blocks_each = -(-(context + length) // BLOCK_SIZE)
     scheduler = make_scheduler(size * blocks_each, size, budget=size * context)
     for number in range(size):  # prompts differ from the first token on: no block is shared
         prompt = [number, *range(1, context)]
         scheduler.add(make_sequence(number, Request(prompt, length)))
-    decodes = [step for step in run_steps(scheduler) if len(step.decision.scheduled) == size]
-    counted = range(num_warm, num_warm + num_steps)
-    schedule = [decodes[i].schedule_seconds * 1e6 for i in counted]
-    update = [decodes[i + 1].update_seconds * 1e6 for i in counted]
+    schedule: list[float] = []
+    update: list[float] = []
+    for number, step in enumerate(run_steps(scheduler)):
+        if number > BLOCK_SIZE:
+            update.append(step.update_seconds * 1e6)  # of the step before
+        if number == BLOCK_SIZE + num_steps:
+            break
+        if number >= BLOCK_SIZE:
+            schedule.append(step.schedule_seconds * 1e6)
     total = [a + b for a, b in zip(schedule, update, strict=True)]
     return {
         "num_running": size,
@@ -199,7 +203,7 @@ def _paged(requests: list[Request], num_slots: int) -> dict:
     return _shares(used, reserved, num_running, num_steps, num_slots)
 
 
-def _contiguous(requests: list[Request], num_slots: int, reserve) -> dict:  # type: ignore[no-untyped-def]
+def _contiguous(requests: list[Request], num_slots: int, reserve: Callable[[Request], int]) -> dict:
     """First come, first served; a request runs from the step in which its reservation fits."""
     waiting = list(requests)
     running: list[list[int]] = []  # [tokens now, tokens at the end, slots reserved]

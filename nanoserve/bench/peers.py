@@ -275,7 +275,7 @@ class NanoVLLM:
         """It hands out finished requests only; but at batch 1 a step is a token."""
         self.llm.add_request(prompt, self._params(length))
         while not self.llm.is_finished():
-            finished, num_tokens = self.llm.step()
+            finished, _ = self.llm.step()
             note(finished[0][1][-1] if finished else -1)
 
     def _params(self, length: int) -> Any:
@@ -305,7 +305,9 @@ def make_flash_attn_shim() -> types.ModuleType:
     """A module named flash_attn with the two functions that nano-vllm calls, made of torch's
     varlen_attn, which is FlashAttention with a block table. Needs torch 2.13 and a GPU."""
     import torch
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
 
     def flash_attn_varlen_func(
         q: torch.Tensor,
@@ -378,7 +380,7 @@ def make_flash_attn_shim() -> types.ModuleType:
 
 
 # name -> (the module that must be importable, the class, does it need a GPU)
-PEERS: dict[str, tuple[str, type, bool]] = {
+PEERS: dict[str, tuple[str, Any, bool]] = {
     "nanoserve": ("nanoserve", Nanoserve, False),
     "hf": ("transformers", Transformers, False),
     "hf-continuous": ("transformers", TransformersContinuous, False),

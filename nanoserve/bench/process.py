@@ -63,7 +63,7 @@ class EngineProcess:
         )
 
     def call(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """One request, one answer. Raises EngineError with what the engine said, or last printed."""
+        """One request, one answer. Raises EngineError with what the engine said or last printed."""
         assert self._process.stdin and self._process.stdout, "both are pipes"
         try:
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
@@ -87,7 +87,12 @@ class EngineProcess:
 
     def build(self, **options: Any) -> dict[str, Any]:
         """Load the model; see peers.py for the options. Returns seconds, versions, description."""
-        defaults = {"temperature": 0, "max_model_len": None, "batch_size": 32, "llm_options": {}}
+        defaults: dict[str, Any] = {
+            "temperature": 0,
+            "max_model_len": None,
+            "batch_size": 32,
+            "llm_options": {},
+        }
         return self.call("build", **{**defaults, "device": "cpu", **options})
 
     def generate(self, requests: list[Request]) -> dict[str, Any]:
