@@ -29,7 +29,7 @@ import torch
 
 from nanoserve import LLM
 from nanoserve.bench import control, kernels, plot, report, suites
-from nanoserve.bench.floor import ModelCosts, measure_limits
+from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEERS
 from nanoserve.bench.workload import DUMMY_MODELS, draw_requests, write_dummy
 from nanoserve.config import ModelConfig, resolve_folder
@@ -92,6 +92,8 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> di
     """Run the suites one after the other, print each, and return (and write) the whole result."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_toy = args.suite == "gpu" and device == "cpu"
+    if args.threads:
+        torch.set_num_threads(args.threads)
     if args.suite == "gpu":
         preset_gpu(args, is_toy)
     names = list(chosen_suites(args))

@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import types
@@ -141,7 +142,10 @@ class Transformers:
 
 class TransformersContinuous:
     """transformers' own continuous batching, what `generate_batch` runs on; its manager is kept
-    between calls (generate_batch would allocate its cache anew each time)."""
+    between calls (generate_batch would allocate its cache anew each time).
+
+    Its KV cache would fill 90% of the free memory; on a CPU, where the other engines are up at the
+    same time, it gets what the workload can need, so that it never waits for room."""
 
     packages = ("torch", "transformers")
 
@@ -152,7 +156,14 @@ class TransformersContinuous:
         config.temperature = options["temperature"] or 1.0
         config.max_new_tokens = options["max_model_len"] or 1024
         config.eos_token_id = -1  # none
-        self.manager = self.inner.model.init_continuous_batching(generation_config=config)
+        memory: dict[str, Any] = {}
+        if options["device"] == "cpu":
+            from transformers import ContinuousBatchingConfig
+
+            blocks_each = -(-options["max_model_len"] // 256) + 1
+            num_blocks = blocks_each * options["num_requests"]
+            memory["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=num_blocks)
+        self.manager = self.inner.model.init_continuous_batching(generation_config=config, **memory)
         self.manager.start()
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
@@ -463,6 +474,13 @@ def own_stdout() -> Iterator[Any]:
         yield stream
 
 
+def end_process_group() -> None:
+    """End this process and all that the engine has started, without waiting for their manners."""
+    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():  # the group is this engine's own
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
 def main() -> None:
     server = Server(sys.argv[1])
     with own_stdout() as answers:
@@ -477,7 +495,7 @@ def main() -> None:
             answers.flush()
             if call == "close":
                 break
-    os._exit(0)  # not waiting for whatever threads an engine has left
+    end_process_group()
 
 
 if __name__ == "__main__":

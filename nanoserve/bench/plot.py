@@ -82,7 +82,7 @@ def draw_steps(axes: Any, suite: dict[str, Any]) -> None:
             label = None if part in drawn else part
             drawn.add(part)
             axes.barh(height, width, left=left, color=colour, label=label, height=0.5)
-            if width > 0.06 * row["step_ms"]:
+            if width > 0.1 * row["step_ms"]:
                 text = f"{part}\n{width:.3g} ms"
                 axes.text(left + width / 2, height, text, ha="center", va="center", fontsize=8)
             left += width

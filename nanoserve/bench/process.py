@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,6 +61,7 @@ class EngineProcess:
             stderr=self._log,
             env=environment,
             encoding="utf-8",
+            start_new_session=True,  # what it starts ends with it; Ctrl-C is for us to handle
         )
 
     def call(self, call: str, **arguments: Any) -> dict[str, Any]:
@@ -120,13 +122,19 @@ class EngineProcess:
         if self._process.poll() is None:
             try:
                 self.call("close")
-                self._process.wait(timeout=30)
+                self._process.wait(timeout=30)  # it kills its own group
             except (EngineError, subprocess.TimeoutExpired):
-                self._process.kill()
+                self._kill_group()
                 self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
+
+    def _kill_group(self) -> None:
+        if hasattr(os, "killpg"):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
 
     def __enter__(self) -> EngineProcess:
         return self

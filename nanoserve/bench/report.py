@@ -70,8 +70,9 @@ def memory_gib() -> float:
 
 
 def describe_run(arguments: list[str], device: str) -> dict[str, Any]:
-    """Command, date, machine, versions. Folders are left out of the command: they are private."""
-    shown = [re.sub(r"/[^= ]*/", "", argument) for argument in arguments]
+    """Command, date, machine, versions. Of absolute paths in the command, only the last part is
+    kept: the rest is private."""
+    shown = [re.sub(r"(^|=)/([^=]*/)?", r"\1", argument) for argument in arguments]
     return {
         "command": " ".join(["python", "bench.py", *shown]),
         "date": date.today().isoformat(),
@@ -249,7 +250,7 @@ def format_run(result: dict[str, Any]) -> str:
 
 # -- in the READMEs --
 
-NOT_MEASURED = {"en": "not measured yet", "zh": "尚未测量"}
+NOT_MEASURED = {"en": "not measured yet", "zh": "还没有测量"}
 HEAD = {
     "en": "| figure | measured | the bar |\n|---|---|---|\n",
     "zh": "| 指标 | 实测 | 目标 |\n|---|---|---|\n",
@@ -609,6 +610,8 @@ def update_readmes(results: list[dict[str, Any]]) -> None:
     """Write the table anew between the markers of both READMEs."""
     for language, file in READMES.items():
         text = file.read_text(encoding="utf-8")
-        new = f"<!-- bench -->\n{readme_table(results, language)}<!-- /bench -->"
-        text = re.sub(r"<!-- bench -->\n.*?<!-- /bench -->", lambda _: new, text, flags=re.DOTALL)
+        start, end = "<!-- bench -->\n", "<!-- /bench -->"
+        before, _, rest = text.partition(start)
+        _, _, after = rest.partition(end)
+        text = before + start + readme_table(results, language) + end + after
         file.write_text(text, encoding="utf-8")

@@ -196,6 +196,7 @@ def started(
                         device=settings.device,
                         temperature=settings.temperature,
                         max_model_len=max(longest, min(1024, settings.model_config.max_model_len)),
+                        num_requests=max(settings.num_requests, *settings.batch_sizes),
                         **spec.options,
                     )
                     engines[spec.label] = engine
@@ -256,7 +257,7 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
                 "fastest": num_output / min(seconds),
                 "nanoserve_is": measured.ratios(label, lambda result: 1 / result["seconds"]),
                 "share_of_floor": floor / statistics.median(seconds),
-                "same_tokens": sum(same) / len(same),
+                "same_tokens": None if settings.temperature else sum(same) / len(same),
             }
         )
     return {
