@@ -184,7 +184,6 @@ def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> suite
         model=args.dummy or (folder.name if args.model is None else Path(args.model).name),
         device=device,
         dtype=dtype,
-        limits=measure_limits(torch.device(device), getattr(torch, dtype)),
         num_requests=args.num_requests or (32 if is_cpu else 256),
         low=low,
         high=high,
@@ -193,13 +192,14 @@ def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> suite
         prefix_len=args.prefix_len,
         compare=chosen_peers(args.compare),
         variants=dict(parse_variant(text) for text in args.variant),
-        peer_python=dict(text.split("=", 1) for text in args.peer_python),
+        peer_python=dict(parse_peer_python(text) for text in args.peer_python),
         nano_vllm=args.nano_vllm,
         hf_batch_sizes=tuple(int(size) for size in args.hf_batch_sizes.split(",")),
         repeat=args.repeat,
         seed=args.seed,
         temperature=args.temperature or 0.0,
         threads=args.threads,
+        limits=measure_limits(torch.device(device), getattr(torch, dtype)),  # last: it takes time
     )
 
 
@@ -211,6 +211,14 @@ def chosen_peers(text: str | None) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"no peer {', '.join(unknown)}; allowed: {', '.join(peers)}, none.")
     return tuple(names)
+
+
+def parse_peer_python(text: str) -> tuple[str, str]:
+    """ "vllm=~/vllm/bin/python" -> ("vllm", "/home/me/vllm/bin/python")."""
+    name, _, python = text.partition("=")
+    if name not in PEERS or not Path(python).expanduser().is_file():
+        raise ValueError(f"--peer-python {text!r} is not PEER=PYTHON, with an interpreter's path.")
+    return name, str(Path(python).expanduser())
 
 
 def parse_variant(text: str) -> tuple[str, dict[str, Any]]:

@@ -50,6 +50,8 @@ DATA_PLANE: dict[str, set[str]] = {
 MEETING_POINT: dict[str, set[str]] = {
     "engine": {*CONTROL_PLANE, "executor"},
     "llm": {*CONTROL_PLANE, "engine"},
+    "doctor": {"attention", "config", "layers", "llm", "model_runner", "models", "sampling_params"},
+    "__main__": {"doctor"},
     "__init__": {"beam_search", "engine", "llm", "processor", "sampling_params"},
 }
 ALLOWED_IMPORTS = {**CONTROL_PLANE, **DATA_PLANE, **MEETING_POINT}

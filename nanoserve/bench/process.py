@@ -90,12 +90,14 @@ class EngineProcess:
     def build(self, **options: Any) -> dict[str, Any]:
         """Load the model; see peers.py for the options. Returns seconds, versions, description."""
         defaults: dict[str, Any] = {
+            "device": "cpu",
             "temperature": 0,
-            "max_model_len": None,
+            "max_model_len": 1024,
+            "num_requests": 256,
             "batch_size": 32,
             "llm_options": {},
         }
-        return self.call("build", **{**defaults, "device": "cpu", **options})
+        return self.call("build", **{**defaults, **options})
 
     def generate(self, requests: list[Request]) -> dict[str, Any]:
         """Serve them all; returns seconds and token_ids."""
