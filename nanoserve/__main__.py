@@ -8,9 +8,9 @@ import sys
 def main() -> int:
     match sys.argv[1:]:
         case ["doctor", *arguments]:
-            from nanoserve import doctor  # imports torch: not to print a usage line
+            from nanoserve.doctor import main as examine  # imports torch
 
-            return doctor.main(arguments)
+            return examine(arguments)
     print("usage: python -m nanoserve doctor [--model MODEL]", file=sys.stderr)
     return 2
 

@@ -14,7 +14,7 @@ odd comes last, with what to do about it. The exit status is 1 if the self-check
 
 Left out: measuring speed (bench.py), and anything that changes the machine.
 
-vLLM: vllm/collect_env.py (V1; V0 has it beside the package).
+vLLM: vllm/collect_env.py (V1).
 """
 
 from __future__ import annotations
