@@ -21,6 +21,7 @@ import json
 import sys
 import tempfile
 from ast import literal_eval
+from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,38 @@ from nanoserve.bench.peers import PEERS
 from nanoserve.bench.workload import DUMMY_MODELS, draw_requests, write_dummy
 from nanoserve.config import ModelConfig, resolve_folder
 
-SUITES = ("throughput", "batch", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
+Suite = Callable[[suites.Settings], dict[str, Any]]
+
+
+def scheduler_suite(settings: suites.Settings) -> dict[str, Any]:
+    sizes, contexts = [16, 64, 256, 1024], [128, 512, 2048]
+    return control.scheduler_suite(sizes, contexts, 200, settings.use_tqdm)
+
+
+def memory_suite(settings: suites.Settings) -> dict[str, Any]:
+    """As in the paper, requests end long before the length that the model would allow."""
+    requests = draw_requests(256, 50, 512, 1000, settings.seed)
+    return control.memory_suite(requests, max_model_len=2048, num_slots=64 * 1024)
+
+
+def kernel_suite(settings: suites.Settings) -> dict[str, Any]:
+    has_its_dtype = settings.is_cpu or settings.dtype == "bfloat16"
+    limits = settings.limits if has_its_dtype else None
+    return kernels.kernel_suite(settings.device, limits, settings.use_tqdm)
+
+
+# name -> a function that measures and returns plain values, as --json writes them; "rows", if there
+# are any, become a table.
+SUITES: dict[str, Suite] = {
+    "throughput": suites.throughput_suite,
+    "batch": suites.batch_suite,
+    "latency": suites.latency_suite,
+    "prefix": suites.prefix_suite,
+    "scheduler": scheduler_suite,
+    "memory": memory_suite,
+    "steps": suites.steps_suite,
+    "kernel": kernel_suite,
+}
 DEFAULT_SUITES = ("throughput", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
 GPU_SUITES = ("throughput", "batch", "steps", "kernel")
 
@@ -112,26 +144,11 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> di
         print("No CUDA device: toy sizes on the CPU, only to show that the command runs.")
     print(report.format_run(result))
     for name in names:
-        result["suites"][name] = run_suite(name, settings)
+        result["suites"][name] = SUITES[name](settings)
         print(f"\n{report.format_suite(name, result['suites'][name])}", flush=True)
         if args.json:  # after each, so that an interrupted run leaves what it has
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
-
-
-def run_suite(name: str, settings: suites.Settings) -> dict[str, Any]:
-    match name:
-        case "scheduler":
-            return control.scheduler_suite(
-                [16, 64, 256, 1024], [128, 512, 2048], 200, settings.use_tqdm
-            )
-        case "memory":
-            # The paper's shape: outputs far shorter than what the model would allow.
-            requests = draw_requests(256, 50, 512, 1000, settings.seed)
-            return control.memory_suite(requests, max_model_len=2048, num_slots=64 * 1024)
-        case "kernel":
-            return kernels.kernel_suite(settings.device, None, settings.use_tqdm)
-    return getattr(suites, f"{name}_suite")(settings)
 
 
 def preset_gpu(args: argparse.Namespace, is_toy: bool) -> None:

@@ -8,9 +8,9 @@ threads, how many KV blocks the memory holds, and a self-check: ten tokens of th
 of which transformers, given the same text, must hold for the likeliest too. Whatever is missing or
 odd comes last, with what to do about it. The exit status is 1 if the self-check fails.
 
-    device        cpu: AMD EPYC, 2 cores; 23.4 GiB, 20.1 free
-    KV blocks     demo: 16384 of 16 tokens (256.0 MiB), 128 sequences of 2048 tokens
-    self-check    passed: ' there was a kind girl named Mia. She'
+    device        cpu: x86_64, 2 cores; 20.1 GiB free
+    KV blocks     demo: 16384 of 16 tokens, 128 sequences of 2048 tokens
+    self-check    passed: ' there was a kind girl named Mia. ', as transformers would
 
 Left out: measuring speed (bench.py), and anything that changes the machine.
 

@@ -56,6 +56,7 @@ class Nanoserve:
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         params = [self._params(length) for length in lengths]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        self.num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
         return [output.outputs[0].token_ids for output in outputs]
 
     def stream(self, prompt: list[int], length: int, note: Note) -> None:
@@ -439,7 +440,11 @@ class Server:
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
         start = time.perf_counter()
         token_ids = self.engine.generate(prompts, lengths)
-        return {"seconds": time.perf_counter() - start, "token_ids": token_ids}
+        return {
+            "seconds": time.perf_counter() - start,
+            "token_ids": token_ids,
+            "num_preemptions": getattr(self.engine, "num_preemptions", None),  # ours alone tells
+        }
 
     def stream(self, prompt: list[int], length: int) -> dict[str, Any]:
         """Seconds from the request to each of its tokens."""

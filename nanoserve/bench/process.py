@@ -141,5 +141,8 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._process.poll() is None:  # such as Ctrl-C: no time for manners
+            self._kill_group()
+            self._process.wait()
         self.close()

@@ -183,12 +183,32 @@ def format_suite(name: str, suite: dict[str, Any]) -> str:
         lines += format_steps(suite)
     else:
         lines += [workload_line(name, suite)] * (workload_line(name, suite) != "")
-        lines.append(format_table(suite["rows"], COLUMNS[name]))
+        lines.append(format_table(suite["rows"], COLUMNS.get(name) or columns_of(suite["rows"])))
+        lines += [about_engine(row) for row in suite["rows"] if "description" in row]
     if name == "scheduler":
         growth = ", ".join(f"{n}: {x:.2f}" for n, x in suite["growth_with_context"].items())
         lines.append(f"longest context against shortest, by sequences running: {growth}")
     lines += [f"left out: {who}: {why}" for who, why in suite.get("skipped", {}).items()]
     return "\n".join(lines)
+
+
+def columns_of(rows: list[dict[str, Any]]) -> list[Column]:
+    """For a suite without columns of its own: one for each plain value."""
+    plain = {
+        name: value
+        for row in rows
+        for name, value in row.items()
+        if isinstance(value, str | int | float)
+    }
+    formats = {bool: "", str: "", int: "d", float: ".4g"}
+    return [Column(name, field(name), formats[type(value)]) for name, value in plain.items()]
+
+
+def about_engine(row: dict[str, Any]) -> str:
+    """What an engine said about itself: half of the differences between engines are settings."""
+    preemptions = row.get("num_preemptions")
+    more = "" if preemptions is None else f", {preemptions} preemptions"
+    return f"{row['engine']}: {row['description']}{more}; up in {row['start_seconds']:.0f} s"
 
 
 def workload_line(name: str, suite: dict[str, Any]) -> str:

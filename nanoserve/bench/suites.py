@@ -179,13 +179,14 @@ def started(
     with ExitStack() as stack:
         engines: dict[str, EngineProcess] = {}
         for spec in specs:
-            engine = EngineProcess(
-                spec.name,
-                python=settings.peer_python.get(spec.name),
-                folder=settings.nano_vllm if spec.name == "nano-vllm" else None,
-                threads=settings.threads,
+            engine = stack.enter_context(
+                EngineProcess(
+                    spec.name,
+                    python=settings.peer_python.get(spec.name),
+                    folder=settings.nano_vllm if spec.name == "nano-vllm" else None,
+                    threads=settings.threads,
+                )
             )
-            stack.callback(engine.close)
             reason = engine.why_not(settings.device)
             try:
                 if reason is None:
@@ -252,6 +253,7 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
             {
                 **describe(measured, label),
                 "seconds": seconds,
+                "num_preemptions": results[-1].get("num_preemptions"),
                 "tokens_per_second": num_output / statistics.median(seconds),
                 "slowest": num_output / max(seconds),
                 "fastest": num_output / min(seconds),
