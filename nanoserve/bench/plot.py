@@ -70,6 +70,7 @@ def draw_batch(axes: Any, suite: dict[str, Any]) -> None:
 
 def draw_steps(axes: Any, suite: dict[str, Any]) -> None:
     """A bar for each engine: the parts of its mean step; on a GPU a second one for the device."""
+    longest = max(max(row["step_ms"], row["gpu_ms"] or 0.0) for row in suite["rows"])
     labels: list[str] = []
     drawn: set[str] = set()
     for row in suite["rows"]:
@@ -82,7 +83,7 @@ def draw_steps(axes: Any, suite: dict[str, Any]) -> None:
             label = None if part in drawn else part
             drawn.add(part)
             axes.barh(height, width, left=left, color=colour, label=label, height=0.5)
-            if width > 0.1 * row["step_ms"]:
+            if width > 0.12 * longest:  # else the text would not fit
                 text = f"{part}\n{width:.3g} ms"
                 axes.text(left + width / 2, height, text, ha="center", va="center", fontsize=8)
             left += width
@@ -113,10 +114,10 @@ def draw_roofline(axes: Any, suite: dict[str, Any], limits: dict[str, float]) ->
     high = max([ridge, *(x for x, _, _ in points)]) * 4
     roof = [limits["bandwidth"] * low / 1e9, limits["rate"] / 1e9]
     axes.plot([low, ridge, high], [roof[0], roof[1], roof[1]], color="#444444")
-    axes.text(high, roof[1] * 1.06, f"{limits['rate'] / 1e9:.0f} GFLOP/s", ha="right", fontsize=8)
-    axes.text(
-        low * 1.1, roof[0] * 1.6, f"{limits['bandwidth'] / 1e9:.0f} GB/s", fontsize=8, rotation=0
-    )
+    rate, bandwidth = _with_prefix(limits["rate"]), _with_prefix(limits["bandwidth"])
+    above = {"textcoords": "offset points", "fontsize": 8}
+    axes.annotate(f"{rate}FLOP/s", (high, roof[1]), xytext=(0, 4), ha="right", **above)
+    axes.annotate(f"{bandwidth}B/s", (low, roof[0]), xytext=(0, 22), ha="left", **above)
     axes.plot(
         [x for x, _, _ in points],
         [y for _, y, _ in points],
@@ -132,3 +133,9 @@ def draw_roofline(axes: Any, suite: dict[str, Any], limits: dict[str, float]) ->
     axes.set_xlabel("operations per byte (prefill and decode together)")
     axes.set_ylabel("GFLOP/s")
     axes.set_title("Roofline: nanoserve, by requests at once", fontsize=10)
+
+
+def _with_prefix(value: float) -> str:
+    """4.3e12 -> "4.3 T"."""
+    scale, prefix = (1e12, "T") if value >= 1e12 else (1e9, "G")
+    return f"{value / scale:.3g} {prefix}"
