@@ -29,27 +29,28 @@ from typing import Any
 import torch
 
 from nanoserve import LLM
-from nanoserve.bench import control, kernels, plot, report, suites
+from nanoserve.bench import control, inside, kernels, plot, readme, report, suites
 from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEERS
+from nanoserve.bench.turns import Settings
 from nanoserve.bench.workload import DUMMY_MODELS, draw_requests, write_dummy
 from nanoserve.config import ModelConfig, resolve_folder
 
-Suite = Callable[[suites.Settings], dict[str, Any]]
+Suite = Callable[[Settings], dict[str, Any]]
 
 
-def scheduler_suite(settings: suites.Settings) -> dict[str, Any]:
+def scheduler_suite(settings: Settings) -> dict[str, Any]:
     sizes, contexts = [16, 64, 256, 1024], [128, 512, 2048]
     return control.scheduler_suite(sizes, contexts, 200, settings.use_tqdm)
 
 
-def memory_suite(settings: suites.Settings) -> dict[str, Any]:
+def memory_suite(settings: Settings) -> dict[str, Any]:
     """As in the paper, requests end long before the length that the model would allow."""
     requests = draw_requests(256, 50, 512, 1000, settings.seed)
     return control.memory_suite(requests, max_model_len=2048, num_slots=64 * 1024)
 
 
-def kernel_suite(settings: suites.Settings) -> dict[str, Any]:
+def kernel_suite(settings: Settings) -> dict[str, Any]:
     has_its_dtype = settings.is_cpu or settings.dtype == "bfloat16"
     limits = settings.limits if has_its_dtype else None
     return kernels.kernel_suite(settings.device, limits, settings.use_tqdm)
@@ -61,10 +62,10 @@ SUITES: dict[str, Suite] = {
     "throughput": suites.throughput_suite,
     "batch": suites.batch_suite,
     "latency": suites.latency_suite,
-    "prefix": suites.prefix_suite,
+    "prefix": inside.prefix_suite,
     "scheduler": scheduler_suite,
     "memory": memory_suite,
-    "steps": suites.steps_suite,
+    "steps": inside.steps_suite,
     "kernel": kernel_suite,
 }
 DEFAULT_SUITES = ("throughput", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.update_readme:
-        report.update_readmes(report.load_results())
+        readme.update_readmes(readme.load_results())
         return
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -179,7 +180,7 @@ def chosen_suites(args: argparse.Namespace) -> list[str]:
     return names
 
 
-def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> suites.Settings:
+def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> Settings:
     """The command line, with every default filled in. Raises ValueError for what does not fit."""
     is_cpu = device == "cpu"
     dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
@@ -196,7 +197,7 @@ def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> suite
             f"lengths are {low} to {high} tokens, in and out; allowed for this model: 1 to "
             f"{longest // 2}. Set --min-len and --max-len."
         )
-    return suites.Settings(
+    return Settings(
         folder=folder,
         model=args.dummy or (folder.name if args.model is None else Path(args.model).name),
         device=device,

@@ -24,7 +24,17 @@ from hypothesis import strategies as st
 import bench
 from nanoserve import LLM
 from nanoserve.attention import paged_attention_torch
-from nanoserve.bench import control, kernels, plot, report, suites
+from nanoserve.bench import (
+    control,
+    flash_attn_shim,
+    inside,
+    kernels,
+    plot,
+    readme,
+    report,
+    suites,
+    turns,
+)
 from nanoserve.bench.floor import (
     Cost,
     MachineLimits,
@@ -33,7 +43,7 @@ from nanoserve.bench.floor import (
     ideal_steps,
     measure_limits,
 )
-from nanoserve.bench.peers import PEERS, make_flash_attn_shim
+from nanoserve.bench.peers import PEERS
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.workload import (
     DUMMY_MODELS,
@@ -55,8 +65,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def tiny_settings(tiny: Path) -> suites.Settings:
-    return suites.Settings(
+def tiny_settings(tiny: Path) -> turns.Settings:
+    return turns.Settings(
         folder=tiny,
         model="qwen3-tiny",
         device="cpu",
@@ -129,7 +139,7 @@ def test_a_dummy_is_the_same_model_to_nanoserve_and_to_transformers(tiny: Path) 
 
     prompt = [5, 6, 7, 8, 9, 10]
     with LLM(tiny, num_kv_blocks=16) as llm:
-        [output] = llm.generate([prompt], suites.greedy(Request(prompt, 12)), use_tqdm=False)
+        [output] = llm.generate([prompt], inside.greedy(Request(prompt, 12)), use_tqdm=False)
     tokens = output.outputs[0].token_ids
     logits = reference_logits(tiny, prompt + tokens)[len(prompt) - 1 : -1]
     assert logits.argmax(-1).tolist() == tokens
@@ -251,7 +261,7 @@ def test_peers_serve_the_same_requests(name: str, tiny: Path) -> None:
     """All three give the same greedy tokens; transformers also when padded to a batch."""
     requests = draw_requests(3, 4, 9, 320)
     with LLM(tiny, num_kv_blocks=64) as llm:
-        params = [suites.greedy(request) for request in requests]
+        params = [inside.greedy(request) for request in requests]
         outputs = llm.generate([r.prompt for r in requests], params, use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in outputs]
     with EngineProcess(name, threads=1) as engine:
@@ -372,7 +382,7 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("varlen_on_cpu")
 def test_the_flash_attn_shim_is_attention() -> None:
     """Decode, prefill and prefill over a cached prefix, as nano-vllm calls them."""
-    shim: Any = make_flash_attn_shim()
+    shim: Any = flash_attn_shim.make_module()
     case = kernels.Case("decode", 3, 1, 40, 4, 2, 16, block_size=8)
     inputs = kernels.make_inputs(case, torch.float32, torch.device("cpu"))
     inputs["seq_lens"] = torch.tensor([40, 7, 1], dtype=torch.int32)
@@ -513,8 +523,8 @@ def test_the_peer_of_the_kernel_computes_the_same_amount(case: kernels.Case) -> 
 # -- suites with a model --
 
 
-def test_the_prefix_suite(tiny_settings: suites.Settings) -> None:
-    result = suites.prefix_suite(tiny_settings, suffix_len=4, num_output=2)
+def test_the_prefix_suite(tiny_settings: turns.Settings) -> None:
+    result = inside.prefix_suite(tiny_settings, suffix_len=4, num_output=2)
     assert result["hit_rate"] == 1.0, "two full blocks of 16, shared by three requests"
     assert len(result["seconds_on"]) == len(result["no_hits_seconds_off"]) == 2
     assert result["speed_up"] > 0
@@ -522,15 +532,15 @@ def test_the_prefix_suite(tiny_settings: suites.Settings) -> None:
     assert "100.0%" in report.format_suite("prefix", result)
 
 
-def test_the_steps_suite_accounts_for_all_of_a_step(tiny_settings: suites.Settings) -> None:
+def test_the_steps_suite_accounts_for_all_of_a_step(tiny_settings: turns.Settings) -> None:
     variants = {"no chunks": {"enable_chunked_prefill": False}}
-    result = suites.steps_suite(replace(tiny_settings, variants=variants))
+    result = inside.steps_suite(replace(tiny_settings, variants=variants))
     assert [row["engine"] for row in result["rows"]] == ["nanoserve", "nanoserve, no chunks"]
     for row in result["rows"]:
         parts = row["parts_ms"]
         assert list(parts) == ["schedule", "prepare", "model", "sample", "update", "other"]
         assert sum(parts.values()) == pytest.approx(row["step_ms"])
-        assert min(parts[part] for part in suites.PARTS) > 0, "each part was found in the engine"
+        assert min(parts[part] for part in inside.PARTS) > 0, "each part was found in the engine"
         assert row["num_steps"] == max(r.num_output for r in tiny_settings.draw(1))
         assert row["gpu_ms"] is None
     assert "schedule" in report.format_suite("steps", result)
@@ -582,14 +592,14 @@ class FakeEngine:
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
-    monkeypatch.setattr(suites, "EngineProcess", FakeEngine)
+    monkeypatch.setattr(turns, "EngineProcess", FakeEngine)
     FakeEngine.log.clear()
     yield FakeEngine.log
     FakeEngine.log.clear()
 
 
 def test_ratios_are_computed_and_failures_told(
-    tiny_settings: suites.Settings, fake_engines: list[tuple[str, str]]
+    tiny_settings: turns.Settings, fake_engines: list[tuple[str, str]]
 ) -> None:
     peers = ("hf", "hf-continuous", "vllm", "nano-vllm")
     chosen = replace(tiny_settings, compare=peers, hf_batch_sizes=(2,))
@@ -614,7 +624,7 @@ def test_ratios_are_computed_and_failures_told(
 
 
 @pytest.mark.usefixtures("fake_engines")
-def test_latency_and_batch(tiny_settings: suites.Settings) -> None:
+def test_latency_and_batch(tiny_settings: turns.Settings) -> None:
     chosen = replace(tiny_settings, compare=("hf", "vllm"))
     result = suites.latency_suite(chosen)
     ours, theirs, _ = result["rows"]
@@ -641,18 +651,18 @@ def test_latency_and_batch(tiny_settings: suites.Settings) -> None:
 
 
 def test_engines_take_turns_on_a_cpu_and_come_one_after_the_other_on_a_gpu(
-    tiny_settings: suites.Settings, fake_engines: list[tuple[str, str]]
+    tiny_settings: turns.Settings, fake_engines: list[tuple[str, str]]
 ) -> None:
-    specs = [suites.EngineSpec(name, name, {}) for name in ("nanoserve", "hf")]
+    specs = [turns.EngineSpec(name, name, {}) for name in ("nanoserve", "hf")]
 
     def job(engine: Any, round_: int) -> dict[str, Any]:
         return engine.generate([])
 
-    suites.run_in_turns(tiny_settings, specs, job, 2, "")
+    turns.run_in_turns(tiny_settings, specs, job, 2, "")
     order = [name for name, action in fake_engines if action == "generate"]
     assert order == ["nanoserve", "hf"] * 3
     fake_engines.clear()
-    suites.run_in_turns(replace(tiny_settings, device="cuda"), specs, job, 2, "")
+    turns.run_in_turns(replace(tiny_settings, device="cuda"), specs, job, 2, "")
     assert [name for name, _ in fake_engines] == ["nanoserve"] * 4 + ["hf"] * 4
 
 
@@ -844,8 +854,8 @@ def cells(table: str) -> list[str]:
 
 
 def test_what_nobody_measured_says_so() -> None:
-    for language, word in report.NOT_MEASURED.items():
-        assert cells(report.readme_table([], language)) == [word] * len(report.FIGURES)
+    for language, word in readme.NOT_MEASURED.items():
+        assert cells(readme.readme_table([], language)) == [word] * len(readme.FIGURES)
 
 
 def test_figures_come_from_the_newest_result_that_has_them() -> None:
@@ -853,27 +863,27 @@ def test_figures_come_from_the_newest_result_that_has_them() -> None:
     new = fake_result(file="new.json")
     new["suites"] = {"throughput": {"rows": [{**new["suites"]["throughput"]["rows"][0]}]}}
     new["suites"]["throughput"]["rows"][0]["tokens_per_second"] = 2000.0
-    first, floor, vllm, hf, *others = cells(report.readme_table([old], "en"))
+    first, floor, vllm, hf, *others = cells(readme.readme_table([old], "en"))
     assert (first, floor, vllm, hf) == ("1,234 tok/s", "50.0%", "not measured yet", "4.11 x")
     assert set(others) == {"not measured yet"}
-    first, _, _, hf, *_ = cells(report.readme_table([old, new], "en"))
+    first, _, _, hf, *_ = cells(readme.readme_table([old, new], "en"))
     assert (first, hf) == ("2,000 tok/s", "not measured yet")
     other_model = fake_result(model="demo")
-    assert set(cells(report.readme_table([other_model], "en"))) == {"not measured yet"}
+    assert set(cells(readme.readme_table([other_model], "en"))) == {"not measured yet"}
 
 
 def test_toy_results_are_never_taken(tmp_path: Path) -> None:
     for name, result in (("a", fake_result()), ("b", fake_result(is_toy=True))):
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert [result["file"] for result in report.load_results(tmp_path)] == ["a.json"]
+    assert [result["file"] for result in readme.load_results(tmp_path)] == ["a.json"]
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_table_in_the_readme_is_up_to_date(language: str) -> None:
     """If this fails: python bench.py --update-readme."""
-    text = report.READMES[language].read_text(encoding="utf-8")
+    text = readme.READMES[language].read_text(encoding="utf-8")
     shown = text.partition("<!-- bench -->\n")[2].partition("<!-- /bench -->")[0]
-    assert shown == report.readme_table(report.load_results(), language)
+    assert shown == readme.readme_table(readme.load_results(), language)
 
 
 def test_the_table_is_written_between_its_markers(
@@ -882,15 +892,15 @@ def test_the_table_is_written_between_its_markers(
     files = {"en": tmp_path / "README.md", "zh": tmp_path / "README.zh-CN.md"}
     for file in files.values():
         file.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n", encoding="utf-8")
-    monkeypatch.setattr(report, "READMES", files)
-    report.update_readmes([fake_result()])
+    monkeypatch.setattr(readme, "READMES", files)
+    readme.update_readmes([fake_result()])
     for language, file in files.items():
         text = file.read_text(encoding="utf-8")
         assert text.startswith("before\n<!-- bench -->\n|")
         assert text.endswith("\n<!-- /bench -->\nafter\n")
         assert "old" not in text
         assert "1,234 tok/s" in text
-        assert report.NOT_MEASURED[language] in text
+        assert readme.NOT_MEASURED[language] in text
 
 
 def test_the_bench_is_no_part_of_the_engine() -> None:

@@ -161,7 +161,7 @@ def varlen_attention(
     )
 
 
-VARLEN_BLOCK_SIZE = 256  # FlashAttention 2 takes pages of this size only
+VARLEN_BLOCK_SIZE = 256  # FlashAttention 2 asks for pages of a multiple of this size
 
 
 def kernel_suite(device: str, limits: MachineLimits | None = None, use_tqdm: bool = True) -> dict:

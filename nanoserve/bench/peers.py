@@ -27,7 +27,6 @@ import platform
 import signal
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -264,14 +263,16 @@ class NanoVLLM:
     packages = ("nano-vllm", "torch", "transformers", "flash-attn")
 
     def __init__(self, options: dict[str, Any]) -> None:
+        from nanoserve.bench import flash_attn_shim
+
         self.notes: list[str] = []
         if importlib.util.find_spec("flash_attn") is None:
-            sys.modules["flash_attn"] = make_flash_attn_shim()
+            sys.modules["flash_attn"] = flash_attn_shim.make_module()
             self.notes.append("flash-attn missing, torch's varlen_attn in its place")
         if not (Path(options["folder"]) / "tokenizer_config.json").exists():
             import transformers
 
-            transformers.AutoTokenizer = EmptyTokenizer  # type: ignore[misc, assignment]
+            transformers.AutoTokenizer = flash_attn_shim.EmptyTokenizer  # type: ignore[misc, assignment]
         from nanovllm import LLM, SamplingParams
 
         self.params_class = SamplingParams
@@ -295,100 +296,6 @@ class NanoVLLM:
 
     def describe(self) -> str:
         return "; ".join(self.notes) or "with flash-attn"
-
-
-class EmptyTokenizer:
-    """Stands in for transformers.AutoTokenizer where a checkpoint has none: texts are empty."""
-
-    eos_token_id = -1
-
-    @classmethod
-    def from_pretrained(cls, *_: Any, **__: Any) -> EmptyTokenizer:
-        return cls()
-
-    def encode(self, text: str) -> list[int]:
-        return [0] * max(1, len(text))
-
-    def decode(self, token_ids: list[int]) -> str:
-        return ""
-
-
-def make_flash_attn_shim() -> types.ModuleType:
-    """A module named flash_attn with the two functions that nano-vllm calls, made of torch's
-    varlen_attn, which is FlashAttention with a block table. Needs torch 2.13 and a GPU."""
-    import torch
-    from torch.nn.attention import varlen
-
-    varlen_attn: Any = varlen.varlen_attn
-
-    def flash_attn_varlen_func(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        max_seqlen_q: int,
-        cu_seqlens_q: torch.Tensor,
-        max_seqlen_k: int,
-        cu_seqlens_k: torch.Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-        block_table: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Prefill: q [num_tokens, heads, dim]; k and v alike, or caches [blocks, size, heads, dim]
-        with block_table [num_seqs, max_blocks]."""
-        paged: dict[str, Any] = {}
-        if block_table is not None:
-            lengths = cu_seqlens_k.diff().to(torch.int32)
-            paged = {"block_table": block_table.clamp_min(0), "seqused_k": lengths}
-        return varlen_attn(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            None if paged else cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            scale=softmax_scale,
-            window_size=(-1, 0) if causal else (-1, -1),
-            enable_gqa=True,
-            **paged,
-        )
-
-    def flash_attn_with_kvcache(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        cache_seqlens: torch.Tensor,
-        block_table: torch.Tensor,
-        softmax_scale: float,
-        causal: bool = True,
-    ) -> torch.Tensor:
-        """Decode: q [num_seqs, 1, heads, dim], one query per sequence."""
-        num_seqs = q.shape[0]
-        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=q.device)
-        output = varlen_attn(
-            q.flatten(0, 1),
-            k_cache,
-            v_cache,
-            starts,
-            None,
-            1,
-            block_table.shape[1] * k_cache.shape[1],
-            scale=softmax_scale,
-            window_size=(-1, 0) if causal else (-1, -1),
-            enable_gqa=True,
-            block_table=block_table.clamp_min(0),
-            seqused_k=cache_seqlens,
-        )
-        return output.unflatten(0, (num_seqs, 1))
-
-    shim = types.ModuleType("flash_attn")
-    shim.__dict__.update(
-        flash_attn_varlen_func=flash_attn_varlen_func,
-        flash_attn_with_kvcache=flash_attn_with_kvcache,
-    )
-    return shim
 
 
 # name -> (the module that must be importable, the class, does it need a GPU)
