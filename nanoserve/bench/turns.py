@@ -104,6 +104,20 @@ class Measured:
     engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # what build returned
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def take(self, label: str, engine: EngineProcess, job: Job, round_: int) -> bool:
+        """Let an engine do the job once. False if it failed: it is left out, with all it had."""
+        try:
+            result = job(engine, round_)
+        except EngineError as error:
+            if label == "nanoserve":
+                raise
+            self.skipped[label] = str(error)
+            self.results.pop(label, None)
+            return False
+        if round_ >= 0:
+            self.results.setdefault(label, []).append(result)
+        return True
+
     def ratios(self, label: str, value: Callable[[Any], float]) -> float | None:
         """How many times an engine's value goes into nanoserve's: the median over the rounds."""
         ours = self.results.get("nanoserve")
@@ -142,20 +156,11 @@ def run_in_turns(
         for group in groups:
             with started(settings, group, measured) as engines:
                 for round_ in range(-1, repeat):
-                    for label, engine in list(engines.items()):
+                    for label in list(engines):
                         bar.set_postfix_str(label)
-                        try:
-                            result = job(engine, round_)
-                        except EngineError as error:
-                            if label == "nanoserve":
-                                raise
-                            measured.skipped[label] = str(error)
+                        if not measured.take(label, engines[label], job, round_):
                             del engines[label]
-                            measured.results.pop(label, None)
-                            continue
                         bar.update()
-                        if round_ >= 0:
-                            measured.results.setdefault(label, []).append(result)
     return measured
 
 
