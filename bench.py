@@ -99,6 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=3, help="rounds; medians are shown")
     add("--seed", type=int, default=0)
     add("--json", type=Path, help="write the result to this file")
+    add("--note", default="", help="a remark to keep with the result, such as: busy machine")
     add("--plot", type=Path, help="draw the result to this file (adds batch and steps)")
     add("--update-readme", action="store_true",
         help="measure nothing; write the READMEs' table from notebooks/results/")  # fmt: skip
@@ -138,6 +139,7 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> di
         "dtype": settings.dtype,
         "device": device,
         "is_toy": is_toy,
+        "note": args.note,
         "limits": settings.limits.as_dict(),
         "suites": {},
     }

@@ -814,6 +814,7 @@ def fake_result(**changes: Any) -> dict[str, Any]:
         "dtype": "float32",
         "device": "cpu",
         "is_toy": False,
+        "note": "a busy machine",
         "file": "cpu.json",
         "suites": {
             "batch": {"rows": batch},
@@ -900,6 +901,7 @@ def test_the_table_is_written_between_its_markers(
         assert text.endswith("\n<!-- /bench -->\nafter\n")
         assert "old" not in text
         assert "1,234 tok/s" in text
+        assert "python 3.11 (a busy machine). `python bench.py`" in text
         assert readme.NOT_MEASURED[language] in text
 
 

@@ -359,6 +359,7 @@ def source_lines(sources: dict[str, dict[str, Any]], language: str) -> str:
     for name, result in sorted(sources.items()):
         found = ", ".join(f"{package} {version}" for package, version in peer_versions(result))
         machine = f"{result['machine']['device_name']}, {result['date']}, {found}"
+        machine += f" ({result['note']})" if result.get("note") else ""
         lines.append(
             f"- [{name}](notebooks/results/{name}){colon} {machine}. `{result['command']}`\n"
         )

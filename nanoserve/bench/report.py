@@ -31,6 +31,7 @@ def describe_machine(device: str) -> dict[str, Any]:
         "memory_gib": round(memory_gib(), 1),
         "system": f"{platform.system()} {platform.machine()}",
         "device_name": f"{name}, {os.cpu_count()} cores",
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     }
     if device != "cpu":
         properties = torch.cuda.get_device_properties(torch.device(device))
@@ -247,7 +248,8 @@ def format_run(result: dict[str, Any]) -> str:
         [
             f"model: {result['model']}, {result['parameters'] / 1e6:.1f} million parameters, "
             f"{result['dtype']}",
-            f"machine: {machine['device_name']}, {machine['threads']} threads; "
+            f"machine: {machine['device_name']}, {machine['threads']} threads, load before the "
+            f"run {machine['load']}; "
             f"{limits['bandwidth'] / 1e9:.1f} GB/s, {limits['rate'] / 1e9:.1f} GFLOP/s measured",
             f"versions: {found}",
             f"command: {result['command']}",
