@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -62,7 +63,7 @@ def describe_run(arguments: list[str], device: str) -> dict[str, Any]:
     kept: the rest is private."""
     shown = [re.sub(r"(^|=)/([^=]*/)?", r"\1", argument) for argument in arguments]
     return {
-        "command": " ".join(["python", "bench.py", *shown]),
+        "command": shlex.join(["python", "bench.py", *shown]),
         "date": date.today().isoformat(),
         "machine": describe_machine(device),
         "versions": versions(("torch", "triton", "transformers")),
