@@ -249,7 +249,8 @@ class VLLM:
         )
 
     def describe(self) -> str:
-        return "its own defaults"
+        reserved = os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"]
+        return f"its own defaults (on a CPU: {reserved} cores kept free)"
 
 
 class NanoVLLM:
