@@ -1,193 +1,262 @@
-"""How fast is it, beside transformers, on this machine, now?
+"""How fast is it, beside its peers and beside what this machine could do, now?
 
-    python bench.py                      the demo model, 32 requests of mixed lengths
-    python bench.py --model DIR --num-requests 64 --json result.json
-    python bench.py --suite parallel     decode steps on one rank and on two, and their bytes
+    python bench.py                                   the demo model, all suites, about two minutes
+    python bench.py --suite throughput --dummy qwen3-29m --compare hf,hf-continuous,vllm
+    python bench.py --suite gpu --json gpu.json --plot gpu.png
 
-Every engine serves the same requests (same prompts, same output lengths, greedy, same dtype), in
-turns, `--repeat` times; the table shows medians, their range over the rounds, and the ratio of
-nanoserve to each. Only tokens that were asked for count: what a padded batch computes beyond a
-request's length is its own loss. On a busy machine ratios close to 1 say nothing: see the range.
+Peers serve the same requests on the same checkpoint in the same run, each in a process of its own;
+one that is not importable is left out with a word. Shown are medians over `--repeat` rounds, the
+ratio of nanoserve to each peer, and the share of the floor: the time that the measured bandwidth
+and operation rate of this machine allow. On a busy machine ratios close to 1 say nothing: see the
+range. What is measured, and how, is in nanoserve/bench/, one file per concern.
+
+Suites: throughput, batch, latency, prefix, scheduler, memory, steps, kernel; `gpu` is throughput,
+batch, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import random
-import statistics
 import sys
-import time
+import tempfile
+from ast import literal_eval
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch
-import transformers
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-from nanoserve import LLM, SamplingParams
-from nanoserve.config import resolve_folder
-from nanoserve.parallel_demo import measure as measure_ranks
-from nanoserve.parallel_demo import show_measures
+from nanoserve import LLM
+from nanoserve.bench import control, inside, kernels, plot, readme, report, suites
+from nanoserve.bench.floor import measure_limits
+from nanoserve.bench.peers import PEERS
+from nanoserve.bench.turns import Settings
+from nanoserve.bench.workload import DUMMY_MODELS, draw_requests, write_dummy
+from nanoserve.config import ModelConfig, resolve_folder
 
-Requests = list[tuple[list[int], int]]  # (prompt token ids, number of output tokens)
-Engine = Callable[[Requests], list[list[int]]]  # serves requests, returns their output token ids
-
-
-def make_requests(number: int, vocab_size: int, low: int, high: int, seed: int) -> Requests:
-    """Random prompts, input and output lengths uniform in [low, high]."""
-    rng = random.Random(seed)
-    return [
-        ([rng.randrange(vocab_size) for _ in range(rng.randint(low, high))], rng.randint(low, high))
-        for _ in range(number)
-    ]
+Suite = Callable[[Settings], dict[str, Any]]
 
 
-def nanoserve_engine(llm: LLM) -> Engine:
-    """Continuous batching over a paged KV cache; prompts are random, so nothing is shared."""
-
-    def serve(requests: Requests) -> list[list[int]]:
-        llm.reset_prefix_cache()
-        params = [
-            SamplingParams(temperature=0, max_tokens=number, ignore_eos=True)
-            for _, number in requests
-        ]
-        prompts = [prompt for prompt, _ in requests]
-        return [
-            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
-        ]
-
-    return serve
+def scheduler_suite(settings: Settings) -> dict[str, Any]:
+    sizes, contexts = [16, 64, 256, 1024], [128, 512, 2048]
+    return control.scheduler_suite(sizes, contexts, 200, settings.use_tqdm)
 
 
-def transformers_engine(model: torch.nn.Module, batch_size: int) -> Engine:
-    """transformers.generate on static batches: padded to the longest prompt, run to the longest
-    output."""
-
-    def serve_batch(batch: Requests) -> list[list[int]]:
-        longest = max(len(prompt) for prompt, _ in batch)
-        steps = max(number for _, number in batch)
-        pads = [longest - len(prompt) for prompt, _ in batch]
-        input_ids = [[0] * pad + prompt for pad, (prompt, _) in zip(pads, batch, strict=True)]
-        mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
-        output = model.generate(
-            torch.tensor(input_ids),
-            attention_mask=torch.tensor(mask),
-            max_new_tokens=steps,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        rows = output[:, longest:].tolist()
-        return [row[:number] for row, (_, number) in zip(rows, batch, strict=True)]
-
-    def serve(requests: Requests) -> list[list[int]]:
-        starts = range(0, len(requests), batch_size)
-        batches = [requests[start : start + batch_size] for start in starts]
-        return [tokens for batch in batches for tokens in serve_batch(batch)]
-
-    return serve
+def memory_suite(settings: Settings) -> dict[str, Any]:
+    """As in the paper, requests end long before the length that the model would allow."""
+    requests = draw_requests(256, 50, 512, 1000, settings.seed)
+    return control.memory_suite(requests, max_model_len=2048, num_slots=64 * 1024)
 
 
-def measure(engines: dict[str, Engine], requests: Requests, repeat: int) -> dict[str, dict]:
-    """Seconds of each engine for all requests, in turns, after one warm-up request each."""
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    outputs: dict[str, list[list[int]]] = {}
-    for serve in engines.values():
-        serve([(requests[0][0], 4)])
-    for _ in tqdm(range(repeat), desc="Rounds", unit="round"):
-        for name, serve in engines.items():
-            start = time.perf_counter()
-            outputs[name] = serve(requests)
-            seconds[name].append(time.perf_counter() - start)
-    num_output = sum(number for _, number in requests)
-    reference = next(iter(outputs.values()))
-    return {
-        name: {
-            "seconds": times,
-            "output_tokens_per_second": num_output / statistics.median(times),
-            "slowest": num_output / max(times),
-            "fastest": num_output / min(times),
-            "same_tokens": sum(a == b for a, b in zip(outputs[name], reference, strict=True)),
-        }
-        for name, times in seconds.items()
-    }
+def kernel_suite(settings: Settings) -> dict[str, Any]:
+    has_its_dtype = settings.is_cpu or settings.dtype == "bfloat16"
+    limits = settings.limits if has_its_dtype else None
+    return kernels.kernel_suite(settings.device, limits, settings.use_tqdm)
 
 
-def print_table(results: dict[str, dict], num_requests: int) -> None:
-    best = results["nanoserve"]["output_tokens_per_second"]
-    header = (
-        f"{'engine':<26}{'output tok/s':>14}{'range':>16}{'nanoserve is':>15}{'same tokens':>14}"
-    )
-    print(f"\n{header}")
-    for name, result in results.items():
-        rate = result["output_tokens_per_second"]
-        spread = f"{result['slowest']:.0f} - {result['fastest']:.0f}"
-        same = f"{result['same_tokens']}/{num_requests}"
-        print(f"{name:<26}{rate:>14.0f}{spread:>16}{best / rate:>13.2f} x{same:>14}")
+# name -> a function that measures and returns plain values, as --json writes them; "rows", if there
+# are any, become a table.
+SUITES: dict[str, Suite] = {
+    "throughput": suites.throughput_suite,
+    "batch": suites.batch_suite,
+    "latency": suites.latency_suite,
+    "prefix": inside.prefix_suite,
+    "scheduler": scheduler_suite,
+    "memory": memory_suite,
+    "steps": inside.steps_suite,
+    "kernel": kernel_suite,
+    "parallel": inside.parallel_suite,
+}
+DEFAULT_SUITES = ("throughput", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
+GPU_SUITES = ("throughput", "batch", "steps", "kernel")
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--suite", choices=("throughput", "parallel"), default="throughput")
-    parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--min-len", type=int, default=16, help="of prompts and of outputs, tokens")
-    parser.add_argument(
-        "--max-len", type=int, default=128, help="of prompts and of outputs, tokens"
-    )
-    parser.add_argument("--repeat", type=int, default=3, help="rounds; the medians are shown")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--json", type=Path, help="write results, versions and machine to this file"
-    )
-    args = parser.parse_args()
-    if args.suite == "parallel":
-        measured = [
-            measure_ranks(size, args.model, args.num_requests, args.max_len, seed=args.seed)
-            for size in (1, 2)
-        ]
-        print(show_measures(measured))
-        if args.json:
-            args.json.write_text(json.dumps(measured, indent=1))
-        return
+    add = parser.add_argument
+    add("--suite", help=f"{', '.join(SUITES)} or gpu; several with commas")
+    add("--model", help="folder or Hugging Face id (default: the demo model)")
+    add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
+    add("--dummy-dir", type=Path, help="keep random weights here for the next run")
+    add("--compare", help="peers: hf, hf-continuous, vllm, nano-vllm; or none (default: all)")
+    add("--peer-python", action="append", default=[], metavar="PEER=PYTHON",
+        help="run a peer in another environment, by its interpreter")  # fmt: skip
+    add("--nano-vllm", metavar="FOLDER", help="a checkout of nano-vllm, if it is not installed")
+    add("--variant", action="append", default=[], metavar="NAME:OPTION=VALUE,...",
+        help="a further nanoserve, with options of LLM")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    add("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
+    add("--num-requests", type=int, help="default: 32 on a CPU, 256 on a GPU")
+    add("--min-len", type=int, help="tokens, of prompts and of outputs (default: 50, GPU 100)")
+    add("--max-len", type=int, help="tokens, of prompts and of outputs (default: 256, GPU 1024)")
+    add("--latency-requests", type=int, default=4, help="requests of the latency suite")
+    add("--batch-sizes", default="1,2,4,8,16,32", help="of the batch suite")
+    add("--hf-batch-sizes", default="32,8", help="static batches of the peer hf")
+    add("--prefix-len", type=int, default=512, help="shared tokens of the prefix suite")
+    add("--temperature", type=float, help="default: 0, in the gpu suite 0.6")
+    add("--threads", type=int, help="of every engine's CPU work (default: each one's own choice)")
+    add("--repeat", type=int, default=3, help="rounds; medians are shown")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, help="write the result to this file")
+    add("--note", default="", help="a remark to keep with the result, such as: busy machine")
+    add("--plot", type=Path, help="draw the result to this file (adds batch and steps)")
+    add("--update-readme", action="store_true",
+        help="measure nothing; write the READMEs' table from notebooks/results/")  # fmt: skip
+    return parser
 
-    folder = resolve_folder(args.model)
-    llm = LLM(folder, dtype="float32", device="cpu")
-    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    hf_model.generation_config.eos_token_id = None  # run to the length asked for, as nanoserve does
-    requests = make_requests(
-        args.num_requests,
-        llm.engine.model_config.vocab_size,
-        args.min_len,
-        args.max_len,
-        args.seed,
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.update_readme:
+        readme.update_readmes(readme.load_results())
+        return
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            result = measure(args, arguments, Path(scratch))
+        if args.plot:
+            plot.draw(result, args.plot)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> dict[str, Any]:
+    """Run the suites one after the other, print each, and return (and write) the whole result."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    is_toy = args.suite == "gpu" and device == "cpu"
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.suite == "gpu":
+        preset_gpu(args, is_toy)
+    names = list(chosen_suites(args))
+    settings = make_settings(args, device, scratch)
+    result = {
+        **report.describe_run(arguments, device),
+        "model": settings.model,
+        "parameters": settings.costs.num_parameters,
+        "dtype": settings.dtype,
+        "device": device,
+        "is_toy": is_toy,
+        "note": args.note,
+        "limits": settings.limits.as_dict(),
+        "suites": {},
+    }
+    if is_toy:
+        print("No CUDA device: toy sizes on the CPU, only to show that the command runs.")
+    print(report.format_run(result))
+    for name in names:
+        result["suites"][name] = SUITES[name](settings)
+        print(f"\n{report.format_suite(name, result['suites'][name])}", flush=True)
+        if args.json:  # after each, so that an interrupted run leaves what it has
+            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def preset_gpu(args: argparse.Namespace, is_toy: bool) -> None:
+    """nano-vllm's published workload; options that were given stay."""
+    args.suite = ",".join(GPU_SUITES)
+    args.compare = args.compare or "hf-continuous,nano-vllm,vllm"
+    args.temperature = 0.6 if args.temperature is None else args.temperature
+    if not args.model:
+        args.dummy = args.dummy or ("qwen3-tiny" if is_toy else "qwen3-0.6b")
+    options = signature(LLM).parameters
+    if "async_scheduling" in options and not args.variant:
+        args.variant = ["overlapped:async_scheduling=True", "eager:enforce_eager=True"]
+    if is_toy:
+        args.num_requests, args.min_len, args.max_len = args.num_requests or 4, 8, 16
+        args.batch_sizes, args.repeat, args.variant = "1,2", 1, []
+    elif args.batch_sizes == "1,2,4,8,16,32":
+        args.batch_sizes = "1,4,16,64,256"
+
+
+def chosen_suites(args: argparse.Namespace) -> list[str]:
+    names = args.suite.split(",") if args.suite else list(DEFAULT_SUITES)
+    unknown = sorted(set(names) - set(SUITES))
+    if unknown:
+        allowed = ", ".join([*SUITES, "gpu (alone)"])
+        raise ValueError(f"no suite {', '.join(unknown)}; allowed: {allowed}.")
+    if args.plot:
+        names += [name for name in ("batch", "steps") if name not in names]
+    return names
+
+
+def make_settings(args: argparse.Namespace, device: str, scratch: Path) -> Settings:
+    """The command line, with every default filled in. Raises ValueError for what does not fit."""
+    is_cpu = device == "cpu"
+    dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
+    if args.dummy and args.model:
+        raise ValueError("--dummy and --model name two models; give one of them.")
+    if args.dummy:
+        folder = write_dummy(args.dummy, args.dummy_dir or scratch, dtype, args.seed)
+    else:
+        folder = resolve_folder(args.model)
+    low, high = args.min_len or (50 if is_cpu else 100), args.max_len or (256 if is_cpu else 1024)
+    longest = ModelConfig.from_folder(folder).max_model_len
+    if not 1 <= low <= high <= longest // 2:
+        raise ValueError(
+            f"lengths are {low} to {high} tokens, in and out; allowed for this model: 1 to "
+            f"{longest // 2}. Set --min-len and --max-len."
+        )
+    return Settings(
+        folder=folder,
+        model=args.dummy or (folder.name if args.model is None else Path(args.model).name),
+        device=device,
+        dtype=dtype,
+        num_requests=args.num_requests or (32 if is_cpu else 256),
+        low=low,
+        high=high,
+        latency_requests=args.latency_requests,
+        batch_sizes=tuple(int(size) for size in args.batch_sizes.split(",")),
+        prefix_len=args.prefix_len,
+        compare=chosen_peers(args.compare),
+        variants=dict(parse_variant(text) for text in args.variant),
+        peer_python=dict(parse_peer_python(text) for text in args.peer_python),
+        nano_vllm=args.nano_vllm,
+        hf_batch_sizes=tuple(int(size) for size in args.hf_batch_sizes.split(",")),
+        repeat=args.repeat,
+        seed=args.seed,
+        temperature=args.temperature or 0.0,
+        threads=args.threads,
+        limits=measure_limits(torch.device(device), getattr(torch, dtype)),  # last: it takes time
     )
-    engines = {
-        "nanoserve": nanoserve_engine(llm),
-        f"transformers, batch {args.num_requests}": transformers_engine(
-            hf_model, args.num_requests
-        ),
-        "transformers, batch 8": transformers_engine(hf_model, 8),
-        "transformers, batch 1": transformers_engine(hf_model, 1),
-    }
-    results = measure(engines, requests, args.repeat)
-    num_parameters = sum(parameter.numel() for parameter in hf_model.parameters())
-    lengths = f"{args.min_len} to {args.max_len} tokens in and out"
-    environment = {
-        "model": f"{folder.name}, {num_parameters / 1e6:.1f} million parameters",
-        "requests": f"{args.num_requests} of {lengths}",
-        "KV blocks": str(llm.engine.executor.num_kv_blocks),
-        "command": " ".join(["python", *sys.argv]),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, CPU, float32",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
-    print_table(results, args.num_requests)
-    for name, value in environment.items():
-        print(f"{name}: {value}")
-    if args.json:
-        args.json.write_text(json.dumps({**environment, "results": results}, indent=1))
+
+
+def chosen_peers(text: str | None) -> tuple[str, ...]:
+    """ "hf,vllm" -> ("hf", "vllm"); None: all; "none": none."""
+    peers = [name for name in PEERS if name != "nanoserve"]
+    names = peers if text is None else [name for name in text.split(",") if name != "none"]
+    unknown = sorted(set(names) - set(peers))
+    if unknown:
+        raise ValueError(f"no peer {', '.join(unknown)}; allowed: {', '.join(peers)}, none.")
+    return tuple(names)
+
+
+def parse_peer_python(text: str) -> tuple[str, str]:
+    """ "vllm=~/vllm/bin/python" -> ("vllm", "/home/me/vllm/bin/python")."""
+    name, _, python = text.partition("=")
+    if name not in PEERS or not Path(python).expanduser().is_file():
+        raise ValueError(f"--peer-python {text!r} is not PEER=PYTHON, with an interpreter's path.")
+    return name, str(Path(python).expanduser())
+
+
+def parse_variant(text: str) -> tuple[str, dict[str, Any]]:
+    """ "eager:enforce_eager=True" -> ("eager", {"enforce_eager": True})."""
+    name, colon, options = text.partition(":")
+    pairs = [option.partition("=") for option in options.split(",")]
+    if not colon or not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"--variant {text!r} is not NAME:OPTION=VALUE,OPTION=VALUE.")
+    return name, {option: parse_value(value) for option, _, value in pairs}
+
+
+def parse_value(text: str) -> Any:
+    """ "True" -> True, "16" -> 16, "triton" -> "triton"."""
+    try:
+        return literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 if __name__ == "__main__":

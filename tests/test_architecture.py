@@ -74,6 +74,17 @@ MEETING_POINT: dict[str, set[str]] = {
     "engine": {*CONTROL_PLANE, "executor"},
     "llm": {*CONTROL_PLANE, "engine"},
     "parallel_demo": {*SHARED, *DATA_PLANE, "llm"},
+    "doctor": {
+        "attention",
+        "config",
+        "kv_cache",
+        "layers",
+        "llm",
+        "model_runner",
+        "models",
+        "sampling_params",
+    },
+    "__main__": {"doctor"},
     "__init__": {"beam_search", "engine", "llm", "processor", "sampling_params"},
 }
 ALLOWED_IMPORTS = {**CONTROL_PLANE, **DATA_PLANE, **MEETING_POINT}
