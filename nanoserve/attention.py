@@ -39,6 +39,7 @@ from torch import Tensor
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
+SPARE_BLOCKS = 2  # room behind gathered keys, so that the next steps can add theirs
 MAX_PADDING = 512  # keys: a further batch costs about as much as gathering so many for nothing
 
 
@@ -156,20 +157,36 @@ def paged_attention_torch(
 
 
 def plan_attention_torch(
-    block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_size: int
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    seq_ids: tuple[int, ...] | None = None,
+    previous: list[Batch] | None = None,
 ) -> list[Batch]:
-    """Which sequences of a step are attended to together."""
+    """Which sequences of a step are attended to together.
+
+    Given who they are (`seq_ids`) and the plan of the step just before, batches that go on
+    decoding take over what that step gathered.
+    """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    return [
-        Batch(block_table, block_size, query_len, rows, starts, lengths)
-        for query_len, rows in _batches_of_similar_length(starts, lengths)
-    ]
+    before = {batch.seq_ids: batch for batch in previous or ()}
+    batches = []
+    for query_len, rows in _batches_of_similar_length(starts, lengths):
+        batch = Batch(block_table, block_size, query_len, rows, starts, lengths, seq_ids)
+        batch.continue_from(before.get(batch.seq_ids))
+        batches.append(batch)
+    return batches
 
 
 class Batch:
     """Sequences that bring equally many queries, padded to the longest of them.
 
     What depends on them alone is computed once a step, when the first layer asks, and kept.
+
+    Gathering pages is most of what attention costs here, and from one decode to the next a sequence
+    changes by one key. So a decoding batch keeps what it gathered, with some room behind it, and
+    passes it on: as long as the same sequences decode, each step adds one key to each.
     """
 
     def __init__(
@@ -180,17 +197,29 @@ class Batch:
         rows: list[int],
         starts: list[int],
         lengths: list[int],
+        seq_ids: tuple[int, ...] | None = None,
     ) -> None:
         device = block_table.device
         self.query_len = query_len
         self.length = max(lengths[row] for row in rows)
-        self.blocks = block_table[rows, : -(-self.length // block_size)].long()
-        self.seq_lens = torch.tensor([lengths[row] for row in rows], device=device)
+        self.lengths = [lengths[row] for row in rows]
+        self.seq_ids = tuple(seq_ids[row] for row in rows) if seq_ids else ()
+        self.block_size = block_size
+        self.block_table = block_table[rows].long()
+        self.seq_lens = torch.tensor(self.lengths, device=device)
         self.starts = torch.tensor([starts[row] for row in rows], device=device)
-        self.num_keys = self.blocks.shape[1] * block_size  # of each sequence, padding included
         self.is_in_order = rows == list(range(len(lengths)))  # it is the whole step, as it stands
-        self.is_even = len({lengths[row] for row in rows}) == 1  # no sequence is padded
-        self._kept: dict[Hashable, Tensor] = {}
+        self.is_even = len(set(self.lengths)) == 1  # no sequence is padded
+        self.keeps_gathered = query_len == 1 and bool(self.seq_ids)
+        self._kept: dict[Hashable, Tensor] = {}  # until the step ends
+        self._gathered: dict[int, Tensor] = {}  # by cache; passed on
+
+    def continue_from(self, before: Batch | None) -> None:
+        """Take over what the last step gathered, if there each sequence was just one key shorter
+        (and not, say, preempted and back since then)."""
+        if self.keeps_gathered and before is not None:
+            if [length + 1 for length in before.lengths] == self.lengths:
+                self._gathered = before._gathered
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._kept:
@@ -198,36 +227,70 @@ class Batch:
         return self._kept[name]
 
     def gather(self, cache: Tensor) -> Tensor:
-        """Copy each sequence's blocks together: [batch, num_kv_heads, keys, dim], padded with 0.
+        """Each sequence's keys (or values) together: [batch, num_kv_heads, keys, dim], `keys` being
+        at least `length`, and 0 behind a sequence's last one."""
+        gathered = self._gathered.get(cache.data_ptr())
+        if gathered is not None and self.length <= gathered.shape[2]:
+            self._add_newest(cache, gathered)
+            return gathered
+        num_blocks = -(-self.length // self.block_size)
+        gathered = self._gather(cache, num_blocks, SPARE_BLOCKS if self.keeps_gathered else 0)
+        if self.keeps_gathered:
+            self._gathered[cache.data_ptr()] = gathered
+        return gathered
 
-        The padding is cleared because a block's unused slots hold another request's old numbers:
-        a NaN among them would pass through a mask (0 * NaN = NaN). index_select on rows of (block,
-        head) is several times faster than cache[blocks], and needs no transposition after it.
+    def _gather(self, cache: Tensor, num_blocks: int, num_spare: int) -> Tensor:
+        """Copy the blocks.
+
+        What is behind a sequence's last key is cleared because a block's unused slots hold another
+        request's old numbers: a NaN among them would pass through a mask (0 * NaN = NaN).
+        index_select on rows of (block, head) is several times faster than cache[blocks], and needs
+        no transposition after it.
         """
-        num_kv_heads = cache.shape[2]
-        shape = (len(self.blocks), num_kv_heads, self.num_keys, -1)
-        gathered = (
-            cache.transpose(1, 2)
-            .flatten(0, 1)
-            .flatten(1)
-            .index_select(
-                0, self._keep(("blocks", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
-            )
+        num_kv_heads, num_keys = cache.shape[2], (num_blocks + num_spare) * self.block_size
+        names = ("blocks", num_kv_heads, num_keys), ("padding", num_kv_heads, num_keys)
+        rows = self._keep(
+            names[0], lambda: self._rows_of_cache(num_kv_heads, num_blocks, num_spare)
         )
-        if self.is_even:  # what is behind the last key is cut off
-            return gathered.view(shape)
-        padding = self._keep(("padding", num_kv_heads), lambda: self._padding(num_kv_heads))
-        gathered.view(-1, cache.shape[-1]).index_fill_(0, padding, 0)
-        return gathered.view(shape)
+        gathered = cache.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, rows)
+        if num_spare or not self.is_even:
+            padding = self._keep(names[1], lambda: self._padding(num_kv_heads, num_keys))
+            gathered.view(-1, cache.shape[-1]).index_fill_(0, padding, 0)
+        return gathered.view(len(self.lengths), num_kv_heads, num_keys, -1)
 
-    def _rows_of_cache(self, num_kv_heads: int) -> Tensor:
-        """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat."""
-        heads = torch.arange(num_kv_heads, device=self.blocks.device)
-        return (self.blocks[:, None] * num_kv_heads + heads[:, None]).flatten()
+    def _add_newest(self, cache: Tensor, gathered: Tensor) -> None:
+        """Copy each sequence's last key from its block."""
+        num_kv_heads, num_keys = gathered.shape[1:3]
+        name = num_kv_heads, num_keys
+        source = self._keep(("newest", *name), lambda: self._newest_of_cache(num_kv_heads))
+        target = self._keep(("place", *name), lambda: self._newest_of_gathered(*name))
+        newest = cache.transpose(1, 2).flatten(0, 2).index_select(0, source)
+        gathered.view(-1, cache.shape[-1]).index_copy_(0, target, newest)
 
-    def _padding(self, num_kv_heads: int) -> Tensor:
+    def _newest_of_cache(self, num_kv_heads: int) -> Tensor:
+        """Where each sequence's last key is among the (block, head, slot) of the cache."""
+        block, slot = (self.seq_lens - 1) // self.block_size, (self.seq_lens - 1) % self.block_size
+        block = self.block_table.gather(1, block[:, None])
+        heads = torch.arange(num_kv_heads, device=block.device)
+        return ((block * num_kv_heads + heads) * self.block_size + slot[:, None]).flatten()
+
+    def _newest_of_gathered(self, num_kv_heads: int, num_keys: int) -> Tensor:
+        """The same among the [batch, head, key] of what was gathered."""
+        rows = torch.arange(len(self.lengths) * num_kv_heads, device=self.seq_lens.device)
+        return rows * num_keys + (self.seq_lens - 1).repeat_interleave(num_kv_heads)
+
+    def _rows_of_cache(self, num_kv_heads: int, num_blocks: int, num_spare: int) -> Tensor:
+        """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat. Spare room
+        is filled from the last block, to be cleared."""
+        device = self.seq_lens.device
+        columns = torch.arange(num_blocks + num_spare, device=device).clamp_(max=num_blocks - 1)
+        blocks = self.block_table.index_select(1, columns)[:, None]
+        heads = torch.arange(num_kv_heads, device=device)
+        return (blocks * num_kv_heads + heads[:, None]).flatten()
+
+    def _padding(self, num_kv_heads: int, num_keys: int) -> Tensor:
         """Which of the gathered keys, [batch, head, key], flat, are beyond their sequence."""
-        position = torch.arange(self.num_keys, device=self.blocks.device)
+        position = torch.arange(num_keys, device=self.seq_lens.device)
         is_padding = position >= self.seq_lens[:, None, None]
         return is_padding.expand(-1, num_kv_heads, -1).flatten().nonzero()[:, 0]
 
@@ -245,7 +308,7 @@ class Batch:
         return self._keep(("tokens", first), lambda: self._make_tokens(first, last))
 
     def _make_tokens(self, first: int, last: int) -> Tensor:
-        offsets = torch.arange(first, last, device=self.blocks.device)
+        offsets = torch.arange(first, last, device=self.seq_lens.device)
         return (self.starts[:, None] + offsets).flatten()
 
     def mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor | None:
@@ -260,7 +323,7 @@ class Batch:
         )
 
     def _make_mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor:
-        device = self.blocks.device
+        device = self.seq_lens.device
         position = (self.seq_lens - self.query_len)[:, None] + torch.arange(
             first, last, device=device
         )
@@ -336,8 +399,9 @@ class AttentionBackend(NamedTuple):
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     can_be_captured: bool = False  # in a CUDA graph: launches depend on nothing but shapes
-    make_plan: Callable[..., Any] | None = None  # (block_table, query_start_loc, seq_lens,
-    # block_size) -> what paged_attention takes as `plan`: work that is the same for all layers
+    # What is the same for all layers: (block_table, query_start_loc, seq_lens, block_size, seq_ids,
+    # the last step's plan or None) -> what paged_attention takes as `plan`.
+    make_plan: Callable[..., Any] | None = None
 
     def attend(
         self,

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -136,6 +136,7 @@ class ModelRunner:
             self.latest_token_ids = torch.zeros(
                 config.max_num_seqs, dtype=torch.long, device=self.device
             )
+            self.plan: Any = None  # the last step's, of a backend that makes some
             self.graphs: DecodeGraphs | None = None
             if graph_cls is None and self.device.type == "cuda" and self.backend.can_be_captured:
                 graph_cls = CudaGraph
@@ -198,7 +199,7 @@ class ModelRunner:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
         forgotten = scheduler_output.finished_seq_ids
         if scheduler_output.is_restart:
-            forgotten = tuple(self.batch.row_of)
+            forgotten, self.plan = tuple(self.batch.row_of), None
         for seq_id in forgotten:
             self.batch.forget(seq_id)
         for new in scheduler_output.new_sequences:
@@ -250,7 +251,11 @@ class ModelRunner:
             self.graph_block_table[: len(rows), :max_blocks] = block_table
             block_table = self.graph_block_table[:graph_size]
         elif self.backend.make_plan is not None:
-            plan = self.backend.make_plan(block_table, *tensors[4:6], self.block_size)
+            seq_ids = tuple(item.seq_id for item in scheduled)
+            plan = self.backend.make_plan(
+                block_table, *tensors[4:6], self.block_size, seq_ids, self.plan
+            )
+        self.plan = plan
         return StepInputs(
             input_ids=tensors[0],
             positions=tensors[1],
