@@ -217,9 +217,10 @@ class Batch:
     def continue_from(self, before: Batch | None) -> None:
         """Take over what the last step gathered, if there each sequence was just one key shorter
         (and not, say, preempted and back since then)."""
-        if self.keeps_gathered and before is not None:
-            if [length + 1 for length in before.lengths] == self.lengths:
-                self._gathered = before._gathered
+        if not self.keeps_gathered or before is None:
+            return
+        if [length + 1 for length in before.lengths] == self.lengths:
+            self._gathered = before._gathered
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._kept:

@@ -10,6 +10,7 @@ after the other.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -47,7 +48,6 @@ class EngineProcess:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(entry for entry in path if entry),
-            "OMP_WAIT_POLICY": "passive",  # engines that wait leave the cores to the one that runs
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -65,8 +65,13 @@ class EngineProcess:
         )
 
     def call(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """One request, one answer. Raises EngineError with what the engine said or last printed."""
+        """One request, one answer. Raises EngineError with what the engine said or last printed.
+
+        Between two calls the whole process group is stopped: an engine that polls while it waits
+        would take the cores of the one whose turn it is.
+        """
         assert self._process.stdin and self._process.stdout, "both are pipes"
+        self._signal_group("SIGCONT")
         try:
             self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
             self._process.stdin.flush()
@@ -75,6 +80,8 @@ class EngineProcess:
             line = ""
         if not line:
             raise EngineError(f"{self.name}: its process has ended. {self.last_words()}")
+        if call != "close":
+            self._signal_group("SIGSTOP")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self.name}: {answer['error']}")
@@ -134,9 +141,15 @@ class EngineProcess:
 
     def _kill_group(self) -> None:
         if hasattr(os, "killpg"):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._signal_group("SIGKILL")
         else:
             self._process.kill()
+
+    def _signal_group(self, name: str) -> None:
+        """Send a signal to the process and all it started; nothing where there are no groups."""
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, getattr(signal, name))
 
     def __enter__(self) -> EngineProcess:
         return self
