@@ -230,8 +230,8 @@ class Batch:
     def gather(self, cache: Tensor) -> Tensor:
         """Each sequence's keys (or values) together: [batch, num_kv_heads, keys, dim], `keys` being
         at least `length`, and 0 behind a sequence's last one."""
-        gathered = self._gathered.get(cache.data_ptr())
-        if gathered is not None and self.length <= gathered.shape[2]:
+        if self.keeps(cache):
+            gathered = self._gathered[cache.data_ptr()]
             self._add_newest(cache, gathered)
             return gathered
         num_blocks = -(-self.length // self.block_size)
@@ -239,6 +239,11 @@ class Batch:
         if self.keeps_gathered:
             self._gathered[cache.data_ptr()] = gathered
         return gathered
+
+    def keeps(self, cache: Tensor) -> bool:
+        """True if all but the newest keys are gathered already, and there is room for these."""
+        gathered = self._gathered.get(cache.data_ptr())
+        return gathered is not None and self.length <= gathered.shape[2]
 
     def _gather(self, cache: Tensor, num_blocks: int, num_spare: int) -> Tensor:
         """Copy the blocks.

@@ -295,6 +295,12 @@ class Model(nn.Module):
             if module is not self and hasattr(module, "shards"):
                 yield from module.shards(name)
 
+    def num_bytes(self) -> int:
+        """What its weights take, on this rank."""
+        packed = [module.packed for module in self.modules() if isinstance(module, Packable)]
+        tensors = [*self.parameters(), *(tensor for tensor in packed if tensor is not None)]
+        return sum(tensor.nbytes for tensor in tensors)
+
     def pack(self) -> None:
         """The weights are filled: bring them into the layout that is multiplied fastest."""
         for module in self.modules():

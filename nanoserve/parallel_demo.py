@@ -201,7 +201,6 @@ def measure(
             start = time.perf_counter()
             llm.step()
             seconds.append(time.perf_counter() - start)
-        weights = llm.engine.executor.runner.model.parameters()
         return {
             "tensor_parallel_size": tensor_parallel_size,
             "what_runs": llm.engine.executor.describe(),
@@ -209,7 +208,7 @@ def measure(
             "seconds_per_step": statistics.median(seconds),
             "fastest": min(seconds),
             "slowest": max(seconds),
-            "weight_bytes_per_rank": sum(parameter.nbytes for parameter in weights),
+            "weight_bytes_per_rank": llm.engine.executor.runner.model.num_bytes(),
             "calls_per_step": _per_step(parallel.traffic.num_calls - calls, num_steps),
             "bytes_per_step": _per_step(parallel.traffic.num_bytes - sent, num_steps),
         }

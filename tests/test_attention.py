@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.attention import (
+    SPARE_BLOCKS,
     TORCH_BACKEND,
     AttentionBackend,
     KVCacheSpec,
     choose_backend,
     paged_attention_torch,
+    plan_attention_torch,
     store_kv_torch,
 )
 
@@ -246,3 +249,77 @@ def test_choose_backend() -> None:
 def test_choose_backend_refuses_what_it_does_not_know(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"attention_backend is .*auto, torch"):
         choose_backend(wrong)
+
+
+# -- what a decoding batch keeps from step to step --
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 4]), st.none() | st.integers(1, 9))
+def test_kept_pages_are_the_pages(chance: Random, block_size: int, window: int | None) -> None:
+    """Sequences come, go, pause, get chunks and decode; with the last step's plan and without any,
+    attention is the same. What no sequence owns is NaN all the time."""
+    num_blocks, num_kv_heads, dim = 64, 2, 4
+    spec = KVCacheSpec(num_kv_heads, dim, dim)
+    cpu = torch.device("cpu")
+    caches = spec.allocate(num_blocks, block_size, torch.float32, cpu)
+    for cache in caches:
+        cache.fill_(math.nan)
+    free = list(range(num_blocks))
+    tables: dict[int, list[int]] = {}
+    lengths: dict[int, int] = {}
+    plan = None
+    for step in range(14):
+        if not tables or (len(tables) < 4 and chance.random() < 0.3):
+            tables[step], lengths[step] = [], 0
+        elif len(tables) > 1 and chance.random() < 0.15:
+            free += tables.pop(gone := chance.choice(sorted(tables)))
+            del lengths[gone]
+        seq_ids = [seq_id for seq_id in tables if chance.random() < 0.95] or list(tables)
+        queries = [
+            1 if lengths[s] and chance.random() < 0.9 else chance.randint(1, 5) for s in seq_ids
+        ]
+        slots = []
+        for seq_id, number in zip(seq_ids, queries, strict=True):
+            for position in range(lengths[seq_id], lengths[seq_id] + number):
+                if position % block_size == 0:
+                    tables[seq_id].append(free.pop(chance.randrange(len(free))))
+                    for cache in caches:
+                        cache[tables[seq_id][-1]] = math.nan
+                slots.append(tables[seq_id][-1] * block_size + position % block_size)
+            lengths[seq_id] += number
+        store_kv_torch(*torch.randn(2, len(slots), num_kv_heads, dim), *caches, torch.tensor(slots))
+        width = max(len(tables[s]) for s in seq_ids)
+        block_table = torch.tensor([tables[s] + [0] * (width - len(tables[s])) for s in seq_ids])
+        where = (
+            block_table.int(),
+            torch.tensor([0, *queries]).cumsum(0).int(),
+            torch.tensor([lengths[s] for s in seq_ids]).int(),
+        )
+        query = torch.randn(len(slots), 4, dim)
+        plan = plan_attention_torch(*where, block_size, tuple(seq_ids), plan)
+        options: dict[str, Any] = {"scale": 0.5, "sliding_window": window}
+        for _ in range(2):  # two layers with the same cache: what is kept may be asked for twice
+            kept = paged_attention_torch(query, *caches, *where, **options, plan=plan)
+        plain = paged_attention_torch(query, *caches, *where, **options)
+        torch.testing.assert_close(kept, plain)
+        assert not kept.isnan().any()
+
+
+def test_a_batch_that_goes_on_decoding_gathers_no_more() -> None:
+    """40 steps of the same two sequences: the pages are gathered when the room behind them is used
+    up, and by whoever was not in the last step."""
+    spec, block_size = KVCacheSpec(1, 4, 4), 4
+    caches = spec.allocate(64, block_size, torch.float32, torch.device("cpu"))
+    table = torch.arange(32).view(2, 16).int()
+    plan, gathered = None, []
+    for length in range(10, 50):
+        where = (table, torch.tensor([0, 1, 2]).int(), torch.tensor([length, length - 3]).int())
+        plan = plan_attention_torch(*where, block_size, (7, 8), plan)
+        paged_attention_torch(torch.randn(2, 1, 4), *caches, *where, scale=1.0, plan=plan)
+        gathered.append(plan[0].gather(caches[0]).data_ptr())
+    assert len(set(gathered)) <= 1 + 40 // (SPARE_BLOCKS * block_size)
+    for seq_ids, lengths in (((7, 9), (50, 47)), ((7, 8), (51, 48)), ((7, 8), (50, 46))):
+        where = (table, torch.tensor([0, 1, 2]).int(), torch.tensor(lengths).int())
+        other = plan_attention_torch(*where, block_size, seq_ids, plan)
+        assert not other[0].keeps(caches[0])
