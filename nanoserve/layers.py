@@ -73,38 +73,52 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = build.empty(size)
         self.eps = eps
-        self._eps_on_cpu = torch.tensor(eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        size = x.shape[-1]
-        if x.device.type == "cpu" and x.dtype == torch.float32:
-            # torch's rms_norm is a dozen calls on a CPU; 1 / sqrt(|x|^2 / size + eps) is three.
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            scale = torch.addcmul(self._eps_on_cpu, length, length, value=1 / size).rsqrt_()
-            return (x * scale).mul_(self.weight)
-        return self.weight * F.rms_norm(x.float(), (size,), eps=self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
-class QKNorm(RMSNorm):
-    """RMSNorm on each head of queries and keys side by side: weight [num_heads + num_kv_heads,
-    head_dim], in which all query heads have q_norm's row and all key heads k_norm's."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The computation of RMSNorm; `weight` [size], or broadcast to x."""
+    size = x.shape[-1]
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        # torch's rms_norm is a dozen calls on a CPU; 1 / sqrt(|x|^2 / size + eps) is four.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = length.square_().mul_(1 / size).add_(eps).rsqrt_()
+        return (x * scale).mul_(weight)
+    return weight * F.rms_norm(x.float(), (size,), eps=eps).to(x.dtype)
+
+
+class QKNorm(nn.Module):
+    """RMSNorm on each head of queries and keys, which stand side by side: one call for both."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, build: Build
     ) -> None:
-        super().__init__(head_dim, eps, build)
-        self.weight = build.empty(num_heads + num_kv_heads, head_dim)
-        self.num_heads = num_heads
+        super().__init__()
+        self.q_weight, self.k_weight = build.empty(head_dim), build.empty(head_dim)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.eps = eps
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """The weights are filled: lay out a row for each head, [num_heads + num_kv_heads, dim]."""
+        queries = self.q_weight.expand(self.num_heads, -1)
+        self.packed = torch.cat((queries, self.k_weight.expand(self.num_kv_heads, -1)))
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """[num_tokens, num_heads + num_kv_heads, head_dim] -> the same."""
+        assert self.packed is not None, "pack() was not called"
+        return rms_norm(qk, self.packed, self.eps)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         parent, _, _ = name.rpartition(".")
-        queries, keys = self.weight[: self.num_heads], self.weight[self.num_heads :]
-        for norm, target in (("q_norm", queries), ("k_norm", keys)):
-            yield f"{parent}.{norm}.weight", Shard(target, (target.shape[-1],), -1)
+        for norm, weight in (("q_norm", self.q_weight), ("k_norm", self.k_weight)):
+            yield f"{parent}.{norm}.weight", Shard(weight, tuple(weight.shape))
 
 
 PACKED_FOR_ROWS = 256  # the layout that was fastest from 2 rows to 1,024

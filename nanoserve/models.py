@@ -304,7 +304,7 @@ class Model(nn.Module):
     def pack(self) -> None:
         """The weights are filled: bring them into the layout that is multiplied fastest."""
         for module in self.modules():
-            if isinstance(module, Packable):
+            if isinstance(module, Packable | QKNorm):
                 module.pack()
 
 

@@ -79,13 +79,8 @@ def test_weights_are_loaded_bit_for_bit(
             (model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"]),
             (layer.self_attn.qkv_proj.weight, torch.cat(qkv)),
             (layer.self_attn.o_proj.weight, tensors[f"{name}.self_attn.o_proj.weight"]),
-            (
-                layer.self_attn.qk_norm.weight,  # 4 query heads, 2 key heads
-                torch.stack(
-                    [tensors[f"{name}.self_attn.q_norm.weight"]] * 4
-                    + [tensors[f"{name}.self_attn.k_norm.weight"]] * 2
-                ),
-            ),
+            (layer.self_attn.qk_norm.q_weight, tensors[f"{name}.self_attn.q_norm.weight"]),
+            (layer.self_attn.qk_norm.k_weight, tensors[f"{name}.self_attn.k_norm.weight"]),
             (layer.mlp.gate_up_proj.weight, torch.cat(gate_up)),
             (layer.mlp.down_proj.weight, tensors[f"{name}.mlp.down_proj.weight"]),
             (
@@ -121,7 +116,7 @@ def test_two_ranks_hold_the_checkpoint_between_them(
         model = load(folder, parallel=ParallelState(rank, 2))
         filled = 0
         for name, shard in model.shards():
-            assert torch.equal(shard.target, tensors[name][shard.slices].expand_as(shard.target))
+            assert torch.equal(shard.target, tensors[name][shard.slices])
             together[name][shard.slices] = shard.target
             filled += shard.target.numel()
         assert filled == sum(parameter.numel() for parameter in model.parameters())

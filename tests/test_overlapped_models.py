@@ -69,24 +69,29 @@ def make_params(with_awaiting: bool = True) -> list[SamplingParams]:
 
 
 def summarise(outputs: list[RequestOutput]) -> list[Any]:
-    """All that does not depend on time, with numbers rounded."""
+    """All that does not depend on time, but for the numbers (see logprobs_of)."""
 
-    def rounded(entries: Any) -> Any:
-        return entries and [
-            entry and {t: (round(x.logprob, 3), x.rank) for t, x in entry.items()}
-            for entry in entries
-        ]
+    def named(entries: Any) -> Any:
+        return entries and [entry and sorted(entry) for entry in entries]
 
     return [
         (
             [
-                (c.token_ids, c.text, c.finish_reason, c.stop_reason, rounded(c.logprobs))
+                (c.token_ids, c.text, c.finish_reason, c.stop_reason, named(c.logprobs))
                 for c in output.outputs
             ],
-            rounded(output.prompt_logprobs),
+            named(output.prompt_logprobs),
         )
         for output in outputs
     ]
+
+
+def logprobs_of(outputs: list[RequestOutput]) -> list[float]:
+    """Every log-probability, in order."""
+    entries = [entry for output in outputs for entry in output.prompt_logprobs or ()]
+    for output in outputs:
+        entries += [entry for completion in output.outputs for entry in completion.logprobs or ()]
+    return [entry[token].logprob for entry in entries if entry for token in sorted(entry)]
 
 
 def answers(llm: LLM) -> dict[str, Any]:
@@ -106,6 +111,7 @@ def answers(llm: LLM) -> dict[str, Any]:
     assert not llm.engine._in_flight
     return {
         "generated": summarise(generated),
+        "logprobs": pytest.approx(logprobs_of(generated), abs=1e-3),
         "overlapping": summarise(overlapping),
         "beams": [[beam.tokens for beam in found.sequences] for found in beams],
         "streamed": sorted(streamed.items()),
@@ -124,6 +130,8 @@ def test_the_same_answers(name: str) -> None:
             llm.engine.on_step.append(lambda step, _, s=steps: s.append(step))
             found.append(answers(llm))
     assert found[0]["preempted"] == found[1]["preempted"] == (name != "ample")
+    expected = found[0].pop("logprobs")
+    assert found[1].pop("logprobs").expected == expected
     for what in found[0]:
         assert found[1][what] == found[0][what], what
     assert any(not step.is_awaited for step in steps)  # some of it did overlap
