@@ -186,7 +186,9 @@ class Batch:
 
     Gathering pages is most of what attention costs here, and from one decode to the next a sequence
     changes by one key. So a decoding batch keeps what it gathered, with some room behind it, and
-    passes it on: as long as the same sequences decode, each step adds one key to each.
+    passes it on: as long as the same sequences decode, each step adds one key to each. The price is
+    memory: up to as much again as the decoding sequences' own keys and values, until the next step
+    of other sequences.
     """
 
     def __init__(

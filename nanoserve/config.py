@@ -85,6 +85,9 @@ class EngineConfig:
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
                 f"{self.tensor_parallel_size}. Use 'cuda' (CUDA_VISIBLE_DEVICES chooses which)."
             )
+        if not isinstance(self.gpu_memory_utilization, int | float):
+            given = self.gpu_memory_utilization
+            raise TypeError(f"gpu_memory_utilization must be a number, got {given!r}.")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization is {given!r}; allowed: more than 0, up to 1.")

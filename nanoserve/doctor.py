@@ -36,7 +36,7 @@ from nanoserve.kv_cache import available_memory
 from nanoserve.layers import Build
 from nanoserve.llm import LLM
 from nanoserve.model_runner import choose_device, choose_dtype
-from nanoserve.models import build_model
+from nanoserve.models import ModelRegistry, build_model
 from nanoserve.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time"
@@ -210,6 +210,10 @@ def describe_room(num_blocks: int, block_size: int, max_model_len: int) -> str:
 def check_room(report: Report, model_config: ModelConfig, device: torch.device) -> None:
     """How many KV blocks there would be beside the weights of a model that is not loaded."""
     name = model_config.path.name
+    if ModelRegistry.get(model_config.architecture) is None:
+        architecture = model_config.architecture
+        report.add("", f"{name}: {architecture} runs through transformers; its size is not known")
+        return
     config = EngineConfig().resolve(model_config)
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     dtype = choose_dtype("auto", model_config.dtype, device)

@@ -221,7 +221,7 @@ class LLMEngine:
         """Launch the next step, then read what the last one brought.
 
         Both are read if nothing can be decided before; and if nobody is left who waits for the
-        second, so that nothing is in flight in an engine that has nothing to do.
+        second. (After an abort of the last request, the next call reads what is in flight.)
         """
         with delayed_interrupt():
             scheduler_output = self.scheduler.schedule()

@@ -125,7 +125,8 @@ class MultiprocExecutor:
     ) -> ModelRunner:
         """Meet the others, tell them what to build, and build rank 0's part of it."""
         self.parallel = self.ranks.connect()
-        self.parallel.send((config, attention_backend))
+        model_cls = ModelRegistry.get(model_config.architecture)
+        self.parallel.send((config, attention_backend, model_config.architecture, model_cls))
         config = replace(config, device=str(self.ranks.device))
         return ModelRunner(config, model_config, attention_backend, self.parallel)
 
@@ -213,13 +214,22 @@ def check_sizes(
     parallel = ParallelState(0, config.tensor_parallel_size)
     build = Build(device=torch.device("meta"), parallel=parallel)
     build_model(model_config, config.max_model_len, build)
+    model_cls = ModelRegistry.get(model_config.architecture)
+    for what, value in (("attention_backend", attention_backend), ("model class", model_cls)):
+        check_can_be_sent(what, value)
+
+
+def check_can_be_sent(what: str, value: object) -> None:
+    """Raise ValueError unless another process could import what `value` is made of."""
     try:
-        pickle.dumps(attention_backend)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        is_importable = b"__main__" not in pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        is_importable = False
+    if not is_importable:
         raise ValueError(
-            f"attention_backend {attention_backend!r} cannot be sent to other ranks ({error}). Its "
-            "functions must be importable: defined at the top of a module."
-        ) from None
+            f"{what} {value!r} cannot be sent to other ranks, which must be able to import it: "
+            "define it at the top of a module, not in the script itself, a function or a notebook."
+        )
 
 
 def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
@@ -247,7 +257,8 @@ def serve(store: dist.Store, rank: int, join: Callable[[], ParallelState], devic
     """
     try:
         parallel = join()
-        config, attention_backend = parallel.receive()
+        config, attention_backend, architecture, model_cls = parallel.receive()
+        ModelRegistry.register(architecture, model_cls)  # perhaps a class of the user's own
         model_config = ModelConfig.from_folder(resolve_folder(config.model))
         config = replace(config, device=device)
         runner = ModelRunner(config, model_config, attention_backend, parallel)

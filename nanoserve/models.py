@@ -390,8 +390,8 @@ class ModelRegistry:
     def register(cls, architecture: str, model_cls: type[Model]) -> None:
         """Let `model_cls` run checkpoints whose config.json names `architecture`.
 
-        An architecture that is already there gets the new class, in engines built from now on, in
-        this process: ranks in other processes must import what registers it, too.
+        An architecture that is already there gets the new class, in engines built from now on.
+        Ranks in other processes are told, if they can import it (it is not the script's own).
         Raises TypeError for what is not a subclass of Model.
         """
         if not isinstance(architecture, str) or not architecture:

@@ -149,7 +149,7 @@ def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMatmul:
     """torch's own wherever it does not make the host wait."""
-    if device.type == "cpu":
+    if device.type != "cuda":
         return grouped_matmul_torch
     is_hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
     if dtype == torch.bfloat16 and is_hopper_or_blackwell:

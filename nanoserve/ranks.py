@@ -282,5 +282,5 @@ def call_next_engine(whole: dist.Store, call: str) -> dist.Store:
 def say_goodbye(parallel: ParallelState, whole: dist.Store) -> None:
     """The last words of rank 0's engine; in vain if the ranks are lost."""
     with contextlib.suppress(RuntimeError):
-        parallel.send(None)
         whole.add("open", -1)
+        parallel.send(None)

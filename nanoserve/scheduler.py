@@ -131,7 +131,8 @@ class Scheduler:
             new_sequences=tuple(step.new_sequences),
             finished_seq_ids=dropped,
             total_num_scheduled_tokens=self.token_budget - step.budget,
-            blocks_to_swap_out=tuple(step.swap_out),
+            # Of two copies to one CPU block the first was for a sequence that is gone since.
+            blocks_to_swap_out=tuple({pair[1]: pair for pair in step.swap_out}.values()),
             blocks_to_swap_in=tuple(step.swap_in),
             blocks_to_copy=tuple(step.copy),
             is_restart=is_restart,

@@ -125,3 +125,13 @@ def _parameters(folder: Path) -> list[torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     return list(AutoModelForCausalLM.from_pretrained(folder).parameters())
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt2"])
+def test_room_beside_any_model(model_type: str, make_checkpoint: Callable[..., Path]) -> None:
+    """Mixtures of experts by their shapes; of what runs through transformers it says so."""
+    report = Report()
+    model_config = doctor.read_config(str(make_checkpoint(model_type)))
+    doctor.check_room(report, model_config, torch.device("cpu"))
+    [(_, line)] = report.lines
+    assert ("runs through transformers" if model_type == "gpt2" else "of weights") in line

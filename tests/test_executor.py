@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.executor import UniprocExecutor
+from nanoserve.executor import UniprocExecutor, check_can_be_sent, check_sizes
+from nanoserve.models import Model
 from nanoserve.sequence import ModelOutput, NewSequence, ScheduledSequence, SchedulerOutput
 
 
@@ -93,3 +99,34 @@ def test_an_executor_of_ones_own() -> None:
     ]
     assert sum(output.metrics.num_preemptions for output in outputs) > 0
     assert executor.is_closed
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+)
+def test_every_native_family_can_be_checked_before_ranks_start(
+    model_type: str, make_checkpoint: Callable[..., Path]
+) -> None:
+    """On the meta device, which is neither a CPU nor a GPU; what does not divide is refused."""
+    model_config = ModelConfig.from_folder(make_checkpoint(model_type))
+    for size in (2, 3):
+        config = EngineConfig(tensor_parallel_size=size).resolve(model_config)
+        if size == 2:
+            check_sizes(config, model_config, "auto")
+            continue
+        with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
+            check_sizes(config, model_config, "auto")
+
+
+def test_what_ranks_could_not_run_is_refused(make_checkpoint: Callable[..., Path]) -> None:
+    """A class of a function's own, and a model that runs through transformers."""
+
+    class Local(Model):
+        """Nobody else can import this."""
+
+    with pytest.raises(ValueError, match=r"model class .*Local.* must be able to import it"):
+        check_can_be_sent("model class", Local)
+    model_config = ModelConfig.from_folder(make_checkpoint("llama"))
+    config = EngineConfig(tensor_parallel_size=2).resolve(model_config)
+    with pytest.raises(ValueError, match="runs through transformers here"):
+        check_sizes(config, replace(model_config, architecture="GPT2LMHeadModel"), "auto")

@@ -233,7 +233,7 @@ def test_one_gpu_by_name_is_not_for_many() -> None:
 
 def test_a_backend_that_cannot_be_sent_is_refused() -> None:
     backend = TORCH_BACKEND._replace(paged_attention=lambda *_, **__: torch.zeros(1))
-    with pytest.raises(ValueError, match="must be importable"):
+    with pytest.raises(ValueError, match="must be able to import it"):
         LLM(tensor_parallel_size=2, attention_backend=backend, device="cpu")
 
 
