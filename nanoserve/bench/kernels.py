@@ -81,11 +81,11 @@ CPU_CASES = (
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The arguments of paged_attention."""
+    """The arguments of paged_attention, the caches laid out as KVCacheSpec.allocate does."""
     generator = torch.Generator().manual_seed(0)
     blocks_each = -(-case.num_keys // case.block_size)
     num_blocks = case.num_seqs * blocks_each
-    kv_shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
+    kv_shape = (num_blocks, case.num_kv_heads, case.block_size, case.head_dim)
     num_tokens = case.num_seqs * case.num_queries
     table = torch.randperm(num_blocks, generator=generator).view(case.num_seqs, blocks_each)
 
@@ -94,8 +94,8 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[st
 
     return {
         "query": noise(num_tokens, case.num_heads, case.head_dim),
-        "key_cache": noise(*kv_shape),
-        "value_cache": noise(*kv_shape),
+        "key_cache": noise(*kv_shape).transpose(1, 2),
+        "value_cache": noise(*kv_shape).transpose(1, 2),
         "block_table": table.to(device, torch.int32),
         "query_start_loc": torch.arange(
             0, num_tokens + 1, case.num_queries, dtype=torch.int32, device=device
@@ -212,6 +212,9 @@ def measure(
 
         case = replace(case, block_size=VARLEN_BLOCK_SIZE)
     inputs = make_inputs(case, dtype, device)
+    if name == "varlen_attn":  # its pages have the slots first
+        caches = ("key_cache", "value_cache")
+        inputs |= {cache: inputs[cache].contiguous() for cache in caches}
 
     def call() -> object:
         return function(**inputs)
