@@ -11,9 +11,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from nanoserve import LLM
+
+# The same examples in every run, so that a change and not chance decides whether tests pass.
+# `pytest --hypothesis-profile explore` looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 
 def wants_gpu(config: pytest.Config) -> bool:
