@@ -32,7 +32,7 @@ import torch
 
 from nanoserve.attention import choose_backend
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.kv_cache import available_memory
+from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
 from nanoserve.layers import Build
 from nanoserve.llm import LLM
 from nanoserve.model_runner import choose_device, choose_dtype
@@ -44,7 +44,6 @@ NUM_TOKENS = 10
 # A token may lose against transformers' likeliest by so much of the logits' standard deviation:
 # near ties come out either way, above all in bfloat16.
 TOLERANCE = 0.05
-CPU_SHARE, GPU_SHARE = 0.25, 0.9  # of the free memory, that the KV cache gets by default
 GIB = 2**30
 
 
@@ -219,14 +218,14 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     dtype = choose_dtype("auto", model_config.dtype, device)
     build = Build(dtype=dtype, device=torch.device("meta"), attention=choose_backend("torch"))
     model = build_model(model_config, config.max_model_len, build)  # shapes, no memory
-    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights = model.num_bytes()
     block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        memory = free - weights - total * (1 - GPU_SHARE)
+        memory = free - weights - total * (1 - config.gpu_memory_utilization)
     else:
         free = available_memory()
-        memory = (free - weights) * CPU_SHARE
+        memory = (free - weights) * CPU_CACHE_SHARE
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = max(0, min(int(memory // block), per_sequence * config.max_num_seqs))
     room = describe_room(num_blocks, config.block_size, config.max_model_len)
