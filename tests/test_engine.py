@@ -259,10 +259,10 @@ def interrupt_at(line_number: int) -> Callable[..., Any]:
     return trace
 
 
-@pytest.mark.parametrize("line_number", range(1, 2400, 19))
-def test_ctrl_c_at_any_line(make_engine: MakeEngine, line_number: int) -> None:
-    """A signal, wherever it hits: it is raised, the books balance, and every token comes."""
-    engine = make_engine(num_kv_blocks=7, preemption_mode="swap")
+def check_ctrl_c(
+    engine: LLMEngine, line_number: int, finish: Callable[[LLMEngine], dict[str, RequestOutput]]
+) -> None:
+    """A signal at that line: it is raised, the books balance, and every token comes."""
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
     engine.add_request("b", [1, 2, 3, 4, 6], params())
     outputs: dict[str, RequestOutput] = {}
@@ -285,6 +285,12 @@ def test_ctrl_c_at_any_line(make_engine: MakeEngine, line_number: int) -> None:
     assert outputs["b"].outputs[0].token_ids == expect([1, 2, 3, 4, 6])
     for branch in (0, 1):
         assert outputs["a"].outputs[branch].token_ids == expect([1, 2, 3, 4, 5], branch=branch)
+
+
+@pytest.mark.parametrize("line_number", range(1, 2400, 19))
+def test_ctrl_c_at_any_line(make_engine: MakeEngine, line_number: int) -> None:
+    """Wherever it hits."""
+    check_ctrl_c(make_engine(num_kv_blocks=7, preemption_mode="swap"), line_number, finish)
 
 
 def test_a_listener_that_raises_costs_no_output(make_engine: MakeEngine) -> None:
