@@ -25,7 +25,11 @@ selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAtten
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import mmap
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -39,7 +43,7 @@ from torch import Tensor
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
-SPARE_BLOCKS = 2  # room behind gathered keys, so that the next steps can add theirs
+FEW_QUERIES = 4  # of one sequence: up to here its keys are read where they lie
 MAX_PADDING = 512  # keys: a further batch costs about as much as gathering so many for nothing
 
 
@@ -73,11 +77,20 @@ class KVCacheSpec:
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.zeros; on a CPU, memory that takes up room only once it is written (torch.zeros writes
-    its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB)."""
+    its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB).
+
+    Where the system has them (Linux), in huge pages: 2 MB instead of 4 KB come into being at the
+    first write to them, which otherwise costs a step more than the writing (12% of a prompt's time
+    on the 2-core machine of the README's table).
+    """
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = mmap.mmap(-1, num_bytes)  # freed with the last tensor that looks at it
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -92,16 +105,37 @@ class AttentionMetadata:
 
 
 def store_kv_torch(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    plan: StepPlan | None = None,
 ) -> None:
     """Write key and value [num_tokens, num_kv_heads, dim] to their slots; skip negative slots."""
-    if (slot_mapping < 0).any():
-        kept = slot_mapping >= 0
-        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    block_size = key_cache.shape[1]
-    block, slot = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[block, slot] = key
-    value_cache[block, slot] = value
+    place = plan.place if plan else Place.of(slot_mapping, key_cache.shape[1])
+    if place.kept is not None:
+        key, value = key[place.kept], value[place.kept]
+    key_cache[place.block, place.slot] = key
+    value_cache[place.block, place.slot] = value
+
+
+class Place(NamedTuple):
+    """Slots as indices of a cache."""
+
+    block: Tensor  # [num_kept] int64
+    slot: Tensor  # [num_kept] int64, within its block
+    kept: Tensor | None  # [num_tokens] bool: not skipped; None: all
+
+    @classmethod
+    def of(cls, slot_mapping: Tensor, block_size: int) -> Place:
+        """Of a step's slots [num_tokens]."""
+        kept = None
+        if (slot_mapping < 0).any():
+            kept = slot_mapping >= 0
+            slot_mapping = slot_mapping[kept]
+        return cls(slot_mapping // block_size, slot_mapping % block_size, kept)
 
 
 def paged_attention_torch(
@@ -115,7 +149,7 @@ def paged_attention_torch(
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
-    plan: list[Batch] | None = None,
+    plan: StepPlan | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values.
 
@@ -127,68 +161,203 @@ def paged_attention_torch(
     seq_lens         [num_seqs] int32: keys after this step
     returns          [num_tokens, num_heads, value_dim]
 
-    Sequences with the same number of queries and about the same length are padded to one batch:
-    all decodes of a step become a few calls instead of one for each. `plan` is what
-    plan_attention_torch made of the same tables, once for all layers; None: made here.
+    Prompts are gathered: their pages are copied together, for one dense product (GatheredBatch).
+    Decodes read the pages where they lie (PagedTokens). `plan` is what plan_step_torch made of the
+    same tables, once for all layers; None: made here.
     """
-    (num_tokens, num_heads, _), (block_size, num_kv_heads) = query.shape, key_cache.shape[1:3]
-    output = query.new_empty(num_tokens, num_heads, value_cache.shape[-1])
-    if plan is None:
-        plan = plan_attention_torch(block_table, query_start_loc, seq_lens, block_size)
-    for batch in plan:
-        keys, values = batch.gather(key_cache), batch.gather(value_cache)
-        for first, last in batch.query_tiles():
-            tokens = batch.tokens(first, last)  # rows of `query`
-            is_all = len(tokens) == num_tokens and batch.is_in_order  # the most common case
-            rows = query if is_all else query.index_select(0, tokens)
-            visible = batch.num_visible(last)
-            attended = _attend(
-                rows.unflatten(0, (-1, last - first)),
-                keys[:, :, :visible],
-                values[:, :, :visible],
-                batch.mask(first, last, num_heads // num_kv_heads, sliding_window),
-                scale,
-                logits_soft_cap,
-            ).flatten(0, 1)
-            if is_all:
-                return attended
-            output.index_copy_(0, tokens, attended)
+    output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+    parts = plan.parts if plan else None
+    if parts is None:
+        block_size = key_cache.shape[1]
+        parts = divide_step(block_table, query_start_loc, seq_lens, block_size, query.dtype)
+    for part in parts:
+        attended = part.attend(
+            query, key_cache, value_cache, scale, sliding_window, logits_soft_cap
+        )
+        for tokens, rows in attended:
+            if len(tokens) == len(query) and part.is_in_order:  # the most common case
+                return rows
+            output.index_copy_(0, tokens, rows)
     return output
 
 
-def plan_attention_torch(
+class StepPlan(NamedTuple):
+    """What store_kv_torch and paged_attention_torch need to know of a step in every layer."""
+
+    place: Place
+    parts: list[GatheredBatch | PagedTokens]
+
+
+def plan_step_torch(metadata: AttentionMetadata, block_size: int, dtype: torch.dtype) -> StepPlan:
+    """Made once a step; `dtype` is that of the cache."""
+    tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
+    return StepPlan(
+        Place.of(metadata.slot_mapping, block_size), divide_step(*tables, block_size, dtype)
+    )
+
+
+def divide_step(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_size: int,
-    seq_ids: tuple[int, ...] | None = None,
-    previous: list[Batch] | None = None,
-) -> list[Batch]:
-    """Which sequences of a step are attended to together.
+    dtype: torch.dtype,
+) -> list[GatheredBatch | PagedTokens]:
+    """Which tokens of a step are attended to together, and how.
 
-    Given who they are (`seq_ids`) and the plan of the step just before, batches that go on
-    decoding take over what that step gathered.
+    A sequence with few queries reads each key for little work: copying keys together would cost
+    more than the work itself. (Which needs float32 on a CPU: see PagedTokens.)
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    before = {batch.seq_ids: batch for batch in previous or ()}
-    batches = []
-    for query_len, rows in _batches_of_similar_length(starts, lengths):
-        batch = Batch(block_table, block_size, query_len, rows, starts, lengths, seq_ids)
-        batch.continue_from(before.get(batch.seq_ids))
-        batches.append(batch)
-    return batches
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    can_be_paged = dtype == torch.float32 and block_table.device.type == "cpu"
+    is_few = [can_be_paged and number <= FEW_QUERIES for number in query_lens]
+    few = [row for row, number in enumerate(query_lens) if number and is_few[row]]
+    many = [row for row, number in enumerate(query_lens) if number and not is_few[row]]
+    parts: list[GatheredBatch | PagedTokens] = []
+    if few:
+        parts.append(PagedTokens(block_table, block_size, few, starts, lengths))
+    for query_len, rows in _batches_of_similar_length(many, query_lens, lengths):
+        parts.append(GatheredBatch(block_table, block_size, query_len, rows, starts, lengths))
+    return parts
 
 
-class Batch:
-    """Sequences that bring equally many queries, padded to the longest of them.
+class PagedTokens:
+    """Tokens that read their keys and values where they lie, in the pages.
+
+    Seen as a matrix, queries x slots of the cache, the scores of a step are a few numbers in each
+    row: where the row's sequence has its keys. That is a sparse matrix, and PyTorch has both
+    products with one: `sampled_addmm` computes a dense product at given places only (the scores),
+    and `embedding_bag` sums the rows of a table with given weights (the values). No page is copied.
+
+                        slots of the cache                  block_size 2, block tables [0, 2], [1]
+        token of seq 0  s  s  .  .  s  .        crow  [0, 3, 5]
+        token of seq 1  .  .  s  s  .  .        col   [0, 1, 4, 2, 3]
+
+    Between the two, the softmax wants rows of equal length: the scores are laid into a dense
+    matrix that is -inf elsewhere.
+
+    float32 only, because scores are kept in the dtype of the cache. On a CPU only: elsewhere
+    sampled_addmm is another program, with other limits.
+    """
+
+    def __init__(
+        self,
+        block_table: Tensor,
+        block_size: int,
+        rows: list[int],
+        starts: list[int],
+        lengths: list[int],
+    ) -> None:
+        """All queries of the sequences in `rows` of the block table."""
+        query_lens = np.array([starts[row + 1] - starts[row] for row in rows])
+        row_of = np.array(rows).repeat(query_lens)
+        offsets = np.arange(len(row_of)) - (query_lens.cumsum() - query_lens).repeat(query_lens)
+        ends = np.array([lengths[row] for row in rows])
+        self.num_keys = (ends - query_lens + 1).repeat(query_lens) + offsets  # [num_tokens]
+        first = np.array([starts[row] for row in rows]).repeat(query_lens)
+        self.tokens = torch.from_numpy(first + offsets)
+        self.is_in_order = rows == list(range(len(lengths)))
+        self.block_size = block_size
+        num_blocks = -(-int(self.num_keys.max()) // block_size)
+        self.blocks = block_table.numpy()[row_of, :num_blocks]  # [num_tokens, num_blocks]
+        self._pages: dict[Hashable, _Pages] = {}
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows of `query`, what they read [num_tokens, num_heads, value_dim])."""
+        num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+        name = (len(key_cache), num_heads, num_kv_heads, sliding_window)
+        pages = self._pages.get(name)
+        if pages is None:
+            pages = self._pages[name] = self._find_pages(*name)
+        if len(self.tokens) < len(query):
+            query = query.index_select(0, self.tokens)
+        keys, values = as_rows(key_cache), as_rows(value_cache)
+        scores = pages.scores
+        numbers = scores.values().zero_()  # sampled_addmm adds 0 times them, and 0 * NaN is NaN
+        torch.sparse.sampled_addmm(
+            scores, query.flatten(0, 1), keys.t(), beta=0.0, alpha=scale, out=scores
+        )
+        output, *_ = torch.embedding_bag(  # F.embedding_bag without its many checks
+            values,
+            pages.col,
+            pages.crow,
+            per_sample_weights=pages.softmax(numbers, logits_soft_cap),
+            include_last_offset=True,
+        )
+        yield self.tokens, output.view(len(query), num_heads, -1)
+
+    def _find_pages(
+        self, num_blocks: int, num_heads: int, num_kv_heads: int, sliding_window: int | None
+    ) -> _Pages:
+        """Where each head of each token reads. Head h reads key head h // (heads per key head), and
+        the slots of a head lie together in their block: (block * num_kv_heads + head) * block_size
+        + slot."""
+        first = 0 if sliding_window is None else max(0, int(self.num_keys.min()) - sliding_window)
+        position = np.arange(first, int(self.num_keys.max()), dtype=np.int32)
+        is_seen = position < self.num_keys[:, None]  # [num_tokens, keys]
+        if sliding_window is not None:
+            is_seen &= position >= self.num_keys[:, None] - sliding_window
+        head = np.arange(num_heads, dtype=np.int32) // (num_heads // num_kv_heads)
+        blocks = self.blocks[:, position // self.block_size] * num_kv_heads
+        rows = (blocks[:, None] + head[:, None]) * self.block_size + position % self.block_size
+        col, places, dense = torch.from_numpy(rows.ravel()), None, None
+        if not is_seen.all():
+            is_seen = np.broadcast_to(is_seen[:, None], rows.shape)
+            places = torch.from_numpy(is_seen.ravel().nonzero()[0])
+            col = col.index_select(0, places)
+            dense = torch.full((len(self.tokens) * num_heads, len(position)), -torch.inf)
+        ends = np.minimum(self.num_keys, sliding_window or self.num_keys).repeat(num_heads).cumsum()
+        crow = torch.from_numpy(np.append(0, ends).astype(np.int32))
+        size = (len(crow) - 1, num_blocks * num_kv_heads * self.block_size)
+        values = torch.empty(len(col))
+        scores = torch.sparse_csr_tensor(crow, col, values, size, check_invariants=False)
+        return _Pages(crow, col, scores, places, dense)
+
+
+class _Pages(NamedTuple):
+    """The pattern of one step's scores, [num_tokens * num_heads, rows of the cache]."""
+
+    crow: Tensor  # [num_tokens * num_heads + 1] int32
+    col: Tensor  # [num_scores] int32
+    scores: Tensor  # sparse CSR
+    places: Tensor | None  # [num_scores] int64: the same scores in `dense`, flat
+    dense: Tensor | None  # [num_tokens * num_heads, keys]: -inf where there is no score
+
+    def softmax(self, scores: Tensor, logits_soft_cap: float | None) -> Tensor:
+        """Of each row's scores; [num_scores], flat, as given. No `places`: rows of equal length."""
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+        if self.places is None or self.dense is None:
+            return scores.view(len(self.crow) - 1, -1).softmax(-1).view(-1)
+        self.dense.view(-1).index_copy_(0, self.places, scores)
+        return self.dense.softmax(-1).view(-1).index_select(0, self.places)
+
+
+with warnings.catch_warnings():  # PyTorch says once that sparse CSR tensors are in beta state
+    warnings.simplefilter("ignore", UserWarning)
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32)
+
+
+def as_rows(cache: Tensor) -> Tensor:
+    """A cache [num_blocks, block_size, num_kv_heads, dim] as its vectors, in the order in which
+    KVCacheSpec.allocate has them in memory: [num_blocks * num_kv_heads * block_size, dim]."""
+    return cache.transpose(1, 2).flatten(0, 2)
+
+
+class GatheredBatch:
+    """Sequences that bring equally many queries, padded to the longest of them: their pages are
+    copied together, and attended to as dense tensors.
 
     What depends on them alone is computed once a step, when the first layer asks, and kept.
-
-    Gathering pages is most of what attention costs here, and from one decode to the next a sequence
-    changes by one key. So a decoding batch keeps what it gathered, with some room behind it, and
-    passes it on: as long as the same sequences decode, each step adds one key to each. The price is
-    memory: up to as much again as the decoding sequences' own keys and values, until the next step
-    of other sequences.
     """
 
     def __init__(
@@ -199,106 +368,77 @@ class Batch:
         rows: list[int],
         starts: list[int],
         lengths: list[int],
-        seq_ids: tuple[int, ...] | None = None,
     ) -> None:
         device = block_table.device
         self.query_len = query_len
         self.length = max(lengths[row] for row in rows)
         self.lengths = [lengths[row] for row in rows]
-        self.seq_ids = tuple(seq_ids[row] for row in rows) if seq_ids else ()
         self.block_size = block_size
-        self.block_table = block_table[rows].long()
+        self.num_blocks = -(-self.length // block_size)
+        self.block_table = block_table[rows, : self.num_blocks].long()
         self.seq_lens = torch.tensor(self.lengths, device=device)
         self.starts = torch.tensor([starts[row] for row in rows], device=device)
         self.is_in_order = rows == list(range(len(lengths)))  # it is the whole step, as it stands
         self.is_even = len(set(self.lengths)) == 1  # no sequence is padded
-        self.keeps_gathered = query_len == 1 and bool(self.seq_ids)
         self._kept: dict[Hashable, Tensor] = {}  # until the step ends
-        self._gathered: dict[int, Tensor] = {}  # by cache; passed on
-
-    def continue_from(self, before: Batch | None) -> None:
-        """Take over what the last step gathered, if there each sequence was just one key shorter
-        (and not, say, preempted and back since then)."""
-        if not self.keeps_gathered or before is None:
-            return
-        if [length + 1 for length in before.lengths] == self.lengths:
-            self._gathered = before._gathered
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(rows of `query`, what they read [rows, num_heads, value_dim]), tile after tile."""
+        keys, values = self.gather(key_cache), self.gather(value_cache)
+        group = query.shape[1] // key_cache.shape[2]
+        for first, last in self.query_tiles():
+            tokens = self.tokens(first, last)
+            is_all = len(tokens) == len(query) and self.is_in_order
+            rows = query if is_all else query.index_select(0, tokens)
+            visible = self.num_visible(last)
+            attended = _attend(
+                rows.unflatten(0, (-1, last - first)),
+                keys[:, :, :visible],
+                values[:, :, :visible],
+                self.mask(first, last, group, sliding_window),
+                scale,
+                logits_soft_cap,
+            )
+            yield tokens, attended.flatten(0, 1)
+
     def gather(self, cache: Tensor) -> Tensor:
         """Each sequence's keys (or values) together: [batch, num_kv_heads, keys, dim], `keys` being
-        at least `length`, and 0 behind a sequence's last one."""
-        if self.keeps(cache):
-            gathered = self._gathered[cache.data_ptr()]
-            self._add_newest(cache, gathered)
-            return gathered
-        num_blocks = -(-self.length // self.block_size)
-        gathered = self._gather(cache, num_blocks, SPARE_BLOCKS if self.keeps_gathered else 0)
-        if self.keeps_gathered:
-            self._gathered[cache.data_ptr()] = gathered
-        return gathered
-
-    def keeps(self, cache: Tensor) -> bool:
-        """True if all but the newest keys are gathered already, and there is room for these."""
-        gathered = self._gathered.get(cache.data_ptr())
-        return gathered is not None and self.length <= gathered.shape[2]
-
-    def _gather(self, cache: Tensor, num_blocks: int, num_spare: int) -> Tensor:
-        """Copy the blocks.
+        at least `length`, and 0 behind a sequence's last one.
 
         What is behind a sequence's last key is cleared because a block's unused slots hold another
         request's old numbers: a NaN among them would pass through a mask (0 * NaN = NaN).
         index_select on rows of (block, head) is several times faster than cache[blocks], and needs
         no transposition after it.
         """
-        num_kv_heads, num_keys = cache.shape[2], (num_blocks + num_spare) * self.block_size
-        names = ("blocks", num_kv_heads, num_keys), ("padding", num_kv_heads, num_keys)
-        rows = self._keep(
-            names[0], lambda: self._rows_of_cache(num_kv_heads, num_blocks, num_spare)
-        )
+        num_kv_heads, num_keys = cache.shape[2], self.num_blocks * self.block_size
+        rows = self._keep(("rows", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
         gathered = cache.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, rows)
-        if num_spare or not self.is_even:
-            padding = self._keep(names[1], lambda: self._padding(num_kv_heads, num_keys))
+        if not self.is_even:
+            padding = self._keep(("padding", num_kv_heads), lambda: self._padding(num_kv_heads))
             gathered.view(-1, cache.shape[-1]).index_fill_(0, padding, 0)
         return gathered.view(len(self.lengths), num_kv_heads, num_keys, -1)
 
-    def _add_newest(self, cache: Tensor, gathered: Tensor) -> None:
-        """Copy each sequence's last key from its block."""
-        num_kv_heads, num_keys = gathered.shape[1:3]
-        name = num_kv_heads, num_keys
-        source = self._keep(("newest", *name), lambda: self._newest_of_cache(num_kv_heads))
-        target = self._keep(("place", *name), lambda: self._newest_of_gathered(*name))
-        newest = cache.transpose(1, 2).flatten(0, 2).index_select(0, source)
-        gathered.view(-1, cache.shape[-1]).index_copy_(0, target, newest)
+    def _rows_of_cache(self, num_kv_heads: int) -> Tensor:
+        """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat."""
+        heads = torch.arange(num_kv_heads, device=self.seq_lens.device)
+        return (self.block_table[:, None] * num_kv_heads + heads[:, None]).flatten()
 
-    def _newest_of_cache(self, num_kv_heads: int) -> Tensor:
-        """Where each sequence's last key is among the (block, head, slot) of the cache."""
-        block, slot = (self.seq_lens - 1) // self.block_size, (self.seq_lens - 1) % self.block_size
-        block = self.block_table.gather(1, block[:, None])
-        heads = torch.arange(num_kv_heads, device=block.device)
-        return ((block * num_kv_heads + heads) * self.block_size + slot[:, None]).flatten()
-
-    def _newest_of_gathered(self, num_kv_heads: int, num_keys: int) -> Tensor:
-        """The same among the [batch, head, key] of what was gathered."""
-        rows = torch.arange(len(self.lengths) * num_kv_heads, device=self.seq_lens.device)
-        return rows * num_keys + (self.seq_lens - 1).repeat_interleave(num_kv_heads)
-
-    def _rows_of_cache(self, num_kv_heads: int, num_blocks: int, num_spare: int) -> Tensor:
-        """Row block * num_kv_heads + head of the cache, for [batch, head, block], flat. Spare room
-        is filled from the last block, to be cleared."""
-        device = self.seq_lens.device
-        columns = torch.arange(num_blocks + num_spare, device=device).clamp_(max=num_blocks - 1)
-        blocks = self.block_table.index_select(1, columns)[:, None]
-        heads = torch.arange(num_kv_heads, device=device)
-        return (blocks * num_kv_heads + heads[:, None]).flatten()
-
-    def _padding(self, num_kv_heads: int, num_keys: int) -> Tensor:
+    def _padding(self, num_kv_heads: int) -> Tensor:
         """Which of the gathered keys, [batch, head, key], flat, are beyond their sequence."""
-        position = torch.arange(num_keys, device=self.seq_lens.device)
+        position = torch.arange(self.num_blocks * self.block_size, device=self.seq_lens.device)
         is_padding = position >= self.seq_lens[:, None, None]
         return is_padding.expand(-1, num_kv_heads, -1).flatten().nonzero()[:, 0]
 
@@ -343,7 +483,7 @@ class Batch:
 
 
 def _batches_of_similar_length(
-    starts: list[int], lengths: list[int]
+    rows: list[int], query_lens: list[int], lengths: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
     """Group rows by number of queries, then split each group so that a batch is padded by at most
     MAX_PADDING keys.
@@ -352,9 +492,8 @@ def _batches_of_similar_length(
     then [1, 2].
     """
     by_query_len: dict[int, list[int]] = defaultdict(list)
-    for row in range(len(lengths)):
-        if starts[row + 1] > starts[row]:
-            by_query_len[starts[row + 1] - starts[row]].append(row)
+    for row in rows:
+        by_query_len[query_lens[row]].append(row)
     for query_len, rows in by_query_len.items():
         most = max(lengths[row] for row in rows) * len(rows)
         if most - sum(lengths[row] for row in rows) <= MAX_PADDING:
@@ -401,15 +540,23 @@ def _attend(
 
 
 class AttentionBackend(NamedTuple):
-    """A pair of functions with the signatures above: one implementation of attention."""
+    """A pair of functions with the signatures above: one implementation of attention. Layers call
+    `store` and `attend`, which take what the functions need from the step's metadata."""
 
     name: str
     store_kv: Callable[..., None]
     paged_attention: Callable[..., Tensor]
     can_be_captured: bool = False  # in a CUDA graph: launches depend on nothing but shapes
-    # What is the same for all layers: (block_table, query_start_loc, seq_lens, block_size, seq_ids,
-    # the last step's plan or None) -> what paged_attention takes as `plan`.
-    make_plan: Callable[..., Any] | None = None
+    # What is the same for all layers: (metadata, block_size, dtype of the cache) -> what both
+    # functions take as `plan`.
+    make_plan: Callable[[AttentionMetadata, int, torch.dtype], Any] | None = None
+
+    def store(
+        self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> None:
+        """store_kv of a layer's new keys and values."""
+        options = {} if metadata.plan is None else {"plan": metadata.plan}
+        self.store_kv(key, value, *kv_cache, metadata.slot_mapping, **options)
 
     def attend(
         self,
@@ -421,7 +568,7 @@ class AttentionBackend(NamedTuple):
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
     ) -> Tensor:
-        """paged_attention, for a layer that has the step's metadata at hand."""
+        """paged_attention of a layer's queries."""
         options = {} if metadata.plan is None else {"plan": metadata.plan}
         return self.paged_attention(
             query,
@@ -437,7 +584,7 @@ class AttentionBackend(NamedTuple):
 
 
 TORCH_BACKEND = AttentionBackend(
-    "torch", store_kv_torch, paged_attention_torch, make_plan=plan_attention_torch
+    "torch", store_kv_torch, paged_attention_torch, make_plan=plan_step_torch
 )
 
 

@@ -18,6 +18,8 @@ vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -178,39 +180,46 @@ class InputBatch:
 
         A row that is about to fork stands there n times, `forks` counting 0 .. n - 1.
         """
+        row_list = rows.tolist()
+        special = [(i, row) for i, row in enumerate(row_list) if row in self.features]
+        temperature = self.temperature[rows]
+        is_greedy = bool((temperature < GREEDY_TEMPERATURE).all())
+        return SamplingBatch(
+            **({} if is_greedy else self._make_filters(rows, forks, temperature)),
+            is_greedy=is_greedy,
+            num_logprobs=tuple(self.num_logprobs[row] for row in row_list),
+            **(self._make_constraints(special) if special else {}),
+        )
+
+    def _make_filters(
+        self, rows: np.ndarray, forks: np.ndarray, temperature: np.ndarray
+    ) -> dict[str, Any]:
+        """What only rows that draw a token at random need."""
         top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
         noise = uniform_noise(self.seeds[rows], self.branches[rows] + forks, self.num_tokens[rows])
-        temperature = self.temperature[rows]
         arrays = {"temperature": temperature, "uniform": noise}
         arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
         arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
         arrays |= {"min_p": min_p} if (min_p > 0).any() else {}
-        tensors = dict(zip(arrays, self.staging.send(*arrays.values()), strict=True))
-        row_list = rows.tolist()
-        special = [(i, row) for i, row in enumerate(row_list) if row in self.features]
-        return SamplingBatch(
-            temperature=tensors["temperature"],
-            top_k=tensors.get("top_k"),
-            top_p=tensors.get("top_p"),
-            min_p=tensors.get("min_p"),
-            uniform=tensors["uniform"],
-            is_greedy=bool((temperature < GREEDY_TEMPERATURE).all()),
-            num_logprobs=tuple(self.num_logprobs[row] for row in row_list),
-            allowed=tuple(
+        return dict(zip(arrays, self.staging.send(*arrays.values()), strict=True))
+
+    def _make_constraints(self, special: list[tuple[int, int]]) -> dict[str, Any]:
+        """What rows with features need. `special`, here and below: (index in the sampling batch,
+        row) of those."""
+        return {
+            "allowed": tuple(
                 (i, tuple(allowed))
                 for i, row in special
                 if (allowed := self.features[row].params.allowed_token_ids) is not None
             ),
-            banned=self._make_banned(special),
-            bias=self._make_bias(special),
-            processors=self._make_processors(special),
-            penalties=self._make_penalties(special),
-        )
+            "banned": self._make_banned(special),
+            "bias": self._make_bias(special),
+            "processors": self._make_processors(special),
+            "penalties": self._make_penalties(special),
+        }
 
     def get_output_token_ids(self, row: int) -> np.ndarray:
         return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
-
-    # `special`: (index in the sampling batch, row) of the rows with features
 
     def _make_banned(self, special: list[tuple[int, int]]) -> TokenRows | None:
         pairs = [

@@ -28,10 +28,11 @@ gpu_model_runner.py, AsyncModelRunnerOutput in vllm/v1/outputs.py (V1).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -136,7 +137,6 @@ class ModelRunner:
             self.latest_token_ids = torch.zeros(
                 config.max_num_seqs, dtype=torch.long, device=self.device
             )
-            self.plan: Any = None  # the last step's, of a backend that makes some
             self.graphs: DecodeGraphs | None = None
             if graph_cls is None and self.device.type == "cuda" and self.backend.can_be_captured:
                 graph_cls = CudaGraph
@@ -199,7 +199,7 @@ class ModelRunner:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
         forgotten = scheduler_output.finished_seq_ids
         if scheduler_output.is_restart:
-            forgotten, self.plan = tuple(self.batch.row_of), None
+            forgotten = tuple(self.batch.row_of)
         for seq_id in forgotten:
             self.batch.forget(seq_id)
         for new in scheduler_output.new_sequences:
@@ -246,27 +246,24 @@ class ModelRunner:
             rows[is_sampled],
             query_start_loc[1:][is_sampled].astype(np.int64) - 1,
         )
-        block_table, plan = tensors[6], None
+        block_table = tensors[6]
         if graph_size is not None:
             self.graph_block_table[: len(rows), :max_blocks] = block_table
             block_table = self.graph_block_table[:graph_size]
-        elif self.backend.make_plan is not None:
-            seq_ids = tuple(item.seq_id for item in scheduled)
-            plan = self.backend.make_plan(
-                block_table, *tensors[4:6], self.block_size, seq_ids, self.plan
-            )
-        self.plan = plan
+        metadata = AttentionMetadata(
+            slot_mapping=tensors[3],
+            block_table=block_table,
+            query_start_loc=tensors[4],
+            seq_lens=tensors[5],
+        )
+        if graph_size is None and self.backend.make_plan is not None:
+            plan = self.backend.make_plan(metadata, self.block_size, self.dtype)
+            metadata = dataclasses.replace(metadata, plan=plan)
         return StepInputs(
             input_ids=tensors[0],
             positions=tensors[1],
             token_rows=tensors[2],
-            metadata=AttentionMetadata(
-                slot_mapping=tensors[3],
-                block_table=block_table,
-                query_start_loc=tensors[4],
-                seq_lens=tensors[5],
-                plan=plan,
-            ),
+            metadata=metadata,
             sampled_rows=tensors[7],
             last_tokens=tensors[8],
             host=HostInputs(

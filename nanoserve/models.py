@@ -177,7 +177,7 @@ class Attention(nn.Module):
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
         q, k = apply_rope(qk, *rope).split(heads[:2], dim=1)
-        self.backend.store_kv(k, v, *kv_cache, metadata.slot_mapping)
+        self.backend.store(k, v, kv_cache, metadata)
         output = self.backend.attend(
             q, kv_cache, metadata, scale=self.scale, sliding_window=spec.sliding_window
         )
@@ -304,7 +304,7 @@ class Model(nn.Module):
     def pack(self) -> None:
         """The weights are filled: bring them into the layout that is multiplied fastest."""
         for module in self.modules():
-            if isinstance(module, Packable | QKNorm):
+            if isinstance(module, Packable | RMSNorm | QKNorm):
                 module.pack()
 
 

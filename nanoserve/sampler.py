@@ -77,13 +77,13 @@ class RowProcessors(NamedTuple):
 class SamplingBatch:
     """One row for each token to be sampled. None or empty where no row uses the feature."""
 
-    temperature: Tensor  # [num_rows] float32
-    top_k: Tensor | None  # [num_rows] int64, vocab_size where off
-    top_p: Tensor | None  # [num_rows] float32
-    min_p: Tensor | None  # [num_rows] float32
-    uniform: Tensor  # [num_rows] float64 in [0, 1): the random number of each row
     num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
-    is_greedy: bool = False  # every row is: known without a look at the device
+    is_greedy: bool = False  # every row is: then temperature, filters and uniform are None
+    temperature: Tensor | None = None  # [num_rows] float32
+    top_k: Tensor | None = None  # [num_rows] int64, vocab_size where off
+    top_p: Tensor | None = None  # [num_rows] float32
+    min_p: Tensor | None = None  # [num_rows] float32
+    uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
     mask: Tensor | None = None  # [num_rows, vocab_size] bool: False forbids (structured output)
     allowed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, allowed_token_ids)
     banned: TokenRows | None = None  # bad words about to be completed, ends before min_tokens
@@ -161,6 +161,7 @@ def choose_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     is_dead = None if logits is raw else ~torch.isfinite(logits.amax(dim=-1))
     token_ids = logits.argmax(dim=-1)
     if not batch.is_greedy:
+        assert batch.temperature is not None and batch.uniform is not None
         is_greedy = batch.temperature < GREEDY_TEMPERATURE
         filtered = apply_temperature(logits, batch.temperature.masked_fill(is_greedy, 1.0))
         if batch.min_p is not None:

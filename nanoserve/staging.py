@@ -64,32 +64,36 @@ class StagingBuffer:
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
         """The same numbers as tensors on the device, of the same dtypes and shapes."""
         start = self._offset
-        places = [self._lay_down(array) for array in arrays]
+        copies = [self._lay_down(array) for array in arrays]
         if self.is_gpu and self._offset > start:
             part = slice(start, self._offset)
             self._on_device[part].copy_(self._hosts[self._turn][part], non_blocking=True)
             self._copied[self._turn].record()
         return [
             torch.from_numpy(np.array(array, order="C")).to(self.device)
-            if place is None
-            else self._view(place, array)
-            for place, array in zip(places, arrays, strict=True)
+            if copy is None
+            else self._find(copy)
+            for array, copy in zip(arrays, copies, strict=True)
         ]
 
-    def _lay_down(self, array: np.ndarray) -> int | None:
-        """Write `array` behind what is there; return where it begins, None if it does not fit."""
+    def _lay_down(self, array: np.ndarray) -> np.ndarray | None:
+        """Write `array` behind what is there; return the copy, None if it does not fit."""
         place, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > len(self._on_device):
+        if end > len(self._views[self._turn]):
             return None
-        flat = np.ascontiguousarray(array).reshape(-1)
-        self._views[self._turn][place : place + array.nbytes] = flat.view(np.uint8)
+        copy = np.ndarray(array.shape, array.dtype, self._views[self._turn], place)
+        copy[...] = array
         self._offset = end
-        return place
+        return copy
 
-    def _view(self, offset: int, array: np.ndarray) -> Tensor:
-        """Where `array` lies on the device, as a tensor like it."""
-        part = self._on_device[offset : offset + array.nbytes]
-        return part.view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+    def _find(self, copy: np.ndarray) -> Tensor:
+        """The same place on the device as a tensor."""
+        tensor = torch.from_numpy(copy)
+        if not self.is_gpu:
+            return tensor
+        place = tensor.data_ptr() - self._hosts[self._turn].data_ptr()
+        part = self._on_device[place : place + tensor.nbytes]
+        return part.view(tensor.dtype).view(tensor.shape)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

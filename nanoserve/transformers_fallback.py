@@ -125,7 +125,7 @@ class Step:
         call, cache, metadata = self.calls[layer], self.kv_caches[layer], self.metadata
         dtype = cache[0].dtype
         key, value = key.to(dtype), value.to(dtype)
-        self.backend.store_kv(key, value, *cache, metadata.slot_mapping)
+        self.backend.store(key, value, cache, metadata)
         output = self.backend.attend(
             query.to(dtype).contiguous(),
             cache,

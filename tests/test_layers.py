@@ -45,6 +45,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype, shape: tuple[int, 
     theirs.weight.data = (torch.randn(48) * 0.3 + 1).to(dtype)
     ours = RMSNorm(48, 1e-5, Build(dtype=dtype))
     ours.weight.copy_(theirs.weight.data)
+    ours.pack()
     x = (torch.randn(shape) * 3).to(dtype)
     output = ours(x)
     assert output.dtype == dtype
@@ -60,6 +61,7 @@ def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
     """The residual stream is an input too; bf16, which makes a copy anyway, would hide it."""
     norm = RMSNorm(16, 1e-6, Build(dtype=dtype))
     norm.weight.fill_(2)
+    norm.pack()
     x = torch.randn(3, 16).to(dtype)
     before = x.clone()
     output = norm(x)
@@ -352,33 +354,34 @@ def test_layers_have_the_dtype_they_are_built_with() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64])
 @pytest.mark.parametrize("bias", [False, True])
-def test_packing_changes_the_layout_and_not_the_product(num_rows: int, bias: bool) -> None:
+@pytest.mark.parametrize("size", [512, 40], ids=["blocks", "transposed"])
+def test_packing_changes_the_layout_and_not_the_product(
+    num_rows: int, bias: bool, size: int
+) -> None:
     """And the weight takes its memory once."""
     torch.manual_seed(0)
-    layer = ColumnParallelLinear(512, {"a": 512, "b": 256}, bias=bias, build=Build())
+    layer = ColumnParallelLinear(size, {"a": 512, "b": 256}, bias=bias, build=Build())
     torch.nn.init.normal_(layer.weight)
     if layer.bias is not None:
         torch.nn.init.normal_(layer.bias)
-    x = torch.randn(num_rows, 512)
+    x = torch.randn(num_rows, size)
     expected = layer(x)
     layer.pack()
     assert layer.packed is not None and layer.weight.numel() == 0
+    assert layer.packed.is_mkldnn == (size == 512 and torch.backends.mkldnn.is_available())
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_packed_and_what_is_not() -> None:
-    """Small matrices, other dtypes and embeddings that are nobody's head stay as they are; one that
-    is looked up as well as multiplied keeps its rows."""
-    small = ColumnParallelLinear(64, {"a": 64}, bias=False, build=Build())
+    """Other dtypes and embeddings that are nobody's head stay as they are; one that is looked up as
+    well as multiplied keeps its rows."""
     other = ColumnParallelLinear(512, {"a": 768}, bias=False, build=Build(dtype=torch.bfloat16))
     embedding, tied = (VocabParallelEmbedding(1024, 512, Build()) for _ in range(2))
     embedding.is_multiplied_by = False
-    for layer in (small, other, embedding, tied):
+    for layer in (other, embedding, tied):
         torch.nn.init.normal_(layer.weight)
         layer.pack()
-    assert [layer.packed is None for layer in (small, other, embedding, tied)] == [True] * 3 + [
-        False
-    ]
+    assert [layer.packed is None for layer in (other, embedding, tied)] == [True, True, False]
     x = torch.randn(3, 512)
     torch.testing.assert_close(tied.compute_logits(x), x @ tied.weight.T, rtol=1e-4, atol=1e-3)
     assert torch.equal(tied(torch.tensor([5])), tied.weight[5:6])
