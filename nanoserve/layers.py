@@ -157,29 +157,25 @@ class Packable(nn.Module):
         8 to 64 rows then take about half the time. A small one transposed: its numbers are read in
         longer runs (one row of 128 by [768, 128], not in the cache: 30 microseconds instead of 57).
 
-        To be called when the weight is filled, and not to be changed any more: `weight` is empty
-        afterwards, so that it takes its memory once (an embedding is looked up, and stays).
+        To be called when the weight is filled, and not to be changed any more: a large `weight` is
+        empty afterwards, so that it takes its memory once (an embedding is looked up, and stays).
         """
         weight = self.weight.detach()
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
-        if not self.is_multiplied_by:
-            return
-        if weight.numel() >= PACKED_SIZE and torch.backends.mkldnn.is_available():
+        if weight.numel() < PACKED_SIZE or not torch.backends.mkldnn.is_available():
+            if not self.is_looked_up:
+                self.weight.data = weight.t().contiguous().t()
+        elif self.is_multiplied_by:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        else:
-            self.packed = weight.t().contiguous()
-        if not self.is_looked_up:
-            self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            if not self.is_looked_up:
+                self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [num_rows, in] -> x W^T + b, [num_rows, out]."""
-        packed = self.packed
-        if packed is None:
+        if self.packed is None:
             return F.linear(x, self.weight, bias)
-        if packed.is_mkldnn:
-            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return x @ packed if bias is None else torch.addmm(bias, x, packed)
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 
 
 class ColumnParallelLinear(Packable):
@@ -328,7 +324,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotary_dim < x.shape[-1]:
         turned = apply_rope(x[..., :rotary_dim], cos, sin)
         return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(rotary_dim // 2, dims=-1), sin)
+    return (x * cos).addcmul_(x.roll(rotary_dim // 2, dims=-1), sin)
 
 
 def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:

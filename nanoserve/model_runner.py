@@ -375,7 +375,7 @@ class ModelRunner:
         sample_rows = rows.repeat(num_samples)
         firsts = num_samples.cumsum() - num_samples  # where each sequence's samples begin
         forks = np.arange(len(sample_rows)) - firsts.repeat(num_samples)
-        logits = self.model.compute_logits(hidden[inputs.last_tokens])
+        logits = self.model.compute_logits(hidden.index_select(0, inputs.last_tokens))
         first_samples: Tensor | slice = slice(None)
         if len(sample_rows) > len(rows):
             repeats, first_samples = self.staging.send(num_samples, firsts)

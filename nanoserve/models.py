@@ -224,8 +224,8 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = x + self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x), metadata)
+        x = self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata).add_(x)
+        return self.mlp(self.post_attention_layernorm(x), metadata).add_(x)
 
 
 class Decoder(nn.Module):

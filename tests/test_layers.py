@@ -358,30 +358,35 @@ def test_layers_have_the_dtype_they_are_built_with() -> None:
 def test_packing_changes_the_layout_and_not_the_product(
     num_rows: int, bias: bool, size: int
 ) -> None:
-    """And the weight takes its memory once."""
+    """And the weight takes its memory once; a small one is the same to look at."""
     torch.manual_seed(0)
     layer = ColumnParallelLinear(size, {"a": 512, "b": 256}, bias=bias, build=Build())
     torch.nn.init.normal_(layer.weight)
     if layer.bias is not None:
         torch.nn.init.normal_(layer.bias)
     x = torch.randn(num_rows, size)
-    expected = layer(x)
+    expected, weight = layer(x), layer.weight.clone()
     layer.pack()
-    assert layer.packed is not None and layer.weight.numel() == 0
-    assert layer.packed.is_mkldnn == (size == 512 and torch.backends.mkldnn.is_available())
+    if size == 512:
+        assert layer.packed is not None and layer.weight.numel() == 0
+    else:
+        assert layer.packed is None and layer.weight.t().is_contiguous()
+        assert torch.equal(layer.weight, weight)
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_packed_and_what_is_not() -> None:
-    """Other dtypes and embeddings that are nobody's head stay as they are; one that is looked up as
-    well as multiplied keeps its rows."""
+    """Small matrices, other dtypes and embeddings that are nobody's head do not go to oneDNN; one
+    that is looked up as well as multiplied keeps its rows."""
+    small = ColumnParallelLinear(64, {"a": 64}, bias=False, build=Build())
     other = ColumnParallelLinear(512, {"a": 768}, bias=False, build=Build(dtype=torch.bfloat16))
     embedding, tied = (VocabParallelEmbedding(1024, 512, Build()) for _ in range(2))
     embedding.is_multiplied_by = False
-    for layer in (other, embedding, tied):
+    for layer in (small, other, embedding, tied):
         torch.nn.init.normal_(layer.weight)
         layer.pack()
-    assert [layer.packed is None for layer in (other, embedding, tied)] == [True, True, False]
+    layers = (small, other, embedding, tied)
+    assert [layer.packed is None for layer in layers] == [True, True, True, False]
     x = torch.randn(3, 512)
     torch.testing.assert_close(tied.compute_logits(x), x @ tied.weight.T, rtol=1e-4, atol=1e-3)
     assert torch.equal(tied(torch.tensor([5])), tied.weight[5:6])
