@@ -234,8 +234,8 @@ class PagedTokens:
         token of seq 0  s  s  .  .  s  .        crow  [0, 3, 5]
         token of seq 1  .  .  s  s  .  .        col   [0, 1, 4, 2, 3]
 
-    Between the two, the softmax wants rows of equal length: the scores are laid into a dense
-    matrix that is -inf elsewhere.
+    Between the two, the softmax wants rows of equal length: block by block, the scores are laid
+    into a dense matrix that is -inf elsewhere.
 
     float32 only, because scores are kept in the dtype of the cache. On a CPU only: elsewhere
     sampled_addmm is another program, with other limits.
@@ -254,7 +254,8 @@ class PagedTokens:
         row_of = np.array(rows).repeat(query_lens)
         offsets = np.arange(len(row_of)) - (query_lens.cumsum() - query_lens).repeat(query_lens)
         ends = np.array([lengths[row] for row in rows])
-        self.num_keys = (ends - query_lens + 1).repeat(query_lens) + offsets  # [num_tokens]
+        num_keys = (ends - query_lens + 1).repeat(query_lens) + offsets
+        self.num_keys = num_keys.astype(np.int32)  # [num_tokens]
         first = np.array([starts[row] for row in rows]).repeat(query_lens)
         self.tokens = torch.from_numpy(first + offsets)
         self.is_in_order = rows == list(range(len(lengths)))
@@ -298,48 +299,70 @@ class PagedTokens:
     def _find_pages(
         self, num_blocks: int, num_heads: int, num_kv_heads: int, sliding_window: int | None
     ) -> _Pages:
-        """Where each head of each token reads. Head h reads key head h // (heads per key head), and
-        the slots of a head lie together in their block: (block * num_kv_heads + head) * block_size
-        + slot."""
-        first = 0 if sliding_window is None else max(0, int(self.num_keys.min()) - sliding_window)
-        position = np.arange(first, int(self.num_keys.max()), dtype=np.int32)
-        is_seen = position < self.num_keys[:, None]  # [num_tokens, keys]
-        if sliding_window is not None:
-            is_seen &= position >= self.num_keys[:, None] - sliding_window
-        head = np.arange(num_heads, dtype=np.int32) // (num_heads // num_kv_heads)
-        blocks = self.blocks[:, position // self.block_size] * num_kv_heads
-        rows = (blocks[:, None] + head[:, None]) * self.block_size + position % self.block_size
-        col, places, dense = torch.from_numpy(rows.ravel()), None, None
-        if not is_seen.all():
-            is_seen = np.broadcast_to(is_seen[:, None], rows.shape)
-            places = torch.from_numpy(is_seen.ravel().nonzero()[0])
-            col = col.index_select(0, places)
-            dense = torch.full((len(self.tokens) * num_heads, len(position)), -torch.inf)
-        ends = np.minimum(self.num_keys, sliding_window or self.num_keys).repeat(num_heads).cumsum()
-        crow = torch.from_numpy(np.append(0, ends).astype(np.int32))
-        size = (len(crow) - 1, num_blocks * num_kv_heads * self.block_size)
+        """Where each head of each token reads.
+
+        Head h reads key head h // (heads per key head), and the slots of a head lie together in
+        their block: row (block * num_kv_heads + head) * block_size + slot. Whole blocks are read:
+        what a token does not see of its first or last one is a repetition of what it does see,
+        because the unused slots hold anything, and is -inf in the softmax.
+        """
+        size, ends = self.block_size, self.num_keys[:, None]  # [num_tokens, 1]
+        begins = np.maximum(ends - (sliding_window or ends), 0)
+        first, last = int(begins.min()), int(ends.max())
+        is_even = bool((begins == first).all() and (ends == last).all())
+        if not is_even:
+            first, last = first // size * size, -(-last // size) * size
+        position = np.arange(first, last, dtype=np.int32)
+        seen = np.minimum(np.maximum(position, begins), ends - 1)  # [num_tokens, keys]
+        slots = self.blocks[:, position // size] * (num_kv_heads * size) + seen
+        slots -= position // size * size
+        head = np.arange(num_heads, dtype=np.int32) // (num_heads // num_kv_heads) * size
+        col = torch.from_numpy(slots[:, None] + head[:, None]).flatten()
+        lengths, places, unseen, dense = np.full(len(seen), len(position)), None, None, None
+        if not is_even:
+            block = position[::size]
+            is_read = (block < ends) & (block + size > begins)  # [num_tokens, blocks]
+            lengths = is_read.sum(1) * size
+            places = torch.from_numpy(is_read[:, None].repeat(num_heads, 1).ravel().nonzero()[0])
+            col = col.view(-1, size).index_select(0, places).flatten()
+            # What is repeated, behind the scores of the tokens and heads before it.
+            token, key = ((seen != position) & is_read.repeat(size, 1)).nonzero()
+            key -= is_read.argmax(1)[token] * size
+            key += (lengths.cumsum() - lengths)[token] * num_heads
+            unseen = torch.from_numpy(
+                key + np.arange(num_heads)[:, None] * lengths[token]
+            ).flatten()
+            dense = torch.full((len(seen) * num_heads, len(position)), -torch.inf)
+        crow = np.append(0, lengths.repeat(num_heads).cumsum()).astype(np.int32)
+        pattern = torch.from_numpy(crow), col
+        shape = (len(crow) - 1, num_blocks * num_kv_heads * size)
         values = torch.empty(len(col))
-        scores = torch.sparse_csr_tensor(crow, col, values, size, check_invariants=False)
-        return _Pages(crow, col, scores, places, dense)
+        scores = torch.sparse_csr_tensor(*pattern, values, shape, check_invariants=False)
+        return _Pages(*pattern, scores, places, unseen, dense)
 
 
 class _Pages(NamedTuple):
-    """The pattern of one step's scores, [num_tokens * num_heads, rows of the cache]."""
+    """The pattern of one step's scores, [num_tokens * num_heads, rows of the cache]. The last three
+    are None if all rows are of equal length and all seen."""
 
     crow: Tensor  # [num_tokens * num_heads + 1] int32
     col: Tensor  # [num_scores] int32
     scores: Tensor  # sparse CSR
-    places: Tensor | None  # [num_scores] int64: the same scores in `dense`, flat
+    places: Tensor | None  # [num_scores / block_size] int64: these blocks' scores in `dense`
+    unseen: Tensor | None  # int64: which of the scores are of keys that are repeated
     dense: Tensor | None  # [num_tokens * num_heads, keys]: -inf where there is no score
 
     def softmax(self, scores: Tensor, logits_soft_cap: float | None) -> Tensor:
-        """Of each row's scores; [num_scores], flat, as given. No `places`: rows of equal length."""
+        """Of each row's scores; [num_scores], flat, as given."""
         if logits_soft_cap is not None:
             scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        if self.places is None or self.dense is None:
+        if self.places is None or self.dense is None or self.unseen is None:
             return scores.view(len(self.crow) - 1, -1).softmax(-1).view(-1)
-        self.dense.view(-1).index_copy_(0, self.places, scores)
-        return self.dense.softmax(-1).view(-1).index_select(0, self.places)
+        num_blocks = len(self.places)
+        blocks = self.dense.view(-1, len(scores) // num_blocks)
+        scores = scores.index_fill(0, self.unseen, -torch.inf).view(num_blocks, -1)
+        blocks.index_copy_(0, self.places, scores)
+        return self.dense.softmax(-1).view_as(blocks).index_select(0, self.places).view(-1)
 
 
 with warnings.catch_warnings():  # PyTorch says once that sparse CSR tensors are in beta state
