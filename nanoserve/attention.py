@@ -175,7 +175,7 @@ def paged_attention_torch(
             query, key_cache, value_cache, scale, sliding_window, logits_soft_cap
         )
         for tokens, rows in attended:
-            if len(tokens) == len(query) and part.is_in_order:  # the most common case
+            if tokens.shape[0] == query.shape[0] and part.is_in_order:  # the most common case
                 return rows
             output.index_copy_(0, tokens, rows)
     return output
@@ -279,7 +279,7 @@ class PagedTokens:
         pages = self._pages.get(name)
         if pages is None:
             pages = self._pages[name] = self._find_pages(*name)
-        if len(self.tokens) < len(query):
+        if self.tokens.shape[0] < query.shape[0]:
             query = query.index_select(0, self.tokens)
         keys, values = as_rows(key_cache), as_rows(value_cache)
         scores = pages.scores
@@ -360,7 +360,7 @@ class _Pages(NamedTuple):
             return scores.view(len(self.crow) - 1, -1).softmax(-1).view(-1)
         num_blocks = len(self.places)
         blocks = self.dense.view(-1, len(scores) // num_blocks)
-        scores = scores.index_fill(0, self.unseen, -torch.inf).view(num_blocks, -1)
+        scores = scores.index_fill_(0, self.unseen, -torch.inf).view(num_blocks, -1)
         blocks.index_copy_(0, self.places, scores)
         return self.dense.softmax(-1).view_as(blocks).index_select(0, self.places).view(-1)
 

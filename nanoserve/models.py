@@ -173,10 +173,10 @@ class Attention(nn.Module):
         spec = self.kv_cache_spec
         heads = (self.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         qkv = self.qkv_proj(x, metadata).view(-1, sum(heads), spec.key_dim)
-        qk, v = qkv[:, : -heads[2]], qkv[:, -heads[2] :]  # [num_tokens, heads, head_dim]
+        qk, v = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        q, k = apply_rope(qk, *rope).split(heads[:2], dim=1)
+        q, k = apply_rope(qk, *rope).split_with_sizes(heads[:2], dim=1)
         self.backend.store(k, v, kv_cache, metadata)
         output = self.backend.attend(
             q, kv_cache, metadata, scale=self.scale, sliding_window=spec.sliding_window
