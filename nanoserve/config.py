@@ -24,6 +24,9 @@ from typing import Any
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# On a CPU a step of 8192 tokens has activations so large that each is new memory from the system,
+# and making its pages took up to a quarter of the step's time.
+DEFAULT_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -37,7 +40,7 @@ class EngineConfig:
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int | None = None  # sequences in one step at most; None: 256
-    max_num_batched_tokens: int | None = None  # token budget of one step; None: 8192
+    max_num_batched_tokens: int | None = None  # token budget of one step; None: DEFAULT_BUDGET
     tensor_parallel_size: int = 1  # ranks (processes, GPUs) among which each layer is divided
     block_size: int = 16  # tokens in one KV block
     num_kv_blocks: int | None = None  # KV blocks; None: as many as the memory below holds
@@ -106,7 +109,8 @@ class EngineConfig:
                 f"max_model_len is {max_model_len}, but {model.path.name} was made for at most "
                 f"{model.max_model_len} tokens. Ask for that or less."
             )
-        budget = self.max_num_batched_tokens or max(8192, self.max_num_seqs or 0)
+        default = DEFAULT_BUDGET["cpu" if self.device == "cpu" else "cuda"]
+        budget = self.max_num_batched_tokens or max(default, self.max_num_seqs or 0)
         if not self.enable_chunked_prefill:
             if self.max_num_batched_tokens and budget < max_model_len:
                 raise ValueError(

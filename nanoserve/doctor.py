@@ -213,7 +213,7 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
         architecture = model_config.architecture
         report.add("", f"{name}: {architecture} runs through transformers; its size is not known")
         return
-    config = EngineConfig().resolve(model_config)
+    config = EngineConfig(device=device.type).resolve(model_config)
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     dtype = choose_dtype("auto", model_config.dtype, device)
     build = Build(dtype=dtype, device=torch.device("meta"), attention=choose_backend("torch"))

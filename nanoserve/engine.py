@@ -83,7 +83,7 @@ class LLMEngine:
         """
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        self.config = config.resolve(self.model_config)
+        self.config = _with_device(config).resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
@@ -471,3 +471,10 @@ def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
     from nanoserve.executor import MultiprocExecutor, UniprocExecutor
 
     return UniprocExecutor if tensor_parallel_size == 1 else MultiprocExecutor
+
+
+def _with_device(config: EngineConfig) -> EngineConfig:
+    """The same, for the same reason."""
+    from nanoserve.executor import with_device
+
+    return with_device(config)

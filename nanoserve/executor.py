@@ -43,7 +43,7 @@ import torch.distributed as dist
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.layers import Build
-from nanoserve.model_runner import ModelRunner, PendingOutput
+from nanoserve.model_runner import ModelRunner, PendingOutput, choose_device
 from nanoserve.models import ModelRegistry, build_model
 from nanoserve.parallel import ParallelState, RankError, connect
 from nanoserve.ranks import GRACE, StartedRanks, TorchrunRanks
@@ -51,6 +51,11 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import ModelOutput, RequestError, SchedulerOutput
 
 Result = TypeVar("Result")
+
+
+def with_device(config: EngineConfig) -> EngineConfig:
+    """`config` with the device that "auto" stands for here."""
+    return replace(config, device=str(choose_device(config.device)))
 
 
 class UniprocExecutor:

@@ -75,11 +75,13 @@ class RMSNorm(nn.Module):
         self.norm = RootMeanSquare(size, eps, build)
 
     def pack(self) -> None:
-        """The weight is filled."""
+        """The weight is filled, and will not be changed any more. (Or else at the first call.)"""
         self.norm.set_weight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
+        if self.norm.weight is None:
+            self.pack()
         return self.norm(x)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
@@ -98,6 +100,7 @@ class RootMeanSquare:
         self.size, self.eps = size, eps
         self.is_by_length = build.device.type == "cpu" and build.dtype == torch.float32
         self.other_side = torch.tensor(math.sqrt(size * eps))
+        self.weight: Tensor | None = None
 
     def set_weight(self, weight: Tensor) -> None:
         """Before the first call."""
@@ -105,6 +108,7 @@ class RootMeanSquare:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
+        assert self.weight is not None, "set_weight was not called"
         if self.is_by_length:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             return (x / length.hypot_(self.other_side)).mul_(self.weight)
@@ -130,6 +134,8 @@ class QKNorm(nn.Module):
 
     def forward(self, qk: Tensor) -> Tensor:
         """[num_tokens, num_heads + num_kv_heads, head_dim] -> the same."""
+        if self.norm.weight is None:
+            self.pack()
         return self.norm(qk)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:

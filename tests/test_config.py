@@ -135,14 +135,17 @@ def limits(config: EngineConfig) -> tuple[int | None, int | None, int | None]:
         ({"max_num_batched_tokens": 10, "max_num_seqs": 3}, (1024, 3, 10)),
         ({"max_num_seqs": 20_000}, (1024, 20_000, 20_000)),
         ({"enable_chunked_prefill": False}, (1024, 256, 8192)),
+        ({"device": "cpu"}, (1024, 256, 2048)),
+        ({"device": "cpu", "max_num_seqs": 3000}, (1024, 3000, 3000)),
+        ({"device": "cpu", "max_num_batched_tokens": 5000}, (1024, 256, 5000)),
         ({"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}, (1024, 256, 1024)),
     ],
 )
 def test_resolve_makes_numbers(
     given: dict[str, Any], expected: tuple[int | None, int | None, int | None]
 ) -> None:
-    """max_model_len from the model; 256 sequences and 8192 tokens unless the other says less or
-    more; and the config itself stays as it was."""
+    """max_model_len from the model; 256 sequences and 8192 tokens (a CPU: 2048) unless the other
+    says less or more; and the config itself stays as it was."""
     config = EngineConfig(**given)
     resolved = config.resolve(make_model_config(max_model_len=1024))
     assert limits(resolved) == expected
