@@ -28,7 +28,6 @@ gpu_model_runner.py, AsyncModelRunnerOutput in vllm/v1/outputs.py (V1).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -256,9 +255,8 @@ class ModelRunner:
             query_start_loc=tensors[4],
             seq_lens=tensors[5],
         )
-        if graph_size is None and self.backend.make_plan is not None:
-            plan = self.backend.make_plan(metadata, self.block_size, self.dtype)
-            metadata = dataclasses.replace(metadata, plan=plan)
+        if graph_size is None:
+            metadata = self.backend.plan_step(metadata, self.block_size, self.dtype)
         return StepInputs(
             input_ids=tensors[0],
             positions=tensors[1],

@@ -27,7 +27,8 @@ CONTROL_PLANE: dict[str, set[str]] = {
     "processor": {"config", "sampling_params", "sequence"},
 }
 DATA_PLANE: dict[str, set[str]] = {
-    "attention": {"attention_triton"},
+    "attention": {"attention_torch", "attention_triton"},
+    "attention_torch": set(),
     "attention_triton": set(),
     "parallel": set(),
     "layers": {"attention", "parallel"},

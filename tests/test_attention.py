@@ -25,13 +25,14 @@ from nanoserve.attention import (
     TORCH_BACKEND,
     AttentionBackend,
     AttentionMetadata,
-    GatheredBatch,
     KVCacheSpec,
-    PagedTokens,
     choose_backend,
+)
+from nanoserve.attention_torch import (
+    GatheredBatch,
+    PagedTokens,
     divide_step,
     paged_attention_torch,
-    plan_step_torch,
     store_kv_torch,
 )
 
@@ -295,7 +296,7 @@ def test_one_plan_serves_layers_of_all_kinds(data: st.DataObject) -> None:
         query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
         seq_lens=torch.tensor(lengths).int(),
     )
-    metadata = replace(metadata, plan=plan_step_torch(metadata, block_size, torch.float32))
+    metadata = TORCH_BACKEND.plan_step(metadata, block_size, torch.float32)
     for _ in range(4):
         num_kv_heads, group = data.draw(st.sampled_from([(1, 1), (2, 2), (1, 4)]))
         options: dict[str, Any] = {
@@ -339,7 +340,7 @@ def test_a_layer_of_infinite_scores_leaves_nothing_for_the_next() -> None:
     )
     query = torch.randn(2, 1, 4)
     expected = TORCH_BACKEND.attend(query, caches, metadata, scale=1.0)
-    metadata = replace(metadata, plan=plan_step_torch(metadata, 4, torch.float32))
+    metadata = TORCH_BACKEND.plan_step(metadata, 4, torch.float32)
     assert TORCH_BACKEND.attend(query, (wild, caches[1]), metadata, scale=1.0).isnan().all()
     assert torch.equal(TORCH_BACKEND.attend(query, caches, metadata, scale=1.0), expected)
 
@@ -347,7 +348,7 @@ def test_a_layer_of_infinite_scores_leaves_nothing_for_the_next() -> None:
 def test_pytorch_says_nothing_of_its_beta_state() -> None:
     """Nor does it in a fresh process, whose first sparse tensor this is."""
     code = (
-        "import torch; from nanoserve.attention import *; "
+        "import torch; from nanoserve.attention import *; from nanoserve.attention_torch import *; "
         "c = KVCacheSpec(1, 4, 4).allocate(2, 4, torch.float32, torch.device('cpu')); "
         "t = torch.tensor([[0]]).int(), torch.tensor([0, 1]).int(), torch.tensor([3]).int(); "
         "print(paged_attention_torch(torch.ones(1, 1, 4), *c, *t, scale=1.0).tolist())"
