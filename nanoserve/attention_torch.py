@@ -212,7 +212,7 @@ class PagedTokens:
         name = (len(key_cache), num_heads, num_kv_heads, sliding_window)
         pages = self._pages.get(name)
         if pages is None:
-            pages = self._pages[name] = self._find_pages(*name)
+            pages = self._pages[name] = self.find_pages(*name)
         if self.tokens.shape[0] < query.shape[0]:
             query = query.index_select(0, self.tokens)
         keys, values = as_rows(key_cache), as_rows(value_cache)
@@ -230,7 +230,7 @@ class PagedTokens:
         )
         yield self.tokens, output.view(len(query), num_heads, -1)
 
-    def _find_pages(
+    def find_pages(
         self, num_blocks: int, num_heads: int, num_kv_heads: int, sliding_window: int | None
     ) -> _Pages:
         """Where each head of each token reads.
@@ -243,7 +243,7 @@ class PagedTokens:
         size, ends = self.block_size, self.num_keys[:, None]  # [num_tokens, 1]
         begins = np.maximum(ends - (sliding_window or ends), 0)
         first, last = int(begins.min()), int(ends.max())
-        is_even = bool((begins == first).all() and (ends == last).all())
+        is_even = bool((ends == last).all())
         if not is_even:
             first, last = first // size * size, -(-last // size) * size
         position = np.arange(first, last, dtype=np.int32)
@@ -266,18 +266,28 @@ class PagedTokens:
             unseen = torch.from_numpy(
                 key + np.arange(num_heads)[:, None] * lengths[token]
             ).flatten()
-            dense = torch.full((len(seen) * num_heads, len(position)), -torch.inf)
-        crow = np.append(0, lengths.repeat(num_heads).cumsum()).astype(np.int32)
-        pattern = torch.from_numpy(crow), col
+            dense = torch.full(
+                (len(seen) * num_heads, len(position)),
+                -torch.inf,
+                dtype=torch.float32,
+                device="cpu",
+            )
+        crow = np.append(0, lengths.repeat(num_heads).cumsum())
         shape = (len(crow) - 1, num_blocks * num_kv_heads * size)
-        values = torch.empty(len(col))
+        if max(shape[1], crow[-1]) >= 2**31:
+            raise ValueError(
+                f"attention over a cache of {shape[1]} keys a layer, with {crow[-1]} scores in one "
+                "step, is more than 32-bit indices tell apart. Lower num_kv_blocks or max_num_seqs."
+            )
+        pattern = torch.from_numpy(crow.astype(np.int32)), col
+        values = torch.empty(len(col), dtype=torch.float32, device="cpu")
         scores = torch.sparse_csr_tensor(*pattern, values, shape, check_invariants=False)
         return _Pages(*pattern, scores, places, unseen, dense)
 
 
 class _Pages(NamedTuple):
     """The pattern of one step's scores, [num_tokens * num_heads, rows of the cache]. The last three
-    are None if all rows are of equal length and all seen."""
+    are None if all tokens see equally many keys, at the same positions."""
 
     crow: Tensor  # [num_tokens * num_heads + 1] int32
     col: Tensor  # [num_scores] int32
@@ -301,12 +311,13 @@ class _Pages(NamedTuple):
 
 with warnings.catch_warnings():  # PyTorch says once that sparse CSR tensors are in beta state
     warnings.simplefilter("ignore", UserWarning)
-    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32)
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float32, device="cpu")
 
 
 def as_rows(cache: Tensor) -> Tensor:
     """A cache [num_blocks, block_size, num_kv_heads, dim] as its vectors, in the order in which
-    KVCacheSpec.allocate has them in memory: [num_blocks * num_kv_heads * block_size, dim]."""
+    KVCacheSpec.allocate has them in memory (one that is laid out otherwise is copied):
+    [num_blocks * num_kv_heads * block_size, dim]."""
     return cache.transpose(1, 2).flatten(0, 2)
 
 

@@ -40,7 +40,7 @@ class EngineConfig:
     device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
     max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
     max_num_seqs: int | None = None  # sequences in one step at most; None: 256
-    max_num_batched_tokens: int | None = None  # token budget of one step; None: DEFAULT_BUDGET
+    max_num_batched_tokens: int | None = None  # token budget of one step; None: see resolve
     tensor_parallel_size: int = 1  # ranks (processes, GPUs) among which each layer is divided
     block_size: int = 16  # tokens in one KV block
     num_kv_blocks: int | None = None  # KV blocks; None: as many as the memory below holds
@@ -102,7 +102,8 @@ class EngineConfig:
             )
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
-        """A new config in which max_model_len, max_num_seqs and the budget are numbers."""
+        """A new config in which max_model_len, max_num_seqs and the budget are numbers. A `device`
+        of "auto" counts as a GPU: the engine asks when it knows."""
         max_model_len = self.max_model_len or model.max_model_len
         if max_model_len > model.max_model_len:
             raise ValueError(

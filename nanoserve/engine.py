@@ -474,7 +474,7 @@ def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
 
 
 def _with_device(config: EngineConfig) -> EngineConfig:
-    """The same, for the same reason."""
+    """`config` with the device that "auto" stands for; imported here because it imports torch."""
     from nanoserve.executor import with_device
 
     return with_device(config)

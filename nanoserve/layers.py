@@ -99,7 +99,8 @@ class RootMeanSquare:
     def __init__(self, size: int, eps: float, build: Build) -> None:
         self.size, self.eps = size, eps
         self.is_by_length = build.device.type == "cpu" and build.dtype == torch.float32
-        self.other_side = torch.tensor(math.sqrt(size * eps))
+        side = math.sqrt(size * eps)
+        self.other_side = torch.tensor(side, dtype=build.dtype, device=build.device)
         self.weight: Tensor | None = None
 
     def set_weight(self, weight: Tensor) -> None:
@@ -169,10 +170,10 @@ class Packable(nn.Module):
         weight = self.weight.detach()
         if weight.device.type != "cpu" or weight.dtype != torch.float32:
             return
-        if weight.numel() < PACKED_SIZE or not torch.backends.mkldnn.is_available():
+        if weight.numel() < PACKED_SIZE:
             if not self.is_looked_up:
                 self.weight.data = weight.t().contiguous().t()
-        elif self.is_multiplied_by:
+        elif self.is_multiplied_by and torch.backends.mkldnn.is_available():
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
             if not self.is_looked_up:
                 self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)

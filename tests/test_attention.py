@@ -31,6 +31,7 @@ from nanoserve.attention import (
 from nanoserve.attention_torch import (
     GatheredBatch,
     PagedTokens,
+    as_rows,
     divide_step,
     paged_attention_torch,
     store_kv_torch,
@@ -343,6 +344,35 @@ def test_a_layer_of_infinite_scores_leaves_nothing_for_the_next() -> None:
     metadata = TORCH_BACKEND.plan_step(metadata, 4, torch.float32)
     assert TORCH_BACKEND.attend(query, (wild, caches[1]), metadata, scale=1.0).isnan().all()
     assert torch.equal(TORCH_BACKEND.attend(query, caches, metadata, scale=1.0), expected)
+
+
+def test_no_page_is_copied() -> None:
+    """A cache as it is allocated is a table of vectors as it lies there."""
+    for cache in KVCacheSpec(3, 8, 4).allocate(5, 4, torch.float32, torch.device("cpu")):
+        rows = as_rows(cache)
+        assert rows.shape == (5 * 3 * 4, cache.shape[-1])
+        assert rows.data_ptr() == cache.data_ptr()
+        rows[(2 * 3 + 1) * 4 + 3] = 7  # block 2, head 1, slot 3
+        assert cache[2, 3, 1].eq(7).all()
+
+
+def test_a_process_of_other_defaults_gets_the_same() -> None:
+    shape = Shape(seqs=((1, 9), (1, 4), (6, 6)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_as_defined(shape)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_more_keys_than_32_bits_tell_apart_are_refused() -> None:
+    """Rather than read from elsewhere. (The cache is one number, repeated: it takes no memory.)"""
+    cache = torch.zeros(1).expand(2**28, 8, 1, 1)
+    tables = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.tensor([3]).int()
+    [tokens] = divide_step(*tables, 8, torch.float32)
+    assert isinstance(tokens, PagedTokens)
+    with pytest.raises(ValueError, match=r"32-bit.*num_kv_blocks"):
+        tokens.find_pages(len(cache), 1, 1, None)
 
 
 def test_pytorch_says_nothing_of_its_beta_state() -> None:

@@ -379,3 +379,17 @@ def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:
     known.append_token(known.row_of[0], 9)
     in_flight.append_placeholders(np.array([in_flight.row_of[0]]))
     assert sampling_of(known, 0).uniform.tolist() == sampling_of(in_flight, 0).uniform.tolist()
+
+
+def test_a_batch_that_is_greedy_sends_nothing() -> None:
+    """What only a random draw needs is neither computed nor sent; one row that draws needs it."""
+    batch = make_batch()
+    for seq_id, temperature in ((1, 0.0), (2, 0.0), (3, 0.7)):
+        batch.add(new(seq_id, [5], SamplingParams(temperature=temperature, top_k=3)))
+    greedy = sampling_of(batch, 1, 2)
+    assert greedy.is_greedy
+    assert greedy.temperature is greedy.uniform is greedy.top_k is None
+    mixed = sampling_of(batch, 1, 2, 3)
+    assert not mixed.is_greedy
+    assert mixed.temperature is not None and len(mixed.temperature) == 3
+    assert mixed.uniform is not None and mixed.top_k is not None
