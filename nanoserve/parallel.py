@@ -149,6 +149,12 @@ class ParallelState:
         self._run("control", tensor, lambda: self.control.allreduce([tensor], options))
         return int(tensor)
 
+    def leave(self) -> None:
+        """Say nothing more. Waits for the groups' threads: one that lets go of its last tensor when
+        Python has ended would abort the process."""
+        object.__setattr__(self, "group", None)
+        object.__setattr__(self, "control", None)
+
     def _share(self, tensor: Tensor) -> Tensor:
         """Rank 0's bytes on every rank, over the control group."""
         self._run("control", tensor, lambda: self.control.broadcast([tensor], _from_rank_0()))

@@ -284,3 +284,4 @@ def say_goodbye(parallel: ParallelState, whole: dist.Store) -> None:
     with contextlib.suppress(RuntimeError):
         whole.add("open", -1)
         parallel.send(None)
+    parallel.leave()
