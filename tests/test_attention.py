@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from nanoserve.attention import (
     AttentionMetadata,
     KVCacheSpec,
     choose_backend,
+    zeros_on_demand,
 )
 from nanoserve.attention_torch import (
     GatheredBatch,
@@ -354,6 +357,27 @@ def test_no_page_is_copied() -> None:
         assert rows.data_ptr() == cache.data_ptr()
         rows[(2 * 3 + 1) * 4 + 3] = 7  # block 2, head 1, slot 3
         assert cache[2, 3, 1].eq(7).all()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux's /proc")
+def test_a_cache_takes_up_room_once_it_is_written() -> None:
+    """And a forked process writes to memory of its own."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = zeros_on_demand((64, 2**18), torch.float32, torch.device("cpu"))  # 64 MiB
+    assert resident() - before < 2**23
+    assert not cache[:32].any()
+    cache[32:] = 1
+    assert resident() - before > 2**24
+    child = os.fork()
+    if not child:
+        cache[40] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert cache[32:].eq(1).all()
 
 
 def test_a_process_of_other_defaults_gets_the_same() -> None:
