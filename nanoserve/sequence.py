@@ -151,8 +151,9 @@ class Sequence:
         """True if a step in flight brings what decides about this sequence's next step: perhaps its
         last token, or one it awaits."""
         num_promised = self.num_output_placeholders
-        is_last = self.num_output_tokens + num_promised >= self.max_tokens
-        return bool(num_promised) and (is_last or self.awaits_output)
+        if not num_promised:
+            return False
+        return self.num_output_tokens + num_promised >= self.max_tokens or self.awaits_output
 
     def is_ready(self) -> bool:
         """False while something must come first (a grammar compiling, KV still loading; or a token
