@@ -299,7 +299,7 @@ class _Pages(NamedTuple):
     def softmax(self, scores: Tensor, logits_soft_cap: float | None) -> Tensor:
         """Of each row's scores; [num_scores], flat, as given."""
         if logits_soft_cap is not None:
-            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+            scores = _cap(scores, logits_soft_cap)
         if self.places is None or self.dense is None or self.unseen is None:
             return scores.view(len(self.crow) - 1, -1).softmax(-1).view(-1)
         num_blocks = len(self.places)
@@ -499,9 +499,13 @@ def _attend(
     if logits_soft_cap is None:
         output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
     else:
-        scores = query @ keys.transpose(2, 3) * scale
-        scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
+        scores = _cap(query @ keys.transpose(2, 3) * scale, logits_soft_cap)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         output = scores.float().softmax(-1).to(values.dtype) @ values
     return output.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _cap(scores: Tensor, logits_soft_cap: float) -> Tensor:
+    """Bring scores smoothly between -cap and cap."""
+    return logits_soft_cap * torch.tanh(scores / logits_soft_cap)

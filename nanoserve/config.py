@@ -26,7 +26,7 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # On a CPU a step of 8192 tokens has activations so large that each is new memory from the system,
 # and making its pages took up to a quarter of the step's time.
-DEFAULT_BUDGET = {"cpu": 2048, "cuda": 8192}  # tokens
+GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -110,7 +110,7 @@ class EngineConfig:
                 f"max_model_len is {max_model_len}, but {model.path.name} was made for at most "
                 f"{model.max_model_len} tokens. Ask for that or less."
             )
-        default = DEFAULT_BUDGET["cpu" if self.device == "cpu" else "cuda"]
+        default = CPU_BUDGET if self.device == "cpu" else GPU_BUDGET
         budget = self.max_num_batched_tokens or max(default, self.max_num_seqs or 0)
         if not self.enable_chunked_prefill:
             if self.max_num_batched_tokens and budget < max_model_len:

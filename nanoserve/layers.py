@@ -63,33 +63,11 @@ class Shard(NamedTuple):
         return tuple(whole)
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
+class Norm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; what the
+    weight is, a subclass says in `pack`.
 
     Out of place: the residual stream is also an input, and must survive. arXiv 1910.07467.
-    """
-
-    def __init__(self, size: int, eps: float, build: Build) -> None:
-        super().__init__()
-        self.weight = build.empty(size)
-        self.norm = RootMeanSquare(size, eps, build)
-
-    def pack(self) -> None:
-        """The weight is filled, and will not be changed any more. (Or else at the first call.)"""
-        self.norm.set_weight(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        if self.norm.weight is None:
-            self.pack()
-        return self.norm(x)
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
-
-
-class RootMeanSquare:
-    """The computation of RMSNorm. Its weight is [size], or what broadcasts to x.
 
     torch's rms_norm is a dozen calls on a CPU. With the length |x| of a row it is four: sqrt(mean +
     eps) is sqrt(|x|^2 + size * eps) / sqrt(size), a right triangle's hypotenuse, and sqrt(size) can
@@ -97,47 +75,64 @@ class RootMeanSquare:
     """
 
     def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__()
         self.size, self.eps = size, eps
         self.is_by_length = build.device.type == "cpu" and build.dtype == torch.float32
         side = math.sqrt(size * eps)
         self.other_side = torch.tensor(side, dtype=build.dtype, device=build.device)
-        self.weight: Tensor | None = None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """The weights are filled, and will not be changed any more: call set_weight. (Or else at
+        the first call.)"""
+        raise NotImplementedError
 
     def set_weight(self, weight: Tensor) -> None:
-        """Before the first call."""
-        self.weight = weight.detach() * math.sqrt(self.size) if self.is_by_length else weight
+        """[size], or what broadcasts to x."""
+        weight = weight.detach()
+        self.packed = weight * math.sqrt(self.size) if self.is_by_length else weight
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        assert self.weight is not None, "set_weight was not called"
+        if self.packed is None:
+            self.pack()
+        assert self.packed is not None, "pack() calls set_weight"
         if self.is_by_length:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x / length.hypot_(self.other_side)).mul_(self.weight)
-        return self.weight * F.rms_norm(x.float(), (self.size,), eps=self.eps).to(x.dtype)
+            return (x / length.hypot_(self.other_side)).mul_(self.packed)
+        return self.packed * F.rms_norm(x.float(), (self.size,), eps=self.eps).to(x.dtype)
 
 
-class QKNorm(nn.Module):
-    """RMSNorm on each head of queries and keys, which stand side by side: one call for both."""
+class RMSNorm(Norm):
+    """With a weight [size]."""
+
+    def __init__(self, size: int, eps: float, build: Build) -> None:
+        super().__init__(size, eps, build)
+        self.weight = build.empty(size)
+
+    def pack(self) -> None:
+        self.set_weight(self.weight)
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
+
+
+class QKNorm(Norm):
+    """On each head of queries and keys, which stand side by side: one call for both, of
+    [num_tokens, num_heads + num_kv_heads, head_dim]."""
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, build: Build
     ) -> None:
-        super().__init__()
+        super().__init__(head_dim, eps, build)
         self.q_weight, self.k_weight = build.empty(head_dim), build.empty(head_dim)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.norm = RootMeanSquare(head_dim, eps, build)
 
     def pack(self) -> None:
-        """The weights are filled: lay out a row for each head, [num_heads + num_kv_heads, dim]."""
+        """A row for each head."""
         queries = self.q_weight.expand(self.num_heads, -1)
         keys = self.k_weight.expand(self.num_kv_heads, -1)
-        self.norm.set_weight(torch.cat((queries, keys)))
-
-    def forward(self, qk: Tensor) -> Tensor:
-        """[num_tokens, num_heads + num_kv_heads, head_dim] -> the same."""
-        if self.norm.weight is None:
-            self.pack()
-        return self.norm(qk)
+        self.set_weight(torch.cat((queries, keys)))
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         parent, _, _ = name.rpartition(".")

@@ -33,6 +33,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.layers import (
     Build,
     ColumnParallelLinear,
+    Norm,
     Packable,
     QKNorm,
     RMSNorm,
@@ -304,7 +305,7 @@ class Model(nn.Module):
     def pack(self) -> None:
         """The weights are filled: bring them into the layout that is multiplied fastest."""
         for module in self.modules():
-            if isinstance(module, Packable | RMSNorm | QKNorm):
+            if isinstance(module, Packable | Norm):
                 module.pack()
 
 

@@ -72,26 +72,25 @@ class StagingBuffer:
         return [
             torch.from_numpy(np.array(array, order="C")).to(self.device)
             if copy is None
-            else self._find(copy)
+            else self._find(*copy)
             for array, copy in zip(arrays, copies, strict=True)
         ]
 
-    def _lay_down(self, array: np.ndarray) -> np.ndarray | None:
-        """Write `array` behind what is there; return the copy, None if it does not fit."""
+    def _lay_down(self, array: np.ndarray) -> tuple[int, np.ndarray] | None:
+        """Write `array` behind what is there; return where, and the copy. None: no room."""
         place, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         if end > len(self._views[self._turn]):
             return None
         copy = np.ndarray(array.shape, array.dtype, self._views[self._turn], place)
         copy[...] = array
         self._offset = end
-        return copy
+        return place, copy
 
-    def _find(self, copy: np.ndarray) -> Tensor:
+    def _find(self, place: int, copy: np.ndarray) -> Tensor:
         """The same place on the device as a tensor."""
         tensor = torch.from_numpy(copy)
         if not self.is_gpu:
             return tensor
-        place = tensor.data_ptr() - self._hosts[self._turn].data_ptr()
         part = self._on_device[place : place + tensor.nbytes]
         return part.view(tensor.dtype).view(tensor.shape)
 
