@@ -35,13 +35,15 @@ SCRIPT = """
 import gc, os, sys
 from nanoserve import LLM, SamplingParams
 folder, what = sys.argv[1:]
-print("process", os.environ["RANK"], os.getpid(), flush=True)
+# One write a line: print writes each word by itself under PYTHONUNBUFFERED, and ranks share a pipe.
+sys.stdout.write(f"process {os.environ['RANK']} {os.getpid()}\\n")
+sys.stdout.flush()
 options = dict(tensor_parallel_size=2, num_kv_blocks=32, block_size=4, device="cpu")
 greedy = SamplingParams(temperature=0, max_tokens=10)
 
 def generate(llm):
     [output] = llm.generate([[7, 8, 9, 10, 11]], greedy, use_tqdm=False)
-    print("tokens", *output.outputs[0].token_ids, flush=True)
+    print("tokens", *output.outputs[0].token_ids, flush=True)  # rank 0 alone comes this far
 
 llm = LLM(folder, **options)
 assert os.environ["RANK"] == "0", "other ranks do not come this far"
