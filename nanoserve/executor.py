@@ -154,6 +154,7 @@ class MultiprocExecutor:
         if self.failure is None:
             self.failure = self.ranks.find_failure(patience=0)
         if self.failure is not None:
+            self.ranks.close()
             raise RankError(f"{self.failure}\nThis engine is of no more use: build a new LLM.")
         try:
             result = self._thread.submit(work).result()

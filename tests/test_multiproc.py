@@ -344,8 +344,9 @@ def test_an_exception_on_a_rank_arrives_with_its_traceback(
         assert [process.returncode for process in children(llm)] == [1]
 
 
+@pytest.mark.parametrize("noticed", ["in a step", "between steps"])
 def test_a_killed_rank_is_noticed_and_a_second_llm_can_be_built(
-    checkpoint: Callable[[str], Path],
+    noticed: str, checkpoint: Callable[[str], Path]
 ) -> None:
     """One of four, in the middle of a generation: the others don't wait for it. Then a new engine
     is built beside the broken one."""
@@ -355,6 +356,8 @@ def test_a_killed_rank_is_noticed_and_a_second_llm_can_be_built(
     stream = broken.stream([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
     victim.send_signal(signal.SIGKILL)
+    if noticed == "between steps":
+        victim.wait()
     start = time.monotonic()
     message = rf"rank 2 \(process {victim.pid}\) was killed by SIGKILL"
     with pytest.raises(RankError, match=message):
