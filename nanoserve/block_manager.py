@@ -210,8 +210,8 @@ class BlockManager:
     def can_append(self, seq: Sequence, num_tokens: int) -> bool:
         """Are there blocks for the next `num_tokens` tokens of `seq`?"""
         needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
-        num_new = needed - len(self.block_tables[seq.seq_id]) + self._must_copy(seq)
-        return num_new <= self.pool.num_free_blocks
+        num_left = self.pool.num_free_blocks + len(self.block_tables[seq.seq_id]) - needed
+        return num_left > 0 or num_left >= self._must_copy(seq)
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""

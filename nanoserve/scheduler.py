@@ -62,6 +62,7 @@ class _Step:
     swap_out: list[BlockPair] = field(default_factory=list)
     swap_in: list[BlockPair] = field(default_factory=list)
     copy: list[BlockPair] = field(default_factory=list)
+    is_awaited: bool = False
 
 
 class Scheduler:
@@ -114,13 +115,6 @@ class Scheduler:
         if len(self.running) == num_running:  # nobody was preempted: there may be blocks to spare
             self._schedule_waiting(step)
         self._budget_left = step.budget
-        is_awaited = False
-        for item in step.scheduled:
-            seq = self.sequences[item.seq_id]
-            seq.num_computed_tokens += item.num_scheduled_tokens
-            if seq.num_computed_tokens == seq.num_tokens + seq.num_output_placeholders:
-                seq.num_output_placeholders += 1
-                is_awaited |= seq.awaits_output
         self._swapped_out = [] if step.scheduled else step.swap_out
         if not step.scheduled:
             return SchedulerOutput((), (), (), 0)
@@ -136,7 +130,7 @@ class Scheduler:
             blocks_to_swap_in=tuple(step.swap_in),
             blocks_to_copy=tuple(step.copy),
             is_restart=is_restart,
-            is_awaited=is_awaited,
+            is_awaited=step.is_awaited,
         )
 
     def _schedule_running(self, step: _Step) -> None:
@@ -152,7 +146,7 @@ class Scheduler:
             num_tokens = min(missing, self.max_chunk, step.budget - num_behind)
             if not self._make_room(seq, num_tokens, step):
                 break  # seq was the last, and had to go itself
-            self._give_blocks(seq, num_tokens, step)
+            self._schedule_tokens(seq, num_tokens, step)
             position += 1
 
     def _make_room(self, seq: Sequence, num_tokens: int, step: _Step) -> bool:
@@ -203,7 +197,7 @@ class Scheduler:
             seq.metrics.first_scheduled_time = time.monotonic()
             seq.num_cached_tokens = seq.num_computed_tokens
         self._run(seq)
-        self._give_blocks(seq, num_tokens, step)
+        self._schedule_tokens(seq, num_tokens, step)
         return True
 
     def _swap_in(self, seq: Sequence, step: _Step) -> bool:
@@ -216,7 +210,7 @@ class Scheduler:
         self.swapped.remove(seq)
         step.swap_in += self.block_manager.swap_in(seq)
         self._run(seq)
-        self._give_blocks(seq, num_tokens, step)
+        self._schedule_tokens(seq, num_tokens, step)
         return True
 
     def _first_chunk(self, missing: int, step: _Step) -> int:
@@ -234,26 +228,29 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=self._urgency)
 
-    def _give_blocks(self, seq: Sequence, num_tokens: int, step: _Step) -> None:
-        """Allocate what the next `num_tokens` tokens of `seq` need, and put it into the step."""
+    def _schedule_tokens(self, seq: Sequence, num_tokens: int, step: _Step) -> None:
+        """Put the next `num_tokens` tokens of `seq` into the step: allocate the blocks that they
+        need, and count them as computed."""
         block_table = self.block_manager.block_tables[seq.seq_id]
         if seq.seq_id not in self._known_seq_ids:
             self._known_seq_ids.add(seq.seq_id)
             step.new_sequences.append(_introduce(seq, block_table))
-        first_new_block = len(block_table)
-        new_block_ids: list[int] = []
         copied = self.block_manager.copy_on_write(seq)
+        new_block_ids = self.block_manager.append(seq, num_tokens)
         if copied is not None:
             step.copy.append(copied)
-            first_new_block -= 1
-            new_block_ids.append(copied[1])
-        new_block_ids += self.block_manager.append(seq, num_tokens)
+            new_block_ids.insert(0, copied[1])
+        first_new_block = len(block_table) - len(new_block_ids)
         step.budget -= num_tokens
         step.scheduled.append(
             ScheduledSequence(
                 seq.seq_id, seq.num_computed_tokens, num_tokens, first_new_block, new_block_ids
             )
         )
+        seq.num_computed_tokens += num_tokens
+        if seq.num_computed_tokens == seq.num_tokens + seq.num_output_placeholders:
+            seq.num_output_placeholders += 1
+            step.is_awaited |= seq.awaits_output
 
     # -- what came of it --
 
@@ -281,7 +278,6 @@ class Scheduler:
         for update in updates:
             if update.new_token_ids:
                 update.sequence.metrics.note_token(now)
-        for update in updates:
             if update.sequence.status.finish_reason is not None:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates

@@ -41,10 +41,9 @@ class SequenceStatus(Enum):
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
 
-    @property
-    def finish_reason(self) -> str | None:
-        """ "stop", "length" or "abort" for a finished sequence, else None."""
-        return self.value if self.name.startswith("FINISHED") else None
+    def __init__(self, value: str) -> None:
+        # "stop", "length" or "abort" for a finished sequence
+        self.finish_reason = value if self.name.startswith("FINISHED") else None
 
 
 @dataclass
@@ -113,6 +112,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     stop_reason: int | str | None = None  # the stop token id or string that ended it, if one did
     token_ids: list[int] = field(init=False)  # prompt, then output
+    looks_back: bool = field(init=False)  # its sampling looks at what was said before
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
     num_output_placeholders: int = 0  # tokens that steps in flight will bring: counted, not known
     is_beam: bool = False  # what comes next is chosen by a beam search, from what the step brings
@@ -121,6 +121,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        params = self.sampling_params
+        self.looks_back = bool(
+            params.has_penalties or self.bad_word_ids or params.logits_processors
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -142,9 +146,7 @@ class Sequence:
     def awaits_output(self) -> bool:
         """True if the next step cannot be launched before this one's tokens are known: the sampler
         looks at them, or what runs next is made of them."""
-        params = self.sampling_params
-        looks_back = params.has_penalties or self.bad_word_ids or params.logits_processors
-        return bool(looks_back or self.num_pending_forks or self.is_beam)
+        return self.looks_back or self.is_beam or self.num_pending_forks > 0
 
     @property
     def must_sit_out(self) -> bool:
