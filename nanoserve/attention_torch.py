@@ -92,7 +92,8 @@ def paged_attention_torch(
 
     Prompts are gathered: their pages are copied together, for one dense product (GatheredBatch).
     Decodes read the pages where they lie (PagedTokens). `plan` is what plan_step_torch made of the
-    same tables, once for all layers; None: made here.
+    same tables, once for all layers; None: made here. Raises IndexError for a block that the cache
+    does not have.
     """
     output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     parts = plan.parts if plan else None
@@ -279,6 +280,9 @@ class PagedTokens:
                 f"attention over a cache of {shape[1]} keys a layer, with {crow[-1]} scores in one "
                 "step, is more than 32-bit indices tell apart. Lower num_kv_blocks or max_num_seqs."
             )
+        low, high = torch.aminmax(col)
+        if low < 0 or high >= shape[1]:  # sampled_addmm would read it, wherever that is
+            raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
         pattern = torch.from_numpy(crow.astype(np.int32)), col
         values = torch.empty(len(col), dtype=torch.float32, device="cpu")
         scores = torch.sparse_csr_tensor(*pattern, values, shape, check_invariants=False)

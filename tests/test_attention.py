@@ -399,6 +399,20 @@ def test_more_keys_than_32_bits_tell_apart_are_refused() -> None:
         tokens.find_pages(len(cache), 1, 1, None)
 
 
+@pytest.mark.parametrize("num_queries", [1, 6], ids=["decode", "prompt"])
+@pytest.mark.parametrize("block", [-1, 2, 2**20])
+def test_a_block_that_is_not_there_is_refused(block: int, num_queries: int) -> None:
+    """And not looked for in the memory around the cache. What a table holds behind its sequence's
+    last block is nobody's business."""
+    caches = KVCacheSpec(1, 8, 8).allocate(2, 4, torch.float32, torch.device("cpu"))
+    query = torch.ones(num_queries, 1, 8)
+    lengths = torch.tensor([0, num_queries]).int(), torch.tensor([6]).int()
+    with pytest.raises(IndexError):
+        paged_attention_torch(query, *caches, torch.tensor([[0, block]]).int(), *lengths, scale=1.0)
+    table = torch.tensor([[0, 1, block]]).int()
+    assert paged_attention_torch(query, *caches, table, *lengths, scale=1.0).eq(0).all()
+
+
 def test_pytorch_says_nothing_of_its_beta_state() -> None:
     """Nor does it in a fresh process, whose first sparse tensor this is."""
     code = (
