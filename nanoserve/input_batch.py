@@ -170,11 +170,6 @@ class InputBatch:
         if row in self.features:
             self.features[row].count(token_id)
 
-    def append_token(self, row: int, token_id: int) -> None:
-        """Both at once."""
-        [position] = self.append_placeholders(np.array([row]))
-        self.fill_placeholder(row, position, token_id)
-
     def make_sampling_batch(self, rows: np.ndarray, forks: np.ndarray) -> SamplingBatch:
         """The sampling parameters of `rows`, one entry for each token to sample.
 

@@ -47,6 +47,12 @@ def make_batch(max_num_seqs: int = 4, max_model_len: int = 64) -> InputBatch:
     return InputBatch(max_num_seqs, max_model_len, block_size=4, vocab_size=VOCAB_SIZE)
 
 
+def append_token(batch: InputBatch, row: int, token_id: int) -> None:
+    """Sampled, and known at once."""
+    [position] = batch.append_placeholders(np.array([row]))
+    batch.fill_placeholder(row, position, token_id)
+
+
 def sampling_of(batch: InputBatch, *seq_ids: int) -> SamplingBatch:
     """One sample for each of these sequences."""
     rows = np.array([batch.row_of[seq_id] for seq_id in seq_ids])
@@ -60,8 +66,8 @@ def test_a_full_row_takes_no_more() -> None:
     """The last token of a sequence of max_model_len is nobody's input."""
     batch = make_batch(max_num_seqs=1, max_model_len=3)
     batch.add(new(0, [5, 6]))
-    batch.append_token(0, 7)
-    batch.append_token(0, 8)
+    append_token(batch, 0, 7)
+    append_token(batch, 0, 8)
     assert batch.token_ids[0].tolist() == [5, 6, 7]
     assert batch.num_tokens[0] == 3
 
@@ -81,7 +87,7 @@ def test_output_begins_behind_the_prompt() -> None:
     """Also of a sequence that comes with output already: a branch, or back from preemption."""
     batch = make_batch()
     batch.add(new(0, [5, 6, 7, 8], num_prompt_tokens=3))
-    batch.append_token(batch.row_of[0], 9)
+    append_token(batch, batch.row_of[0], 9)
     assert batch.get_output_token_ids(batch.row_of[0]).tolist() == [8, 9]
 
 
@@ -102,7 +108,7 @@ def test_counts_equal_a_recount(prompt: list[int], output: list[int], data: st.D
             batch.add(new(7, [1, 2, 3], PENALIZED))  # somebody else takes the row
             batch.add(new(0, prompt + output[:i], PENALIZED, len(prompt)))
             batch.forget(7)
-        batch.append_token(batch.row_of[0], token_id)
+        append_token(batch, batch.row_of[0], token_id)
     penalties = sampling_of(batch, 0).penalties
     assert penalties is not None
     counts = [output.count(token) for token in range(VOCAB_SIZE)]
@@ -165,7 +171,7 @@ def test_the_prompt_does_not_begin_a_bad_word() -> None:
     batch = make_batch()
     batch.add(new(0, [5, 6], bad_word_ids=((6, 7),)))
     assert sampling_of(batch, 0).banned is None
-    batch.append_token(batch.row_of[0], 6)
+    append_token(batch, batch.row_of[0], 6)
     banned = sampling_of(batch, 0).banned
     assert banned is not None
     assert banned.token_ids == [7]
@@ -177,7 +183,7 @@ def test_min_tokens_is_over_in_time() -> None:
     batch.add(new(0, [5, 6], SamplingParams(min_tokens=2)))
     for is_held in (True, True, False, False):
         assert (sampling_of(batch, 0).banned is not None) == is_held
-        batch.append_token(batch.row_of[0], 8)
+        append_token(batch, batch.row_of[0], 8)
 
 
 # -- a sampling batch --
@@ -190,7 +196,7 @@ def test_rows_are_named_by_their_place_in_the_batch() -> None:
     batch.add(new(1, [5]))
     batch.add(new(2, [5, 6], SamplingParams(allowed_token_ids=[8, 9], presence_penalty=0.3)))
     batch.add(new(3, [7], SamplingParams(logits_processors=[max], repetition_penalty=1.5)))
-    batch.append_token(batch.row_of[3], 11)
+    append_token(batch, batch.row_of[3], 11)
     made = sampling_of(batch, 3, 1, 0, 2)
     assert made.allowed == ((3, (8, 9)),)
     assert made.bias is not None
@@ -229,7 +235,7 @@ def test_forks_draw_from_streams_of_their_own() -> None:
     made = batch.make_sampling_batch(np.array([row] * 3), np.arange(3))
     expected = uniform_noise(np.full(3, 9), np.arange(3), np.full(3, 3))
     assert made.uniform.tolist() == expected.tolist()
-    batch.append_token(row, 8)
+    append_token(batch, row, 8)
     assert batch.num_samples[row] == 1
     expected = uniform_noise(np.array([9, 9]), np.array([0, 2]), np.array([4, 4]))
     assert sampling_of(batch, 0, 1).uniform.tolist() == expected.tolist()
@@ -301,7 +307,7 @@ def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
             seq_id = chance.choice(list(known))
             if verb == "token":
                 token_id = chance.randrange(4)
-                batch.append_token(batch.row_of[seq_id], token_id)
+                append_token(batch, batch.row_of[seq_id], token_id)
                 said = (*known[seq_id].token_ids, token_id)
                 known[seq_id] = known[seq_id]._replace(token_ids=said)
             else:
@@ -376,7 +382,7 @@ def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:
     known, in_flight = make_batch(), make_batch()
     for batch in (known, in_flight):
         batch.add(new(0, [5, 6]))
-    known.append_token(known.row_of[0], 9)
+    append_token(known, known.row_of[0], 9)
     in_flight.append_placeholders(np.array([in_flight.row_of[0]]))
     assert sampling_of(known, 0).uniform.tolist() == sampling_of(in_flight, 0).uniform.tolist()
 
