@@ -250,9 +250,9 @@ class BlockManager:
         num_new = self.num_blocks_for(end) - len(block_table)
         new_block_ids = [self.pool.allocate() for _ in range(num_new)]
         block_table += new_block_ids
-        first = max(start - 1, 0) // self.block_size
-        last = min(end, seq.num_tokens) // self.block_size
-        if self.enable_prefix_caching and last > first:
+        size = self.block_size
+        if self.enable_prefix_caching and end // size > (start - 1) // size:  # rare in decodes
+            first, last = max(start - 1, 0) // size, min(end, seq.num_tokens) // size
             for block_id, block_hash in zip(
                 block_table[first:last], self._hashes_of(seq, last)[first:last], strict=True
             ):
