@@ -92,8 +92,8 @@ def paged_attention_torch(
 
     Prompts are gathered: their pages are copied together, for one dense product (GatheredBatch).
     Decodes read the pages where they lie (PagedTokens). `plan` is what plan_step_torch made of the
-    same tables, once for all layers; None: made here. Raises IndexError for a block that the cache
-    does not have.
+    same tables, once for all layers; None: made here. On a CPU, raises IndexError for a block
+    that the cache does not have; what stands behind a sequence's last block is not looked at.
     """
     output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     parts = plan.parts if plan else None
@@ -244,6 +244,11 @@ class PagedTokens:
         size, ends = self.block_size, self.num_keys[:, None]  # [num_tokens, 1]
         begins = np.maximum(ends - (sliding_window or ends), 0)
         first, last = int(begins.min()), int(ends.max())
+        block = np.arange(first // size, -(-last // size), dtype=np.int32) * size
+        is_read = (block < ends) & (block + size > begins)  # [num_tokens, blocks]
+        read = self.blocks[:, block // size][is_read]
+        if read.min() < 0 or read.max() >= num_blocks:  # it would be read, wherever that is
+            raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
         is_even = bool((ends == last).all())
         if not is_even:
             first, last = first // size * size, -(-last // size) * size
@@ -255,8 +260,6 @@ class PagedTokens:
         col = torch.from_numpy(slots[:, None] + head[:, None]).flatten()
         lengths, places, unseen, dense = np.full(len(seen), len(position)), None, None, None
         if not is_even:
-            block = position[::size]
-            is_read = (block < ends) & (block + size > begins)  # [num_tokens, blocks]
             lengths = is_read.sum(1) * size
             places = torch.from_numpy(is_read[:, None].repeat(num_heads, 1).ravel().nonzero()[0])
             col = col.view(-1, size).index_select(0, places).flatten()
@@ -280,9 +283,6 @@ class PagedTokens:
                 f"attention over a cache of {shape[1]} keys a layer, with {crow[-1]} scores in one "
                 "step, is more than 32-bit indices tell apart. Lower num_kv_blocks or max_num_seqs."
             )
-        low, high = torch.aminmax(col)
-        if low < 0 or high >= shape[1]:  # sampled_addmm would read it, wherever that is
-            raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
         pattern = torch.from_numpy(crow.astype(np.int32)), col
         values = torch.empty(len(col), dtype=torch.float32, device="cpu")
         scores = torch.sparse_csr_tensor(*pattern, values, shape, check_invariants=False)
@@ -352,6 +352,9 @@ class GatheredBatch:
         self.starts = torch.tensor([starts[row] for row in rows], device=device)
         self.is_in_order = rows == list(range(len(lengths)))  # it is the whole step, as it stands
         self.is_even = len(set(self.lengths)) == 1  # no sequence is padded
+        if not self.is_even:  # behind a sequence's last block, the table may hold anything
+            first_key = torch.arange(self.num_blocks, device=device) * block_size
+            self.block_table.masked_fill_(first_key >= self.seq_lens[:, None], 0)
         self._kept: dict[Hashable, Tensor] = {}  # until the step ends
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:

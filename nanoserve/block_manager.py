@@ -211,7 +211,7 @@ class BlockManager:
         """Are there blocks for the next `num_tokens` tokens of `seq`?"""
         needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
         num_left = self.pool.num_free_blocks + len(self.block_tables[seq.seq_id]) - needed
-        return num_left > 0 or num_left >= self._must_copy(seq)
+        return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes one
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""

@@ -229,8 +229,8 @@ class Scheduler:
         insort(self.running, seq, key=self._urgency)
 
     def _schedule_tokens(self, seq: Sequence, num_tokens: int, step: _Step) -> None:
-        """Put the next `num_tokens` tokens of `seq` into the step: allocate the blocks that they
-        need, and count them as computed."""
+        """Put the next `num_tokens` tokens of `seq` into the step: allocate their blocks, count the
+        tokens as computed and, after the last known one, the token that will come as promised."""
         block_table = self.block_manager.block_tables[seq.seq_id]
         if seq.seq_id not in self._known_seq_ids:
             self._known_seq_ids.add(seq.seq_id)

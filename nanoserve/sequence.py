@@ -42,7 +42,7 @@ class SequenceStatus(Enum):
     FINISHED_ABORTED = "abort"
 
     def __init__(self, value: str) -> None:
-        # "stop", "length" or "abort" for a finished sequence
+        # "stop", "length" or "abort" for a finished sequence, else None
         self.finish_reason = value if self.name.startswith("FINISHED") else None
 
 

@@ -400,17 +400,22 @@ def test_more_keys_than_32_bits_tell_apart_are_refused() -> None:
 
 
 @pytest.mark.parametrize("num_queries", [1, 6], ids=["decode", "prompt"])
-@pytest.mark.parametrize("block", [-1, 2, 2**20])
+@pytest.mark.parametrize("block", [-1, 3, 2**20, 2**30, -(2**30)])
 def test_a_block_that_is_not_there_is_refused(block: int, num_queries: int) -> None:
-    """And not looked for in the memory around the cache. What a table holds behind its sequence's
-    last block is nobody's business."""
-    caches = KVCacheSpec(1, 8, 8).allocate(2, 4, torch.float32, torch.device("cpu"))
-    query = torch.ones(num_queries, 1, 8)
-    lengths = torch.tensor([0, num_queries]).int(), torch.tensor([6]).int()
-    with pytest.raises(IndexError):
-        paged_attention_torch(query, *caches, torch.tensor([[0, block]]).int(), *lengths, scale=1.0)
-    table = torch.tensor([[0, 1, block]]).int()
-    assert paged_attention_torch(query, *caches, table, *lengths, scale=1.0).eq(0).all()
+    """And not looked for in the memory around the cache. (2**30 * 4 slots is 0 in 32 bits.) What a
+    table holds behind its sequence's last block is nobody's business."""
+    caches = KVCacheSpec(1, 8, 8).allocate(3, 4, torch.float32, torch.device("cpu"))
+    query = torch.ones(2 * num_queries, 1, 8)
+    starts, lengths = torch.arange(3).int() * num_queries, torch.tensor([6, 10]).int()
+
+    def attend(*table: list[int]) -> torch.Tensor:
+        tables = torch.tensor(table).int(), starts, lengths
+        return paged_attention_torch(query, *caches, *tables, scale=1.0)
+
+    for table in ([0, 1, 0], [2, 1, block]), ([0, block, 0], [2, 1, 0]):
+        with pytest.raises(IndexError):
+            attend(*table)
+    assert attend([0, 1, block, block], [2, 1, 0, block]).eq(0).all()
 
 
 def test_pytorch_says_nothing_of_its_beta_state() -> None:
