@@ -150,11 +150,20 @@ class MultiprocExecutor:
 
     def _run(self, work: Callable[[], Result]) -> Result:
         """Do it in the ranks' thread. If Ctrl-C interrupts the waiting, the work still goes on, and
-        the next one waits behind it: no rank is left alone in the middle."""
+        the next one waits behind it: no rank is left alone in the middle.
+
+        However a failure is found, it ends the ranks that are left."""
+        try:
+            return self._run_in_step(work)
+        finally:
+            if self.failure is not None:
+                self.ranks.close()
+
+    def _run_in_step(self, work: Callable[[], Result]) -> Result:
+        """The same, and `failure` is set if the ranks are not in step any more."""
         if self.failure is None:
             self.failure = self.ranks.find_failure(patience=0)
         if self.failure is not None:
-            self.ranks.close()
             raise RankError(f"{self.failure}\nThis engine is of no more use: build a new LLM.")
         try:
             result = self._thread.submit(work).result()
@@ -163,14 +172,11 @@ class MultiprocExecutor:
             raise  # rank 0's alone, after all have done their part: see ModelRunner.sample
         except RankError as error:
             self.failure = self.ranks.find_failure(patience=GRACE) or str(error)
-            self.ranks.close()
             raise RankError(self.failure) from error
         except Exception as error:  # rank 0's own: the others wait for what will not come
             self.failure = f"a step failed on rank 0, and left the ranks out of step: {error!r}"
-            self.ranks.close()
             raise
         if self.failure is not None:
-            self.ranks.close()
             raise RankError(self.failure)
         return result
 
