@@ -6,10 +6,10 @@
 Importing the package is cheap: torch is loaded when the first LLM is built.
 """
 
-from nanoserve.beam_search import BeamSearchParams
 from nanoserve.engine import LLMEngine
+from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.llm import LLM
-from nanoserve.processor import CompletionOutput, RequestOutput
+from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 __version__ = "0.1.0"

@@ -8,7 +8,7 @@ import sys
 def main() -> int:
     match sys.argv[1:]:
         case ["doctor", *arguments]:
-            from nanoserve.doctor import main as examine  # imports torch
+            from nanoserve.tools.doctor import main as examine  # imports torch
 
             return examine(arguments)
     print("usage: python -m nanoserve doctor [--model MODEL]", file=sys.stderr)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.attention_torch import paged_attention_torch, plan_step_torch, store_kv_torch
+from nanoserve.kernels.attention_cpu import paged_attention_torch, plan_step_torch, store_kv_torch
 
 KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
 
@@ -62,12 +62,12 @@ class KVCacheSpec:
         """
         shape = (num_blocks, self.num_kv_heads, block_size)
         return (
-            zeros_on_demand((*shape, self.key_dim), dtype, device).transpose(1, 2),
-            zeros_on_demand((*shape, self.value_dim), dtype, device).transpose(1, 2),
+            lazy_zeros((*shape, self.key_dim), dtype, device).transpose(1, 2),
+            lazy_zeros((*shape, self.value_dim), dtype, device).transpose(1, 2),
         )
 
 
-def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """torch.zeros; on a CPU, memory that takes up room only once it is written (torch.zeros writes
     its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB).
 
@@ -85,7 +85,7 @@ def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 @dataclass(frozen=True)
-class AttentionMetadata:
+class StepMetadata:
     """Where the tokens of one step belong; the same for all layers."""
 
     slot_mapping: Tensor  # [num_tokens] int64: where to store each token's key and value
@@ -109,8 +109,8 @@ class AttentionBackend(NamedTuple):
     make_plan: Callable[..., Any] | None = None
 
     def plan_step(
-        self, metadata: AttentionMetadata, block_size: int, dtype: torch.dtype
-    ) -> AttentionMetadata:
+        self, metadata: StepMetadata, block_size: int, dtype: torch.dtype
+    ) -> StepMetadata:
         """The metadata with a plan, if this backend makes some."""
         if self.make_plan is None:
             return metadata
@@ -118,9 +118,7 @@ class AttentionBackend(NamedTuple):
         plan = self.make_plan(metadata.slot_mapping, *tables, block_size, dtype)
         return replace(metadata, plan=plan)
 
-    def store(
-        self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
-    ) -> None:
+    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         """store_kv of a layer's new keys and values."""
         options = {} if metadata.plan is None else {"plan": metadata.plan}
         self.store_kv(key, value, *kv_cache, metadata.slot_mapping, **options)
@@ -129,7 +127,7 @@ class AttentionBackend(NamedTuple):
         self,
         query: Tensor,
         kv_cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
         *,
         scale: float,
         sliding_window: int | None = None,
@@ -155,7 +153,7 @@ TORCH_BACKEND = AttentionBackend(
 )
 
 
-def choose_backend(
+def get_attn_backend(
     wanted: str | AttentionBackend, device: torch.device | None = None
 ) -> AttentionBackend:
     """The one place that chooses. "auto" is "triton" on a CUDA GPU (where Triton is installed) and
@@ -187,6 +185,6 @@ def choose_backend(
             "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
             "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
         )
-    from nanoserve.attention_triton import paged_attention_triton, store_kv_triton
+    from nanoserve.kernels.attention_triton import paged_attention_triton, store_kv_triton
 
     return AttentionBackend("triton", store_kv_triton, paged_attention_triton, True)

@@ -145,8 +145,8 @@ def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 class ModelConfig:
     """What config.json and generation_config.json say, in one vocabulary.
 
-    What only one family of models knows (which biases, which layers have a window) stays in `hf`,
-    for models.py to read.
+    What only one family of models knows (which biases, which layers have a window) stays in
+    `hf_config`, for the models to read.
     """
 
     path: Path  # folder of the checkpoint
@@ -165,7 +165,7 @@ class ModelConfig:
     dtype: str  # of the checkpoint, such as "bfloat16"
     eos_token_ids: frozenset[int]  # all of them: config.json's and generation_config.json's
     generation_defaults: Mapping[str, Any]  # generation_config.json
-    hf: Mapping[str, Any] = field(repr=False)  # config.json itself
+    hf_config: Mapping[str, Any] = field(repr=False)  # config.json itself
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
@@ -193,7 +193,7 @@ class ModelConfig:
                 dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
                 eos_token_ids=_token_ids(hf, "eos_token_id") | _token_ids(defaults, "eos_token_id"),
                 generation_defaults=defaults,
-                hf=hf,
+                hf_config=hf,
             )
         except KeyError as error:
             raise ValueError(

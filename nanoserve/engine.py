@@ -36,16 +36,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanoserve.beam_search import BeamSearch, BeamSearchParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
-from nanoserve.processor import (
-    InputProcessor,
-    OutputProcessor,
-    Prompt,
-    RequestOutput,
-    load_tokenizer,
-)
+from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams
+from nanoserve.input_processor import InputProcessor, Prompt, load_tokenizer
+from nanoserve.output_processor import OutputProcessor, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
@@ -104,7 +99,7 @@ class LLMEngine:
         self.on_step: list[StepListener] = []  # called with each step's decision and outputs
         self._searches: dict[str, BeamSearch] = {}  # request id -> search, of unfinished ones
         self._undelivered: list[RequestOutput] = []
-        self._to_abort: deque[str] = deque()  # request ids, from abort_soon
+        self._to_abort: deque[str] = deque()  # request ids, from abort_request_threadsafe
         self._lock = threading.RLock()
         self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # launched, not yet read
         self._untold: deque[FinishedStep] = deque()  # finished, and the listeners do not know yet
@@ -227,7 +222,7 @@ class LLMEngine:
             scheduler_output = self.scheduler.schedule()
         if not scheduler_output.is_empty:
             self._in_flight.append((scheduler_output, self.executor.launch(scheduler_output)))
-        may_stay = not (scheduler_output.is_empty or scheduler_output.is_awaited)
+        may_stay = not (scheduler_output.is_empty or scheduler_output.needs_sync)
         while len(self._in_flight) > (may_stay and self.scheduler.has_unfinished()):
             self._is_committed = False
             launched, pending = self._in_flight[0]
@@ -248,7 +243,7 @@ class LLMEngine:
         is aborted. True if that request is gone already, so that nobody need hear of it."""
         if not self._is_committed:
             self._in_flight.clear()
-            self.scheduler.abandon()
+            self.scheduler.preempt_all()
         if not isinstance(error, RequestError):
             return False
         if error.seq_id not in self.scheduler.sequences:
@@ -343,7 +338,7 @@ class LLMEngine:
                 self._undelivered += [news] if news is not None else []
             return True
 
-    def abort_soon(self, request_id: str) -> None:
+    def abort_request_threadsafe(self, request_id: str) -> None:
         """abort_request, but also from a thread that may not drive the engine just now: whoever
         does will abort it with the next step."""
         try:
@@ -468,13 +463,14 @@ def delayed_interrupt() -> Iterator[None]:
 
 def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
     """The default executor class, imported here because it imports torch."""
-    from nanoserve.executor import MultiprocExecutor, UniprocExecutor
+    from nanoserve.distributed.multiproc import MultiprocExecutor
+    from nanoserve.executor import UniprocExecutor
 
     return UniprocExecutor if tensor_parallel_size == 1 else MultiprocExecutor
 
 
 def _with_device(config: EngineConfig) -> EngineConfig:
     """`config` with the device that "auto" stands for; imported here because it imports torch."""
-    from nanoserve.executor import with_device
+    from nanoserve.parallel import with_device
 
     return with_device(config)

@@ -22,19 +22,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import TORCH_BACKEND, AttentionBackend, AttentionMetadata
+from nanoserve.attention import TORCH_BACKEND, AttentionBackend, StepMetadata
 from nanoserve.parallel import ParallelState
 
 
 @dataclass(frozen=True)
-class Build:
-    """How to build layers: passed to every constructor, so that nothing is process-wide."""
+class LayerConfig:
+    """What every layer's constructor is told, so that nothing is process-wide."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -74,12 +74,14 @@ class Norm(nn.Module):
     be put into the weight beforehand.
     """
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
         super().__init__()
         self.size, self.eps = size, eps
-        self.is_by_length = build.device.type == "cpu" and build.dtype == torch.float32
+        self.is_by_length = (
+            layer_config.device.type == "cpu" and layer_config.dtype == torch.float32
+        )
         side = math.sqrt(size * eps)
-        self.other_side = torch.tensor(side, dtype=build.dtype, device=build.device)
+        self.other_side = torch.tensor(side, dtype=layer_config.dtype, device=layer_config.device)
         self.packed: Tensor | None = None
 
     def pack(self) -> None:
@@ -106,9 +108,9 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     """With a weight [size]."""
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
-        super().__init__(size, eps, build)
-        self.weight = build.empty(size)
+    def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
+        super().__init__(size, eps, layer_config)
+        self.weight = layer_config.empty(size)
 
     def pack(self) -> None:
         self.set_weight(self.weight)
@@ -122,10 +124,15 @@ class QKNorm(Norm):
     [num_tokens, num_heads + num_kv_heads, head_dim]."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, build: Build
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float,
+        layer_config: LayerConfig,
     ) -> None:
-        super().__init__(head_dim, eps, build)
-        self.q_weight, self.k_weight = build.empty(head_dim), build.empty(head_dim)
+        super().__init__(head_dim, eps, layer_config)
+        self.q_weight, self.k_weight = layer_config.empty(head_dim), layer_config.empty(head_dim)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
 
     def pack(self) -> None:
@@ -194,18 +201,20 @@ class ColumnParallelLinear(Packable):
         outputs: Mapping[str, int],
         *,
         bias: bool,
-        build: Build,
+        layer_config: LayerConfig,
         unit: int | None = None,
     ) -> None:
         super().__init__()
         self.input_size = input_size
         self.outputs = dict(outputs)
-        self.parts = [build.parallel.share_of(size, name, unit) for name, size in outputs.items()]
+        self.parts = [
+            layer_config.parallel.shard_range(size, name, unit) for name, size in outputs.items()
+        ]
         self.sizes = [size for _, size in self.parts]
-        self.weight = build.empty(sum(self.sizes), input_size)
-        self.bias = build.empty(sum(self.sizes)) if bias else None
+        self.weight = layer_config.empty(sum(self.sizes), input_size)
+        self.bias = layer_config.empty(sum(self.sizes)) if bias else None
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
         return self.product(x, self.bias)
 
@@ -225,15 +234,19 @@ class ColumnParallelLinear(Packable):
 class RowParallelLinear(Packable):
     """y = x W^T + b with the columns of W (the inputs) divided among ranks, and y summed."""
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool, build: Build) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, bias: bool, layer_config: LayerConfig
+    ) -> None:
         super().__init__()
         self.input_size = input_size
-        self.parallel = build.parallel
-        self.start, size = build.parallel.share_of(input_size, "input of a row-parallel layer")
-        self.weight = build.empty(output_size, size)
-        self.bias = build.empty(output_size) if bias else None
+        self.parallel = layer_config.parallel
+        self.start, size = layer_config.parallel.shard_range(
+            input_size, "input of a row-parallel layer"
+        )
+        self.weight = layer_config.empty(output_size, size)
+        self.bias = layer_config.empty(output_size) if bias else None
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, input_size / world_size] -> [num_tokens, output_size]; b is added once."""
         bias = self.bias if self.parallel.rank == 0 else None
         return self.parallel.all_reduce(self.product(x, bias))
@@ -257,14 +270,14 @@ class VocabParallelEmbedding(Packable):
 
     is_looked_up = True
 
-    def __init__(self, vocab_size: int, hidden_size: int, build: Build) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, layer_config: LayerConfig) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.parallel = build.parallel
-        size = -(-vocab_size // build.parallel.world_size)
-        self.start = min(build.parallel.rank * size, vocab_size)
+        self.parallel = layer_config.parallel
+        size = -(-vocab_size // layer_config.parallel.world_size)
+        self.start = min(layer_config.parallel.rank * size, vocab_size)
         self.num_tokens = min(size, vocab_size - self.start)  # without padding
-        self.weight = build.empty(size, hidden_size)
+        self.weight = layer_config.empty(size, hidden_size)
         self.weight[self.num_tokens :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -296,19 +309,18 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding (RoFormer, arXiv 2104.09864) from a table of all positions.
 
     Dimension i of a head is paired with i + head_dim / 2, and the pair is turned by the angle
-    position * frequency[i]. `rope_parameters` is config.read_rope_parameters' dict.
+    position * frequencies[i] (models/rope.py knows the frequencies of each rope type).
     """
 
     def __init__(
-        self, head_dim: int, rope_parameters: Mapping[str, Any], max_model_len: int, build: Build
+        self, frequencies: Tensor, scaling: float, max_model_len: int, layer_config: LayerConfig
     ) -> None:
+        """frequencies [rotary_dim / 2] in radians a token; `scaling` multiplies cos and sin."""
         super().__init__()
-        self.rotary_dim = int(head_dim * rope_parameters["partial_rotary_factor"])
-        frequencies, scaling = rope_frequencies(self.rotary_dim, rope_parameters, max_model_len)
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scaling, angles.sin() * scaling
         table = torch.cat((cos, cos, -sin, sin), dim=-1)  # [max_model_len, 2 * rotary_dim]
-        self.table = table.to(device=build.device, dtype=build.dtype)
+        self.table = table.to(device=layer_config.device, dtype=layer_config.dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[num_tokens] -> cos and signed sin, [num_tokens, 1, rotary_dim] each: see apply_rope."""
@@ -327,85 +339,3 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned = apply_rope(x[..., :rotary_dim], cos, sin)
         return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
     return (x * cos).addcmul_(x.roll(rotary_dim // 2, dims=-1), sin)
-
-
-def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
-    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
-
-    Two types depend on the length of the text, "dynamic" and "longrope". transformers takes the
-    longest row of the batch at hand, so that a request's output depends on its neighbours; like
-    vLLM we fix them by max_model_len. Raises ValueError for a type not listed here.
-    """
-    base = float(rope["rope_theta"])
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-    plain = 1.0 / base**exponents  # written as transformers does: the same rounding
-    rope_type, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
-    if rope_type == "default":
-        return plain, 1.0
-    if rope_type == "linear":  # positions divided by the factor
-        return plain / factor, 1.0
-    if rope_type == "dynamic":  # NTK: a larger base instead
-        original = rope["max_position_embeddings"]
-        stretch = factor * max(max_model_len, original) / original - (factor - 1)
-        return 1.0 / (base * stretch ** (dim / (dim - 2))) ** exponents, 1.0
-    if rope_type == "llama3":
-        return _llama3_frequencies(plain, rope), 1.0
-    if rope_type == "yarn":
-        return _yarn_frequencies(plain, rope)
-    if rope_type == "longrope":
-        return _longrope_frequencies(plain, rope, max_model_len)
-    raise ValueError(
-        f"rope type {rope_type!r} is not supported; supported: default, linear, dynamic, llama3, "
-        "yarn, longrope."
-    )
-
-
-def _llama3_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, blend in between (Llama 3.1)."""
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * plain + (1 - keep) * plain / rope["factor"]
-
-
-def _yarn_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """As llama3, but blended linearly over dimensions instead of turns (arXiv 2309.00071)."""
-    dim, base = 2 * len(plain), float(rope["rope_theta"])
-    original = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or rope["max_position_embeddings"] / original
-
-    def dimension_of(turns: float) -> float:
-        """The dimension that makes this many turns in the original length."""
-        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low = dimension_of(rope.get("beta_fast") or 32)
-    high = dimension_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
-    keep = 1 - ramp.clamp(0, 1)
-    scaling = rope.get("attention_factor")
-    if scaling is None:
-        mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
-        scaling = _yarn_scale(factor, 1.0)
-        if mscale and mscale_all:
-            scaling = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all)
-    return keep * plain + (1 - keep) * plain / factor, scaling
-
-
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def _longrope_frequencies(
-    plain: Tensor, rope: Mapping[str, Any], max_model_len: int
-) -> tuple[Tensor, float]:
-    """A divisor per dimension, one list for short models and one for long (arXiv 2402.13753)."""
-    original = rope["original_max_position_embeddings"]
-    factor = rope.get("factor") or rope["max_position_embeddings"] / original
-    divisors = rope["long_factor" if max_model_len > original else "short_factor"]
-    scaling = rope.get("attention_factor")
-    if scaling is None:
-        scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return plain / torch.tensor(divisors, dtype=torch.float32), scaling

@@ -23,11 +23,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
-from nanoserve.processor import Prompt, RequestOutput
+from nanoserve.extras.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from nanoserve.input_processor import Prompt
+from nanoserve.output_processor import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
@@ -244,7 +245,7 @@ class LLM:
         finally:
             with delayed_interrupt():
                 for request_id in request_ids:
-                    self.engine.abort_soon(request_id)
+                    self.engine.abort_request_threadsafe(request_id)
         return [self._with_texts(search.get_output()) for search in searches]
 
     def _with_texts(self, output: BeamSearchOutput) -> BeamSearchOutput:
@@ -328,7 +329,7 @@ class LLM:
                 for request_id, sequence in mine.items():
                     is_free = not self.engine.is_unfinished(request_id)
                     if is_free or self.engine.is_served(sequence):  # else the name is another's
-                        self.engine.abort_soon(request_id)
+                        self.engine.abort_request_threadsafe(request_id)
                 self._unclaimed = [o for o in self._unclaimed if o.request_id not in mine]
 
     def _new_request_id(self, kind: str) -> str:

@@ -30,26 +30,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.attention import (
-    AttentionBackend,
-    AttentionMetadata,
-    KVCacheSpec,
-    choose_backend,
-)
+from nanoserve.attention import AttentionBackend, KVCacheSpec, StepMetadata, get_attn_backend
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kv_cache import copy_blocks, num_blocks_that_fit, num_cpu_blocks_to_allocate
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.parallel import ParallelState
+from nanoserve.layers import LayerConfig
+from nanoserve.models.loader import load_model
+from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.sampler import (
     LogprobsTensors,
     RowError,
@@ -78,7 +73,7 @@ class StepInputs(NamedTuple):
     input_ids: Tensor  # [num_tokens] int64; PLACEHOLDER for what only the device knows
     positions: Tensor  # [num_tokens] int64
     token_rows: Tensor  # [num_tokens] int64: in the InputBatch
-    metadata: AttentionMetadata
+    metadata: StepMetadata
     sampled_rows: Tensor  # [num_sampled] int64: rows that sample a token in this step
     last_tokens: Tensor  # [num_sampled] int64: where in the step their last tokens are
     host: HostInputs
@@ -118,10 +113,12 @@ class ModelRunner:
         self.device = choose_device(config.device)
         with current_device(self.device):
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-            self.backend = choose_backend(attention_backend, self.device)
+            self.backend = get_attn_backend(attention_backend, self.device)
             self.parallel = parallel or ParallelState()
-            build = Build(self.dtype, self.device, self.parallel, self.backend)
-            self.model = load_model(config, model_config, build, use_tqdm=self.parallel.rank == 0)
+            layer_config = LayerConfig(self.dtype, self.device, self.parallel, self.backend)
+            self.model = load_model(
+                config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
+            )
             self.vocab_size = model_config.vocab_size
             self._allocate_kv_caches(config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
@@ -133,7 +130,7 @@ class ModelRunner:
                 self.staging,
             )
             # What was sampled last, by row: the next step's input, before the CPU knows it.
-            self.latest_token_ids = torch.zeros(
+            self.last_sampled_token_ids = torch.zeros(
                 config.max_num_seqs, dtype=torch.long, device=self.device
             )
             self.graphs: DecodeGraphs | None = None
@@ -153,11 +150,11 @@ class ModelRunner:
         step_bytes = 0
         is_told = config.num_kv_blocks is not None or config.kv_cache_memory is not None
         if self.device.type == "cuda" and not is_told:
-            step_bytes = self.measure_step(config, specs)
+            step_bytes = self.profile_memory(config, specs)
         num_blocks = num_blocks_that_fit(
             config, specs, self.dtype, self.device, step_bytes, self.parallel.num_local_ranks
         )
-        self.num_kv_blocks = self.parallel.minimum(num_blocks)
+        self.num_kv_blocks = self.parallel.all_reduce_min(num_blocks)
         self.num_cpu_blocks = num_cpu_blocks_to_allocate(config, self.num_kv_blocks)
         self.kv_caches, self.cpu_kv_caches = (
             [spec.allocate(num_blocks, self.block_size, self.dtype, device) for spec in specs]
@@ -249,7 +246,7 @@ class ModelRunner:
         if graph_size is not None:
             self.graph_block_table[: len(rows), :max_blocks] = block_table
             block_table = self.graph_block_table[:graph_size]
-        metadata = AttentionMetadata(
+        metadata = StepMetadata(
             slot_mapping=tensors[3],
             block_table=block_table,
             query_start_loc=tensors[4],
@@ -280,7 +277,7 @@ class ModelRunner:
         """The same, kernel by kernel: what a graph records."""
         input_ids = inputs.input_ids
         if has_placeholders:
-            latest = self.latest_token_ids.index_select(0, inputs.token_rows)
+            latest = self.last_sampled_token_ids.index_select(0, inputs.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, latest, input_ids)
         return self.model(input_ids, inputs.positions, self.kv_caches, inputs.metadata)
 
@@ -297,7 +294,7 @@ class ModelRunner:
             input_ids=tensors[0],
             positions=tensors[1],
             token_rows=tensors[2],
-            metadata=AttentionMetadata(
+            metadata=StepMetadata(
                 slot_mapping=tensors[3],
                 block_table=self.graph_block_table[:size],
                 query_start_loc=tensors[4],
@@ -311,27 +308,27 @@ class ModelRunner:
         return torch.inference_mode()(functools.partial(self.run_model, inputs, True))
 
     @torch.inference_mode()
-    def measure_step(self, config: EngineConfig, specs: list[KVCacheSpec]) -> int:
+    def profile_memory(self, config: EngineConfig, specs: list[KVCacheSpec]) -> int:
         """Bytes of GPU memory that the largest step needs beside weights and KV cache.
 
         It is run, on one block of cache, and the allocator says what its peak was.
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self.run_largest_step(config, specs)
+        self.profile_run(config, specs)
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
         return peak - before
 
-    def run_largest_step(self, config: EngineConfig, specs: list[KVCacheSpec]) -> None:
+    def profile_run(self, config: EngineConfig, specs: list[KVCacheSpec]) -> None:
         """As many tokens as the budget allows, and as many rows to sample, with every filter on."""
         assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
         budget, length = config.max_num_batched_tokens, config.max_model_len
         lengths = [min(length, budget - start) for start in range(0, budget, length)]
         caches = [spec.allocate(1, self.block_size, self.dtype, self.device) for spec in specs]
         ends = torch.tensor([0, *lengths], device=self.device).cumsum(0)
-        metadata = AttentionMetadata(
+        metadata = StepMetadata(
             slot_mapping=torch.full((budget,), -1, device=self.device),  # nothing is stored
             block_table=torch.zeros(
                 len(lengths), -(-length // self.block_size), dtype=torch.int32, device=self.device
@@ -382,7 +379,9 @@ class ModelRunner:
         seq_ids = [seq_of[row] for row in sample_rows.tolist()]
         with blaming(seq_ids):
             sampled = self._choose_on_rank_0(logits, sample_rows, forks)
-        self.latest_token_ids.index_copy_(0, inputs.sampled_rows, sampled.token_ids[first_samples])
+        self.last_sampled_token_ids.index_copy_(
+            0, inputs.sampled_rows, sampled.token_ids[first_samples]
+        )
         positions = self.batch.append_placeholders(rows).repeat(num_samples)
         samples = list(zip(seq_ids, forks.tolist(), positions.tolist(), strict=True))
         return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
@@ -512,24 +511,6 @@ def staging_bytes(config: EngineConfig) -> int:
     tables = config.max_num_seqs * -(-config.max_model_len // config.block_size) * 4
     tokens = config.max_num_batched_tokens * (4 * 8 + 8)
     return tokens + config.max_num_seqs * 128 + min(tables, MAX_STAGED_TABLES) + 1024
-
-
-def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, kernels go to this GPU, whichever the process uses otherwise."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def choose_device(wanted: str) -> torch.device:
-    """ "auto" is a CUDA GPU if there is one, else the CPU. Raises ValueError if there is none."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device is {wanted!r}, but torch sees {torch.cuda.device_count()} CUDA devices. "
-            "Use device='cpu' or 'auto', or install a torch built for your driver."
-        )
-    return device
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:

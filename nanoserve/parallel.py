@@ -31,13 +31,16 @@ import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from nanoserve.config import EngineConfig
 
 IDLE_TIMEOUT = timedelta(days=20)  # a notebook may rest; torch counts milliseconds in 32 bits
 STEP_TIMEOUT = timedelta(minutes=10)  # how far one rank may be behind another within a step
@@ -79,7 +82,7 @@ class ParallelState:
     num_local_ranks: int = 1  # of the ranks, how many share this machine and its memory
     traffic: Traffic = field(default_factory=Traffic)
 
-    def share_of(self, total: int, what: str, unit: int | None = None) -> tuple[int, int]:
+    def shard_range(self, total: int, what: str, unit: int | None = None) -> tuple[int, int]:
         """(first, size) of this rank's part of `total` rows, heads or tokens.
 
         With `unit`, parts are made of whole units (such as the rows of one head), and where there
@@ -140,7 +143,7 @@ class ParallelState:
             first += self._share(torch.empty(missing, dtype=torch.uint8)).numpy().tobytes()
         return pickle.loads(first[8:])  # from rank 0 alone, which runs the same program
 
-    def minimum(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The least of the ranks' values, on every rank."""
         if self.control is None:
             return value
@@ -238,3 +241,26 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
+
+
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, kernels go to this GPU, whichever the process uses otherwise."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def choose_device(wanted: str) -> torch.device:
+    """ "auto" is a CUDA GPU if there is one, else the CPU. Raises ValueError if there is none."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device is {wanted!r}, but torch sees {torch.cuda.device_count()} CUDA devices. "
+            "Use device='cpu' or 'auto', or install a torch built for your driver."
+        )
+    return device
+
+
+def with_device(config: EngineConfig) -> EngineConfig:
+    """`config` with the device that "auto" stands for here."""
+    return replace(config, device=str(choose_device(config.device)))

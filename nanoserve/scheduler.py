@@ -62,7 +62,7 @@ class _Step:
     swap_out: list[BlockPair] = field(default_factory=list)
     swap_in: list[BlockPair] = field(default_factory=list)
     copy: list[BlockPair] = field(default_factory=list)
-    is_awaited: bool = False
+    needs_sync: bool = False
 
 
 class Scheduler:
@@ -130,7 +130,7 @@ class Scheduler:
             blocks_to_swap_in=tuple(step.swap_in),
             blocks_to_copy=tuple(step.copy),
             is_restart=is_restart,
-            is_awaited=step.is_awaited,
+            needs_sync=step.needs_sync,
         )
 
     def _schedule_running(self, step: _Step) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             seq = self.running[position]
-            if seq.must_sit_out:
+            if seq.blocked_by_in_flight:
                 position += 1
                 continue
             num_behind = len(self.running) - position - 1
@@ -250,7 +250,7 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens == seq.num_tokens + seq.num_output_placeholders:
             seq.num_output_placeholders += 1
-            step.is_awaited |= seq.awaits_output
+            step.needs_sync |= seq.needs_sync
 
     # -- what came of it --
 
@@ -350,7 +350,7 @@ class Scheduler:
         seq.metrics.finished_time = time.monotonic()
         return seq
 
-    def abandon(self) -> None:
+    def preempt_all(self) -> None:
         """Something failed within a step, wherever: trust nothing but the sequences themselves.
 
         Every block is free and forgotten, every unfinished sequence waits to be computed anew, and

@@ -112,7 +112,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     stop_reason: int | str | None = None  # the stop token id or string that ended it, if one did
     token_ids: list[int] = field(init=False)  # prompt, then output
-    looks_back: bool = field(init=False)  # its sampling looks at what was said before
+    needs_output_token_ids: bool = field(init=False)  # its sampling looks at what was said before
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
     num_output_placeholders: int = 0  # tokens that steps in flight will bring: counted, not known
     is_beam: bool = False  # what comes next is chosen by a beam search, from what the step brings
@@ -122,7 +122,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.looks_back = bool(
+        self.needs_output_token_ids = bool(
             params.has_penalties or self.bad_word_ids or params.logits_processors
         )
 
@@ -143,19 +143,19 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
-    def awaits_output(self) -> bool:
+    def needs_sync(self) -> bool:
         """True if the next step cannot be launched before this one's tokens are known: the sampler
         looks at them, or what runs next is made of them."""
-        return self.looks_back or self.is_beam or self.num_pending_forks > 0
+        return self.needs_output_token_ids or self.is_beam or self.num_pending_forks > 0
 
     @property
-    def must_sit_out(self) -> bool:
+    def blocked_by_in_flight(self) -> bool:
         """True if a step in flight brings what decides about this sequence's next step: perhaps its
         last token, or one it awaits."""
         num_promised = self.num_output_placeholders
         if not num_promised:
             return False
-        return self.num_output_tokens + num_promised >= self.max_tokens or self.awaits_output
+        return self.num_output_tokens + num_promised >= self.max_tokens or self.needs_sync
 
     def is_ready(self) -> bool:
         """False while something must come first (a grammar compiling, KV still loading; or a token
@@ -215,7 +215,7 @@ class SchedulerOutput:
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
     is_restart: bool = False  # the last step failed: the runner forgets all it knows
-    is_awaited: bool = False  # the next step cannot be decided before this one's tokens are known
+    needs_sync: bool = False  # the next step cannot be decided before this one's tokens are known
 
     @property
     def is_empty(self) -> bool:

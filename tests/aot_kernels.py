@@ -27,8 +27,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoserve import attention_triton
-from nanoserve.attention_triton import Chip
+from nanoserve.kernels import attention_triton
+from nanoserve.kernels.attention_triton import Chip
 
 CHIPS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
     80: Chip(80, 108, 163 * 1024),  # A100

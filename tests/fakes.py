@@ -143,7 +143,7 @@ class Row:
         self.num_unread = 0  # of its tokens, those that the control plane does not know
 
     @property
-    def looks_back(self) -> bool:
+    def needs_output_token_ids(self) -> bool:
         """True if a sampler on the CPU's side would look at its tokens."""
         return bool(self.params.has_penalties or self.params.logits_processors)
 
@@ -264,7 +264,7 @@ class FakeExecutor:
                 output.prompt_logprobs[item.seq_id] = PromptLogprobs(targets.start, entries)
         if positions.stop < len(row.token_ids):
             return
-        assert not (row.num_unread and row.looks_back), f"{item}: looks at tokens in flight"
+        assert not (row.num_unread and row.needs_output_token_ids), str(item)
         samples = []
         for branch in range(row.branch, row.branch + row.num_samples):
             token = token_from_digests(digests, row.seed, branch, self.vocab_size)
@@ -359,7 +359,7 @@ def make_model_config(max_model_len: int = 256, **fields: Any) -> ModelConfig:
         dtype="float32",
         eos_token_ids=frozenset(),
         generation_defaults={},
-        hf={},
+        hf_config={},
     )
     return replace(config, **fields)
 
@@ -456,7 +456,7 @@ class FakeEngine:
         try:
             model_output = self.executor.execute_model(scheduler_output)
         except StepFailed:
-            self.scheduler.abandon()
+            self.scheduler.preempt_all()
             return []
         finally:
             self.block_manager.check()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
-from nanoserve.executor import MultiprocExecutor, serve
+from nanoserve.distributed.multiproc import MultiprocExecutor, serve
 from nanoserve.parallel import ParallelState, connect
 
 

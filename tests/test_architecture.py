@@ -216,7 +216,8 @@ for name in ("torch", "triton", "transformers", "safetensors"):
 from pathlib import Path
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.processor import InputProcessor, OutputProcessor
+from nanoserve.input_processor import InputProcessor
+from nanoserve.output_processor import OutputProcessor
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import ModelOutput

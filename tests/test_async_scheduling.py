@@ -187,18 +187,18 @@ def test_who_awaits_its_tokens_waits_alone(
     result = finish(engine)
     assert result["plain"].outputs[0].token_ids == expect([1, 2, 3], 8)
     assert result["awaits"].outputs[0].token_ids == expect([4, 5], 3)
-    assert [output.is_awaited for output in outputs] == [True] * 3 + [False] * 5
+    assert [output.needs_sync for output in outputs] == [True] * 3 + [False] * 5
     calls = engine.executor.calls
     for number, scheduler_output in enumerate(outputs[:-1]):
         is_read_first = calls.index(("result", number)) < calls.index(("launch", number + 1))
-        assert is_read_first == scheduler_output.is_awaited
+        assert is_read_first == scheduler_output.needs_sync
 
 
 def test_a_prompt_that_is_not_computed_yet_awaits_nothing(make_engine: MakeEngine) -> None:
     """Chunks of it bring no token: only the last is awaited."""
     engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4)
     awaited: list[bool] = []
-    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.is_awaited))
+    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.needs_sync))
     engine.add_request("a", list(range(10)), params(max_tokens=2, presence_penalty=1.0))
     assert finish(engine)["a"].outputs[0].token_ids == expect(list(range(10)), 2)
     assert awaited == [False, False, True, True]
@@ -208,7 +208,7 @@ def test_forks_are_awaited_until_they_have_forked(make_engine: MakeEngine) -> No
     """Then each branch goes on without waiting."""
     engine = make_engine()
     awaited: list[bool] = []
-    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.is_awaited))
+    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.needs_sync))
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=3, max_tokens=5))
     [output] = finish(engine).values()
     for branch, completion in enumerate(output.outputs):
@@ -227,7 +227,7 @@ def test_beams_await_every_token(make_engine: MakeEngine) -> None:
         engine.add_request("beside", [1, 2, 3], params())
         assert finish(engine)["beside"].outputs[0].token_ids == expect([1, 2, 3])
         beams.append(search.get_output())
-        assert all(step.is_awaited for step in steps[:5])
+        assert all(step.needs_sync for step in steps[:5])
     assert beams[0] == beams[1]
 
 
@@ -246,14 +246,14 @@ def test_beams_await_every_token(make_engine: MakeEngine) -> None:
 def test_what_awaits_and_what_sits_out(fields: dict[str, Any], awaits: bool) -> None:
     """A sequence with a token in flight sits out if it awaits it, or if it may be its last."""
     seq = make_sequence(0, [1, 2, 3], max_tokens=2, **fields)
-    assert seq.awaits_output == awaits
-    assert not seq.must_sit_out
+    assert seq.needs_sync == awaits
+    assert not seq.blocked_by_in_flight
     assert seq.is_ready()
     seq.num_output_placeholders = 1
-    assert seq.must_sit_out == awaits
+    assert seq.blocked_by_in_flight == awaits
     assert not seq.is_ready()
     seq.token_ids.append(9)
-    assert seq.must_sit_out  # the one in flight is its second
+    assert seq.blocked_by_in_flight  # the one in flight is its second
 
 
 # -- what it costs --

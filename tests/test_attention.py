@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 from nanoserve.attention import (
     TORCH_BACKEND,
     AttentionBackend,
-    AttentionMetadata,
     KVCacheSpec,
-    choose_backend,
-    zeros_on_demand,
+    StepMetadata,
+    get_attn_backend,
+    lazy_zeros,
 )
-from nanoserve.attention_torch import (
+from nanoserve.kernels.attention_cpu import (
     GatheredBatch,
     PagedTokens,
     as_rows,
@@ -249,15 +249,15 @@ def test_layers_do_not_share_memory() -> None:
 
 def test_choose_backend() -> None:
     own = AttentionBackend("own", store_kv_torch, paged_attention_torch)
-    assert choose_backend("torch") is TORCH_BACKEND
-    assert choose_backend("auto").name
-    assert choose_backend(own) is own
+    assert get_attn_backend("torch") is TORCH_BACKEND
+    assert get_attn_backend("auto").name
+    assert get_attn_backend(own) is own
 
 
 @pytest.mark.parametrize("wrong", ["flash", "Torch", "", None, paged_attention_torch])
 def test_choose_backend_refuses_what_it_does_not_know(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"attention_backend is .*auto, torch"):
-        choose_backend(wrong)
+        get_attn_backend(wrong)
 
 
 # ------------------------------------------------------------------- pages read where they lie
@@ -288,7 +288,7 @@ def test_one_plan_serves_layers_of_all_kinds(data: st.DataObject) -> None:
     chance.shuffle(free)
     tables = [[free.pop() for _ in range(number)] for number in num_blocks]
     width = max(num_blocks)
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=torch.tensor(
             [
                 table[position // block_size] * block_size + position % block_size
@@ -336,7 +336,7 @@ def test_a_layer_of_infinite_scores_leaves_nothing_for_the_next() -> None:
     for cache in caches:
         torch.nn.init.normal_(cache)
     wild = caches[0].clone().fill_(math.inf)
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=torch.tensor([3, 7]),
         block_table=torch.tensor([[0, 0], [1, 2]]).int(),
         query_start_loc=torch.tensor([0, 1, 2]).int(),
@@ -367,7 +367,7 @@ def test_a_cache_takes_up_room_once_it_is_written() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    cache = zeros_on_demand((64, 2**18), torch.float32, torch.device("cpu"))  # 64 MiB
+    cache = lazy_zeros((64, 2**18), torch.float32, torch.device("cpu"))  # 64 MiB
     assert resident() - before < 2**23
     assert not cache[:32].any()
     cache[32:] = 1
@@ -421,7 +421,8 @@ def test_a_block_that_is_not_there_is_refused(block: int, num_queries: int) -> N
 def test_pytorch_says_nothing_of_its_beta_state() -> None:
     """Nor does it in a fresh process, whose first sparse tensor this is."""
     code = (
-        "import torch; from nanoserve.attention import *; from nanoserve.attention_torch import *; "
+        "import torch; from nanoserve.attention import *\n"
+        "from nanoserve.kernels.attention_cpu import *\n"
         "c = KVCacheSpec(1, 4, 4).allocate(2, 4, torch.float32, torch.device('cpu')); "
         "t = torch.tensor([[0]]).int(), torch.tensor([0, 1]).int(), torch.tensor([3]).int(); "
         "print(paged_attention_torch(torch.ones(1, 1, 4), *c, *t, scale=1.0).tolist())"

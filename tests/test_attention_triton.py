@@ -34,8 +34,8 @@ from nanoserve import LLM, SamplingParams
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 tl = triton.language
-from nanoserve import attention_triton  # noqa: E402
-from nanoserve.attention_triton import (  # noqa: E402
+from nanoserve.kernels import attention_triton  # noqa: E402
+from nanoserve.kernels.attention_triton import (  # noqa: E402
     ANY_CHIP,
     LOG2_E,
     MAX_SPLITS,
@@ -543,8 +543,8 @@ def test_a_cpu_without_the_interpreter_refuses_triton() -> None:
     code = """
 import torch
 from nanoserve import LLM
-from nanoserve.attention import TORCH_BACKEND, choose_backend
-assert choose_backend("auto", torch.device("cpu")) is TORCH_BACKEND
+from nanoserve.attention import TORCH_BACKEND, get_attn_backend
+assert get_attn_backend("auto", torch.device("cpu")) is TORCH_BACKEND
 try:
     LLM(attention_backend="triton", num_kv_blocks=16)
 except ValueError as error:

@@ -14,7 +14,7 @@ from fakes import FakeEngine, next_logprobs, num_tokens_of, reference_output
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from nanoserve.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence
+from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence
 from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus
 
 VOCAB_SIZE = 11

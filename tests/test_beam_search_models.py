@@ -12,8 +12,8 @@ import torch
 from oracle import reference_logits, reference_model
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from nanoserve.config import DEMO_MODEL
+from nanoserve.extras.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from nanoserve.sequence import SchedulerOutput
 
 STORY = "Once upon a time there was a little dog."

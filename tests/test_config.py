@@ -199,7 +199,7 @@ def test_what_config_json_says_counts(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(folder)
     assert (config.num_kv_heads, config.head_dim) == (2, 32)
     assert config.tie_word_embeddings is True
-    assert config.hf["head_dim"] == 32
+    assert config.hf_config["head_dim"] == 32
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])

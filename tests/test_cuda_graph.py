@@ -159,9 +159,9 @@ def test_the_largest_is_recorded_first_and_all_share_its_pool() -> None:
 
 
 def metadata_of_zeros() -> Any:
-    from nanoserve.attention import AttentionMetadata
+    from nanoserve.attention import StepMetadata
 
-    return AttentionMetadata(*[torch.zeros(1)] * 4)
+    return StepMetadata(*[torch.zeros(1)] * 4)
 
 
 # -- one runner, steps by hand --

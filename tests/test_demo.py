@@ -1,7 +1,7 @@
 """The embedded demo model: its folder loads, its card is true, its training can be repeated.
 
 Scores are measured again here on a few of the held-out questions; the full table comes from
-`python -m nanoserve.demo.evaluate`.
+`python -m nanoserve.demo.training.evaluate`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanoserve.demo import MODEL_DIR, skills
-from nanoserve.demo.corpus import (
+from nanoserve.demo import MODEL_DIR
+from nanoserve.demo.training import skills
+from nanoserve.demo.training.corpus import (
     DRILL_MIX,
     LONG_MIX,
     SHORT_MIX,
@@ -26,8 +27,8 @@ from nanoserve.demo.corpus import (
     draw_document,
     text_of,
 )
-from nanoserve.demo.data import Batches, encode_document, train_tokenizer
-from nanoserve.demo.evaluate import (
+from nanoserve.demo.training.data import Batches, encode_document, train_tokenizer
+from nanoserve.demo.training.evaluate import (
     TASKS,
     DemoModel,
     Score,
@@ -37,11 +38,11 @@ from nanoserve.demo.evaluate import (
     score_task,
     story_faults,
 )
-from nanoserve.demo.model import ModelShape, orthogonalise
-from nanoserve.demo.recall import Facts
-from nanoserve.demo.skills import Turn
-from nanoserve.demo.stories import Character, tell_story
-from nanoserve.demo.train import Plan, Trainer, export, run
+from nanoserve.demo.training.model import ModelShape, orthogonalise
+from nanoserve.demo.training.recall import Facts
+from nanoserve.demo.training.skills import Turn
+from nanoserve.demo.training.stories import Character, tell_story
+from nanoserve.demo.training.train import Plan, Trainer, export, run
 
 TINY = Plan(
     steps=8,

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve import LLM, doctor
-from nanoserve.doctor import Report
+from nanoserve import LLM
+from nanoserve.tools import doctor
+from nanoserve.tools.doctor import Report
 
 ROOT = Path(__file__).parent.parent
 

@@ -362,7 +362,7 @@ def test_another_thread_may_give_its_request_up(make_engine: MakeEngine) -> None
 
     def give_up(*_: object) -> None:
         engine.on_step.clear()
-        thread = threading.Thread(target=engine.abort_soon, args=("b",))
+        thread = threading.Thread(target=engine.abort_request_threadsafe, args=("b",))
         thread.start()
         thread.join()
         assert engine.is_unfinished("b")

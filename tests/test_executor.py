@@ -13,8 +13,9 @@ import pytest
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.executor import UniprocExecutor, check_can_be_sent, check_sizes
-from nanoserve.models import Model
+from nanoserve.distributed.multiproc import check_can_be_sent, check_sizes
+from nanoserve.executor import UniprocExecutor
+from nanoserve.models.base import Model
 from nanoserve.sequence import ModelOutput, NewSequence, ScheduledSequence, SchedulerOutput
 
 

@@ -26,13 +26,13 @@ from attention_oracle import (
 )
 from torch import Tensor
 
-from nanoserve.attention import zeros_on_demand
+from nanoserve.attention import lazy_zeros
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 from aot_kernels import KERNELS, Launch, Recorder
 
-from nanoserve import attention_triton
-from nanoserve.attention_triton import paged_attention_triton, store_kv_triton
+from nanoserve.kernels import attention_triton
+from nanoserve.kernels.attention_triton import paged_attention_triton, store_kv_triton
 
 # As meant: an empty split's log2(0) is -inf, and a soft cap's exp2(large) is inf.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered in")
@@ -160,7 +160,7 @@ def test_a_cache_of_more_than_two_to_the_31_elements(device: str) -> None:
     num_blocks = 2**31 // (heads * dim * block_size) + 8
     place = torch.device(device)
     # Keys and values in one, to save half; a CPU gives memory only to what is written.
-    cache = zeros_on_demand((num_blocks, block_size, heads, dim), torch.float16, place)
+    cache = lazy_zeros((num_blocks, block_size, heads, dim), torch.float16, place)
     assert cache.numel() > 2**31
     torch.manual_seed(0)
     lens = torch.tensor([20, 40])

@@ -22,16 +22,16 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 
 from nanoserve.config import read_rope_parameters
 from nanoserve.layers import (
-    Build,
     ColumnParallelLinear,
+    LayerConfig,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
     apply_rope,
-    rope_frequencies,
     silu_and_mul,
 )
+from nanoserve.models.rope import rope_frequencies
 from nanoserve.parallel import ParallelState
 
 # ------------------------------------------------------------------------------ norm, activation
@@ -43,7 +43,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype, shape: tuple[int, 
     torch.manual_seed(0)
     theirs = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     theirs.weight.data = (torch.randn(48) * 0.3 + 1).to(dtype)
-    ours = RMSNorm(48, 1e-5, Build(dtype=dtype))
+    ours = RMSNorm(48, 1e-5, LayerConfig(dtype=dtype))
     ours.weight.copy_(theirs.weight.data)
     ours.pack()
     x = (torch.randn(shape) * 3).to(dtype)
@@ -59,7 +59,7 @@ def test_rms_norm_is_that_of_transformers(dtype: torch.dtype, shape: tuple[int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
     """The residual stream is an input too; bf16, which makes a copy anyway, would hide it."""
-    norm = RMSNorm(16, 1e-6, Build(dtype=dtype))
+    norm = RMSNorm(16, 1e-6, LayerConfig(dtype=dtype))
     norm.weight.fill_(2)
     norm.pack()
     x = torch.randn(3, 16).to(dtype)
@@ -157,8 +157,8 @@ def test_frequencies_are_those_of_transformers(name: str, theta: float, max_mode
 @pytest.mark.parametrize("name", ["default", "linear", "yarn", "llama3"])
 def test_the_table_turns_queries_as_transformers_does(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    build = Build(dtype=dtype)
-    ours = RotaryEmbedding(HEAD_DIM, our_rope(ROPES[name]), 4 * ORIGINAL, build)
+    layer_config = LayerConfig(dtype=dtype)
+    ours = make_rope(our_rope(ROPES[name]), 4 * ORIGINAL, layer_config)
     theirs = LlamaRotaryEmbedding(their_config(ROPES[name]))
     positions = torch.tensor([0, 1, 2, 77, 76, 1023, 0])
     q, k = torch.randn(7, 4, HEAD_DIM).to(dtype), torch.randn(7, 2, HEAD_DIM).to(dtype)
@@ -177,8 +177,8 @@ def test_the_table_turns_queries_as_transformers_does(name: str, dtype: torch.dt
 def test_partial_rotary_turns_the_first_dimensions_only() -> None:
     torch.manual_seed(0)
     rope = our_rope({"rope_type": "default", "partial_rotary_factor": 0.25})
-    ours = RotaryEmbedding(HEAD_DIM, rope, 64, Build())
-    assert ours.rotary_dim == 8
+    ours = make_rope(rope, 64, LayerConfig())
+    assert ours(torch.tensor([0]))[0].shape == (1, 1, 8)
     positions = torch.tensor([0, 5, 63])
     x = torch.randn(3, 2, HEAD_DIM)
     turned = apply_rope(x, *ours(positions))
@@ -193,7 +193,7 @@ def test_partial_rotary_turns_the_first_dimensions_only() -> None:
 @given(st.integers(0, 400), st.integers(0, 400), st.integers(0, 100))
 def test_scores_depend_on_distances_only(query_at: int, key_at: int, shift: int) -> None:
     """What rope is for: moving query and key together changes nothing."""
-    rope = RotaryEmbedding(HEAD_DIM, our_rope({"rope_type": "default"}), 512, Build())
+    rope = make_rope(our_rope({"rope_type": "default"}), 512, LayerConfig())
     generator = torch.Generator().manual_seed(query_at)
     q, k = torch.randn(2, 1, 1, HEAD_DIM, generator=generator)
 
@@ -226,8 +226,17 @@ class LoneRank(ParallelState):
         return tensor
 
 
-def ranks(world_size: int) -> list[Build]:
-    return [Build(parallel=LoneRank(rank, world_size)) for rank in range(world_size)]
+def make_rope(
+    rope: dict[str, Any], max_model_len: int, layer_config: LayerConfig
+) -> RotaryEmbedding:
+    rotary_dim = int(HEAD_DIM * rope["partial_rotary_factor"])
+    return RotaryEmbedding(
+        *rope_frequencies(rotary_dim, rope, max_model_len), max_model_len, layer_config
+    )
+
+
+def ranks(world_size: int) -> list[LayerConfig]:
+    return [LayerConfig(parallel=LoneRank(rank, world_size)) for rank in range(world_size)]
 
 
 def fill(layer: nn.Module, name: str, checkpoint: dict[str, Tensor]) -> None:
@@ -260,8 +269,8 @@ def test_column_parallel_outputs_laid_side_by_side(world_size: int, bias: bool) 
     biases = {f"a.{key}.bias": torch.randn(size) for key, size in outputs.items()} if bias else {}
     x = torch.randn(5, 24)
     parts: dict[str, list[Tensor]] = {key: [] for key in outputs}
-    for build in ranks(world_size):
-        layer = ColumnParallelLinear(24, outputs, bias=bias, build=build)
+    for layer_config in ranks(world_size):
+        layer = ColumnParallelLinear(24, outputs, bias=bias, layer_config=layer_config)
         fill(layer, "a.qkv_proj", {**weights, **biases})
         assert layer.sizes == [size // world_size for size in outputs.values()]
         for key, part in zip(outputs, layer(x).split(layer.sizes, dim=-1), strict=True):
@@ -281,8 +290,8 @@ def test_row_parallel_outputs_summed(world_size: int, bias: bool) -> None:
         checkpoint["m.down_proj.bias"] = torch.randn(12)
     x = torch.randn(5, 32)
     total = torch.zeros(5, 12)
-    for build, part in zip(ranks(world_size), x.chunk(world_size, dim=-1), strict=True):
-        layer = RowParallelLinear(32, 12, bias=bias, build=build)
+    for layer_config, part in zip(ranks(world_size), x.chunk(world_size, dim=-1), strict=True):
+        layer = RowParallelLinear(32, 12, bias=bias, layer_config=layer_config)
         fill(layer, "m.down_proj", checkpoint)
         total += layer(part)
     torch.testing.assert_close(total, F.linear(x, *checkpoint.values()), rtol=1e-5, atol=1e-5)
@@ -295,9 +304,11 @@ def test_column_then_row_parallel_is_the_whole_mlp(world_size: int) -> None:
     gate, up, down = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
     x = torch.randn(3, 8)
     total = torch.zeros(3, 8)
-    for build in ranks(world_size):
-        first = ColumnParallelLinear(8, {"gate": 16, "up": 16}, bias=False, build=build)
-        second = RowParallelLinear(16, 8, bias=False, build=build)
+    for layer_config in ranks(world_size):
+        first = ColumnParallelLinear(
+            8, {"gate": 16, "up": 16}, bias=False, layer_config=layer_config
+        )
+        second = RowParallelLinear(16, 8, bias=False, layer_config=layer_config)
         fill(first, "mlp.gate_up", {"mlp.gate.weight": gate, "mlp.up.weight": up})
         fill(second, "mlp.down", {"mlp.down.weight": down})
         total += second(silu_and_mul(first(x)))
@@ -313,8 +324,8 @@ def test_the_vocabulary_is_divided(world_size: int) -> None:
     weight = torch.randn(20, 6)
     ids, hidden = torch.tensor([0, 19, 4, 5, 9, 10, 10]), torch.randn(3, 6)
     vectors, logits = torch.zeros(7, 6), []
-    for build in ranks(world_size):
-        layer = VocabParallelEmbedding(20, 6, build)
+    for layer_config in ranks(world_size):
+        layer = VocabParallelEmbedding(20, 6, layer_config)
         padding = layer.weight[layer.num_tokens :]
         assert len(padding) == len(layer.weight) - max(0, min(len(layer.weight), 20 - layer.start))
         assert not padding.any()
@@ -328,25 +339,25 @@ def test_the_vocabulary_is_divided(world_size: int) -> None:
 
 def test_a_norm_is_whole_on_every_rank() -> None:
     weight = torch.randn(6)
-    for build in ranks(4):
-        norm = RMSNorm(6, 1e-6, build)
+    for layer_config in ranks(4):
+        norm = RMSNorm(6, 1e-6, layer_config)
         fill(norm, "model.norm", {"model.norm.weight": weight})
         assert torch.equal(norm.weight, weight)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_sizes_that_do_not_divide_are_refused(rank: int) -> None:
-    build = Build(parallel=LoneRank(rank, 3))
+    layer_config = LayerConfig(parallel=LoneRank(rank, 3))
     with pytest.raises(ValueError, match=r"k_proj: 16 cannot be divided among 3 ranks"):
-        ColumnParallelLinear(8, {"q_proj": 6, "k_proj": 16}, bias=False, build=build)
+        ColumnParallelLinear(8, {"q_proj": 6, "k_proj": 16}, bias=False, layer_config=layer_config)
     with pytest.raises(ValueError, match=r"row-parallel layer: 10 cannot be divided"):
-        RowParallelLinear(10, 9, bias=False, build=build)
+        RowParallelLinear(10, 9, bias=False, layer_config=layer_config)
 
 
 def test_layers_have_the_dtype_they_are_built_with() -> None:
     """No process-wide default is read or set."""
-    build = Build(dtype=torch.bfloat16)
-    layer = ColumnParallelLinear(4, {"a": 4}, bias=True, build=build)
+    layer_config = LayerConfig(dtype=torch.bfloat16)
+    layer = ColumnParallelLinear(4, {"a": 4}, bias=True, layer_config=layer_config)
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
     assert not any(parameter.requires_grad for parameter in layer.parameters())
     assert torch.get_default_dtype() == torch.float32
@@ -360,7 +371,7 @@ def test_packing_changes_the_layout_and_not_the_product(
 ) -> None:
     """And the weight takes its memory once; a small one is the same to look at."""
     torch.manual_seed(0)
-    layer = ColumnParallelLinear(size, {"a": 512, "b": 256}, bias=bias, build=Build())
+    layer = ColumnParallelLinear(size, {"a": 512, "b": 256}, bias=bias, layer_config=LayerConfig())
     torch.nn.init.normal_(layer.weight)
     if layer.bias is not None:
         torch.nn.init.normal_(layer.bias)
@@ -378,9 +389,11 @@ def test_packing_changes_the_layout_and_not_the_product(
 def test_what_is_packed_and_what_is_not() -> None:
     """Small matrices, other dtypes and embeddings that are nobody's head do not go to oneDNN; one
     that is looked up as well as multiplied keeps its rows."""
-    small = ColumnParallelLinear(64, {"a": 64}, bias=False, build=Build())
-    other = ColumnParallelLinear(512, {"a": 768}, bias=False, build=Build(dtype=torch.bfloat16))
-    embedding, tied = (VocabParallelEmbedding(1024, 512, Build()) for _ in range(2))
+    small = ColumnParallelLinear(64, {"a": 64}, bias=False, layer_config=LayerConfig())
+    other = ColumnParallelLinear(
+        512, {"a": 768}, bias=False, layer_config=LayerConfig(dtype=torch.bfloat16)
+    )
+    embedding, tied = (VocabParallelEmbedding(1024, 512, LayerConfig()) for _ in range(2))
     embedding.is_multiplied_by = False
     for layer in (small, other, embedding, tied):
         torch.nn.init.normal_(layer.weight)

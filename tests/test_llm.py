@@ -17,7 +17,7 @@ import torch
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
 from nanoserve.config import DEMO_MODEL
-from nanoserve.processor import RequestOutput
+from nanoserve.output_processor import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import INDEX_FILE, load_model
-from nanoserve.models import CausalLM
+from nanoserve.layers import LayerConfig
+from nanoserve.models.decoder import CausalLM
+from nanoserve.models.loader import INDEX_FILE, load_model
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
@@ -29,7 +29,9 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 def load(folder: Path, load_format: str = "auto", seed: int = 0, **build: Any) -> CausalLM:
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=64, load_format=load_format, seed=seed)
-    return load_model(config.resolve(model_config), model_config, Build(**build), use_tqdm=False)
+    return load_model(
+        config.resolve(model_config), model_config, LayerConfig(**build), use_tqdm=False
+    )
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.input_batch import PLACEHOLDER
 from nanoserve.kv_cache import free_memory, num_blocks_that_fit, num_cpu_blocks_to_allocate
-from nanoserve.model_runner import ModelRunner, choose_device, choose_dtype
+from nanoserve.model_runner import ModelRunner, choose_dtype
+from nanoserve.parallel import choose_device
 from nanoserve.sequence import (
     BlockPair,
     ModelOutput,
@@ -372,7 +373,7 @@ def test_the_largest_step(
     monkeypatch.setattr(runner.model, "forward", record)
     monkeypatch.setattr("nanoserve.model_runner.choose_tokens", count_rows)
     with torch.inference_mode():
-        runner.run_largest_step(config.resolve(ModelConfig.from_folder(folder)), specs_of(runner))
+        runner.profile_run(config.resolve(ModelConfig.from_folder(folder)), specs_of(runner))
     (input_ids, positions, caches, metadata), (logits, batch) = seen
     assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
     assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths

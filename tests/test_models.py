@@ -14,11 +14,12 @@ import torch
 from oracle import assert_same_greedy, greedy_tokens, reference_logits
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.attention import AttentionMetadata
+from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.models import CausalLM, ModelRegistry
+from nanoserve.layers import LayerConfig
+from nanoserve.models.decoder import CausalLM
+from nanoserve.models.loader import load_model
+from nanoserve.models.registry import ModelRegistry
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
@@ -285,7 +286,7 @@ def test_generation_ends_at_every_eos_token_the_checkpoint_names(
 def load(folder: Path, max_model_len: int = 64, **build: Any) -> CausalLM:
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(model=str(folder), max_model_len=max_model_len).resolve(model_config)
-    return load_model(config, model_config, Build(**build), use_tqdm=False)
+    return load_model(config, model_config, LayerConfig(**build), use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -300,7 +301,7 @@ def test_logits_of_all_positions(make_checkpoint: MakeCheckpoint, name: str) -> 
     ]
     block_table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
     positions = torch.arange(50)
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=block_table[0, positions // 16].long() * 16 + positions % 16,
         block_table=block_table,
         query_start_loc=torch.tensor([0, 50], dtype=torch.int32),

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.models import CausalLM
-from nanoserve.moe import (
+from nanoserve.layers import LayerConfig
+from nanoserve.models.decoder import CausalLM
+from nanoserve.models.loader import load_model
+from nanoserve.models.moe import (
     ExpertsConfig,
     GroupedMatmul,
     MixtureOfExperts,
@@ -220,7 +220,7 @@ class Alone(ParallelState):
 
 def filled(config: ExpertsConfig, world_size: int, rank: int = 0) -> MixtureOfExperts:
     """A layer with the same whole weights on any number of ranks."""
-    layer = MixtureOfExperts(HIDDEN, config, Build(parallel=Alone(rank, world_size)))
+    layer = MixtureOfExperts(HIDDEN, config, LayerConfig(parallel=Alone(rank, world_size)))
     generator = torch.Generator().manual_seed(3)
     for _, shard in layer.shards("model.layers.0.mlp"):
         shard.target.copy_(torch.randn(shard.full_shape, generator=generator)[shard.slices])
@@ -259,9 +259,9 @@ def test_what_cannot_be_is_named() -> None:
         ExpertsConfig(2, 3, 4, True)
     config = ExpertsConfig(2, 1, 8, True)
     with pytest.raises(ValueError, match=r"hidden_size is 10; .* multiple of 4"):
-        MixtureOfExperts(10, config, Build())
+        MixtureOfExperts(10, config, LayerConfig())
     with pytest.raises(ValueError, match=r"hidden_size is 12; .* multiple of 8"):
-        MixtureOfExperts(12, config, Build(dtype=torch.bfloat16))
+        MixtureOfExperts(12, config, LayerConfig(dtype=torch.bfloat16))
 
 
 # ------------------------------------------------------------------------------ whole models
@@ -270,7 +270,7 @@ def test_what_cannot_be_is_named() -> None:
 def load(folder: Path, **options: Any) -> CausalLM:
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=64, **options).resolve(model_config)
-    model = load_model(config, model_config, Build(), use_tqdm=False)
+    model = load_model(config, model_config, LayerConfig(), use_tqdm=False)
     assert isinstance(model, CausalLM)
     return model
 

@@ -24,13 +24,15 @@ import torch
 from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
-from nanoserve import LLM, BeamSearchParams, SamplingParams, executor, kv_cache
+from nanoserve import LLM, BeamSearchParams, SamplingParams, kv_cache
+from nanoserve.distributed import multiproc as executor
 from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.executor import MultiprocExecutor, UniprocExecutor, for_other_ranks
+from nanoserve.distributed.multiproc import MultiprocExecutor, for_other_ranks
+from nanoserve.distributed.ranks import StartedRanks, share_cores
+from nanoserve.executor import UniprocExecutor
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import ParallelState, RankError, connect
-from nanoserve.ranks import StartedRanks, share_cores
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -322,7 +324,8 @@ def test_ctrl_c_in_the_middle_of_a_step(llm: LLM, checkpoint: Callable[[str], Pa
 def raise_on_rank_1(*arguments: Any, **options: Any) -> torch.Tensor:
     """A kernel with a mistake that shows only there, and only after the prompt."""
     spec = sys.modules["__main__"].__spec__
-    if spec is not None and spec.name == "nanoserve.executor" and len(arguments[0]) == 1:
+    is_rank = spec is not None and spec.name == "nanoserve.distributed.multiproc"
+    if is_rank and len(arguments[0]) == 1:
         raise ZeroDivisionError("a mistake in the kernel")
     return paged_attention_torch(*arguments, **options)
 

@@ -134,8 +134,8 @@ def test_the_same_answers(name: str) -> None:
     assert overlapped == pytest.approx(plain, abs=1e-3)
     for what in found[0]:
         assert found[1][what] == found[0][what], what
-    assert any(not step.is_awaited for step in steps)  # some of it did overlap
-    assert any(step.is_awaited for step in steps)
+    assert any(not step.needs_sync for step in steps)  # some of it did overlap
+    assert any(step.needs_sync for step in steps)
 
 
 def test_a_loop_that_is_left_takes_its_requests_along() -> None:

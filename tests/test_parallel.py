@@ -18,14 +18,15 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve import loader
-from nanoserve.attention import AttentionMetadata
+from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.models import Model, ModelRegistry
+from nanoserve.layers import LayerConfig
+from nanoserve.models import loader
+from nanoserve.models.base import Model
+from nanoserve.models.loader import load_model
+from nanoserve.models.registry import ModelRegistry
 from nanoserve.parallel import FIRST_PART, ParallelState, RankError, address_towards
-from nanoserve.parallel_demo import (
+from nanoserve.tools.parallel_demo import (
     measure,
     run_ranks,
     show_measures,
@@ -58,7 +59,7 @@ def checkpoint(make_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
 def load(folder: Path, parallel: ParallelState) -> Model:
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=64).resolve(model_config)
-    return load_model(config, model_config, Build(parallel=parallel), use_tqdm=False)
+    return load_model(config, model_config, LayerConfig(parallel=parallel), use_tqdm=False)
 
 
 def test_every_native_architecture_is_here(checkpoint: Callable[[str], Path]) -> None:
@@ -80,15 +81,16 @@ def test_one_rank_has_nothing_to_say() -> None:
     assert alone.gather(x) is x
     assert alone.broadcast(x) is x
     assert torch.equal(x, before)
-    assert alone.minimum(7) == 7
-    assert alone.share_of(7, "anything") == (0, 7)
+    assert alone.all_reduce_min(7) == 7
+    assert alone.shard_range(7, "anything") == (0, 7)
     assert not alone.traffic.num_calls
     assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_shares_cover_everything_once(world_size: int) -> None:
-    shares = [ParallelState(rank, world_size).share_of(12, "heads") for rank in range(world_size)]
+    ranks = [ParallelState(rank, world_size) for rank in range(world_size)]
+    shares = [rank.shard_range(12, "heads") for rank in ranks]
     covered = [i for start, size in shares for i in range(start, start + size)]
     assert covered == list(range(12))
 
@@ -102,12 +104,12 @@ def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head
     held: list[int] = []
     for rank in range(world_size):
         parallel = ParallelState(rank, world_size)
-        start, size = parallel.share_of(num_kv_heads * head_dim, "k_proj", head_dim)
+        start, size = parallel.shard_range(num_kv_heads * head_dim, "k_proj", head_dim)
         assert start % head_dim == 0
         assert size == max(num_kv_heads // world_size, 1) * head_dim
         mine = range(start // head_dim, (start + size) // head_dim)
         held += mine
-        first, number = parallel.share_of(num_heads, "heads")
+        first, number = parallel.shard_range(num_heads, "heads")
         asked = {head * num_kv_heads // num_heads for head in range(first, first + number)}
         assert asked == set(mine)
     assert held == sorted(held)
@@ -117,9 +119,9 @@ def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head
 
 def test_what_cannot_be_divided_is_named() -> None:
     with pytest.raises(ValueError, match=r"heads: 12 cannot be divided among 5 ranks\. Choose"):
-        ParallelState(0, 5).share_of(12, "heads")
+        ParallelState(0, 5).shard_range(12, "heads")
     with pytest.raises(ValueError, match="key heads: 3 cannot be divided among 4 ranks"):
-        ParallelState(0, 4).share_of(3 * 16, "key heads", 16)
+        ParallelState(0, 4).shard_range(3 * 16, "key heads", 16)
 
 
 # -- what they say --
@@ -137,7 +139,7 @@ def speak(parallel: ParallelState) -> dict[str, Any]:
         "strided": parallel.gather(strided),
         "from rank 0": parallel.broadcast(mine.clone()),
         "mine": mine,
-        "least": parallel.minimum(70 - rank),
+        "least": parallel.all_reduce_min(70 - rank),
     }
     assert not dist.is_initialized(), "the default process group belongs to others"
     return {**heard, "traffic": parallel.traffic}
@@ -326,7 +328,7 @@ def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
     model = load(folder, parallel)
     cpu = torch.device("cpu")
     caches = [spec.allocate(3, 4, torch.float32, cpu) for spec in model.kv_cache_specs()]
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=torch.arange(9),
         block_table=torch.tensor([[0, 1, 2]], dtype=torch.int32),
         query_start_loc=torch.tensor([0, 9], dtype=torch.int32),

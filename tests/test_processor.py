@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.processor import (
-    Detokenizer,
-    InputProcessor,
-    OutputProcessor,
-    find_stop_string,
-    load_tokenizer,
-)
+from nanoserve.input_processor import InputProcessor, load_tokenizer
+from nanoserve.output_processor import Detokenizer, OutputProcessor, find_stop_string
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import SequenceStatus, SequenceUpdate
 

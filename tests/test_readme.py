@@ -257,7 +257,7 @@ def test_every_architecture_and_rope_type_is_listed(name: str) -> None:
     from test_families import FALLBACK
 
     from nanoserve import models
-    from nanoserve.layers import rope_frequencies
+    from nanoserve.models.rope import rope_frequencies
 
     native = [
         architecture
@@ -344,7 +344,7 @@ def test_the_python_blocks_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, in one namespace; what they are there to show, they print."""
-    from nanoserve.models import ModelRegistry
+    from nanoserve.models.registry import ModelRegistry
 
     monkeypatch.setattr(ModelRegistry, "CLASSES", dict(ModelRegistry.CLASSES))
     namespace: dict[str, Any] = {}

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.models import LlamaForCausalLM, Model, ModelRegistry
+from nanoserve.layers import LayerConfig
+from nanoserve.models.base import Model
+from nanoserve.models.decoder import LlamaForCausalLM
+from nanoserve.models.loader import load_model
+from nanoserve.models.registry import ModelRegistry
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
@@ -101,8 +103,8 @@ def test_the_example_can_be_cut_among_ranks(toy: Path) -> None:
     """Its layers are nanoserve's own: each rank fills its part of every tensor."""
     model_config = ModelConfig.from_folder(toy)
     config = EngineConfig(max_model_len=64).resolve(model_config)
-    build = Build(parallel=ParallelState(1, 2))
-    model = load_model(config, model_config, build, use_tqdm=False)
+    layer_config = LayerConfig(parallel=ParallelState(1, 2))
+    model = load_model(config, model_config, layer_config, use_tqdm=False)
     assert [spec.num_kv_heads for spec in model.kv_cache_specs()] == [2, 2]
     shapes = {name: tuple(shard.target.shape) for name, shard in model.shards()}
     assert shapes["layers.0.query.weight"] == (16, 32)
@@ -124,7 +126,7 @@ def test_a_registered_class_takes_the_place_of_ours(
 @pytest.mark.parametrize(
     ("architecture", "model_cls", "words"),
     [
-        ("X", nn.Linear, "class for X must be a subclass of nanoserve.models.Model"),
+        ("X", nn.Linear, "class for X must be a subclass of nanoserve.models.base.Model"),
         ("X", "module:Class", "class for X must be a subclass"),
         ("", Model, "architecture must be a name"),
         (LlamaForCausalLM, "LlamaForCausalLM", "architecture must be a name"),

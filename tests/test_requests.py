@@ -20,7 +20,7 @@ from oracle import reference_logits
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import DEMO_MODEL
-from nanoserve.processor import CompletionOutput, RequestOutput
+from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampler import uniform_noise
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import SchedulerOutput

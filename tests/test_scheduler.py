@@ -967,7 +967,7 @@ def test_a_failed_step_keeps_none_of_its_promises() -> None:
     sequences = [engine.add(range(9)), engine.add(range(9))]
     output = engine.scheduler.schedule()
     assert output.new_sequences[1].block_ids, "the second shares what the first will compute"
-    engine.scheduler.abandon()
+    engine.scheduler.preempt_all()
     assert engine.block_manager.num_free_blocks == 64
     assert engine.block_manager.get_cached_blocks(sequences[0]) == []
     engine.run()
@@ -1009,7 +1009,7 @@ def test_after_a_failed_step_the_runner_forgets_everything() -> None:
     engine.step()
     engine.abort(gone)
     engine.scheduler.schedule()
-    engine.scheduler.abandon()
+    engine.scheduler.preempt_all()
     assert engine.step().is_restart
     assert not engine.step().is_restart
     engine.run()

@@ -20,18 +20,19 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
-from nanoserve.attention import TORCH_BACKEND, AttentionBackend, AttentionMetadata
+from nanoserve.attention import TORCH_BACKEND, AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.loader import load_model
-from nanoserve.models import Model, ModelRegistry
-from nanoserve.parallel import ParallelState
-from nanoserve.transformers_fallback import (
+from nanoserve.layers import LayerConfig
+from nanoserve.models.base import Model
+from nanoserve.models.loader import load_model
+from nanoserve.models.registry import ModelRegistry
+from nanoserve.models.transformers_fallback import (
     TransformersForCausalLM,
     Unsupported,
     attend,
     probe,
 )
+from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
 PROMPT = [5, 9, 200, 31, 7, 18, 44, 101, 3, 250, 77]
@@ -44,8 +45,8 @@ def load(folder: Path, max_model_len: int = 64, **options: Any) -> Model:
     attention = options.pop("attention", TORCH_BACKEND)
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=max_model_len, **options).resolve(model_config)
-    build = Build(parallel=parallel, attention=attention)
-    return load_model(config, model_config, build, use_tqdm=False)
+    layer_config = LayerConfig(parallel=parallel, attention=attention)
+    return load_model(config, model_config, layer_config, use_tqdm=False)
 
 
 def answer(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -80,7 +81,7 @@ def test_logits_of_all_positions_in_any_rows(
     caches = [spec.allocate(4, 4, torch.float32, cpu) for spec in model.kv_cache_specs()]
     block_table = torch.tensor([[2, 0, 3]], dtype=torch.int32)
     positions = torch.arange(len(PROMPT))
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=block_table[0, positions // 4].long() * 4 + positions % 4,
         block_table=block_table,
         query_start_loc=torch.tensor([0, len(PROMPT)], dtype=torch.int32),

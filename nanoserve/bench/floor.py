@@ -72,10 +72,11 @@ class ModelCosts:
         hidden, dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * dim, config.num_kv_heads * dim
         attention = hidden * (2 * q_size + 2 * kv_size)
-        num_experts = config.hf.get("num_experts") or config.hf.get("num_local_experts") or 0
-        width = config.hf.get("moe_intermediate_size") or config.intermediate_size
+        hf = config.hf_config
+        num_experts = hf.get("num_experts") or hf.get("num_local_experts") or 0
+        width = hf.get("moe_intermediate_size") or config.intermediate_size
         mlp = 3 * hidden * (width if num_experts else config.intermediate_size)
-        active = attention + mlp * (config.hf.get("num_experts_per_tok", 1) if num_experts else 1)
+        active = attention + mlp * (hf.get("num_experts_per_tok", 1) if num_experts else 1)
         resident = attention + mlp * max(1, num_experts)
         head = config.vocab_size * hidden
         embeddings = head * (1 if config.tie_word_embeddings else 2)

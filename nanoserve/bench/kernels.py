@@ -113,7 +113,7 @@ def implementations(device: torch.device) -> tuple[dict[str, Callable[..., Any]]
         word = "no CUDA device"
         return found, {"triton": word, "varlen_attn": word}
     try:
-        module = importlib.import_module("nanoserve.attention_triton")
+        module = importlib.import_module("nanoserve.kernels.attention_triton")
         found = {"triton": module.paged_attention_triton, **found}
     except (ImportError, AttributeError) as error:
         skipped["triton"] = str(error)

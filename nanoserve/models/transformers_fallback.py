@@ -37,10 +37,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoserve.attention import AttentionBackend, AttentionMetadata, KVCache, KVCacheSpec
+from nanoserve.attention import AttentionBackend, KVCache, KVCacheSpec, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build
-from nanoserve.models import Model, ModelRegistry
+from nanoserve.layers import LayerConfig
+from nanoserve.models.base import Model
+from nanoserve.models.registry import ModelRegistry
 
 ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
 # What families pass to attention beside the arguments of `attend`, and what changes nothing here:
@@ -114,7 +115,7 @@ class Step:
     layer_of: dict[nn.Module, int]
     calls: list[AttentionCall]
     kv_caches: list[KVCache]
-    metadata: AttentionMetadata
+    metadata: StepMetadata
     backend: AttentionBackend
 
     def attend(
@@ -222,7 +223,7 @@ class TransformersForCausalLM(Model):
         input_ids: Tensor,
         positions: Tensor,
         kv_caches: list[KVCache],
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         step = Step(self.layer_of, self.calls, kv_caches, metadata, self.backend)
@@ -308,7 +309,7 @@ def check_windows(config: Any, windows: list[int | None]) -> None:
 def fix_rope(body: nn.Module) -> None:
     """Stop rope types that follow the length of the text (dynamic, longrope) where the probe, at
     the last position there may be, has brought them: a request must not see its neighbours'
-    lengths. layers.rope_frequencies does the same."""
+    lengths. rope.rope_frequencies does the same."""
     for module in body.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
@@ -318,7 +319,7 @@ def fix_rope(body: nn.Module) -> None:
 
 
 def load_with_transformers(
-    config: EngineConfig, model_config: ModelConfig, build: Build
+    config: EngineConfig, model_config: ModelConfig, layer_config: LayerConfig
 ) -> TransformersForCausalLM:
     """The model in `model_config.path`, built and loaded (or dummy) by transformers.
 
@@ -326,7 +327,7 @@ def load_with_transformers(
     """
     assert config.max_model_len, "EngineConfig not resolved"
     architecture = model_config.architecture
-    if build.parallel.world_size > 1:
+    if layer_config.parallel.world_size > 1:
         refuse(architecture, "through transformers it can't be cut among ranks")
     if architecture not in set(_causal_lm_names()):
         refuse(architecture, "transformers knows no causal language model of that name")
@@ -339,11 +340,11 @@ def load_with_transformers(
     try:
         check_config(model_cls, hf_config)
         if config.load_format == "dummy":
-            causal_lm = build_dummy(hf_config, build.dtype, config.seed)
+            causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
         else:
-            causal_lm = load_checkpoint(model_cls, hf_config, model_config.path, build.dtype)
-        causal_lm = causal_lm.eval().to(build.device)
-        return TransformersForCausalLM(causal_lm, config.max_model_len, build.attention)
+            causal_lm = load_checkpoint(model_cls, hf_config, model_config.path, layer_config.dtype)
+        causal_lm = causal_lm.eval().to(layer_config.device)
+        return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
     except Unsupported as error:
         refuse(architecture, f"it {error}")
     except KeyError as error:  # a family with a table of its own: none of our name in it

@@ -22,29 +22,27 @@ qwen3.py, qwen3_moe.py (V1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import Tensor, nn
 
-from nanoserve.attention import AttentionMetadata, KVCache, KVCacheSpec
+from nanoserve.attention import KVCache, KVCacheSpec, StepMetadata
 from nanoserve.config import ModelConfig
 from nanoserve.layers import (
-    Build,
     ColumnParallelLinear,
-    Norm,
-    Packable,
+    LayerConfig,
     QKNorm,
     RMSNorm,
     RotaryEmbedding,
     RowParallelLinear,
-    Shard,
     VocabParallelEmbedding,
     apply_rope,
     silu_and_mul,
 )
-from nanoserve.moe import ExpertsConfig, MixtureOfExperts
+from nanoserve.models.base import Model
+from nanoserve.models.moe import ExpertsConfig, MixtureOfExperts
+from nanoserve.models.rope import rope_frequencies
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,17 @@ class Family:
 
 
 def llama(config: ModelConfig) -> Family:
-    bias = config.hf.get("attention_bias", False)
+    bias = config.hf_config.get("attention_bias", False)
     return Family(
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=config.hf.get("mlp_bias", False),
+        mlp_bias=config.hf_config.get("mlp_bias", False),
         windows=(None,) * config.num_layers,
     )
 
 
 def mistral(config: ModelConfig) -> Family:
-    return Family(windows=(config.hf.get("sliding_window"),) * config.num_layers)
+    return Family(windows=(config.hf_config.get("sliding_window"),) * config.num_layers)
 
 
 def qwen2(config: ModelConfig) -> Family:
@@ -78,14 +76,14 @@ def qwen2(config: ModelConfig) -> Family:
 
 
 def qwen3(config: ModelConfig) -> Family:
-    bias = config.hf.get("attention_bias", False)
+    bias = config.hf_config.get("attention_bias", False)
     return Family(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
 
 
 def mixtral(config: ModelConfig) -> Family:
     experts = ExpertsConfig(
         num_experts=_num_experts(config, 8),
-        top_k=config.hf.get("num_experts_per_tok", 2),
+        top_k=config.hf_config.get("num_experts_per_tok", 2),
         intermediate_size=config.intermediate_size,
         normalize=True,
         block_name="block_sparse_moe",
@@ -98,7 +96,7 @@ def mixtral(config: ModelConfig) -> Family:
 
 def qwen3_moe(config: ModelConfig) -> Family:
     """Experts in every decoder_sparse_step-th layer, but for those that are listed as without."""
-    hf = config.hf
+    hf = config.hf_config
     experts = ExpertsConfig(
         num_experts=_num_experts(config, 128),
         top_k=hf.get("num_experts_per_tok", 8),
@@ -119,13 +117,15 @@ def qwen3_moe(config: ModelConfig) -> Family:
 
 def _num_experts(config: ModelConfig, default: int) -> int:
     """Under either of the names that transformers has given it."""
-    return config.hf.get("num_experts") or config.hf.get("num_local_experts") or default
+    return (
+        config.hf_config.get("num_experts") or config.hf_config.get("num_local_experts") or default
+    )
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Full attention in the first max_window_layers layers, a window in the rest; older configs
     lack the list layer_types that says so."""
-    hf = config.hf
+    hf = config.hf_config
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     kinds = hf.get("layer_types") or [
         "full_attention" if layer < hf.get("max_window_layers", 28) else "sliding_attention"
@@ -138,27 +138,31 @@ class Attention(nn.Module):
     """Grouped-query attention over the paged KV cache."""
 
     def __init__(
-        self, config: ModelConfig, family: Family, window: int | None, build: Build
+        self, config: ModelConfig, family: Family, window: int | None, layer_config: LayerConfig
     ) -> None:
         super().__init__()
         head_dim, hidden = config.head_dim, config.hidden_size
-        _, self.num_heads = build.parallel.share_of(config.num_heads, "attention heads")
-        _, num_kv_heads = build.parallel.share_of(config.num_kv_heads, "key and value heads", 1)
+        _, self.num_heads = layer_config.parallel.shard_range(config.num_heads, "attention heads")
+        _, num_kv_heads = layer_config.parallel.shard_range(
+            config.num_kv_heads, "key and value heads", 1
+        )
         self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, window)
-        self.backend = build.attention
+        self.backend = layer_config.attention
         self.scale = head_dim**-0.5
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.qkv_proj = ColumnParallelLinear(
             hidden,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=family.qkv_bias,
-            build=build,
+            layer_config=layer_config,
             unit=head_dim,
         )
-        self.o_proj = RowParallelLinear(q_size, hidden, bias=family.o_bias, build=build)
+        self.o_proj = RowParallelLinear(
+            q_size, hidden, bias=family.o_bias, layer_config=layer_config
+        )
         if family.qk_norm:
             self.qk_norm: QKNorm | None = QKNorm(
-                self.num_heads, num_kv_heads, head_dim, config.rms_norm_eps, build
+                self.num_heads, num_kv_heads, head_dim, config.rms_norm_eps, layer_config
             )
         else:
             self.qk_norm = None
@@ -168,7 +172,7 @@ class Attention(nn.Module):
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         kv_cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]; writes this step's K and V first."""
         spec = self.kv_cache_spec
@@ -188,15 +192,15 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)), with gate and up as one product (SwiGLU, arXiv 2002.05202)."""
 
-    def __init__(self, config: ModelConfig, family: Family, build: Build) -> None:
+    def __init__(self, config: ModelConfig, family: Family, layer_config: LayerConfig) -> None:
         super().__init__()
         hidden, size, bias = config.hidden_size, config.intermediate_size, family.mlp_bias
         self.gate_up_proj = ColumnParallelLinear(
-            hidden, {"gate_proj": size, "up_proj": size}, bias=bias, build=build
+            hidden, {"gate_proj": size, "up_proj": size}, bias=bias, layer_config=layer_config
         )
-        self.down_proj = RowParallelLinear(size, hidden, bias=bias, build=build)
+        self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=layer_config)
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.down_proj(silu_and_mul(self.gate_up_proj(x, metadata)), metadata)
 
@@ -204,25 +208,29 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP (or experts), each behind a norm and beside a residual connection."""
 
-    def __init__(self, config: ModelConfig, family: Family, layer: int, build: Build) -> None:
+    def __init__(
+        self, config: ModelConfig, family: Family, layer: int, layer_config: LayerConfig
+    ) -> None:
         super().__init__()
         window = family.windows[layer]
         experts = family.experts[layer] if family.experts else None
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.self_attn = Attention(config, family, window, build)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, layer_config)
+        self.self_attn = Attention(config, family, window, layer_config)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, layer_config
+        )
         self.mlp: MLP | MixtureOfExperts
         if experts is None:
-            self.mlp = MLP(config, family, build)
+            self.mlp = MLP(config, family, layer_config)
         else:
-            self.mlp = MixtureOfExperts(config.hidden_size, experts, build)
+            self.mlp = MixtureOfExperts(config.hidden_size, experts, layer_config)
 
     def forward(
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
         kv_cache: KVCache,
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         x = self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata).add_(x)
@@ -233,23 +241,27 @@ class Decoder(nn.Module):
     """Everything between token ids and the last hidden states."""
 
     def __init__(
-        self, config: ModelConfig, family: Family, max_model_len: int, build: Build
+        self, config: ModelConfig, family: Family, max_model_len: int, layer_config: LayerConfig
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, family, layer, build) for layer in range(config.num_layers)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, layer_config
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, family, layer, layer_config) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, layer_config)
         rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
-        self.rotary_emb = RotaryEmbedding(config.head_dim, rope, max_model_len, build)
+        rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
+        frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
+        self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         kv_caches: list[KVCache],
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)
@@ -259,66 +271,16 @@ class Decoder(nn.Module):
         return self.norm(x)
 
 
-class Model(nn.Module):
-    """What the model runner and the loader need of a model: the base of CausalLM, and of yours.
-
-    A subclass is built as cls(config, max_model_len, build), with unfilled parameters, and has the
-    two methods below. The two after them find what its modules say: `kv_cache_spec` of those that
-    attend, `shards` of those that have weights (the layers of layers.py all do).
-    """
-
-    library = "nanoserve"  # whose code it is
-    supports_cuda_graphs = True  # no number is read on the host, no shape depends on one
-    is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
-        raise NotImplementedError
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
-        raise NotImplementedError
-
-    def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """One per layer, in the order in which forward expects kv_caches."""
-        specs = [getattr(module, "kv_cache_spec", None) for module in self.modules()]
-        return [spec for spec in specs if spec is not None]
-
-    def shards(self) -> Iterator[tuple[str, Shard]]:
-        """(checkpoint name, place to fill) for every weight."""
-        for name, module in self.named_modules():
-            if module is not self and hasattr(module, "shards"):
-                yield from module.shards(name)
-
-    def num_bytes(self) -> int:
-        """What its weights take, on this rank."""
-        packed = [module.packed for module in self.modules() if isinstance(module, Packable)]
-        tensors = [*self.parameters(), *(tensor for tensor in packed if tensor is not None)]
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def pack(self) -> None:
-        """The weights are filled: bring them into the layout that is multiplied fastest."""
-        for module in self.modules():
-            if isinstance(module, Packable | Norm):
-                module.pack()
-
-
 class CausalLM(Model):
     """A decoder of the Llama family and its language-model head."""
 
     read_family: Callable[[ModelConfig], Family]  # of each architecture below
 
-    def __init__(self, config: ModelConfig, max_model_len: int, build: Build) -> None:
+    def __init__(self, config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> None:
         """Raises ValueError for an activation that is not here, and head counts that do not
         divide."""
         super().__init__()
-        if (activation := config.hf.get("hidden_act", "silu")) != "silu":
+        if (activation := config.hf_config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
         if config.num_heads % config.num_kv_heads:
             raise ValueError(
@@ -326,18 +288,20 @@ class CausalLM(Model):
                 f"{config.num_kv_heads}."
             )
         family = type(self).read_family(config)
-        self.model = Decoder(config, family, max_model_len, build)
+        self.model = Decoder(config, family, max_model_len, layer_config)
         self.is_tied = config.tie_word_embeddings
         self.model.embed_tokens.is_multiplied_by = self.is_tied
         if not self.is_tied:
-            self.lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+            self.lm_head = VocabParallelEmbedding(
+                config.vocab_size, config.hidden_size, layer_config
+            )
 
     def forward(
         self,
         input_ids: Tensor,
         positions: Tensor,
         kv_caches: list[KVCache],
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, kv_caches, metadata)
@@ -370,60 +334,3 @@ class Qwen3ForCausalLM(CausalLM):
 
 class Qwen3MoeForCausalLM(CausalLM):
     read_family = staticmethod(qwen3_moe)
-
-
-class ModelRegistry:
-    """Which class runs which architecture. Holds classes only, never anything of an engine."""
-
-    CLASSES: ClassVar[dict[str, type[Model]]] = {
-        cls.__name__: cls
-        for cls in (
-            LlamaForCausalLM,
-            MistralForCausalLM,
-            MixtralForCausalLM,
-            Qwen2ForCausalLM,
-            Qwen3ForCausalLM,
-            Qwen3MoeForCausalLM,
-        )
-    }
-
-    @classmethod
-    def register(cls, architecture: str, model_cls: type[Model]) -> None:
-        """Let `model_cls` run checkpoints whose config.json names `architecture`.
-
-        An architecture that is already there gets the new class, in engines built from now on.
-        Ranks in other processes are told, if they can import it (it is not the script's own).
-        Raises TypeError for what is not a subclass of Model.
-        """
-        if not isinstance(architecture, str) or not architecture:
-            raise TypeError(
-                f"architecture must be a name from config.json, such as 'LlamaForCausalLM', got "
-                f"{architecture!r}."
-            )
-        if not isinstance(model_cls, type) or not issubclass(model_cls, Model):
-            raise TypeError(
-                f"the class for {architecture} must be a subclass of nanoserve.models.Model, got "
-                f"{model_cls!r}."
-            )
-        cls.CLASSES[architecture] = model_cls
-
-    @classmethod
-    def get(cls, architecture: str) -> type[Model] | None:
-        """The class for an architecture; None if there is none."""
-        return cls.CLASSES.get(architecture)
-
-    @classmethod
-    def architectures(cls) -> list[str]:
-        """All that are registered, in order of registration."""
-        return list(cls.CLASSES)
-
-
-def build_model(config: ModelConfig, max_model_len: int, build: Build) -> Model:
-    """The unfilled model that config.json describes. Raises ValueError if it is not registered."""
-    model_cls = ModelRegistry.get(config.architecture)
-    if model_cls is None:
-        raise ValueError(
-            f"architecture {config.architecture} is not supported; supported: "
-            f"{', '.join(ModelRegistry.architectures())}."
-        )
-    return model_cls(config, max_model_len, build)

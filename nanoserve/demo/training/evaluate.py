@@ -1,4 +1,6 @@
-"""python -m nanoserve.demo.evaluate: what the demo model can do, measured with plain transformers.
+"""python -m nanoserve.demo.training.evaluate: what the demo model can do.
+
+Measured with plain transformers.
 
 Every question is held out (skills.is_held_out): no training row asks it. An answer counts only if
 it is right to the last token, <|im_end|> included. It is not generated but scored: if every token
@@ -28,11 +30,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoserve.demo import MODEL_DIR, skills, tables
-from nanoserve.demo.corpus import END_OF_TEXT, IM_END, story_hero
-from nanoserve.demo.recall import CODES, WORDS, Facts
-from nanoserve.demo.skills import Turn
-from nanoserve.demo.stories import Character, skewed, tell_story, with_article
+from nanoserve.demo import MODEL_DIR
+from nanoserve.demo.training import skills, tables
+from nanoserve.demo.training.corpus import END_OF_TEXT, IM_END, story_hero
+from nanoserve.demo.training.recall import CODES, WORDS, Facts
+from nanoserve.demo.training.skills import Turn
+from nanoserve.demo.training.stories import Character, skewed, tell_story, with_article
 
 Messages = list[dict[str, str]]
 

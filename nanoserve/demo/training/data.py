@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from nanoserve.demo.corpus import (
+from nanoserve.demo.training.corpus import (
     END_OF_TEXT,
     IM_END,
     IM_START,
@@ -32,7 +32,7 @@ from nanoserve.demo.corpus import (
     mix_for,
     text_of,
 )
-from nanoserve.demo.recall import Facts
+from nanoserve.demo.training.recall import Facts
 
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]  # ids 0, 1, 2
 WORD = r"\p{N}|\p{Lu}+\p{Ll}*| ?\p{Ll}+|\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

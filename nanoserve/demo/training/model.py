@@ -5,7 +5,7 @@ are one matrix product each; products may run in bfloat16 while weights and the 
 in float32; and the vocabulary projection is computed for the positions whose loss weight is not 0
 (a third to a half of them) and for no others.
 
-Left out: KV cache, padding, dropout. nanoserve/models.py is the model that serves.
+Left out: KV cache, padding, dropout. nanoserve/models/decoder.py is the model that serves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m nanoserve.demo.train: make the demo model from nothing, in one command.
+"""python -m nanoserve.demo.training.train: make the demo model from nothing, in one command.
 
     corpus (generated)  ->  tokenizer  ->  rows, one batch per step  ->  Qwen3, 1.25M parameters
                                                                      ->  a Hugging Face folder
@@ -28,9 +28,9 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from nanoserve.demo.corpus import IM_END, IM_START
-from nanoserve.demo.data import Batch, Batches, train_tokenizer
-from nanoserve.demo.model import ModelShape, Muon, TrainingQwen3
+from nanoserve.demo.training.corpus import IM_END, IM_START
+from nanoserve.demo.training.data import Batch, Batches, train_tokenizer
+from nanoserve.demo.training.model import ModelShape, Muon, TrainingQwen3
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

@@ -30,13 +30,14 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.attention import choose_backend
+from nanoserve.attention import get_attn_backend
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
-from nanoserve.layers import Build
+from nanoserve.layers import LayerConfig
 from nanoserve.llm import LLM
-from nanoserve.model_runner import choose_device, choose_dtype
-from nanoserve.models import ModelRegistry, build_model
+from nanoserve.model_runner import choose_dtype
+from nanoserve.models.registry import ModelRegistry, build_model
+from nanoserve.parallel import choose_device
 from nanoserve.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time"
@@ -216,8 +217,10 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     config = EngineConfig(device=device.type).resolve(model_config)
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     dtype = choose_dtype("auto", model_config.dtype, device)
-    build = Build(dtype=dtype, device=torch.device("meta"), attention=choose_backend("torch"))
-    model = build_model(model_config, config.max_model_len, build)  # shapes, no memory
+    layer_config = LayerConfig(
+        dtype=dtype, device=torch.device("meta"), attention=get_attn_backend("torch")
+    )
+    model = build_model(model_config, config.max_model_len, layer_config)  # shapes, no memory
     weights = model.num_bytes()
     block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
     if device.type == "cuda":

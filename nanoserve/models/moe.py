@@ -33,8 +33,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import AttentionMetadata
-from nanoserve.layers import Build, Shard, silu_and_mul
+from nanoserve.attention import StepMetadata
+from nanoserve.layers import LayerConfig, Shard, silu_and_mul
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -160,29 +160,31 @@ def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMa
 class MixtureOfExperts(nn.Module):
     """A router and its experts, in the place of an MLP."""
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, build: Build) -> None:
+    def __init__(self, hidden_size: int, config: ExpertsConfig, layer_config: LayerConfig) -> None:
         super().__init__()
         self.config = config
-        self.parallel = build.parallel
+        self.parallel = layer_config.parallel
         full = config.intermediate_size
-        self.start, self.size = build.parallel.share_of(full, "intermediate size of an expert")
-        per_row = ALIGNMENT // build.dtype.itemsize
+        self.start, self.size = layer_config.parallel.shard_range(
+            full, "intermediate size of an expert"
+        )
+        per_row = ALIGNMENT // layer_config.dtype.itemsize
         if hidden_size % per_row:
             raise ValueError(
-                f"hidden_size is {hidden_size}; with experts in {build.dtype} it must be a "
+                f"hidden_size is {hidden_size}; with experts in {layer_config.dtype} it must be a "
                 f"multiple of {per_row}."
             )
         # Rows and columns of zeros make a part of any size fit: silu(0) * 0 = 0 adds nothing.
         padded = -(-self.size // per_row) * per_row
-        self.router = build.empty(config.num_experts, hidden_size)  # whole on every rank
-        self.gate_up = build.empty(config.num_experts, 2 * padded, hidden_size)
-        self.down = build.empty(config.num_experts, hidden_size, padded)
+        self.router = layer_config.empty(config.num_experts, hidden_size)  # whole on every rank
+        self.gate_up = layer_config.empty(config.num_experts, 2 * padded, hidden_size)
+        self.down = layer_config.empty(config.num_experts, hidden_size, padded)
         if padded != self.size:
             self.gate_up.zero_()
             self.down.zero_()
-        self.matmul = choose_grouped_matmul(build.device, build.dtype)
+        self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 
-    def forward(self, x: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         weights, expert_ids = route(
             F.linear(x, self.router), self.config.top_k, self.config.normalize

@@ -17,9 +17,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from nanoserve.demo import tables
-from nanoserve.demo.skills import Turn, is_held_out, made_up_word
-from nanoserve.demo.stories import skewed
+from nanoserve.demo.training import tables
+from nanoserve.demo.training.skills import Turn, is_held_out, made_up_word
+from nanoserve.demo.training.stories import skewed
 
 
 @dataclass(frozen=True)

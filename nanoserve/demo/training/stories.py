@@ -16,7 +16,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TypeVar
 
-from nanoserve.demo import tables
+from nanoserve.demo.training import tables
 
 T = TypeVar("T")
 

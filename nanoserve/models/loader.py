@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import Build, Shard
-from nanoserve.models import Model, ModelRegistry, build_model
+from nanoserve.layers import LayerConfig, Shard
+from nanoserve.models.base import Model
+from nanoserve.models.registry import ModelRegistry, build_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,7 +36,10 @@ COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
 def load_model(
-    config: EngineConfig, model_config: ModelConfig, build: Build, use_tqdm: bool = True
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer_config: LayerConfig,
+    use_tqdm: bool = True,
 ) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
 
@@ -49,12 +53,12 @@ def load_model(
     is_ours = ModelRegistry.get(model_config.architecture) is not None
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_ours):
         # Here, because importing transformers' models takes seconds that a Llama need not wait.
-        from nanoserve.transformers_fallback import load_with_transformers
+        from nanoserve.models.transformers_fallback import load_with_transformers
 
         if config.load_format != "dummy":
             find_files(model_config.path)  # its errors are clearer
-        return load_with_transformers(config, model_config, build)
-    model = build_model(model_config, config.max_model_len, build)
+        return load_with_transformers(config, model_config, layer_config)
+    model = build_model(model_config, config.max_model_len, layer_config)
     if config.load_format == "dummy":
         fill_randomly(model, config.seed)
     else:

@@ -17,8 +17,8 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoserve.demo import tables
-from nanoserve.demo.stories import capitalised, skewed, with_article
+from nanoserve.demo.training import tables
+from nanoserve.demo.training.stories import capitalised, skewed, with_article
 
 
 @dataclass(frozen=True)

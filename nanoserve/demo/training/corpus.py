@@ -19,9 +19,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from nanoserve.demo import tables
-from nanoserve.demo.recall import Fact, Facts, pairs
-from nanoserve.demo.skills import (
+from nanoserve.demo.training import tables
+from nanoserve.demo.training.recall import Fact, Facts, pairs
+from nanoserve.demo.training.skills import (
     Turn,
     any_skill,
     is_held_out,
@@ -29,7 +29,13 @@ from nanoserve.demo.skills import (
     operands,
     phrase,
 )
-from nanoserve.demo.stories import Character, draw_character, skewed, tell_story, with_article
+from nanoserve.demo.training.stories import (
+    Character,
+    draw_character,
+    skewed,
+    tell_story,
+    with_article,
+)
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 STORY_WEIGHT, KEY_WEIGHT = 0.4, 2.0

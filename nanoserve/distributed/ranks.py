@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
-from nanoserve.model_runner import choose_device
 from nanoserve.parallel import (
     IDLE_TIMEOUT,
     ParallelState,
     RankError,
     address_towards,
+    choose_device,
     connect,
     serve_store,
 )
@@ -60,9 +60,9 @@ def find_report(store: dist.Store, world_size: int) -> str | None:
 class StartedRanks:
     """Ranks that this process starts on its own machine, and that never outlive it.
 
-    Each is a `python -m nanoserve.executor`, told by its standard input where to find rank 0. That
-    pipe stays open as a lifeline: when it closes, because of `close`, because this object is
-    garbage, or because this process is no more, the rank ends itself.
+    Each is a `python -m nanoserve.distributed.multiproc`, told by its standard input where to
+    find rank 0. That pipe stays open as a lifeline: when it closes, because of `close`, because
+    this object is garbage, or because this process is no more, the rank ends itself.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -88,7 +88,7 @@ class StartedRanks:
         """In a session of its own, where no Ctrl-C reaches it, with our way of finding modules."""
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [sys.executable, "-m", "nanoserve.executor"],
+            [sys.executable, "-m", "nanoserve.distributed.multiproc"],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
             start_new_session=True,

@@ -33,12 +33,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanoserve.attention import AttentionMetadata
+from nanoserve.attention import StepMetadata
 from nanoserve.config import ModelConfig
-from nanoserve.layers import Build, Shard
+from nanoserve.layers import LayerConfig, Shard
 from nanoserve.llm import LLM
-from nanoserve.loader import fill_randomly
-from nanoserve.models import build_model
+from nanoserve.models.loader import fill_randomly
+from nanoserve.models.registry import build_model
 from nanoserve.parallel import ParallelState, RankError, connect
 from nanoserve.sampling_params import SamplingParams
 
@@ -93,7 +93,9 @@ def split_toy_model(world_size: int = 2, num_tokens: int = 6) -> dict[str, Any]:
     if world_size == 1:
         ranks = [alone]
     else:
-        build_model(_toy_config(), 16, Build(parallel=ParallelState(0, world_size)))  # or refuse
+        build_model(
+            _toy_config(), 16, LayerConfig(parallel=ParallelState(0, world_size))
+        )  # or refuse
         ranks = run_ranks(world_size, lambda parallel: _run_toy_model(parallel, num_tokens))
     deviation = alone["logits"].std()
     return {
@@ -119,11 +121,11 @@ def _toy_config() -> ModelConfig:
 def _run_toy_model(parallel: ParallelState, num_tokens: int) -> dict[str, Any]:
     """One rank's part in the logits of a prompt's last token."""
     cpu = torch.device("cpu")
-    model = build_model(_toy_config(), 16, Build(parallel=parallel))
+    model = build_model(_toy_config(), 16, LayerConfig(parallel=parallel))
     fill_randomly(model, seed=0)
     caches = [spec.allocate(1, 16, torch.float32, cpu) for spec in model.kv_cache_specs()]
     positions = torch.arange(num_tokens)
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         slot_mapping=positions,
         block_table=torch.zeros(1, 1, dtype=torch.int32),
         query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32),

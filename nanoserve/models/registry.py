@@ -1,0 +1,80 @@
+"""Which class runs which architecture?
+
+ModelRegistry maps the architecture that config.json names to a class; `register` adds yours (the
+README has one). What is not in it runs through transformers_fallback.py, if it can.
+
+vLLM: vllm/model_executor/models/registry.py (V0 and V1).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from nanoserve.config import ModelConfig
+from nanoserve.layers import LayerConfig
+from nanoserve.models.base import Model
+from nanoserve.models.decoder import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+
+class ModelRegistry:
+    """Which class runs which architecture. Holds classes only, never anything of an engine."""
+
+    CLASSES: ClassVar[dict[str, type[Model]]] = {
+        cls.__name__: cls
+        for cls in (
+            LlamaForCausalLM,
+            MistralForCausalLM,
+            MixtralForCausalLM,
+            Qwen2ForCausalLM,
+            Qwen3ForCausalLM,
+            Qwen3MoeForCausalLM,
+        )
+    }
+
+    @classmethod
+    def register(cls, architecture: str, model_cls: type[Model]) -> None:
+        """Let `model_cls` run checkpoints whose config.json names `architecture`.
+
+        An architecture that is already there gets the new class, in engines built from now on.
+        Ranks in other processes are told, if they can import it (it is not the script's own).
+        Raises TypeError for what is not a subclass of Model.
+        """
+        if not isinstance(architecture, str) or not architecture:
+            raise TypeError(
+                f"architecture must be a name from config.json, such as 'LlamaForCausalLM', got "
+                f"{architecture!r}."
+            )
+        if not isinstance(model_cls, type) or not issubclass(model_cls, Model):
+            raise TypeError(
+                f"the class for {architecture} must be a subclass of nanoserve.models.base.Model, "
+                f"got {model_cls!r}."
+            )
+        cls.CLASSES[architecture] = model_cls
+
+    @classmethod
+    def get(cls, architecture: str) -> type[Model] | None:
+        """The class for an architecture; None if there is none."""
+        return cls.CLASSES.get(architecture)
+
+    @classmethod
+    def architectures(cls) -> list[str]:
+        """All that are registered, in order of registration."""
+        return list(cls.CLASSES)
+
+
+def build_model(config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> Model:
+    """The unfilled model that config.json describes. Raises ValueError if it is not registered."""
+    model_cls = ModelRegistry.get(config.architecture)
+    if model_cls is None:
+        raise ValueError(
+            f"architecture {config.architecture} is not supported; supported: "
+            f"{', '.join(ModelRegistry.architectures())}."
+        )
+    return model_cls(config, max_model_len, layer_config)
