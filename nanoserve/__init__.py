@@ -6,11 +6,15 @@
 Importing the package is cheap: torch is loaded when the first LLM is built.
 """
 
+from typing import TYPE_CHECKING
+
 from nanoserve.engine import LLMEngine
-from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanoserve.extras.beam_search import BeamSearchParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,3 +26,12 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """What chapters add to this namespace. A chapter is imported when its name is used."""
+    if name == "BeamSearchParams":
+        from nanoserve.extras.beam_search import BeamSearchParams
+
+        return BeamSearchParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 The KV cache is an array of blocks of block_size tokens. A sequence's *block table* lists the blocks
 that hold its tokens, in order, from anywhere in the array: virtual memory, with blocks for pages.
-This module keeps the books (which block belongs to whom) and never touches a tensor.
+This module records which block belongs to which sequence, and never touches a tensor.
 
 Two sequences with block_size 4 and a common prompt "a b c d e f" of which one full block is shared:
 
@@ -10,23 +10,27 @@ Two sequences with block_size 4 and a common prompt "a b c d e f" of which one f
     sequence 1   a b c d | e f y      block table [2, 1]
     block        0: e f x .   1: e f y .   2: a b c d      reference counts [1, 1, 2]
 
-A block whose reference count falls to 0 joins the free queue but keeps its content until somebody
-takes it: a later request with the same beginning finds it by its *block hash*, and takes it back
-out of the middle of the queue. So the cache costs no memory: it is what free blocks still hold.
+A block whose reference count falls to 0 joins the free queue and keeps its content until another
+sequence allocates the block. A later request with the same beginning finds the block by its *block
+hash* and takes it back out of the middle of the queue. So the prefix cache costs no memory: the
+cache is what free blocks still hold.
 
-*When is a block findable?* From the moment it is allocated for tokens that the coming step will
-compute: every layer stores keys and values before it attends, so even two requests of one step can
-share. Should the step fail, nobody knows what was written, and `reset` forgets everything.
+*When can a block be found?* From the moment when the block is allocated for tokens that the coming
+step will compute. Every layer stores keys and values before it attends, so even two requests of one
+step can share the block. If the step fails, the content is unknown, and `reset` forgets everything.
 
-*Who may write into a shared block?* Nobody. Branches of a request share their prompt's blocks; full
-ones are never written again, and of a partly filled one the writer first gets a copy of its own
-(copy-on-write):
+*Which sequence may write into a shared block?* None. Branches of a request share the blocks of
+their prompt. Full blocks are never written again. Before a branch writes into a partly filled
+shared block, the branch gets a copy of its own (copy-on-write):
 
     before the fork    branch 0: [2, 0]                     block 0: e f . .
     after it           branch 0: [2, 0]   branch 1: [2, 0]  reference count of block 0: 2
     branch 1 writes    branch 0: [2, 0]   branch 1: [2, 5]  block 0 copied to 5, then: e f y .
 
-Left out: sliding-window layers could give early blocks back; we keep them until the sequence ends.
+The manager only decides which blocks are copied (copy-on-write, swap out, swap in). Pending copies
+wait here until the scheduler puts them into the next step with `take_copies`.
+
+Left out: sliding-window layers could free early blocks; we keep them until the sequence ends.
 
 vLLM: vllm/core/block_manager.py, core/block/, core/evictor.py (V0); vllm/v1/core/:
 kv_cache_manager.py, block_pool.py, kv_cache_utils.py (V1).
@@ -37,24 +41,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from enum import Enum
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 from nanoserve.sequence import BlockPair, Sequence
 
 
 class BlockState(Enum):
-    """The documents' states of a block."""
+    """The states of a block, as vLLM's documents draw them."""
 
-    FREE = "free"  # reference count 0; may still hold a findable prefix
+    FREE = "free"  # reference count 0; the block may still hold a prefix that can be found
     ALLOCATED = "allocated"  # in at least one block table
-    SWAPPED = "swapped"  # held in the CPU pool
+    SWAPPED = "swapped"  # a block of the CPU pool that holds a swapped sequence
+
+
+class Copies(NamedTuple):
+    """Blocks to copy before a step computes anything, as (source, destination), in this order."""
+
+    swap_out: tuple[BlockPair, ...]  # (KV block, CPU block)
+    swap_in: tuple[BlockPair, ...]  # (CPU block, KV block)
+    copy_on_write: tuple[BlockPair, ...]  # (shared KV block, the writer's own)
 
 
 class BlockHash:
     """The content of a sequence from its first token to the end of one block.
 
-    vLLM hashes (parent hash, token ids, extra keys) with SHA-256. We keep that very chain as an
-    interned object instead: equal content is the *same* object, so the object itself serves as its
+    vLLM hashes (parent hash, token ids, extra keys) with SHA-256. We keep the same chain as an
+    interned object instead: equal content is the *same* object. So the object itself serves as the
     hash, a lookup costs one dict access a block, and two different prefixes can never collide.
     """
 
@@ -66,7 +79,7 @@ class BlockHash:
 
 
 class BlockHashTable:
-    """(parent, token ids) -> BlockHash; forgets what no block and no sequence refers to."""
+    """(parent, token ids) -> BlockHash. Entries that no block and no sequence uses are dropped."""
 
     def __init__(self) -> None:
         self._interned: WeakValueDictionary[tuple[BlockHash | None, Hashable], BlockHash] = (
@@ -83,18 +96,18 @@ class BlockHashTable:
 
 
 class BlockPool:
-    """The blocks of one device: reference counts, the free queue, and what is findable.
+    """The blocks of one device: reference counts, the free queue, and the prefix cache.
 
     Invariant: a block is in the free queue exactly if its reference count is 0.
     """
 
     def __init__(self, num_blocks: int, held: BlockState = BlockState.ALLOCATED) -> None:
-        """`held` is the state of its blocks that somebody refers to."""
+        """`held` is the state of a block with a reference count above 0."""
         self.num_blocks = num_blocks
         self.held = held
         self.ref_counts = [0] * num_blocks
         # Least recently used first. An OrderedDict is a doubly linked list with an index: O(1) at
-        # both ends and in the middle, what vLLM V1 builds by hand as FreeKVCacheBlockQueue.
+        # both ends and in the middle. vLLM V1 builds the same by hand as FreeKVCacheBlockQueue.
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached_blocks: dict[BlockHash, int] = {}
         self.block_hashes: list[BlockHash | None] = [None] * num_blocks
@@ -107,21 +120,21 @@ class BlockPool:
         return self.held if self.ref_counts[block_id] else BlockState.FREE
 
     def allocate(self) -> int:
-        """Take the least recently used free block; what it held can no longer be found."""
+        """Take the least recently used free block; its old content can no longer be found."""
         block_id, _ = self.free_queue.popitem(last=False)
         self.uncache(block_id)
         self.ref_counts[block_id] = 1
         return block_id
 
     def share(self, block_id: int) -> None:
-        """Add a reference, taking the block out of the free queue if it is there."""
+        """Add a reference; a free block leaves the free queue."""
         if self.ref_counts[block_id] == 0:
             del self.free_queue[block_id]
         self.ref_counts[block_id] += 1
 
     def free(self, block_id: int) -> None:
-        """Drop a reference. The last one puts the block into the queue: at the end if it can still
-        be found, at the front (to be taken next) if it is of no more use."""
+        """Drop a reference. With the last reference the block joins the free queue: at the end if
+        the block can be found by its hash, at the front (to be allocated next) if it cannot."""
         assert self.ref_counts[block_id] > 0, f"block {block_id} freed twice"
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
@@ -130,13 +143,13 @@ class BlockPool:
                 self.free_queue.move_to_end(block_id, last=False)
 
     def cache(self, block_id: int, block_hash: BlockHash) -> None:
-        """Make the block findable, unless another block with this content already is."""
+        """Let the block be found by its hash, unless another block has the same content."""
         if self.block_hashes[block_id] is None and block_hash not in self.cached_blocks:
             self.cached_blocks[block_hash] = block_id
             self.block_hashes[block_id] = block_hash
 
     def uncache(self, block_id: int) -> None:
-        """Make the block unfindable, because its content goes or never came."""
+        """Let the block be found no more: its content is about to be overwritten."""
         block_hash = self.block_hashes[block_id]
         if block_hash is not None:
             del self.cached_blocks[block_hash]
@@ -144,8 +157,8 @@ class BlockPool:
 
 
 class BlockManager:
-    """The block tables of all sequences that hold blocks: over the pool of KV blocks, and, of
-    swapped ones, over a pool of CPU blocks.
+    """The block tables of all sequences that hold blocks. Running sequences hold KV blocks; swapped
+    sequences hold blocks of a second pool, in CPU memory.
 
     Invariant: `check()` passes between any two calls; when no sequence is left, every block's
     reference count is 0.
@@ -163,16 +176,22 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.num_cpu_blocks = num_cpu_blocks
         self.reset()
-        self.num_queried_tokens = 0  # of all admissions; with the next one, the cache's hit rate
+        # The prefix cache's hit rate is num_hit_tokens / num_queried_tokens, over all admissions.
+        self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._hash_table = BlockHashTable()
 
     def reset(self) -> None:
-        """Forget everything: no block tables, every block free, nothing findable."""
+        """Forget everything: no block tables, every block free, an empty prefix cache."""
         self.pool = BlockPool(self.num_blocks)
         self.cpu_pool = BlockPool(self.num_cpu_blocks, held=BlockState.SWAPPED)
         self.block_tables: dict[int, list[int]] = {}  # seq_id -> block ids
         self.swapped_tables: dict[int, list[int]] = {}  # seq_id -> ids of CPU blocks
+        # Pending copies. By CPU block: of two copies into one CPU block only the last one counts,
+        # because the sequence of the first has ended.
+        self._swap_out: dict[int, BlockPair] = {}
+        self._swap_in: list[BlockPair] = []
+        self._copy_on_write: list[BlockPair] = []
 
     # -- questions (nothing changes) --
 
@@ -185,13 +204,13 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def get_cached_blocks(self, seq: Sequence) -> list[int]:
-        """The findable blocks of the longest prefix of `seq`, which must hold none yet.
+        """The cached blocks of the longest cached prefix of `seq`, which must hold no blocks yet.
 
-        Never all of it: the last token is always computed, for its logits. A prompt of exactly two
-        blocks that is wholly cached thus hits one: 8 tokens, (8 - 1) // 4 = 1 block.
+        The last token is never taken from the cache, because its logits are needed. So a prompt of
+        exactly two blocks that is wholly cached hits one block: 8 tokens, (8 - 1) // 4 = 1.
         """
         if not self.enable_prefix_caching or seq.sampling_params.prompt_logprobs is not None:
-            return []  # cached tokens are not computed, so nobody could say how likely they were
+            return []  # prompt logprobs need the logits of every prompt token
         block_ids: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
         for block_hash in self._hashes_of(seq, max_hits)[:max_hits]:
@@ -202,7 +221,7 @@ class BlockManager:
         return block_ids
 
     def can_allocate(self, seq: Sequence, cached_blocks: list[int]) -> bool:
-        """Would all known tokens of `seq` fit beside what is there, given these cached blocks?"""
+        """Do the free blocks hold all known tokens of `seq`, given these cached blocks?"""
         num_new = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
         num_taken_back = sum(self.pool.ref_counts[block_id] == 0 for block_id in cached_blocks)
         return num_new + num_taken_back <= self.pool.num_free_blocks
@@ -211,14 +230,14 @@ class BlockManager:
         """Are there blocks for the next `num_tokens` tokens of `seq`?"""
         needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
         num_left = self.pool.num_free_blocks + len(self.block_tables[seq.seq_id]) - needed
-        return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes one
+        return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes a block
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""
         return len(self.block_tables[seq.seq_id]) <= self.cpu_pool.num_free_blocks
 
     def can_swap_in(self, seq: Sequence) -> bool:
-        """Would all known tokens of a swapped sequence fit beside what is there?"""
+        """Do the free blocks hold all known tokens of a swapped sequence?"""
         return self.num_blocks_for(seq.num_tokens) <= self.pool.num_free_blocks
 
     def _must_copy(self, seq: Sequence) -> bool:
@@ -239,42 +258,53 @@ class BlockManager:
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 
-    def append(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Give `seq` blocks for its next `num_tokens` tokens; return the ids of the new ones.
+    def append(self, seq: Sequence, num_tokens: int) -> tuple[int, list[int]]:
+        """Give `seq` blocks for its next `num_tokens` tokens, after can_append said that they fit.
 
-        Blocks that these tokens fill become findable at once, but for one that a token still in
-        flight fills: it does with the next call. The caller asked can_append.
+        Returns (index, block ids): the runner writes these ids into the block table of `seq` from
+        this index on. A block that these tokens fill can be found by its hash at once. Only a block
+        whose last token is in flight has to wait: its hash is known at the next call.
         """
         block_table = self.block_tables[seq.seq_id]
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
+        first_new = len(block_table)
+        first_new -= self.copy_on_write(seq)
         num_new = self.num_blocks_for(end) - len(block_table)
-        new_block_ids = [self.pool.allocate() for _ in range(num_new)]
-        block_table += new_block_ids
+        block_table += [self.pool.allocate() for _ in range(num_new)]
         size = self.block_size
         if self.enable_prefix_caching and end // size > (start - 1) // size:  # rare in decodes
+            # From start - 1: the block of the token before may have been filled in flight.
             first, last = max(start - 1, 0) // size, min(end, seq.num_tokens) // size
             for block_id, block_hash in zip(
                 block_table[first:last], self._hashes_of(seq, last)[first:last], strict=True
             ):
                 self.pool.cache(block_id, block_hash)
-        return new_block_ids
+        return first_new, block_table[first_new:]
 
-    def copy_on_write(self, seq: Sequence) -> BlockPair | None:
-        """Before `seq` writes: replace its last block by one of its own, if others share it.
+    def copy_on_write(self, seq: Sequence) -> bool:
+        """Before `seq` writes: replace its last block by a copy of its own, if the block is shared.
 
-        Returns (shared block, its own), which the runner must copy before the step; None if there
-        is nothing to copy. The caller asked can_append.
+        True if the block was shared: then the copy is pending.
         """
         if not self._must_copy(seq):
-            return None
+            return False
         block_table = self.block_tables[seq.seq_id]
-        shared, own = block_table[-1], self.pool.allocate()
-        block_table[-1] = own
+        shared, block_table[-1] = block_table[-1], self.pool.allocate()
+        self._copy_on_write.append((shared, block_table[-1]))
         self.pool.free(shared)
-        return shared, own
+        return True
+
+    def take_copies(self) -> Copies:
+        """The pending copies, for the step that was just decided; none are pending afterwards."""
+        copies = Copies(
+            tuple(self._swap_out.values()), tuple(self._swap_in), tuple(self._copy_on_write)
+        )
+        self._swap_out, self._swap_in, self._copy_on_write = {}, [], []
+        return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which begins with what is computed of `parent`, share its blocks."""
+        """Let `child` share the blocks of `parent`. The child's tokens must begin with the computed
+        tokens of the parent."""
         block_table = self.block_tables[parent.seq_id]
         for block_id in block_table:
             self.pool.share(block_id)
@@ -282,37 +312,33 @@ class BlockManager:
         child.block_hashes = list(parent.block_hashes)
         child.num_computed_tokens = parent.num_computed_tokens
 
-    def swap_out(self, seq: Sequence) -> list[BlockPair]:
-        """Move `seq` to CPU blocks; return (KV block, CPU block) to copy before anything else.
-
-        Shared blocks are copied, too; only this sequence's references go. The caller asked
-        can_swap_out.
-        """
+    def swap_out(self, seq: Sequence) -> None:
+        """Move `seq` to CPU blocks, after can_swap_out said that they fit. A shared block is copied
+        too, and keeps the references of the other sequences."""
         block_table = self.block_tables[seq.seq_id]
         cpu_blocks = [self.cpu_pool.allocate() for _ in block_table]
-        pairs = list(zip(block_table, cpu_blocks, strict=True))
+        self._swap_out |= {pair[1]: pair for pair in zip(block_table, cpu_blocks, strict=True)}
         self.free(seq)
         self.swapped_tables[seq.seq_id] = cpu_blocks
-        return pairs
 
-    def swap_in(self, seq: Sequence) -> list[BlockPair]:
-        """Move `seq` back; return (CPU block, KV block) to copy. The caller asked can_swap_in."""
+    def swap_in(self, seq: Sequence) -> None:
+        """Move `seq` back to KV blocks, after can_swap_in said that they fit."""
         cpu_blocks = self.swapped_tables[seq.seq_id]
         block_table = [self.pool.allocate() for _ in cpu_blocks]
+        self._swap_in += zip(cpu_blocks, block_table, strict=True)
         self.free(seq)
         self.block_tables[seq.seq_id] = block_table
-        return list(zip(cpu_blocks, block_table, strict=True))
 
     def free(self, seq: Sequence) -> None:
-        """Close the block table of `seq`, in either pool. Its tail goes into the free queue first,
-        to be reused first: a prefix is more likely to be shared than what follows it."""
+        """Close the block table of `seq`, in either pool. The last block joins the queue first, so
+        that the last block is reused first: prefixes are shared more often than endings."""
         for block_id in reversed(self.block_tables.pop(seq.seq_id, ())):
             self.pool.free(block_id)
         for block_id in self.swapped_tables.pop(seq.seq_id, ()):
             self.cpu_pool.free(block_id)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget every cached block. False, and nothing done, while a sequence holds blocks."""
+        """Empty the prefix cache. False, and no change, while a sequence holds blocks."""
         if self.block_tables:
             return False
         for block_id in self.pool.free_queue:
@@ -320,8 +346,8 @@ class BlockManager:
         return True
 
     def check(self) -> None:
-        """Raise AssertionError unless the books agree: reference counts with block tables, the free
-        queue with reference counts, the two directions of the hash map with each other."""
+        """Raise AssertionError unless reference counts agree with block tables, the free queue with
+        reference counts, and the two directions of the hash map with each other."""
         for pool, tables in (
             (self.pool, self.block_tables),
             (self.cpu_pool, self.swapped_tables),
@@ -331,7 +357,7 @@ class BlockManager:
                 assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"
                 for block_id in block_table:
                     counted[block_id] += 1
-            assert counted == pool.ref_counts, f"counted {counted}, booked {pool.ref_counts}"
+            assert counted == pool.ref_counts, f"counted {counted}, recorded {pool.ref_counts}"
             free = {block_id for block_id, count in enumerate(counted) if count == 0}
             assert free == set(pool.free_queue), f"free {free}, queued {set(pool.free_queue)}"
             found = {h: block_id for block_id, h in enumerate(pool.block_hashes) if h is not None}

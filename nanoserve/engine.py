@@ -1,24 +1,31 @@
-"""Who turns the crank?
+"""What is one step of the engine?
 
-LLMEngine is the loop, in the open: add requests, call step() until nothing is unfinished. A step is
-the three lines that all of vLLM stands on (and a fourth, for text):
+LLMEngine is the loop that all of vLLM stands on: add requests, then call step() until nothing is
+unfinished. A step is three lines (and a fourth for text):
 
     scheduler_output = self.scheduler.schedule()                       # who runs, how many tokens
     model_output     = self.executor.execute_model(scheduler_output)   # tensors, the GPU's part
     updates          = self.scheduler.update_from_output(scheduler_output, model_output)
-    outputs          = self.process_updates(updates)                   # text, stop strings
+    outputs          = self.output_processor.process_outputs(updates)  # text, stop strings
 
-With async_scheduling=True the CPU decides and launches a step while the GPU is still at the one
-before (V1's AsyncScheduler and step_with_batch_queue):
+With async_scheduling=True the CPU schedules and launches a step while the GPU is still computing
+the one before (V1's AsyncScheduler and step_with_batch_queue):
 
-    plainly      schedule 1 | GPU 1 | update 1, schedule 2 | GPU 2 | update 2, schedule 3 | ...
+    plain        schedule 1 | GPU 1 | update 1, schedule 2 | GPU 2 | update 2, schedule 3 | ...
     overlapped   schedule 1 | GPU 1                  | GPU 2                | GPU 3 ...
                               schedule 2 | update 1    schedule 3 | update 2
 
-The tokens are the same; what a step brings is known one call of step() later.
+The tokens are the same. The tokens of a step are known one call of step() later.
+
+*Threads.* One thread calls step(). Other threads may add and abort requests at any time: prompts
+are tokenized and checked in the caller's thread, and what changes the scheduler waits in an inbox
+until the next step begins.
+
+*Errors.* What one request breaks ends that request: its output has finish_reason "error". Anything
+else that fails in a step is raised by step(), and the unfinished requests are computed again.
 
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
-an engine is built. llm.py puts a convenient face in front of it.
+an engine is built. llm.py puts a convenient interface in front of it.
 
 Left out: the asynchronous engine and the HTTP server (nanoserve/extras).
 
@@ -32,16 +39,22 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
-from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams
 from nanoserve.input_processor import InputProcessor, Prompt, load_tokenizer
-from nanoserve.output_processor import OutputProcessor, RequestOutput
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.output_processor import (
+    OutputProcessor,
+    RequestConsumer,
+    RequestOutput,
+    RequestState,
+)
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
     ModelOutput,
@@ -53,14 +66,32 @@ from nanoserve.sequence import (
 )
 
 logger = logging.getLogger("nanoserve")
-FinishedStep = tuple[SchedulerOutput, list[RequestOutput]]  # what was decided, what came of it
-StepListener = Callable[[SchedulerOutput, list[RequestOutput]], None]
+
+
+class StepReport(NamedTuple):
+    """What a step did, for listeners. Times are in seconds."""
+
+    scheduler_output: SchedulerOutput
+    updates: list[SequenceUpdate]  # new tokens, also of requests that hand out no output yet
+    sequences: dict[int, Sequence]  # seq_id -> sequence, of all scheduled ones that still existed
+    schedule_time: float
+    execute_time: float  # from the launch until the tokens were known
+    update_time: float  # update_from_output and process_outputs
+
+
+class LaunchedStep(NamedTuple):
+    """A step between its launch and its result."""
+
+    scheduler_output: SchedulerOutput
+    pending: Any  # result() waits for the ModelOutput
+    schedule_time: float
+    launched_at: float
 
 
 class LLMEngine:
-    """Requests in, one step at a time, outputs out. Not thread-safe: drive it from one thread.
+    """Requests in, one step at a time, outputs out.
 
-    Invariant: whatever a call raises, no block is lost and the engine serves on.
+    Invariant: whatever a call raises, no block is lost and the engine goes on serving.
     """
 
     def __init__(
@@ -70,6 +101,7 @@ class LLMEngine:
         scheduler_cls: type[Scheduler] = Scheduler,
         block_manager_cls: type[BlockManager] = BlockManager,
         executor_cls: Callable[..., Any] | None = None,
+        runner_cls: Any = None,
         attention_backend: Any = "auto",
     ) -> None:
         """Read the checkpoint and build every part. Raises ValueError for what does not fit.
@@ -82,31 +114,30 @@ class LLMEngine:
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
-        self.executor = make_executor(self.config, self.model_config, attention_backend)
+        options = {} if runner_cls is None else {"runner_cls": runner_cls}
+        self.executor = make_executor(self.config, self.model_config, attention_backend, **options)
         self._check_can_overlap()
-        num_kv_blocks = self.executor.num_kv_blocks
         self.block_manager = block_manager_cls(
-            num_kv_blocks,
+            self.executor.num_kv_blocks,
             config.block_size,
             config.enable_prefix_caching,
             self.executor.num_cpu_blocks,
         )
         self.scheduler = scheduler_cls(self.config, self.block_manager)
         self.input_processor = InputProcessor(
-            self.config, self.model_config, self.tokenizer, num_kv_blocks
+            self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self.on_step: list[StepListener] = []  # called with each step's decision and outputs
-        self._searches: dict[str, BeamSearch] = {}  # request id -> search, of unfinished ones
-        self._undelivered: list[RequestOutput] = []
-        self._to_abort: deque[str] = deque()  # request ids, from abort_request_threadsafe
+        self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        self.step_listeners: list[Callable[[StepReport], None]] = []
+        self._outputs: list[RequestOutput] = []  # not handed out yet
+        self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
+        self._in_flight: deque[LaunchedStep] = deque()
         self._lock = threading.RLock()
-        self._in_flight: deque[tuple[SchedulerOutput, Any]] = deque()  # launched, not yet read
-        self._untold: deque[FinishedStep] = deque()  # finished, and the listeners do not know yet
-        self._failures: list[Exception] = []  # of single requests, to be raised when all is told
-        self._is_committed = True  # the tokens of the step at hand are in the books
+        self._is_stepping = False
         self._is_closed = False
         self._log_what_runs()
+
+    # -- requests --
 
     def add_request(
         self,
@@ -118,255 +149,209 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request. Raises ValueError or TypeError if it can never be served."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        sequence = self.make_sequence(request_id, prompt, params, priority, cache_salt)
-        self.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
+        self.add(self.make_request(request_id, prompt, sampling_params, priority, cache_salt))
 
-    def make_sequence(
+    def make_request(
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams,
+        sampling_params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> Sequence:
-        """Check a request without queueing it: what generate does with all before it starts any."""
-        with self._driving():
-            self._check_open()
-            return self.input_processor.process(
-                request_id, prompt, sampling_params, priority, cache_salt
-            )
+    ) -> RequestState:
+        """Tokenize and check a request without queueing it. Raises as add_request does."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        sequence = self.input_processor.process(request_id, prompt, params, priority, cache_salt)
+        text = prompt if isinstance(prompt, str) else None
+        return self.output_processor.make_state(sequence, text)
 
-    def add_sequence(self, sequence: Sequence, prompt: str | None) -> None:
-        """Queue a checked sequence. Raises ValueError if its request id is in use."""
-        with self._driving(), delayed_interrupt():
-            self._check_new(sequence.request_id)
-            self.output_processor.add(sequence, prompt)
-            self.scheduler.add(sequence)
+    def add(self, request: RequestConsumer) -> None:
+        """Queue a checked request. Raises ValueError if its request id is in use.
 
-    def add_beam_search(
-        self, request_id: str, prompt: Prompt, params: BeamSearchParams
-    ) -> BeamSearch:
-        """Queue a beam search, to be advanced by step(); its results are in the object returned.
-
-        Raises ValueError or TypeError if it can never be served.
+        Any thread may call this. If a step is running, the request is queued when the next begins.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
-        with self._driving(), delayed_interrupt():
-            self._check_open()
-            self._check_new(request_id)
-            vocab_size = self.model_config.vocab_size
-            root = self.input_processor.make_sequence(
-                request_id, prompt, params.sampling_params(vocab_size)
-            )
-            search = BeamSearch(
-                root,
-                params,
-                self.scheduler,
-                self.input_processor.next_seq_ids,
-                self.model_config.eos_token_ids,
-            )
-            self.scheduler.add(root)
-            self._searches[request_id] = search
-            return search
+        self._check_open()
+        with delayed_interrupt():
+            self.output_processor.add(request)
+            for sequence in request.sequences:
+                self._inbox.append(partial(self.scheduler.add, sequence))
+            self._drain_inbox()
+
+    def abort_request(self, request_id: str, index: int | None = None) -> bool:
+        """End a request, at whatever stage, and free its blocks. False if there is none of this id.
+
+        With `index`, end only this one of its n completions: its output so far stays, with
+        finish_reason "abort". (Before the completions have forked there is only completion 0, and
+        ending it ends the request.)
+
+        Any thread may call this. If a step is running, the request ends when the next begins.
+        """
+        request = self.output_processor.requests.get(request_id)
+        if request is None or (index is not None and _unfinished(request, index) is None):
+            return False
+        with delayed_interrupt():
+            self._inbox.append(partial(self._abort, request, index))
+            self._drain_inbox()
+        return True
+
+    def _abort(self, request: RequestConsumer, index: int | None) -> None:
+        """Abort a request or one completion, unless it has ended by now."""
+        if not self.is_serving(request):
+            return
+        seq = None if index is None else _unfinished(request, index)
+        if index is None or (seq is not None and seq.num_pending_forks):
+            self.output_processor.end_request(request.request_id, SequenceStatus.FINISHED_ABORTED)
+            self.take_outputs([request.request_id])  # an aborted request hands out nothing more
+        elif seq is not None:
+            self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
+            self._outputs += self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """True for a request that was added and has neither finished nor been aborted."""
+        return request_id in self.output_processor.requests
+
+    def is_serving(self, request: RequestConsumer) -> bool:
+        """True for this very request while it is unfinished, not for another one of its id."""
+        return self.output_processor.requests.get(request.request_id) is request
+
+    def has_unfinished_requests(self) -> bool:
+        """True while step() has something to compute or to hand out."""
+        return bool(
+            self._outputs or self._in_flight or self._inbox or self.scheduler.has_unfinished()
+        )
+
+    # -- the step --
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; return an output for each request that has news (and wants to tell).
+        """Run one step; return the outputs that the requests want to hand out now.
 
-        Whatever it raises: the step's tokens are computed again, outputs that were ready come with
+        If this raises, the step's tokens are computed again, and outputs that were ready come with
         the next call.
         """
-        with self._driving():
+        self.run_step()
+        return self.take_outputs()
+
+    def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
+        """The outputs that wait to be handed out: all, or only those of some requests."""
+        with self._lock:
+            outputs, self._outputs = self._outputs, []
+            if request_ids is None:
+                return outputs
+            self._outputs = [output for output in outputs if output.request_id not in request_ids]
+            return [output for output in outputs if output.request_id in request_ids]
+
+    def run_step(self) -> None:
+        """Run one step; its outputs wait for take_outputs."""
+        with self._stepping():
             self._check_open()
-            while self._to_abort:
-                self.abort_request(self._to_abort.popleft())
-            self._is_committed = False
+            self._drain_inbox()
             try:
                 if self.config.async_scheduling:
                     self._run_overlapped_step()
                 else:
-                    self._run_step()
-            except BaseException as error:  # Ctrl-C too: promised tokens will not come
-                with delayed_interrupt():
-                    is_of_the_gone = self._recover(error)
-                if not is_of_the_gone:
-                    if isinstance(error, RequestError) and error.__cause__ is not None:
-                        raise error.__cause__ from None  # such as what its processor raised
-                    raise
-            while self._untold:
-                finished_step = self._untold.popleft()
-                for listener in self.on_step:
-                    listener(*finished_step)
-            if self._failures:
-                failure, self._failures = self._failures[0], []
-                raise failure
-            delivered, self._undelivered = self._undelivered, []
-            return delivered
+                    self._run_plain_step()
+            except RequestError as error:
+                self._recover(error)
+            except BaseException:  # KeyboardInterrupt too
+                self._recover()
+                raise
 
-    def _run_step(self) -> None:
-        """The three lines."""
+    def _run_plain_step(self) -> None:
+        """Schedule, execute, update."""
+        start = perf_counter()
         with delayed_interrupt():
             scheduler_output = self.scheduler.schedule()
-        if not scheduler_output.is_empty:
-            model_output = self.executor.execute_model(scheduler_output)
-            self._update(scheduler_output, model_output)
+        if scheduler_output.is_empty:
+            return
+        launched_at = perf_counter()
+        step = LaunchedStep(scheduler_output, None, launched_at - start, launched_at)
+        model_output = self.executor.execute_model(scheduler_output)
+        self._update(step, model_output)
 
     def _run_overlapped_step(self) -> None:
-        """Launch the next step, then read what the last one brought.
+        """Schedule and launch the next step, then read the result of the one before.
 
-        Both are read if nothing can be decided before; and if nobody is left who waits for the
-        second. (After an abort of the last request, the next call reads what is in flight.)
+        The new step is read too if the scheduler needs its tokens, or if no request is left.
         """
+        start = perf_counter()
         with delayed_interrupt():
             scheduler_output = self.scheduler.schedule()
         if not scheduler_output.is_empty:
-            self._in_flight.append((scheduler_output, self.executor.launch(scheduler_output)))
-        may_stay = not (scheduler_output.is_empty or scheduler_output.needs_sync)
-        while len(self._in_flight) > (may_stay and self.scheduler.has_unfinished()):
-            self._is_committed = False
-            launched, pending = self._in_flight[0]
-            model_output = pending.result()
-            self._in_flight.popleft()
-            self._update(launched, model_output)
+            launched_at = perf_counter()
+            pending = self.executor.launch(scheduler_output)
+            step = LaunchedStep(scheduler_output, pending, launched_at - start, launched_at)
+            self._in_flight.append(step)
+        can_overlap = not scheduler_output.is_empty and not scheduler_output.needs_sync
+        while self._in_flight:
+            max_in_flight = 1 if can_overlap and self.scheduler.has_unfinished() else 0
+            if len(self._in_flight) <= max_in_flight:
+                return
+            step = self._in_flight.popleft()
+            self._update(step, step.pending.result())
 
-    def _update(self, scheduler_output: SchedulerOutput, model_output: ModelOutput) -> None:
-        """A step's tokens are here: into the books (then nothing is computed again), into text."""
+    def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
+        """The tokens of a step are known: append them, make text of them, tell the listeners."""
+        executed_at = perf_counter()
+        scheduler_output, sequences = step.scheduler_output, self.scheduler.sequences
+        seq_ids = [item.seq_id for item in scheduler_output.scheduled if self.step_listeners]
+        known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
         with delayed_interrupt():
             updates = self.scheduler.update_from_output(scheduler_output, model_output)
-            self._is_committed = True
-            outputs = self.process_updates(updates, self._failures)
-            self._untold.append((scheduler_output, outputs))
-
-    def _recover(self, error: BaseException) -> bool:
-        """A step failed: what was not committed is computed again, and a request whose fault it is
-        is aborted. True if that request is gone already, so that nobody need hear of it."""
-        if not self._is_committed:
-            self._in_flight.clear()
-            self.scheduler.preempt_all()
-        if not isinstance(error, RequestError):
-            return False
-        if error.seq_id not in self.scheduler.sequences:
-            return True
-        self._abort_sequence(error.seq_id)  # or it would spoil the next step, too
-        return False
-
-    def process_updates(
-        self, updates: list[SequenceUpdate], failures: list[Exception] | None = None
-    ) -> list[RequestOutput]:
-        """Turn the step's new tokens into outputs, ending what a stop string ends.
-
-        What breaks one request costs that request alone: it is aborted, the others get what is
-        theirs, and then the error is raised, or put into `failures` for the caller to raise.
-        """
-        of_request: dict[str, list[SequenceUpdate]] = {}
-        for update in updates:
-            of_request.setdefault(update.sequence.request_id, []).append(update)
-        outputs: list[RequestOutput] = []
-        broken: list[Exception] = []
-        for request_id, its_updates in of_request.items():
+            self._outputs += self.output_processor.process_outputs(updates)
+        execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
+        times = (step.schedule_time, execute_time, update_time)
+        report = StepReport(scheduler_output, updates, known, *times)
+        for listener in self.step_listeners[:]:
             try:
-                output = self._process_request(request_id, its_updates)
-            except Exception as error:
-                broken.append(error)
-                self.abort_request(request_id)
-                continue
-            if output is not None:
-                outputs.append(output)
-        self._undelivered += outputs
-        if failures is not None:
-            failures += broken
-        elif broken:
-            raise broken[0]
-        return outputs
+                listener(report)
+            except Exception:
+                logger.exception("a step listener failed: %r", listener)
 
-    def _process_request(
-        self, request_id: str, updates: list[SequenceUpdate]
-    ) -> RequestOutput | None:
-        """The same for one request, or one beam search."""
-        if request_id in self._searches:
-            search = self._searches[request_id]
-            for update in updates:
-                search.take(update)
-            if search.end_step():
-                del self._searches[request_id]
-            return None
-        for update in updates:
-            stop = self.output_processor.append(update)
-            if stop is not None:
-                self._stop(update.sequence, stop)
-        with_news = [update.sequence for update in updates if update.new_token_ids]
-        return self.output_processor.build_output(with_news) if with_news else None
+    def _recover(self, error: RequestError | None = None) -> None:
+        """A step failed: its tokens are computed again. The request that caused `error` ends."""
+        with delayed_interrupt():
+            self._in_flight.clear()
+            sequence = self.scheduler.sequences.get(error.seq_id) if error else None
+            self.scheduler.preempt_all()
+            if error is None or sequence is None:  # or: the request was aborted meanwhile
+                return
+            cause = error.__cause__ or error
+            output = self.output_processor.fail_request(sequence.request_id, str(error), cause)
+            self._outputs += [] if output is None else [output]
 
-    def _stop(self, sequence: Sequence, stop: str) -> None:
-        """A stop string was found: only the text tells, so the scheduler learns it here."""
-        if not self.scheduler.finish(sequence.seq_id, SequenceStatus.FINISHED_STOPPED, stop):
-            sequence.status, sequence.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
+    # -- threads --
 
-    def abort_request(self, request_id: str, index: int | None = None) -> bool:
-        """End a request now, at whatever stage, and free its blocks; False if it is not there.
-
-        With `index`, end that one of its n completions: it stays in the outputs as it is, with
-        finish_reason "abort", which the next step() tells. (Before the completions have forked
-        there is only completion 0, and to end it alone is to end the request.)
-        """
-        with self._driving(), delayed_interrupt():
-            if index is None:
-                self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
-            search = self._searches.pop(request_id, None)
-            if search is not None:
-                search.stop()
-                return True
-            state = self.output_processor.states.get(request_id)
-            if state is None:
-                return False
-            if index is None:
-                for branch in state.branches.values():
-                    self.scheduler.finish(branch.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
-                del self.output_processor.states[request_id]
-                return True
-            if index not in state.branches:
-                return False
-            seq = state.branches[index].sequence
-            if not self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED):
-                return False
-            if seq.num_pending_forks:  # the others were to come of it
-                del self.output_processor.states[request_id]
-                return True
-            if state.is_finished or seq.sampling_params.output_kind is RequestOutputKind.DELTA:
-                news = self.output_processor.build_output([seq])
-                self._undelivered += [news] if news is not None else []
-            return True
-
-    def abort_request_threadsafe(self, request_id: str) -> None:
-        """abort_request, but also from a thread that may not drive the engine just now: whoever
-        does will abort it with the next step."""
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Hold the lock. Raises RuntimeError if another thread is inside a step."""
+        if not self._lock.acquire(blocking=False):
+            if self._is_stepping:
+                raise RuntimeError(
+                    "another thread is running a step of this engine. Call step(), generate() and "
+                    "the like from one thread, or give each thread an engine of its own; other "
+                    "threads may add and abort requests."
+                )
+            self._lock.acquire()  # another thread is adding a request: that takes microseconds
+        was_stepping, self._is_stepping = self._is_stepping, True
         try:
-            self.abort_request(request_id)
-        except RuntimeError:
-            self._to_abort.append(request_id)
+            yield
+        finally:
+            self._is_stepping = was_stepping
+            self._lock.release()
 
-    def _abort_sequence(self, seq_id: int) -> None:
-        """Abort the request that this sequence belongs to."""
-        for request_id, state in list(self.output_processor.states.items()):
-            if seq_id in [branch.sequence.seq_id for branch in state.branches.values()]:
-                self.abort_request(request_id)
+    def _drain_inbox(self) -> None:
+        """Do what was asked for, unless another thread is inside a step: it does so next time."""
+        if self._lock.acquire(blocking=False):
+            try:
+                while self._inbox:
+                    self._inbox.popleft()()
+            finally:
+                self._lock.release()
 
-    def has_unfinished_requests(self) -> bool:
-        """True while step() has something to do or to tell."""
-        return bool(self._undelivered or self._in_flight) or self.scheduler.has_unfinished()
-
-    def is_unfinished(self, request_id: str) -> bool:
-        """True for a request that was added and has neither finished nor been aborted."""
-        return request_id in self.output_processor.states or request_id in self._searches
-
-    def is_served(self, sequence: Sequence) -> bool:
-        """True if this very sequence was queued and its request is unfinished."""
-        state = self.output_processor.states.get(sequence.request_id)
-        return state is not None and state.root is sequence
+    # -- the rest --
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
+        """Empty the prefix cache. False, and no change, while requests are running."""
         return self.block_manager.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -378,31 +363,23 @@ class LLMEngine:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def close(self) -> None:
-        """Abort what runs and give the model's and the cache's memory back."""
+        """Abort all requests and free the memory of the model and the KV cache."""
         if self._is_closed:
             return
-        for request_id in [*self.output_processor.states, *self._searches]:
-            self.abort_request(request_id)
-        self._in_flight.clear()
-        self.executor.close()
-        self._is_closed = True
+        with self._stepping():
+            for request_id in list(self.output_processor.requests):
+                self.abort_request(request_id)
+            self._outputs.clear()
+            self._in_flight.clear()
+            self.executor.close()
+            self._is_closed = True
 
-    @contextmanager
-    def _driving(self) -> Iterator[None]:
-        """Refuse a second thread while one is inside (a listener may call back, in its thread)."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "this engine is being driven from another thread, and is not thread-safe. Drive it "
-                "from one thread, or give each its own engine."
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; build a new LLM.")
 
     def _check_can_overlap(self) -> None:
-        """Raise ValueError if overlapped steps were asked of an executor that knows only whole
-        ones."""
+        """Raise ValueError if async_scheduling is on and the executor has no launch()."""
         if self.config.async_scheduling and not hasattr(self.executor, "launch"):
             name = type(self.executor).__name__
             self.executor.close()
@@ -412,17 +389,9 @@ class LLMEngine:
                 "or set async_scheduling=False."
             )
 
-    def _check_new(self, request_id: str) -> None:
-        if self.is_unfinished(request_id):
-            raise ValueError(f"request id {request_id!r} is in use; choose another.")
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this engine is closed; build a new LLM.")
-
     def _log_what_runs(self) -> None:
-        """One line, so that a slow run explains itself: to the log, if the application keeps one,
-        else to stderr."""
+        """One line that explains a slow run: to the log if the application configured one, else to
+        stderr."""
         config, model = self.config, self.model_config
         line = (
             f"{model.path.name} ({model.architecture}): {self.executor.describe()}, "
@@ -440,37 +409,48 @@ class LLMEngine:
             print(f"nanoserve: {line}", file=sys.stderr)
 
 
+def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:
+    """The sequence of this completion, if it exists and has not finished."""
+    for seq in request.sequences:
+        if seq.branch == branch and seq.status.finish_reason is None:
+            return seq
+    return None
+
+
 @contextmanager
 def delayed_interrupt() -> Iterator[None]:
-    """Let Ctrl-C wait until this block is left: books must not be left half written.
+    """Delay Ctrl-C until the end of this block, so that no change is left half made.
 
-    Only what takes microseconds belongs in here; the model's part of a step does not. Signals reach
-    the main thread alone, and an application's own SIGINT handler is left in peace.
+    Only for what takes microseconds; the model's part of a step is not inside. Python delivers
+    signals to the main thread only. An application's own SIGINT handler is not replaced.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
+        if received:
             raise KeyboardInterrupt
 
 
 def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
-    """The default executor class, imported here because it imports torch."""
-    from nanoserve.distributed.multiproc import MultiprocExecutor
-    from nanoserve.executor import UniprocExecutor
+    """The default executor class. Imported here because the import loads torch."""
+    if tensor_parallel_size == 1:
+        from nanoserve.executor import UniprocExecutor
 
-    return UniprocExecutor if tensor_parallel_size == 1 else MultiprocExecutor
+        return UniprocExecutor
+    from nanoserve.distributed.multiproc import MultiprocExecutor
+
+    return MultiprocExecutor
 
 
 def _with_device(config: EngineConfig) -> EngineConfig:
-    """`config` with the device that "auto" stands for; imported here because it imports torch."""
+    """`config` with the device that "auto" stands for. Imported here because that loads torch."""
     from nanoserve.parallel import with_device
 
     return with_device(config)

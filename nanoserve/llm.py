@@ -1,14 +1,15 @@
 """How does a user ask?
 
-LLM is the convenient face in front of the engine (engine.py): it has one, and turns its crank.
+LLM is the convenient interface in front of the engine (engine.py): it has an engine, and calls the
+engine's step() until the requests of a call have ended.
 
     LLM().generate(["Once upon a time"], SamplingParams(temperature=0))    # all at once
     LLM().stream(["Once upon a time"])                                     # as it comes
     LLM().chat([{"role": "user", "content": "What is 17 + 25?"}])          # a chat template
     LLM().beam_search(["Once upon a time"], BeamSearchParams(4, 20))       # the likeliest texts
 
-Whatever a call is stopped by (an error, Ctrl-C, a loop that is left), it takes just its own
-requests with it; others in the engine go on.
+When a call is interrupted (by an error, by Ctrl-C, or because the caller leaves the loop), its own
+requests are aborted. Other requests in the engine go on.
 
 vLLM: vllm/entrypoints/llm.py (V0 and V1).
 """
@@ -16,6 +17,7 @@ vLLM: vllm/entrypoints/llm.py (V0 and V1).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -26,12 +28,10 @@ from tqdm import tqdm
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
-from nanoserve.extras.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from nanoserve.input_processor import Prompt
-from nanoserve.output_processor import RequestOutput
+from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Sequence
 
 Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
@@ -113,9 +113,8 @@ class LLM:
             attention_backend=attention_backend,
         )
         self._request_counter = count()
-        self._unclaimed: list[RequestOutput] = []  # of requests that the running call did not make
 
-    # -- the crank --
+    # -- step by step --
 
     def add_request(
         self,
@@ -133,21 +132,17 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; see LLMEngine.step."""
-        self._unclaimed += self.engine.step()  # should it raise, nothing is lost
-        outputs, self._unclaimed = self._unclaimed, []
-        return outputs
+        return self.engine.step()
 
     def abort_request(self, request_id: str, index: int | None = None) -> bool:
-        """End a request (or one of its completions) now; False if there is none of this name."""
-        if index is None:
-            self._unclaimed = [o for o in self._unclaimed if o.request_id != request_id]
+        """End a request (or one of its completions); see LLMEngine.abort_request."""
         return self.engine.abort_request(request_id, index)
 
     def has_unfinished_requests(self) -> bool:
-        """True while step() has something to do or to tell."""
-        return bool(self._unclaimed) or self.engine.has_unfinished_requests()
+        """True while step() has something to compute or to hand out."""
+        return self.engine.has_unfinished_requests()
 
-    # -- the convenient way --
+    # -- whole calls --
 
     def generate(
         self,
@@ -161,6 +156,7 @@ class LLM:
 
         prompts: a string, a list of token ids, or a list of either. The other arguments are one for
         all, or a list of one each; None: the model's own recommendation, priority 0, no salt.
+        A request that fails on its way has an output with finish_reason "error".
         Raises ValueError or TypeError, before any work, if one of them cannot be served.
         """
         requests = self._make_all(
@@ -168,12 +164,12 @@ class LLM:
         )
         results: dict[str, RequestOutput] = {}
         with _ProgressBar(len(requests), disable=not use_tqdm) as bar:
-            for output in self._run(requests):
+            for output in self.run_requests(requests):
                 results[output.request_id] = output
                 bar.count(output)
         if len(results) < len(requests):
             raise RuntimeError("a request was aborted while generate waited for it.")
-        return [results[sequence.request_id] for _, sequence in requests]
+        return [results[request.request_id] for request in requests]
 
     def stream(
         self,
@@ -183,11 +179,11 @@ class LLM:
         cache_salt: str | list[str | None] | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> Iterator[RequestOutput]:
-        """Complete every prompt, handing out what is new as it comes: the texts of a completion's
-        outputs, joined, are its whole text (with output_kind CUMULATIVE each is all there is).
-        Leaving the loop early aborts what is unfinished."""
+        """Complete every prompt; yield what each step brings. The texts of a completion's outputs,
+        joined, are its whole text (with output_kind CUMULATIVE each output has all of it so far).
+        Leaving the loop early aborts the unfinished requests."""
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
-        return self._run(requests)  # a generator: queues them when the loop begins
+        return self.run_requests(requests)  # a generator: queues them when the loop begins
 
     def chat(
         self,
@@ -228,36 +224,16 @@ class LLM:
     def beam_search(
         self,
         prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
-        params: BeamSearchParams,
-    ) -> list[BeamSearchOutput]:
+        params: Any,
+    ) -> list[Any]:
         """The params.beam_width likeliest continuations of each prompt, best first.
 
-        Raises ValueError or TypeError if a prompt cannot be served.
+        params: BeamSearchParams, from extras/beam_search.py, which does the work. Raises ValueError
+        or TypeError if a prompt cannot be served, RuntimeError if a search fails.
         """
-        prompts = _as_list_of_prompts(prompts)
-        request_ids = [self._new_request_id("beam-search") for _ in prompts]
-        searches: list[BeamSearch] = []
-        try:
-            for request_id, prompt in zip(request_ids, prompts, strict=True):
-                searches.append(self.engine.add_beam_search(request_id, prompt, params))
-            while any(self.engine.is_unfinished(request_id) for request_id in request_ids):
-                self._unclaimed += self.engine.step()
-        finally:
-            with delayed_interrupt():
-                for request_id in request_ids:
-                    self.engine.abort_request_threadsafe(request_id)
-        return [self._with_texts(search.get_output()) for search in searches]
-
-    def _with_texts(self, output: BeamSearchOutput) -> BeamSearchOutput:
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None:
-            return output
-        return BeamSearchOutput(
-            [
-                replace(beam, text=tokenizer.decode(beam.tokens, skip_special_tokens=True))
-                for beam in output.sequences
-            ]
-        )
+        if not hasattr(params, "search"):
+            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+        return params.search(self, _as_list_of_prompts(prompts))
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError if the checkpoint has none."""
@@ -272,8 +248,7 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Give all memory back; the LLM is of no use afterwards."""
-        self._unclaimed = []
+        """Free all memory; the LLM cannot be used afterwards."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -291,49 +266,42 @@ class LLM:
         priority: int | list[int] | None,
         cache_salt: str | list[str | None] | None,
         output_kind: RequestOutputKind,
-    ) -> list[tuple[Prompt, Sequence]]:
-        """Check all prompts, and queue none yet: one bad one refuses them all."""
+    ) -> list[RequestState]:
+        """Check all prompts and queue none yet: one bad prompt refuses them all."""
         prompts = _as_list_of_prompts(prompts)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         salts = _one_each("cache_salt", cache_salt, len(prompts))
-        sequences = []
+        requests = []
         for prompt, given, *rest in zip(prompts, params, priorities, salts, strict=True):
             if isinstance(given, SamplingParams):
                 given = replace(given, output_kind=output_kind)
-            request_id = self._new_request_id("generate")
-            sequences.append(self.engine.make_sequence(request_id, prompt, given, *rest))
-        return list(zip(prompts, sequences, strict=True))
+            request_id = self.new_request_id("generate")
+            requests.append(self.engine.make_request(request_id, prompt, given, *rest))
+        return requests
 
-    def _run(self, requests: list[tuple[Prompt, Sequence]]) -> Iterator[RequestOutput]:
-        """Queue these requests and turn the crank until they have ended; yield their outputs.
+    def run_requests(self, requests: Seq[RequestConsumer]) -> Iterator[RequestOutput]:
+        """Queue these requests and run steps until they have ended; yield their outputs.
 
-        Outputs of other requests wait for whoever made them: step(), or another loop like this one
-        that ours runs inside of. However this ends (Ctrl-C, an error, a caller who leaves), what
-        has not finished is aborted.
+        Outputs of other requests wait in the engine for their own caller: step(), or another loop
+        like this one. However this loop ends, the unfinished requests are aborted.
         """
-        mine = {sequence.request_id: sequence for _, sequence in requests}
-        unfinished = set(mine)
+        engine, request_ids = self.engine, {request.request_id for request in requests}
         try:
-            for prompt, sequence in requests:
-                self.engine.add_sequence(sequence, prompt if isinstance(prompt, str) else None)
-            while unfinished:
-                self._unclaimed += self.engine.step()
-                outputs = [o for o in self._unclaimed if o.request_id in unfinished]
-                self._unclaimed = [o for o in self._unclaimed if o.request_id not in unfinished]
-                unfinished = {name for name in unfinished if self.engine.is_unfinished(name)}
-                yield from outputs
+            for request in requests:
+                engine.add(request)
+            while any(engine.is_serving(request) for request in requests):
+                engine.run_step()
+                yield from engine.take_outputs(request_ids)
         finally:
             with delayed_interrupt():
-                for request_id, sequence in mine.items():
-                    is_free = not self.engine.is_unfinished(request_id)
-                    if is_free or self.engine.is_served(sequence):  # else the name is another's
-                        self.engine.abort_request_threadsafe(request_id)
-                self._unclaimed = [o for o in self._unclaimed if o.request_id not in mine]
+                for request in filter(engine.is_serving, requests):
+                    engine.abort_request(request.request_id)
+                engine.take_outputs(request_ids)
 
-    def _new_request_id(self, kind: str) -> str:
-        """A name that no unfinished request has."""
+    def new_request_id(self, kind: str) -> str:
+        """A request id that no unfinished request has."""
         while True:
             request_id = f"{kind}-{next(self._request_counter)}"
             if not self.engine.is_unfinished(request_id):

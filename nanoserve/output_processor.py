@@ -1,30 +1,44 @@
-"""Text in; text, stop strings and RequestOutput out?
+"""What does a step's new token mean to the user?
 
-Everything the model does not see. On the way in, the InputProcessor turns a prompt into token ids,
-checks at the door whatever could go wrong later, and makes a Sequence of it. On the way out, the
-OutputProcessor turns the step's new token ids into text as they come, looks for stop strings, and
-builds the RequestOutputs.
+The OutputProcessor gives each request's new tokens to the request's consumer. Usually the consumer
+is a RequestState, which turns token ids into text, looks for stop strings, and builds the
+RequestOutputs. (A beam search is another kind of consumer: extras/beam_search.py.)
 
-Why detokenization is incremental but not token by token: a character can be several tokens long.
-With a byte-level tokenizer:
+Detokenization is incremental, but not token by token, because a character can be several tokens
+long. With a byte-level tokenizer:
 
-    token        E4    BD    A0    E5 A5    BD         text is held back until it is whole:
+    token        E4    BD    A0    E5 A5    BD         text is held back until a character is whole:
     new text     ""    ""    "你"   ""       "好"        no "�" ever reaches the user
+
+A stop string can be found in the text only, so the scheduler learns from here that the sequence has
+finished. Text that may be the beginning of a stop string is held back too.
 
 Left out: tokenizers that are not backed by the `tokenizers` library.
 
-vLLM: vllm/inputs/, outputs.py, engine/output_processor/, transformers_utils/detokenizer.py (V0);
-vllm/outputs.py, vllm/v1/engine/: input_processor.py, output_processor.py, detokenizer.py (V1).
+vLLM: vllm/outputs.py, engine/output_processor/, transformers_utils/detokenizer.py (V0);
+vllm/outputs.py, vllm/v1/engine/: output_processor.py, detokenizer.py, parallel_sampling.py (V1).
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from nanoserve.sampling_params import RequestOutputKind
-from nanoserve.sequence import RequestMetrics, Sequence, SequenceUpdate, TokenLogprobs
+from nanoserve.sequence import (
+    RequestMetrics,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
+
+logger = logging.getLogger("nanoserve")
+# (seq_id, status, stop reason) -> the sequence, or None if it had finished already
+FinishSequence = Callable[[int, SequenceStatus, "int | str | None"], "Sequence | None"]
 
 
 @dataclass(frozen=True)
@@ -43,15 +57,16 @@ class CompletionOutput:
     index: int  # which of the request's completions
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort"
-    stop_reason: int | str | None = None  # the stop token id or stop string; None for an EOS token
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    # The stop token id or stop string (None for an EOS token); with "error" the message.
+    stop_reason: int | str | None = None
     cumulative_logprob: float | None = None  # sum over all its tokens, if logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # per token: token id -> Logprob
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a request has brought so far; the same fields as vLLM's."""
+    """The result of a request so far; the same fields as vLLM's."""
 
     request_id: str
     prompt: str | None  # None if token ids were given
@@ -59,24 +74,24 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    metrics: RequestMetrics  # over all completions; num_preemptions is that of the unluckiest
+    metrics: RequestMetrics  # over all completions; num_preemptions is the largest of them
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
 
 
 class Detokenizer:
-    """The text of one sequence, as its tokens come."""
+    """The text of one sequence, token by token."""
 
     CONTEXT = 6  # prompt tokens to start from: some tokenizers write a first token differently
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], skip_special_tokens: bool):
         self.backend = tokenizer.backend_tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.held: list[int] = []  # tokens that are not yet a whole character
+        self.held: list[int] = []  # token ids that are not a whole character yet
         self.stream = self._new_stream(self._find_context(prompt_token_ids))
 
     def _find_context(self, prompt_token_ids: list[int]) -> list[int]:
-        """The last prompt tokens, some more if their first one is within a character (of up to four
-        bytes); none if the prompt, being token ids, ends within one."""
+        """The last prompt tokens; a few more if the first of them is inside a character (of up to
+        four bytes). None if the prompt itself, given as token ids, ends inside a character."""
         for length in range(self.CONTEXT, self.CONTEXT + 4):
             context = prompt_token_ids[-length:]
             text = self.backend.decode(context, skip_special_tokens=self.skip_special_tokens)
@@ -85,11 +100,11 @@ class Detokenizer:
         return []
 
     def append(self, token_id: int) -> str:
-        """The text that this token completes, perhaps none."""
+        """The text that this token completes; empty if the character is not whole yet."""
         self.held.append(token_id)
         try:
             text = self.stream.step(self.backend, token_id)
-        except Exception:  # the stream rejects some invalid byte sequences: start anew behind them
+        except Exception:  # the stream rejects some invalid byte sequences: start again behind them
             self.stream = self._new_stream([])
             return self.flush()
         if text is None:
@@ -98,7 +113,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is still held back: an unfinished character reads as U+FFFD."""
+        """The text that is still held back; an incomplete character becomes U+FFFD."""
         text = self.backend.decode(self.held, skip_special_tokens=self.skip_special_tokens)
         self.held.clear()
         return text
@@ -110,7 +125,7 @@ class Detokenizer:
 
 
 def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str] | None:
-    """(where it starts, stop string) of the first one that ends in the last `num_new` characters.
+    """(start, stop string) of the first stop string that ends in the last `num_new` characters.
 
     find_stop_string("a END b", ["END"], 4) -> (2, "END")
     """
@@ -120,6 +135,26 @@ def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str
         if (position := text.find(stop, max(0, len(text) - num_new - len(stop) + 1))) >= 0
     ]
     return min(found, default=None)
+
+
+class RequestConsumer(Protocol):
+    """Receives the updates of one unfinished request, after every step that brought some."""
+
+    request_id: str
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """The request's sequences, finished ones too."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if no more updates will come."""
+
+    def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
+        """Take a step's updates; return the RequestOutput to hand out now, if there is one."""
+
+    def fail(self, message: str) -> RequestOutput | None:
+        """The request has ended with an error; its sequences are finished."""
 
 
 @dataclass
@@ -134,162 +169,225 @@ class BranchState:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
-
-@dataclass
-class RequestState:
-    """What the OutputProcessor remembers of one unfinished request."""
-
-    root: Sequence  # branch 0
-    prompt: str | None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    branches: dict[int, BranchState] = field(default_factory=dict)  # by branch
-
-    @property
-    def is_finished(self) -> bool:
-        """True if all n completions are there and have ended."""
-        branches = self.branches.values()
-        return len(branches) == self.root.sampling_params.n and all(
-            state.sequence.status.finish_reason for state in branches
-        )
-
-
-class OutputProcessor:
-    """New token ids in, RequestOutputs out."""
-
-    def __init__(self, tokenizer: Any | None) -> None:
-        self.tokenizer = tokenizer
-        self.states: dict[str, RequestState] = {}  # by request id
-
-    def add(self, sequence: Sequence, prompt: str | None) -> None:
-        """Expect output of this sequence, and of the branches that will fork off it."""
-        asks = sequence.sampling_params.prompt_logprobs is not None
-        state = RequestState(
-            sequence, prompt, [None] * sequence.num_prompt_tokens if asks else None
-        )
-        self.states[sequence.request_id] = state
-        self._add_branch(state, sequence)
-
-    def _add_branch(self, state: RequestState, sequence: Sequence) -> BranchState:
-        params = sequence.sampling_params
-        detokenizer = None
-        if self.tokenizer is not None and params.detokenize:
-            detokenizer = Detokenizer(
-                self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
-            )
-        state.branches[sequence.branch] = BranchState(sequence, detokenizer)
-        return state.branches[sequence.branch]
-
-    def append(self, update: SequenceUpdate) -> str | None:
-        """Take in one sequence's new tokens; return the stop string that ends it, if one does."""
-        seq = update.sequence
-        state = self.states[seq.request_id]
-        if update.prompt_logprobs is not None and state.prompt_logprobs is not None:
-            for position, entry in enumerate(
-                update.prompt_logprobs.entries, start=update.prompt_logprobs.start
-            ):
-                state.prompt_logprobs[position] = self._name_logprobs(entry)
-        branch = state.branches.get(seq.branch) or self._add_branch(state, seq)
-        for token_logprobs in update.logprobs:
-            branch.logprobs.append(self._name_logprobs(token_logprobs))
-            branch.cumulative_logprob += token_logprobs.logprobs[0]
-        return self._append_text(branch, update.new_token_ids)
-
-    @staticmethod
-    def _append_text(branch: BranchState, new_token_ids: tuple[int, ...]) -> str | None:
-        """Detokenize, and look for stop strings in what is new."""
-        if branch.detokenizer is None:
+    def append(self, new_token_ids: tuple[int, ...]) -> str | None:
+        """Detokenize new tokens. Returns the stop string that ends the text, if there is one."""
+        if self.detokenizer is None:
             return None
-        seq, params = branch.sequence, branch.sequence.sampling_params
+        seq, params = self.sequence, self.sequence.sampling_params
         finish_reason = seq.status.finish_reason
         if finish_reason == "stop" and not params.include_stop_str_in_output:
             new_token_ids = new_token_ids[:-1]  # the stop token is not part of the text
-        new_text = "".join(branch.detokenizer.append(token_id) for token_id in new_token_ids)
+        new_text = "".join(self.detokenizer.append(token_id) for token_id in new_token_ids)
         if finish_reason:
-            new_text += branch.detokenizer.flush()
-        branch.text += new_text
+            new_text += self.detokenizer.flush()
+        self.text += new_text
         is_too_early = 0 < seq.num_output_tokens <= params.min_tokens
         if not new_text or is_too_early:
             return None
-        found = find_stop_string(branch.text, params.stop or (), len(new_text))
+        found = find_stop_string(self.text, params.stop or (), len(new_text))
         if found is None:
             return None
         position, stop = found
         end = position + len(stop) if params.include_stop_str_in_output else position
-        branch.text = branch.text[:end]
+        self.text = self.text[:end]
         return stop
 
-    def build_output(self, sequences: list[Sequence]) -> RequestOutput | None:
-        """The RequestOutput to hand out now, if their request wants one now.
-
-        `sequences` are those of one request that have news. A delta tells of these alone, any other
-        output of all branches.
-        """
-        state = self.states[sequences[0].request_id]
-        kind = state.root.sampling_params.output_kind
-        is_finished = state.is_finished
-        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
-            return None
-        is_delta = kind is RequestOutputKind.DELTA
-        branches = sorted(seq.branch for seq in sequences) if is_delta else sorted(state.branches)
-        completions = [self._build_completion(state.branches[b], is_delta) for b in branches]
-        if is_finished:
-            del self.states[state.root.request_id]
-        return RequestOutput(
-            request_id=state.root.request_id,
-            prompt=state.prompt,
-            prompt_token_ids=state.root.prompt_token_ids,
-            outputs=completions,
-            finished=is_finished,
-            num_cached_tokens=state.root.num_cached_tokens,
-            metrics=self._merge_metrics(state),
-            prompt_logprobs=state.prompt_logprobs,
-        )
-
-    def _build_completion(self, branch: BranchState, is_delta: bool) -> CompletionOutput:
-        seq = branch.sequence
+    def build_output(self, is_delta: bool) -> CompletionOutput:
+        """The completion so far, or the part that no delta has brought yet."""
+        seq = self.sequence
         finish_reason = seq.status.finish_reason
-        first_token = branch.num_sent_tokens if is_delta else 0
-        first_char = branch.num_sent_chars if is_delta else 0
-        last_char = len(branch.text) - (0 if finish_reason else self._num_held_chars(seq))
-        branch.num_sent_tokens = seq.num_output_tokens
-        branch.num_sent_chars = max(first_char, last_char)
+        first_token = self.num_sent_tokens if is_delta else 0
+        first_char = self.num_sent_chars if is_delta else 0
+        last_char = len(self.text) - (0 if finish_reason else self._num_held_chars())
+        self.num_sent_tokens = seq.num_output_tokens
+        self.num_sent_chars = max(first_char, last_char)
         has_logprobs = seq.sampling_params.logprobs is not None
         return CompletionOutput(
             index=seq.branch,
-            text=branch.text[first_char : branch.num_sent_chars],
+            text=self.text[first_char : self.num_sent_chars],
             token_ids=seq.token_ids[seq.num_prompt_tokens + first_token :],
             finish_reason=finish_reason,
             stop_reason=seq.stop_reason,
-            cumulative_logprob=branch.cumulative_logprob if has_logprobs else None,
-            logprobs=branch.logprobs[first_token:] if has_logprobs else None,
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=self.logprobs[first_token:] if has_logprobs else None,
         )
 
-    @staticmethod
-    def _merge_metrics(state: RequestState) -> RequestMetrics:
-        """A snapshot over all completions: the first token of any, the end of the last."""
-        of_branches = [branch.sequence.metrics for branch in state.branches.values()]
-        last_tokens = [m.last_token_time for m in of_branches if m.last_token_time is not None]
-        ends = [m.finished_time for m in of_branches if m.finished_time is not None]
+    def _num_held_chars(self) -> int:
+        """Characters at the end of the text that may be the beginning of a stop string."""
+        stops = self.sequence.sampling_params.stop or ()
+        return max((len(stop) - 1 for stop in stops), default=0)
+
+
+class RequestState:
+    """The consumer of an ordinary request: its n completions, as text."""
+
+    def __init__(
+        self, root: Sequence, prompt: str | None, tokenizer: Any | None, finish: FinishSequence
+    ) -> None:
+        """root: branch 0. prompt: its text, None if token ids were given. finish: see
+        Scheduler.finish."""
+        self.root = root
+        self.request_id = root.request_id
+        self.prompt = prompt
+        self.tokenizer = tokenizer
+        self.finish = finish
+        self.branches: dict[int, BranchState] = {}
+        self._add_branch(root)
+        # Per prompt token; the first one has no logprobs.
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if root.sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * root.num_prompt_tokens
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [branch.sequence for branch in self.branches.values()]
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all completions have ended. (None forks off a root that ended before.)"""
+        is_whole = len(self.branches) == self.root.sampling_params.n or self.root.num_pending_forks
+        return bool(is_whole) and all(seq.status.finish_reason for seq in self.sequences)
+
+    def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
+        """Append the new tokens, finish what a stop string ends, and build the output."""
+        changed: list[Sequence] = []
+        for update in updates:
+            stop = self._append(update)
+            if stop is not None:
+                _finish(update.sequence, self.finish, SequenceStatus.FINISHED_STOPPED, stop)
+            if update.new_token_ids or update.sequence.status.finish_reason:
+                changed.append(update.sequence)
+        return self._build_output(changed) if changed else None
+
+    def fail(self, message: str) -> RequestOutput | None:
+        """The last output: what was generated before the error."""
+        return self._build_output(self.sequences)
+
+    def _append(self, update: SequenceUpdate) -> str | None:
+        """Take in one sequence's new tokens. Returns the stop string that ends it, if there is
+        one."""
+        if update.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            start, entries = update.prompt_logprobs
+            for position, entry in enumerate(entries, start=start):
+                self.prompt_logprobs[position] = self._name_logprobs(entry)
+        seq = update.sequence
+        branch = self.branches.get(seq.branch) or self._add_branch(seq)
+        for entry in update.logprobs:
+            branch.logprobs.append(self._name_logprobs(entry))
+            branch.cumulative_logprob += entry.logprobs[0]
+        return branch.append(update.new_token_ids)
+
+    def _add_branch(self, sequence: Sequence) -> BranchState:
+        params, detokenizer = sequence.sampling_params, None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
+            )
+        branch = self.branches[sequence.branch] = BranchState(sequence, detokenizer)
+        return branch
+
+    def _build_output(self, changed: list[Sequence]) -> RequestOutput | None:
+        """The RequestOutput for a step in which these sequences changed. A delta holds these alone,
+        any other output all completions. None if the request wants no output now."""
+        kind = self.root.sampling_params.output_kind
+        is_finished = self.is_finished
+        if kind is RequestOutputKind.FINAL_ONLY and not is_finished:
+            return None
+        is_delta = kind is RequestOutputKind.DELTA
+        branches = sorted(seq.branch for seq in changed) if is_delta else sorted(self.branches)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.root.prompt_token_ids,
+            outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
+            finished=is_finished,
+            num_cached_tokens=self.root.num_cached_tokens,
+            metrics=self._merge_metrics(is_finished),
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+    def _merge_metrics(self, is_finished: bool) -> RequestMetrics:
+        """Over all completions: the last token and the end of the one that took longest."""
+        metrics = [seq.metrics for seq in self.sequences]
+        last_tokens = [m.last_token_time for m in metrics if m.last_token_time is not None]
+        ends = [m.finished_time for m in metrics if m.finished_time is not None]
         return replace(
-            state.root.metrics,
+            self.root.metrics,
             last_token_time=max(last_tokens, default=None),
-            finished_time=max(ends, default=None) if state.is_finished else None,
-            num_preemptions=max(m.num_preemptions for m in of_branches),
+            finished_time=max(ends, default=None) if is_finished else None,
+            num_preemptions=max(m.num_preemptions for m in metrics),
         )
-
-    @staticmethod
-    def _num_held_chars(seq: Sequence) -> int:
-        """Characters that may still turn out to be the beginning of a stop string."""
-        return max((len(stop) - 1 for stop in seq.sampling_params.stop or ()), default=0)
 
     def _name_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """token id -> Logprob: the sampled (or given) token first, then the likeliest ones."""
+        """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones."""
         ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
         named: dict[int, Logprob] = {}
         for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
             if token_id not in named:
-                named[token_id] = Logprob(logprob, rank, self._decode(token_id))
+                text = "" if self.tokenizer is None else self.tokenizer.decode([token_id])
+                named[token_id] = Logprob(logprob, rank, text)
         return named
 
-    def _decode(self, token_id: int) -> str:
-        return "" if self.tokenizer is None else self.tokenizer.decode([token_id])
+
+class OutputProcessor:
+    """The consumers of all unfinished requests.
+
+    Invariant: the error of one request ends that request only.
+    """
+
+    def __init__(self, tokenizer: Any | None, finish: FinishSequence) -> None:
+        """finish: see Scheduler.finish."""
+        self.tokenizer = tokenizer
+        self.finish = finish
+        self.requests: dict[str, RequestConsumer] = {}
+
+    def make_state(self, sequence: Sequence, prompt: str | None) -> RequestState:
+        """The consumer of an ordinary request."""
+        return RequestState(sequence, prompt, self.tokenizer, self.finish)
+
+    def add(self, request: RequestConsumer) -> None:
+        """Expect updates of this request. Raises ValueError if its request id is in use."""
+        if self.requests.setdefault(request.request_id, request) is not request:
+            raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
+
+    def process_outputs(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
+        """Give a step's updates to their requests; return the outputs to hand out."""
+        by_request: dict[str, list[SequenceUpdate]] = {}
+        for update in updates:
+            by_request.setdefault(update.sequence.request_id, []).append(update)
+        outputs: list[RequestOutput | None] = []
+        for request_id, its_updates in by_request.items():
+            request = self.requests[request_id]
+            try:
+                outputs.append(request.process(its_updates))
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+                outputs.append(self.fail_request(request_id, message, error))
+            if request.is_finished:
+                self.requests.pop(request_id, None)
+        return [output for output in outputs if output is not None]
+
+    def fail_request(
+        self, request_id: str, message: str, error: BaseException
+    ) -> RequestOutput | None:
+        """End a request with finish_reason "error". The traceback goes to the log."""
+        logger.error("request %r failed: %s", request_id, message, exc_info=error)
+        request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
+        return request.fail(message)
+
+    def end_request(
+        self, request_id: str, status: SequenceStatus, stop_reason: str | None = None
+    ) -> RequestConsumer:
+        """Finish all sequences of a request, and expect no more updates."""
+        request = self.requests.pop(request_id)
+        for sequence in request.sequences:
+            _finish(sequence, self.finish, status, stop_reason)
+        return request
+
+
+def _finish(
+    sequence: Sequence, finish: FinishSequence, status: SequenceStatus, reason: str | None
+) -> None:
+    """Finish a sequence, also one that the scheduler finished in this very step."""
+    if finish(sequence.seq_id, status, reason) is None:
+        sequence.status, sequence.stop_reason = status, reason

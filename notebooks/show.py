@@ -27,7 +27,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.textpath import TextPath
 
-from nanoserve import LLMEngine, RequestOutput
+from nanoserve import LLMEngine
+from nanoserve.engine import StepReport
 from nanoserve.sequence import SchedulerOutput, Sequence
 
 WIDTH = 10.5  # inches, of every picture
@@ -346,12 +347,12 @@ class StepLog:
         self.records: list[StepRecord] = []
         self._names: dict[int, str] = {}
         self._reached: dict[int, int] = {}  # seq_id -> tokens that were computed once already
-        engine.on_step.append(self)
+        engine.step_listeners.append(self)
 
-    def __call__(self, step: SchedulerOutput, outputs: list[RequestOutput]) -> None:
+    def __call__(self, report: StepReport) -> None:
         """Called by the engine at the end of each step."""
-        scheduler = self.engine.scheduler
-        self._names |= {seq.seq_id: name_of(seq) for seq in scheduler.sequences.values()}
+        scheduler, step = self.engine.scheduler, report.scheduler_output
+        self._names |= {seq_id: name_of(seq) for seq_id, seq in report.sequences.items()}
         left_out = [*scheduler.swapped, *scheduler.waiting]
         record = StepRecord({}, {}, [name_of(seq) for seq in left_out])
         for item in step.scheduled:

@@ -35,6 +35,8 @@ from typing import Any
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.engine import LLMEngine
+from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
@@ -110,6 +112,15 @@ def reference_output(
         if token_ids[-1] in stop_token_ids:
             break
     return token_ids[len(prompt) :]
+
+
+def add_beam_search(
+    engine: LLMEngine, request_id: str, prompt: list[int], params: BeamSearchParams
+) -> BeamSearch:
+    """Queue a beam search, to be advanced by step(). Its results are in the object returned."""
+    search = BeamSearch(request_id, prompt, params, engine)
+    engine.add(search)
+    return search
 
 
 class StepFailed(RuntimeError):

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeEngine, FakeExecutor, StepFailed, make_sequence, reference_output
+from fakes import (
+    FakeEngine,
+    FakeExecutor,
+    StepFailed,
+    add_beam_search,
+    make_sequence,
+    reference_output,
+)
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from test_engine import check_ctrl_c
@@ -92,12 +99,10 @@ def check(engine: LLMEngine) -> None:
     """The books agree with each other, with what is in flight, and with what the cache holds."""
     scheduler, manager, executor = engine.scheduler, engine.block_manager, engine.executor
     manager.check()
-    assert unread(engine) == [pending for _, pending in engine._in_flight]
+    assert unread(engine) == [step.pending for step in engine._in_flight]
     assert len(engine._in_flight) <= 1
     promised = Counter(
-        item.seq_id
-        for scheduler_output, _ in engine._in_flight
-        for item in scheduler_output.scheduled
+        item.seq_id for step in engine._in_flight for item in step.scheduler_output.scheduled
     )
     for seq in scheduler.sequences.values():
         assert 0 <= seq.num_computed_tokens <= seq.num_tokens + seq.num_output_placeholders
@@ -124,8 +129,7 @@ def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
 def assert_idle(engine: LLMEngine) -> None:
     """Nothing to do, nothing to tell, nothing in flight, every block of both pools free."""
     assert not engine.has_unfinished_requests()
-    assert not engine.output_processor.states
-    assert not engine._searches
+    assert not engine.output_processor.requests
     assert not engine._in_flight
     assert not unread(engine)
     assert engine.block_manager.num_free_blocks == engine.executor.num_kv_blocks
@@ -181,7 +185,7 @@ def test_who_awaits_its_tokens_waits_alone(
     """Its steps are read before the next is decided; when it has ended, the others overlap."""
     engine = make_engine()
     outputs: list[SchedulerOutput] = []
-    engine.on_step.append(lambda scheduler_output, _: outputs.append(scheduler_output))
+    engine.step_listeners.append(lambda report: outputs.append(report.scheduler_output))
     engine.add_request("plain", [1, 2, 3], params(max_tokens=8))
     engine.add_request("awaits", [4, 5], params(max_tokens=3, **awaiting))
     result = finish(engine)
@@ -198,7 +202,7 @@ def test_a_prompt_that_is_not_computed_yet_awaits_nothing(make_engine: MakeEngin
     """Chunks of it bring no token: only the last is awaited."""
     engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4)
     awaited: list[bool] = []
-    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.needs_sync))
+    engine.step_listeners.append(lambda report: awaited.append(report.scheduler_output.needs_sync))
     engine.add_request("a", list(range(10)), params(max_tokens=2, presence_penalty=1.0))
     assert finish(engine)["a"].outputs[0].token_ids == expect(list(range(10)), 2)
     assert awaited == [False, False, True, True]
@@ -208,7 +212,7 @@ def test_forks_are_awaited_until_they_have_forked(make_engine: MakeEngine) -> No
     """Then each branch goes on without waiting."""
     engine = make_engine()
     awaited: list[bool] = []
-    engine.on_step.append(lambda scheduler_output, _: awaited.append(scheduler_output.needs_sync))
+    engine.step_listeners.append(lambda report: awaited.append(report.scheduler_output.needs_sync))
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=3, max_tokens=5))
     [output] = finish(engine).values()
     for branch, completion in enumerate(output.outputs):
@@ -222,8 +226,8 @@ def test_beams_await_every_token(make_engine: MakeEngine) -> None:
     for is_async in (False, True):
         engine = make_engine(async_scheduling=is_async, num_kv_blocks=12)
         steps: list[SchedulerOutput] = []
-        engine.on_step.append(lambda scheduler_output, _, s=steps: s.append(scheduler_output))
-        search = engine.add_beam_search("beams", [1, 2, 3], BeamSearchParams(3, 5))
+        engine.step_listeners.append(lambda report, s=steps: s.append(report.scheduler_output))
+        search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(3, 5))
         engine.add_request("beside", [1, 2, 3], params())
         assert finish(engine)["beside"].outputs[0].token_ids == expect([1, 2, 3])
         beams.append(search.get_output())
@@ -239,7 +243,7 @@ def test_beams_await_every_token(make_engine: MakeEngine) -> None:
         ({"sampling_params": SamplingParams(allowed_token_ids=[3], temperature=0)}, False),
         ({"sampling_params": SamplingParams(repetition_penalty=0.9)}, True),
         ({"bad_word_ids": ((3,),)}, True),
-        ({"is_beam": True}, True),
+        ({"always_sync": True}, True),
         ({"n": 2}, True),
     ],
 )
@@ -516,7 +520,7 @@ def test_ctrl_c_at_any_line(make_engine: MakeEngine, line_number: int) -> None:
     """Wherever it hits, and no finished step is told of twice."""
     engine = make_engine(num_kv_blocks=7, preemption_mode="swap")
     told: list[SchedulerOutput] = []
-    engine.on_step.append(lambda scheduler_output, _: told.append(scheduler_output))
+    engine.step_listeners.append(lambda report: told.append(report.scheduler_output))
     check_ctrl_c(engine, line_number, finish)
     assert len({id(scheduler_output) for scheduler_output in told}) == len(told)
 
@@ -578,7 +582,7 @@ def test_listeners_hear_of_each_step_once_and_in_order(make_engine: MakeEngine) 
     call; one that was abandoned never."""
     engine = make_engine()
     told: list[tuple[SchedulerOutput, list[RequestOutput]]] = []
-    engine.on_step.append(lambda *finished_step: told.append(finished_step))
+    engine.step_listeners.append(lambda *finished_step: told.append(finished_step))
     launched: list[SchedulerOutput] = []
     launch = engine.executor.launch
 
@@ -624,7 +628,7 @@ def test_a_listener_that_raises_costs_no_step(make_engine: MakeEngine) -> None:
         if len(seen) == 2:
             raise ValueError("no")
 
-    engine.on_step.append(complain)
+    engine.step_listeners.append(complain)
     engine.add_request("a", [1, 2, 3], params(max_tokens=4))
     outputs = step(engine) + step(engine)
     with pytest.raises(ValueError, match="no"):
@@ -641,7 +645,7 @@ def test_a_failure_in_one_output_costs_that_request_alone(
     """Its step, and the one in flight, are committed and told; nothing is computed again."""
     engine = make_engine()
     told: list[SchedulerOutput] = []
-    engine.on_step.append(lambda scheduler_output, _: told.append(scheduler_output))
+    engine.step_listeners.append(lambda report: told.append(report.scheduler_output))
     engine.add_request("bad", [1, 2, 3], params(max_tokens=4))
     engine.add_request("good", [4, 5, 6], params(max_tokens=4))
     append = engine.output_processor.append
@@ -775,7 +779,7 @@ class Workload:
             return pending
 
         engine.executor.launch = launch_and_note
-        engine.on_step.append(lambda scheduler_output, _: self.told.append(scheduler_output))
+        engine.step_listeners.append(lambda report: self.told.append(report.scheduler_output))
 
     def play(self, arrivals: list[Arrival], troubles: dict[int, tuple[str, int]]) -> None:
         """Until every request has arrived and ended."""
@@ -831,7 +835,7 @@ class Workload:
         elif what == "beams":
             beams = f"beams {len(self.launched)}"
             with contextlib.suppress(ValueError):  # the name may be in use, the room too small
-                self.engine.add_beam_search(beams, [1, 2, whom], BeamSearchParams(2, 3))
+                add_beam_search(self.engine, beams, [1, 2, whom], BeamSearchParams(2, 3))
 
     def hear(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:

@@ -74,7 +74,6 @@ def assert_idle(llm: LLM) -> None:
     for pool in (manager.pool, manager.cpu_pool):
         assert pool.num_free_blocks == pool.num_blocks
     assert not llm.has_unfinished_requests()
-    assert not llm.engine._searches
 
 
 def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> None:
@@ -140,7 +139,7 @@ def test_beams_that_push_each_other_out(
         max_num_seqs=max_num_seqs,
         preemption_mode=mode,
     ) as llm:
-        llm.engine.on_step.append(lambda step, _: steps.append(step))
+        llm.engine.step_listeners.append(lambda report: steps.append(report.scheduler_output))
         search_and_compare(llm, PROMPTS, BeamSearchParams(4, 6, length_penalty=0.5))
         # Beams that go on are introduced with their parent's blocks, those that waited without.
         introduced = [new for step in steps for new in step.new_sequences]
@@ -244,10 +243,10 @@ def test_other_requests_go_on(demo_llm: LLM) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    demo_llm.engine.on_step.append(fail)
+    demo_llm.engine.step_listeners.append(fail)
     with pytest.raises(KeyboardInterrupt):
         demo_llm.beam_search(["One day", STORY], BeamSearchParams(3, 5))
-    demo_llm.engine.on_step.clear()
+    demo_llm.engine.step_listeners.clear()
     outputs = []
     while demo_llm.has_unfinished_requests():
         outputs += demo_llm.step()
@@ -278,7 +277,7 @@ def test_beams_fork_into_their_parents_places() -> None:
     """With just beam_width places and no prefix cache, nothing is computed twice."""
     num_scheduled: list[int] = []
     with LLM(num_kv_blocks=64, max_num_seqs=4, enable_prefix_caching=False, device="cpu") as llm:
-        llm.engine.on_step.append(
+        llm.engine.step_listeners.append(
             lambda decided, _: num_scheduled.append(decided.total_num_scheduled_tokens)
         )
         llm.beam_search(list(range(20, 40)), BeamSearchParams(4, 6, ignore_eos=True))

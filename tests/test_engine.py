@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeExecutor, StepFailed, reference_output
+from fakes import FakeExecutor, StepFailed, add_beam_search, reference_output
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +78,7 @@ def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
     while engine.has_unfinished_requests():
         last |= {output.request_id: output for output in engine.step()}
         engine.block_manager.check()
-    assert not engine.output_processor.states
+    assert not engine.output_processor.requests
     assert engine.block_manager.num_free_blocks == engine.executor.num_kv_blocks
     return last
 
@@ -298,10 +298,10 @@ def test_a_listener_that_raises_costs_no_output(make_engine: MakeEngine) -> None
     engine = make_engine()
 
     def complain(*_: object) -> None:
-        engine.on_step.clear()
+        engine.step_listeners.clear()
         raise ValueError("no")
 
-    engine.on_step.append(complain)
+    engine.step_listeners.append(complain)
     engine.add_request("a", [1, 2, 3], params(max_tokens=1))
     with pytest.raises(ValueError, match="no"):
         engine.step()
@@ -361,13 +361,13 @@ def test_another_thread_may_give_its_request_up(make_engine: MakeEngine) -> None
     engine.add_request("b", [4, 5, 6], params())
 
     def give_up(*_: object) -> None:
-        engine.on_step.clear()
+        engine.step_listeners.clear()
         thread = threading.Thread(target=engine.abort_request_threadsafe, args=("b",))
         thread.start()
         thread.join()
         assert engine.is_unfinished("b")
 
-    engine.on_step.append(give_up)
+    engine.step_listeners.append(give_up)
     engine.step()
     assert [output.request_id for output in engine.step()] == ["a"]
     assert not engine.is_unfinished("b")
@@ -400,7 +400,7 @@ def test_two_threads_are_noticed(make_engine: MakeEngine) -> None:
         thread.start()
         thread.join()
 
-    engine.on_step.append(interfere)
+    engine.step_listeners.append(interfere)
     engine.add_request("a", [1, 2, 3], params(max_tokens=2))
     assert finish(engine)["a"].outputs[0].token_ids == expect([1, 2, 3], 2)
     assert len(errors) == 2
@@ -410,7 +410,7 @@ def test_two_threads_are_noticed(make_engine: MakeEngine) -> None:
 def test_a_listener_may_call_back(make_engine: MakeEngine) -> None:
     """In its own thread: to abort what it has seen enough of."""
     engine = make_engine()
-    engine.on_step.append(lambda *_: engine.abort_request("a") and None)
+    engine.step_listeners.append(lambda *_: engine.abort_request("a") and None)
     engine.add_request("a", [1, 2, 3], params())
     engine.step()
     assert not engine.has_unfinished_requests()
@@ -420,12 +420,12 @@ def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
     """Until its request has ended; a refusal changes nothing."""
     engine = make_engine()
     engine.add_request("a", [1], params())
-    engine.add_beam_search("beams", [1], BeamSearchParams(2, 3))
+    add_beam_search(engine, "beams", [1], BeamSearchParams(2, 3))
     for name in ("a", "beams"):
         with pytest.raises(ValueError, match=f"'{name}' is in use"):
             engine.add_request(name, [2], params())
         with pytest.raises(ValueError, match=f"'{name}' is in use"):
-            engine.add_beam_search(name, [2], BeamSearchParams(2, 3))
+            add_beam_search(engine, name, [2], BeamSearchParams(2, 3))
     finish(engine)
     engine.add_request("a", [2], params())
     assert finish(engine)["a"].outputs[0].token_ids == expect([2])
@@ -443,7 +443,7 @@ def test_close(make_engine: MakeEngine) -> None:
     """Everything is aborted, and nothing more is taken; closing twice is fine."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(n=2))
-    engine.add_beam_search("beams", [1, 2, 3], BeamSearchParams(2, 4))
+    add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(2, 4))
     engine.step()
     engine.close()
     engine.close()
@@ -460,7 +460,7 @@ def test_close(make_engine: MakeEngine) -> None:
 def test_beam_search_beside_others(make_engine: MakeEngine) -> None:
     """step() advances it; its results are in the object returned, not in RequestOutputs."""
     engine = make_engine(num_kv_blocks=8)
-    search = engine.add_beam_search("beams", [1, 2, 3], BeamSearchParams(1, 4, ignore_eos=True))
+    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(1, 4, ignore_eos=True))
     [root] = engine.scheduler.waiting
     engine.add_request("a", [1, 2, 3], params())
     outputs = finish(engine)
@@ -473,7 +473,7 @@ def test_beam_search_beside_others(make_engine: MakeEngine) -> None:
 
 def test_beam_search_can_be_aborted(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.add_beam_search("beams", [1, 2, 3], BeamSearchParams(3, 4, ignore_eos=True))
+    add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(3, 4, ignore_eos=True))
     engine.step()
     engine.step()
     assert engine.abort_request("beams")
@@ -484,9 +484,9 @@ def test_beam_search_can_be_aborted(make_engine: MakeEngine) -> None:
 def test_beam_search_parameters_are_checked(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with pytest.raises(TypeError, match="BeamSearchParams"):
-        engine.add_beam_search("beams", [1], params())  # type: ignore[arg-type]
+        add_beam_search(engine, "beams", [1], params())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
-        engine.add_beam_search("beams", [], BeamSearchParams(2, 3))
+        add_beam_search(engine, "beams", [], BeamSearchParams(2, 3))
     assert not engine.is_unfinished("beams")
 
 
@@ -553,7 +553,7 @@ def test_whatever_happens_the_engine_serves_on(
             prompts[str(i)] = draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
             engine.add_request(str(i), prompts[str(i)], params(n=draw(st.integers(1, 3))))
         elif what == "b":
-            engine.add_beam_search(f"beams {i}", [1, 2, i], BeamSearchParams(2, 4))
+            add_beam_search(engine, f"beams {i}", [1, 2, i], BeamSearchParams(2, 4))
         elif what == "x":
             aborted |= {name} if engine.abort_request(name) else set()
         elif what == "c":
@@ -567,7 +567,6 @@ def test_whatever_happens_the_engine_serves_on(
             last |= {output.request_id: output for output in engine.step()}
         engine.block_manager.check()
     last |= finish(engine)
-    assert not engine._searches
     assert engine.block_manager.cpu_pool.num_free_blocks == engine.executor.num_cpu_blocks
     for name, prompt in prompts.items():
         if name in aborted:

@@ -247,7 +247,9 @@ def test_swapped_blocks_come_back(make_checkpoint: MakeCheckpoint, device: str) 
         )
         with LLM(make_checkpoint("llama"), **options) as llm:
             steps: list[Any] = []
-            llm.engine.on_step.append(lambda step, _, s=steps: s.append(step))
+            llm.engine.step_listeners.append(
+                lambda report, s=steps: s.append(report.scheduler_output)
+            )
             results.append(serve(llm, requests, seed=8))
             num_swapped = sum(len(step.blocks_to_swap_in) for step in steps)
     assert num_swapped > 0
@@ -266,7 +268,7 @@ def test_memory_does_not_grow(make_checkpoint: MakeCheckpoint, async_scheduling:
             nonlocal num_steps
             num_steps += 1
 
-        llm.engine.on_step.append(count)
+        llm.engine.step_listeners.append(count)
         requests = make_requests(60, seed=9)
         in_use = []
         while num_steps < 1000 or len(in_use) < 4:

@@ -46,7 +46,7 @@ def assert_idle(llm: LLM) -> None:
     block_manager.check()
     assert block_manager.num_free_blocks == block_manager.pool.num_blocks
     assert not llm.has_unfinished_requests()
-    assert not llm.engine.output_processor.states
+    assert not llm.engine.output_processor.requests
     assert not llm.engine.scheduler.sequences
 
 

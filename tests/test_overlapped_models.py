@@ -127,7 +127,9 @@ def test_the_same_answers(name: str) -> None:
     for async_scheduling in (False, True):
         with LLM(async_scheduling=async_scheduling, **options) as llm:
             steps: list[Any] = []
-            llm.engine.on_step.append(lambda step, _, s=steps: s.append(step))
+            llm.engine.step_listeners.append(
+                lambda report, s=steps: s.append(report.scheduler_output)
+            )
             found.append(answers(llm))
     assert found[0]["preempted"] == found[1]["preempted"] == (name != "ample")
     plain, overlapped = (answer.pop("logprobs") for answer in found)

@@ -274,7 +274,7 @@ def test_what_is_shown_is_never_taken_back(
     final = shown[-1]
     assert all(final.startswith(earlier) for earlier in shown)
     assert decoded.startswith(final)
-    assert not output_processor.states
+    assert not output_processor.requests
     if output.outputs[0].finish_reason == "stop":
         stop = str(output.outputs[0].stop_reason)
         assert stop in stops

@@ -137,7 +137,7 @@ def assert_idle(llm: LLM) -> None:
     for pool in (manager.pool, manager.cpu_pool):
         assert pool.num_free_blocks == pool.num_blocks
     assert not llm.has_unfinished_requests()
-    assert not llm.engine.output_processor.states
+    assert not llm.engine.output_processor.requests
     assert not llm.engine.scheduler.sequences
 
 
@@ -149,11 +149,11 @@ def watch(llm: LLM) -> Iterator[list[SchedulerOutput]]:
     def listener(scheduler_output: SchedulerOutput, _: list[RequestOutput]) -> None:
         steps.append(scheduler_output)
 
-    llm.engine.on_step.append(listener)
+    llm.engine.step_listeners.append(listener)
     try:
         yield steps
     finally:
-        llm.engine.on_step.remove(listener)
+        llm.engine.step_listeners.remove(listener)
 
 
 def num_swapped(steps: list[SchedulerOutput]) -> int:
@@ -994,10 +994,10 @@ def test_an_exception_in_generate_takes_its_own_requests_only(
         if place == "processor":
             mine = replace(params, logits_processors=[lambda output, logits, f=fail: f(logits)])
         else:
-            llm.engine.on_step.append(fail)
+            llm.engine.step_listeners.append(fail)
         with pytest.raises(type(error)):
             run(llm, ["One day", story_ids], mine)
-        llm.engine.on_step.clear()
+        llm.engine.step_listeners.clear()
         left = {seq.request_id for seq in llm.engine.scheduler.sequences.values()}
         assert left <= {"other"}
         outputs = []
@@ -1019,10 +1019,10 @@ def test_outputs_that_were_ready_when_a_listener_failed_come_next(
     def fail(*_: Any) -> None:
         raise ZeroDivisionError
 
-    llm.engine.on_step.append(fail)
+    llm.engine.step_listeners.append(fail)
     with pytest.raises(ZeroDivisionError):
         llm.step()
-    llm.engine.on_step.clear()
+    llm.engine.step_listeners.clear()
     assert llm.has_unfinished_requests()
     [output] = llm.step()
     assert (output.request_id, output.finished) == ("mine", True)
@@ -1101,13 +1101,13 @@ def test_a_listener_may_abort(llm: LLM, story_ids: list[int]) -> None:
             if output.request_id == "mine" and len(output.outputs[0].token_ids) == 3:
                 assert llm.abort_request("mine")
 
-    llm.engine.on_step.append(listener)
+    llm.engine.step_listeners.append(listener)
     llm.add_request("mine", story_ids, params)
     llm.add_request("other", story_ids, params)
     outputs = []
     while llm.has_unfinished_requests():
         outputs += llm.step()
-    llm.engine.on_step.clear()
+    llm.engine.step_listeners.clear()
     assert max(len(o.outputs[0].token_ids) for o in outputs if o.request_id == "mine") <= 3
     assert outputs[-1].request_id == "other"
     assert len(outputs[-1].outputs[0].token_ids) == 9

@@ -33,6 +33,7 @@ from nanoserve.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
+from nanoserve.tools.why_waiting import why_waiting
 
 MAX_MODEL_LEN = 64
 
@@ -294,7 +295,7 @@ class History:
         num_places = sum(1 + seq.num_pending_forks for seq in scheduler.running)
         assert num_places <= scheduler.max_num_seqs
         for seq_id in scheduler.sequences:
-            assert scheduler.why_waiting(seq_id)
+            assert why_waiting(scheduler, seq_id)
 
     def check_results(self) -> None:
         """Invariants 1 to 3, when all is over."""
@@ -618,7 +619,7 @@ def test_the_places_of_branches_are_kept_for_them() -> None:
     assert num_tokens_of(engine.step()) == {0: 8}
     assert num_tokens_of(engine.step()) == {0: 8}
     assert num_tokens_of(engine.step()) == {0: 4, 3: 1}
-    assert "about to fork" in engine.scheduler.why_waiting(late.seq_id)
+    assert "about to fork" in why_waiting(engine.scheduler, late.seq_id)
     assert num_tokens_of(engine.step()) == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
@@ -788,7 +789,7 @@ def test_who_was_swapped_comes_back_before_who_is_not_more_urgent() -> None:
     engine, [first, second], _ = preempt_by_swap()
     late = engine.add([1], max_tokens=2)
     assert num_tokens_of(engine.step()).keys() == {first.seq_id}
-    assert "1 more urgent" in engine.scheduler.why_waiting(late.seq_id)
+    assert "1 more urgent" in why_waiting(engine.scheduler, late.seq_id)
     started = [new.seq_id for step in engine.run() for new in step.new_sequences]
     assert started == [second.seq_id, late.seq_id]
 
@@ -797,8 +798,8 @@ def test_who_is_more_urgent_goes_before_who_was_swapped() -> None:
     """Under the priority policy."""
     engine, [_, second], _ = preempt_by_swap(scheduling_policy="priority")
     urgent = engine.add(range(200, 213), max_tokens=2, priority=-1)
-    assert "1 more urgent" in engine.scheduler.why_waiting(second.seq_id)
-    assert "blocks" in engine.scheduler.why_waiting(urgent.seq_id)
+    assert "1 more urgent" in why_waiting(engine.scheduler, second.seq_id)
+    assert "blocks" in why_waiting(engine.scheduler, urgent.seq_id)
     started = [new.seq_id for step in engine.run() for new in step.new_sequences]
     assert started == [urgent.seq_id, second.seq_id]
 
@@ -810,7 +811,7 @@ def test_who_was_swapped_needs_a_place_too() -> None:
     urgent = [engine.add([i], max_tokens=3, priority=-1) for i in (1, 2)]
     assert num_tokens_of(engine.step()).keys() == {seq.seq_id for seq in urgent}
     assert engine.block_manager.can_swap_in(second)
-    assert "max_num_seqs=2" in engine.scheduler.why_waiting(second.seq_id)
+    assert "max_num_seqs=2" in why_waiting(engine.scheduler, second.seq_id)
     assert second.seq_id not in num_tokens_of(engine.step())
     engine.run()
     assert second.output_token_ids == reference_output(second.prompt_token_ids, 9)
@@ -821,12 +822,12 @@ def test_why_a_swapped_sequence_waits() -> None:
     engine, [first, second], _ = preempt_by_swap()
     needed = engine.block_manager.num_blocks_for(second.num_tokens)
     free = engine.block_manager.num_free_blocks
-    reason = engine.scheduler.why_waiting(second.seq_id)
+    reason = why_waiting(engine.scheduler, second.seq_id)
     assert reason == f"it is swapped out and needs {needed} blocks, {free} are free"
     engine.scheduler.max_num_seqs = 1
-    assert "max_num_seqs=1" in engine.scheduler.why_waiting(second.seq_id)
+    assert "max_num_seqs=1" in why_waiting(engine.scheduler, second.seq_id)
     engine.abort(first)
-    assert "next step" in engine.scheduler.why_waiting(second.seq_id)
+    assert "next step" in why_waiting(engine.scheduler, second.seq_id)
     assert num_tokens_of(engine.step()) == {second.seq_id: 1}
 
 
@@ -1025,7 +1026,7 @@ def test_a_sequence_that_is_not_ready_is_passed_over() -> None:
     late = engine.add([1], max_tokens=2, cls=LateSequence)
     others = [engine.add([i], max_tokens=2) for i in (2, 3)]
     assert num_tokens_of(engine.step()) == {others[0].seq_id: 1}
-    assert engine.scheduler.why_waiting(late.seq_id) == "it is not ready"
+    assert why_waiting(engine.scheduler, late.seq_id) == "the sequence is not ready"
     late.ready = True  # type: ignore[attr-defined]
     engine.run()
     assert late.metrics.finished_time < others[1].metrics.finished_time  # type: ignore[operator]
@@ -1042,14 +1043,14 @@ def test_why_waiting_tells_the_truth() -> None:
     """Each reason, where it is the reason."""
     engine = FakeEngine(num_blocks=4, block_size=4, max_num_seqs=2)
     first, second = engine.add(range(7)), engine.add(range(100, 110))
-    assert "next step" in engine.scheduler.why_waiting(first.seq_id)
-    assert "1 more urgent" in engine.scheduler.why_waiting(second.seq_id)
+    assert "next step" in why_waiting(engine.scheduler, first.seq_id)
+    assert "1 more urgent" in why_waiting(engine.scheduler, second.seq_id)
     engine.step()
-    assert engine.scheduler.why_waiting(first.seq_id) == "it is running"
-    reason = engine.scheduler.why_waiting(second.seq_id)
+    assert why_waiting(engine.scheduler, first.seq_id) == "the sequence is running"
+    reason = why_waiting(engine.scheduler, second.seq_id)
     assert reason == "it needs 3 blocks, 2 are free"
     engine.abort(first)
-    assert "next step" in engine.scheduler.why_waiting(second.seq_id)
+    assert "next step" in why_waiting(engine.scheduler, second.seq_id)
 
 
 def test_why_waiting_names_max_num_seqs() -> None:
@@ -1057,7 +1058,7 @@ def test_why_waiting_names_max_num_seqs() -> None:
     engine.add([1])
     second = engine.add([2])
     engine.step()
-    assert "max_num_seqs=1" in engine.scheduler.why_waiting(second.seq_id)
+    assert "max_num_seqs=1" in why_waiting(engine.scheduler, second.seq_id)
 
 
 @pytest.mark.parametrize("chunked", [True, False])
@@ -1072,7 +1073,7 @@ def test_why_waiting_names_the_token_budget(chunked: bool) -> None:
     engine.add(range(100, 101 if not chunked else 104))
     third = engine.add(range(200, 215))
     engine.step()
-    assert "token budget" in engine.scheduler.why_waiting(third.seq_id)
+    assert "token budget" in why_waiting(engine.scheduler, third.seq_id)
 
 
 # -- what a step costs --

@@ -110,7 +110,7 @@ def test_what_the_moments_tell() -> None:
     """Queue time and time to first token count from arrival; latency is a mean over gaps."""
     metrics = RequestMetrics(arrival_time=10.0, first_scheduled_time=11.5)
     for now in (13.0, 13.5, 15.0):
-        metrics.note_token(now)
+        metrics.record_token(now)
     assert metrics.queue_time == 1.5
     assert metrics.time_to_first_token == 3.0
     assert metrics.last_token_time == 15.0
@@ -121,7 +121,7 @@ def test_what_has_not_come_is_none() -> None:
     metrics = RequestMetrics(arrival_time=10.0)
     assert (metrics.queue_time, metrics.time_to_first_token) == (None, None)
     assert metrics.inter_token_latency(0) is None
-    metrics.note_token(11.0)
+    metrics.record_token(11.0)
     assert metrics.inter_token_latency(1) is None
 
 

@@ -206,7 +206,7 @@ def measure_steps(settings: Settings, llm: LLM) -> dict[str, Any]:
         nonlocal num_steps
         num_steps += 1
 
-    llm.engine.on_step.append(count)
+    llm.engine.step_listeners.append(count)
     seconds, _ = run_here(llm, settings.draw(1), settings.device)
     parts = {part: total / num_steps * 1000 for part, total in timer.seconds.items()}
     if timer.is_gpu:

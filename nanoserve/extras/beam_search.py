@@ -1,18 +1,21 @@
 """Which continuations are likeliest as a whole?
 
-Beam search keeps the beam_width likeliest texts instead of one. After each step every beam proposes
-its 2 * beam_width likeliest next tokens; of all proposals the best become the next beams, those
-that end in an EOS token are completed. On top of fork this costs no copying: a beam that goes on
-twice is forked, one that is dropped is finished, and all share the blocks of what they have in
-common. beam_width 2:
+Beam search keeps the beam_width likeliest texts instead of one. After each step every beam brings
+its 2 * beam_width likeliest next tokens as candidates. The best of all candidates become the next
+beams; candidates that end in an EOS token are completed. On top of fork this costs no copying: a
+beam with two successors is forked, a beam without one is finished, and all beams share the blocks
+of their common beginning. beam_width 2:
 
     step 1          step 2                      block tables
     the -> cat      the cat -> sat  0.40  *     beam 0: [7, 2]   (fork of "the cat")
                     the cat -> ran  0.30  *     beam 1: [7, 4]   (fork of "the cat")
-    a   -> dog      a dog   -> ran  0.20        finished: its own blocks are free again
+    a   -> dog      a dog   -> ran  0.20        finished: its blocks are free again
 
-The rule is vLLM's: beams are ranked by cumulative log-probability / length ** length_penalty, where
-the length counts the prompt, too, but not the EOS token.
+The rule is vLLM's: beams are ranked by cumulative log-probability / length ** length_penalty. The
+length counts the prompt too, but not the EOS token.
+
+This chapter is a consumer of a request's updates (output_processor.RequestConsumer). The engine
+does not know it; deleting this file removes beam search and nothing else.
 
 Left out: stop strings and structured output.
 
@@ -21,26 +24,26 @@ vLLM: vllm/beam_search.py, entrypoints/llm.py (V0); vllm/entrypoints/generate/be
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Set
+    from nanoserve.engine import LLMEngine
+    from nanoserve.input_processor import Prompt
+    from nanoserve.llm import LLM
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """What a beam search may ask for. Raises ValueError for a value out of range."""
+    """The settings of a beam search. Raises ValueError for a value out of range."""
 
     beam_width: int  # beams kept, and results given
     max_tokens: int  # output tokens at most
     ignore_eos: bool = False  # go on past end-of-sequence tokens
-    length_penalty: float = 1.0  # above 0 favours long results; 0 ranks by log-probability alone
+    length_penalty: float = 1.0  # above 0: long results rank higher; 0: by log-probability alone
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -57,7 +60,7 @@ class BeamSearchParams:
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False.")
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
-        """How each beam is run: greedily, with the proposals as logprobs."""
+        """How each beam runs: greedily, with its candidates as logprobs."""
         return SamplingParams(
             temperature=0,
             max_tokens=self.max_tokens,
@@ -66,6 +69,18 @@ class BeamSearchParams:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+
+    def search(self, llm: LLM, prompts: list[Prompt]) -> list[BeamSearchOutput]:
+        """What LLM.beam_search does. Raises ValueError or TypeError for a prompt that cannot be
+        served, RuntimeError if a search fails or is aborted."""
+        engine = llm.engine
+        searches = [
+            BeamSearch(llm.new_request_id("beam-search"), prompt, self, engine)
+            for prompt in prompts
+        ]
+        for _ in llm.run_requests(searches):
+            raise AssertionError("a beam search hands out no RequestOutput")
+        return [search.get_output() for search in searches]
 
 
 @dataclass(frozen=True)
@@ -87,103 +102,128 @@ class BeamSearchOutput:
 
 @dataclass
 class _Beam:
-    """A beam and the sequence that computes it."""
+    """A beam, the sequence that computes it, and its candidates for the next token."""
 
     beam: BeamSearchSequence
     sequence: Sequence
-    proposals: dict[int, float] = field(default_factory=dict)  # token id -> log-probability
+    candidates: dict[int, float] = field(default_factory=dict)  # token id -> log-probability
 
 
 class BeamSearch:
-    """One prompt's search, driven by the engine: `take` every update, then `end_step`.
+    """The search of one prompt: the consumer of its beams' updates.
 
-    Invariant: between steps every live beam has one unfinished sequence in the scheduler, unless
-    the search is waiting for beams that were preempted.
+    Invariant: between steps every beam has one unfinished sequence in the scheduler, unless the
+    search waits for a beam that was preempted.
     """
 
     def __init__(
-        self,
-        root: Sequence,
-        params: BeamSearchParams,
-        scheduler: Scheduler,
-        next_seq_id: Callable[[], int],
-        eos_token_ids: Set[int],
+        self, request_id: str, prompt: Prompt, params: BeamSearchParams, engine: LLMEngine
     ) -> None:
-        root.is_beam = True
+        """Raises ValueError or TypeError if the prompt cannot be served."""
+        model_config = engine.model_config
+        sampling_params = params.sampling_params(model_config.vocab_size)
+        root = engine.input_processor.make_sequence(request_id, prompt, sampling_params)
+        root.always_sync = True
+        self.request_id = request_id
         self.params = params
-        self.scheduler = scheduler
-        self.next_seq_id = next_seq_id
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
+        self.tokenizer = engine.tokenizer
+        self.scheduler = engine.scheduler
+        self.next_seq_id = engine.input_processor.next_seq_ids
+        self.eos_token_ids = frozenset() if params.ignore_eos else model_config.eos_token_ids
         self.num_prompt_tokens = root.num_prompt_tokens
         self.max_tokens = root.max_tokens  # what fits
-        self.live = {root.seq_id: _Beam(BeamSearchSequence(list(root.token_ids)), root)}
+        self.beams = {root.seq_id: _Beam(BeamSearchSequence(list(root.token_ids)), root)}
         self.completed: list[BeamSearchSequence] = []
+        self.error: str | None = "the search was aborted"  # until it has finished
 
-    def take(self, update: SequenceUpdate) -> None:
-        """A beam's sequence has made a step: remember what it proposes."""
-        [logprobs] = update.logprobs
-        proposals = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
-        self.live[update.sequence.seq_id].proposals = dict(proposals)
+    # -- the consumer of updates --
 
-    def end_step(self) -> bool:
-        """Choose the next beams, if all have proposed; True when the search is over.
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [beam.sequence for beam in self.beams.values()]
 
-        Beams that wait for a preempted one give their blocks back meanwhile (the preempted one may
-        need just these); what they computed stays in the prefix cache.
+    @property
+    def is_finished(self) -> bool:
+        return not self.beams
+
+    def process(self, updates: list[SequenceUpdate]) -> None:
+        """Add each updated beam's candidates; choose the next beams when all have candidates."""
+        for update in updates:
+            [logprobs] = update.logprobs
+            candidates = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
+            self.beams[update.sequence.seq_id].candidates = dict(candidates)
+        self.advance()
+
+    def fail(self, message: str) -> None:
+        """The search has ended with an error."""
+        self.error = message
+
+    # -- the search --
+
+    def advance(self) -> None:
+        """Choose the next beams, if every beam has candidates.
+
+        Otherwise a beam was preempted. The beams that wait for it give their blocks back, because
+        it may need them; what they computed stays in the prefix cache.
         """
-        if not all(live.proposals for live in self.live.values()):
-            for live in self.live.values():
-                if live.proposals:
-                    self.scheduler.finish(live.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
-            return False
-        children: dict[int, list[BeamSearchSequence]] = {seq_id: [] for seq_id in self.live}
-        for parent, beam in self._choose():
-            if len(beam.tokens) - self.num_prompt_tokens >= self.max_tokens:
-                self.completed.append(replace(beam, finish_reason="length"))
+        if not all(beam.candidates for beam in self.beams.values()):
+            for beam in self.beams.values():
+                if beam.candidates:
+                    self.scheduler.finish(beam.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
+            return
+        children: dict[int, list[BeamSearchSequence]] = {seq_id: [] for seq_id in self.beams}
+        for parent, child in self._select():
+            if len(child.tokens) - self.num_prompt_tokens >= self.max_tokens:
+                self.completed.append(replace(child, finish_reason="length"))
             else:
-                children[parent.sequence.seq_id].append(beam)
-        parents, self.live = self.live, {}
-        for seq_id, beams in children.items():  # first make place
-            if not beams:
+                children[parent.sequence.seq_id].append(child)
+        parents, self.beams = self.beams, {}
+        for seq_id, successors in children.items():  # first free blocks
+            if not successors:
                 self.scheduler.finish(seq_id, SequenceStatus.FINISHED_STOPPED)
-        for seq_id, beams in children.items():
-            for beam in beams:
-                sequence = self._fork(parents[seq_id].sequence, beam.tokens, beam is beams[-1])
-                self.live[sequence.seq_id] = _Beam(beam, sequence)
-        return not self.live
+        for seq_id, successors in children.items():
+            for child in successors:
+                is_last = child is successors[-1]
+                sequence = self._fork(parents[seq_id].sequence, child.tokens, ends_parent=is_last)
+                self.beams[sequence.seq_id] = _Beam(child, sequence)
+        if not self.beams:
+            self.error = None
 
     def get_output(self) -> BeamSearchOutput:
-        """The best of all completed beams."""
-        ranked = sorted(self.completed, key=self.score, reverse=True)
-        return BeamSearchOutput(ranked[: self.params.beam_width])
+        """The best of all completed beams, with their texts. Raises RuntimeError if the search
+        failed."""
+        if self.error is not None:
+            raise RuntimeError(f"beam search {self.request_id!r} failed: {self.error}.")
+        ranked = sorted(self.completed, key=self.score, reverse=True)[: self.params.beam_width]
+        if self.tokenizer is None:
+            return BeamSearchOutput(ranked)
+        decode = self.tokenizer.decode
+        return BeamSearchOutput(
+            [replace(beam, text=decode(beam.tokens, skip_special_tokens=True)) for beam in ranked]
+        )
 
     def score(self, beam: BeamSearchSequence) -> float:
         """Cumulative log-probability over length ** length_penalty."""
         length = len(beam.tokens) - (beam.tokens[-1] in self.eos_token_ids)
         return beam.cum_logprob / length**self.params.length_penalty
 
-    def stop(self) -> None:
-        """Give the search up: finish whatever it still runs."""
-        for seq_id in self.live:
-            self.scheduler.finish(seq_id, SequenceStatus.FINISHED_ABORTED)
-
-    def _choose(self) -> list[tuple[_Beam, BeamSearchSequence]]:
-        """Of all proposals, complete those that end, and return the best of the others."""
-        candidates: list[tuple[_Beam, BeamSearchSequence]] = []
-        for parent in self.live.values():
-            for token_id, logprob in parent.proposals.items():
-                beam = BeamSearchSequence(
+    def _select(self) -> list[tuple[_Beam, BeamSearchSequence]]:
+        """Complete the candidates that end in EOS; return the best of the others."""
+        others: list[tuple[_Beam, BeamSearchSequence]] = []
+        for parent in self.beams.values():
+            for token_id, logprob in parent.candidates.items():
+                child = BeamSearchSequence(
                     [*parent.beam.tokens, token_id], parent.beam.cum_logprob + logprob
                 )
                 if token_id in self.eos_token_ids:
-                    self.completed.append(replace(beam, finish_reason="stop"))
+                    self.completed.append(replace(child, finish_reason="stop"))
                 else:
-                    candidates.append((parent, beam))
-        candidates.sort(key=lambda candidate: self.score(candidate[1]), reverse=True)
-        return candidates[: self.params.beam_width]
+                    others.append((parent, child))
+        others.sort(key=lambda pair: self.score(pair[1]), reverse=True)
+        return others[: self.params.beam_width]
 
     def _fork(self, parent: Sequence, token_ids: list[int], ends_parent: bool) -> Sequence:
-        """A sequence of these tokens, on the parent's blocks if it still has them."""
+        """A sequence of these tokens, on the parent's blocks if the parent still holds them."""
         child = replace(
             parent,
             seq_id=self.next_seq_id(),
