@@ -119,7 +119,9 @@ class BeamSearch:
     def __init__(
         self, request_id: str, prompt: Prompt, params: BeamSearchParams, engine: LLMEngine
     ) -> None:
-        """Raises ValueError or TypeError if the prompt cannot be served."""
+        """Raises ValueError or TypeError if the search cannot be served."""
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
         model_config = engine.model_config
         sampling_params = params.sampling_params(model_config.vocab_size)
         root = engine.input_processor.make_sequence(request_id, prompt, sampling_params)
