@@ -23,11 +23,12 @@ vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanoserve.sampler import (
     LogitEdits,
@@ -55,10 +56,10 @@ class RowLogitState:
         self.params = new.sampling_params
         self.stop_token_ids = sorted(new.stop_token_ids)
         self.bad_word_ids = new.bad_word_ids
-        self.is_allowed: np.ndarray | None = None  # [vocab_size]
+        self.is_forbidden: np.ndarray | None = None  # [vocab_size]
         if self.params.allowed_token_ids is not None:
-            self.is_allowed = np.zeros(vocab_size, bool)
-            self.is_allowed[list(self.params.allowed_token_ids)] = True
+            self.is_forbidden = np.ones(vocab_size, bool)
+            self.is_forbidden[list(self.params.allowed_token_ids)] = False
         if self.params.has_penalties:
             token_ids = np.array(new.token_ids)
             self.is_in_prompt = np.zeros(vocab_size, bool)
@@ -238,12 +239,12 @@ class InputBatch:
         masks = {
             logits_row: mask
             for logits_row, row in rows_with_state
-            if (mask := self.logit_states[row].is_allowed) is not None
+            if (mask := self.logit_states[row].is_forbidden) is not None
         }
         if not masks:
             return None
-        arrays = {"logits_rows": np.array(list(masks)), "is_allowed": np.stack([*masks.values()])}
-        return LogitMask(**self.staging.send(**arrays))
+        logits_rows = torch.tensor(list(masks), device=self.staging.device)
+        return LogitMask(logits_rows, self._stack(masks.values()))
 
     def _make_edits(self, rows_with_state: list[LogitsRow]) -> LogitEdits | None:
         edits = [
@@ -275,12 +276,17 @@ class InputBatch:
         if not states:
             return None
         params = [state.params for state in states.values()]
-        arrays = {
-            "logits_rows": np.array(list(states)),
-            "is_in_prompt": np.stack([state.is_in_prompt for state in states.values()]),
-            "output_counts": np.stack([state.output_counts for state in states.values()]),
-            "repetition": np.array([p.repetition_penalty for p in params], np.float32),
-            "frequency": np.array([p.frequency_penalty for p in params], np.float32),
-            "presence": np.array([p.presence_penalty for p in params], np.float32),
-        }
-        return Penalties(**self.staging.send(**arrays))
+        return Penalties(
+            is_in_prompt=self._stack(state.is_in_prompt for state in states.values()),
+            output_counts=self._stack(state.output_counts for state in states.values()),
+            **self.staging.send(
+                logits_rows=np.array(list(states)),
+                repetition=np.array([p.repetition_penalty for p in params], np.float32),
+                frequency=np.array([p.frequency_penalty for p in params], np.float32),
+                presence=np.array([p.presence_penalty for p in params], np.float32),
+            ),
+        )
+
+    def _stack(self, arrays: Iterable[np.ndarray]) -> Tensor:
+        """k arrays [vocab_size] as one tensor on the device; too large for the staging buffer."""
+        return torch.from_numpy(np.stack(list(arrays))).to(self.staging.device)

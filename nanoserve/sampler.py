@@ -19,7 +19,7 @@ the order that the documents give for V0:
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Stages 2 and 3 are one LogitMask (whole rows of "allowed or not"). Bad words, min_tokens and
+it. Stages 2 and 3 are one LogitMask (whole rows of "forbidden or not"). Bad words, min_tokens and
 logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
@@ -48,10 +48,10 @@ from nanoserve.sequence import TokenLogprobs
 
 
 class LogitMask(NamedTuple):
-    """For k of the rows: which tokens are allowed. Other rows allow every token."""
+    """For k of the rows: which tokens are forbidden. The other rows forbid none."""
 
     logits_rows: Tensor  # [k] int64
-    is_allowed: Tensor  # [k, vocab_size] bool
+    is_forbidden: Tensor  # [k, vocab_size] bool
 
 
 class LogitEdits(NamedTuple):
@@ -200,8 +200,8 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def apply_mask(logits: Tensor, mask: LogitMask) -> Tensor:
-    """Forbid all tokens of a row but the allowed ones."""
-    masked = logits[mask.logits_rows].masked_fill(~mask.is_allowed, -torch.inf)
+    """Forbid many tokens of some rows."""
+    masked = torch.where(mask.is_forbidden, -torch.inf, logits[mask.logits_rows])
     return logits.index_copy(0, mask.logits_rows, masked)
 
 

@@ -208,8 +208,8 @@ def constrained_batch(rules: list[Rules]) -> SamplingBatch:
     penalized = [(i, r) for i, r in enumerate(rules) if r.has_penalties]
     mask = penalties = None
     if masked:
-        is_allowed = torch.tensor([[t in allowed for t in range(VOCAB)] for _, allowed in masked])
-        mask = LogitMask(torch.tensor([i for i, _ in masked]), is_allowed)
+        forbidden = torch.tensor([[t not in mask for t in range(VOCAB)] for _, mask in masked])
+        mask = LogitMask(torch.tensor([i for i, _ in masked]), forbidden)
     if penalized:
         some = [r for _, r in penalized]
         penalties = Penalties(

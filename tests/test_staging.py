@@ -101,8 +101,8 @@ def test_the_first_arrays_of_a_step_have_fixed_addresses() -> None:
     addresses = set()
     for step in range(6):
         staging.begin_step()
-        tensors = staging.send(
-            numbers(7, "int64"), numbers(7, "int32"), numbers((step * 40, 3), "int32")
+        tensors = send(
+            staging, numbers(7, "int64"), numbers(7, "int32"), numbers((step * 40, 3), "int32")
         )
         assert_same(tensors[2], numbers((step * 40, 3), "int32"))
         addresses.add(tuple(tensor.data_ptr() for tensor in tensors[:2]))
