@@ -6,11 +6,12 @@ forward pass, recorded once and replayed by a single call. It replays the very s
 grid sizes, same addresses. So
 
 * a graph is recorded for each of some batch sizes, and a batch is padded to the next one. A padding
-  row has no queries (query_start_loc does not grow) and slot -1: nothing is read or stored for it.
-* inputs lie at fixed addresses (staging.py sends them to the same place each step; the block table,
-  whose width varies, is copied into a fixed one), and the output comes at a fixed address.
-* nothing in the forward pass may depend on the batch's content on the CPU's side: attention_triton
-  chooses its launches by shapes alone.
+  sequence has no query (query_start_loc does not grow) and slot -1: the kernels read and store
+  nothing for it.
+* inputs lie at fixed addresses (staging.py sends them to the same place in each step; the block
+  table, whose width varies, is copied into a fixed one), and so does the output.
+* no launch may depend on the contents of the batch: kernels/attention_triton.py chooses its
+  launches by shapes alone.
 
     sequences   1   2   3   4   5 ... 8   9 ... 16
     graph       1   2   4   4   8     8   16    16        and so on in steps of 8, then of 16
@@ -37,25 +38,25 @@ Forward = Callable[[], Tensor]
 
 
 class Graph(Protocol):
-    """One recorded forward pass. Tests have a fake one that runs on a CPU."""
+    """One captured forward pass. The tests have a fake graph that runs on a CPU."""
 
     def capture(self, forward: Forward) -> Tensor:
-        """Record what `forward` does; return the tensor that each replay fills."""
+        """Record the kernels of `forward`; return the tensor that each replay fills."""
 
     def replay(self) -> None:
-        """Do it again, on whatever the input tensors hold now."""
+        """Run the recorded kernels again, on the present contents of the input tensors."""
 
 
 class CudaGraph:
-    """The real one."""
+    """A Graph made by torch.cuda."""
 
     def __init__(self, pool: object | None = None) -> None:
-        """Graphs with the same `pool` (of the first) share memory."""
+        """Graphs with the same memory pool share memory; None makes a new pool."""
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
 
     def capture(self, forward: Forward) -> Tensor:
-        """See Graph. The first, unrecorded run compiles kernels and sets libraries up."""
+        """See Graph. The first run is not recorded: it compiles kernels and sets libraries up."""
         forward()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=self._pool):  # type: ignore[arg-type]
@@ -73,7 +74,7 @@ class CudaGraph:
 class DecodeGraphs:
     """Graphs of decode steps for the batch sizes `sizes`.
 
-    Invariant: `outputs[size]` is what the last replay for `size` computed.
+    Invariant: `outputs[size]` holds the hidden states of the last replay for `size`.
     """
 
     def __init__(self, max_num_seqs: int, graph_cls: Callable[[object | None], Graph]) -> None:
@@ -97,12 +98,12 @@ class DecodeGraphs:
         self.num_bytes = max(0, free - _free_gpu_memory())
 
     def choose_size(self, num_seqs: int) -> int | None:
-        """The smallest size that holds `num_seqs`; None if none does."""
+        """The smallest size that holds `num_seqs` sequences; None if no size does."""
         index = bisect_left(self.sizes, num_seqs)
         return self.sizes[index] if index < len(self.sizes) else None
 
     def replay(self, size: int) -> Tensor:
-        """Run the forward pass of that size on the inputs that lie at its addresses."""
+        """Run the forward pass of that size on the inputs at its addresses."""
         self.graphs[size].replay()
         return self.outputs[size]
 

@@ -1,12 +1,13 @@
 """How many KV blocks does the memory hold, and how do their contents move?
 
-The block manager keeps the books of blocks; the tensors behind them are here. On a GPU the cache
-gets what is left: weights are loaded, the largest possible step is run once to see what it needs
-for itself, and of the rest every byte that gpu_memory_utilization grants becomes KV blocks.
+The block manager counts blocks; the tensors that hold their keys and values are here. On a GPU the
+cache gets the memory that is left: the weights are loaded, the largest possible step is run once to
+measure its own memory (`profile_run`), and the rest of the share that gpu_memory_utilization grants
+becomes KV blocks.
 
     0 |  weights  | the largest step | KV blocks ............. | 1 - gpu_memory_utilization | total
 
-What other processes hold of the GPU was never free, so it is not counted on.
+Memory that other processes use is not free when the engine starts, so it is not counted.
 
 vLLM: vllm/worker/cache_engine.py CacheEngine, worker.py determine_num_available_blocks (V0);
 vllm/v1/worker/gpu_worker.py determine_available_memory, vllm/v1/core/kv_cache_utils.py (V1).
@@ -15,14 +16,45 @@ vllm/v1/worker/gpu_worker.py determine_available_memory, vllm/v1/core/kv_cache_u
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from nanoserve.attention import KVCache, KVCacheSpec
+from nanoserve.attention import KVCache, KVCacheSpec, StepMetadata
 from nanoserve.config import EngineConfig
+from nanoserve.parallel import ParallelState
+from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
-CPU_CACHE_SHARE = 0.25  # of the memory that is free: a laptop has other things to do
+CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
+
+
+class ProfiledModel(Protocol):
+    """The part of models.base.Model that a profile run needs."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: StepMetadata,
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]: ...
+
+
+def allocate_kv_caches(
+    specs: list[KVCacheSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    num_blocks: int,
+    device: torch.device,
+) -> list[KVCache]:
+    """One (key, value) pair of zeroed tensors for each layer."""
+    return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
 
 
 def copy_blocks(
@@ -38,19 +70,92 @@ def copy_blocks(
             to_cache.index_copy_(0, destinations.to(to_cache.device), blocks.to(to_cache.device))
 
 
+def determine_num_kv_blocks(
+    config: EngineConfig,
+    model: ProfiledModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: ParallelState,
+) -> int:
+    """How many KV blocks every rank allocates: as many as fit on the rank with the least memory.
+
+    On a GPU the largest step is profiled first, unless the user has set the size of the cache.
+    """
+    is_user_set = config.num_kv_blocks is not None or config.kv_cache_memory is not None
+    peak_activation_bytes = 0
+    if device.type == "cuda" and not is_user_set:
+        peak_activation_bytes = profile_memory(config, model, dtype, device, parallel.rank)
+    specs, num_local_ranks = model.kv_cache_specs(), parallel.num_local_ranks
+    return parallel.all_reduce_min(
+        num_blocks_that_fit(config, specs, dtype, device, peak_activation_bytes, num_local_ranks)
+    )
+
+
+def profile_memory(
+    config: EngineConfig, model: ProfiledModel, dtype: torch.dtype, device: torch.device, rank: int
+) -> int:
+    """Bytes of GPU memory that the largest step needs beside weights and KV cache.
+
+    The step is run, and the allocator knows its peak.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    profile_run(config, model, dtype, device, rank)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak - before
+
+
+@torch.inference_mode()
+def profile_run(
+    config: EngineConfig, model: ProfiledModel, dtype: torch.dtype, device: torch.device, rank: int
+) -> None:
+    """Run the largest step: as many tokens as the budget allows, and as many rows to sample, with
+    every filter on. Its KV cache is one block, and nothing is stored in it."""
+    assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
+    budget, length = config.max_num_batched_tokens, config.max_model_len
+    lengths = [min(length, budget - start) for start in range(0, budget, length)]
+    caches = allocate_kv_caches(model.kv_cache_specs(), config.block_size, dtype, 1, device)
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    max_blocks = -(-length // config.block_size)
+    metadata = StepMetadata(
+        slot_mapping=torch.full((budget,), -1, device=device),
+        block_table=torch.zeros(len(lengths), max_blocks, dtype=torch.int32, device=device),
+        query_start_loc=ends.int(),
+        seq_lens=ends.diff().int(),
+    )
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    hidden = model(torch.zeros_like(positions), positions, caches, metadata)
+    num_rows = min(config.max_num_seqs, budget)
+    logits = model.compute_logits(hidden[:num_rows])
+    ones = torch.ones(num_rows, device=device)
+    filters = SamplingBatch(
+        temperature=ones,
+        top_k=torch.full_like(ones, logits.shape[1], dtype=torch.long),
+        top_p=ones * 0.9,
+        min_p=ones * 0.01,
+        uniform=ones.double() * 0.5,
+        num_logprobs=(None,) * num_rows,
+    )
+    if rank == 0:
+        sample(logits, filters)
+
+
 def num_blocks_that_fit(
     config: EngineConfig,
     specs: list[KVCacheSpec],
     dtype: torch.dtype,
     device: torch.device,
-    step_bytes: int = 0,
+    peak_activation_bytes: int = 0,
     num_local_ranks: int = 1,
 ) -> int:
     """How many KV blocks to allocate, over all layers.
 
-    What the user asked for; else what kv_cache_memory (or, by default, free memory, less the
-    `step_bytes` that a step needs for itself) holds, but no more than max_num_seqs sequences of
-    max_model_len tokens could fill. Raises ValueError if that is less than one such sequence.
+    The user's num_kv_blocks; else as many as kv_cache_memory holds; else as many as free memory
+    holds, after `peak_activation_bytes` for the largest step. The last two are limited to what
+    max_num_seqs sequences of max_model_len tokens could fill. Raises ValueError if not even one
+    such sequence fits.
     """
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -59,7 +164,7 @@ def num_blocks_that_fit(
     memory = config.kv_cache_memory
     if memory is None:
         free = free_memory(device, config.gpu_memory_utilization, num_local_ranks)
-        memory = max(0, free - step_bytes)
+        memory = max(0, free - peak_activation_bytes)
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = memory // block_bytes
     if num_blocks < per_sequence:
@@ -82,8 +187,8 @@ def num_cpu_blocks_to_allocate(config: EngineConfig, num_kv_blocks: int) -> int:
 def free_memory(
     device: torch.device, gpu_memory_utilization: float, num_local_ranks: int = 1
 ) -> int:
-    """Bytes the KV cache may take on `device` by default. Main memory is shared by the ranks of a
-    machine; a GPU is one rank's own."""
+    """Bytes the KV cache may take on `device` by default. The ranks of one machine share its main
+    memory; each rank has a GPU of its own."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - total * (1 - gpu_memory_utilization)))

@@ -1,8 +1,8 @@
 """How do logits become a token?
 
-Every stage is a short function on a batch of rows [num_rows, vocab_size] with one parameter a row,
-so that requests with different wishes share one pass. The order is vLLM V1's; beside it the order
-that the documents give for V0:
+Every stage is a short function on a batch of logits [num_rows, vocab_size]. Each row has parameters
+of its own, so requests with different parameters share one pass. The order is vLLM V1's; beside it
+the order that the documents give for V0:
 
     V1, and here                              V0
     1  raw logprobs, if asked for             1  logits processors (bias, allowed ids, yours)
@@ -18,12 +18,14 @@ that the documents give for V0:
     10 one random number -> token, or argmax  what the model said, and the penalties and filters of
                                               one request never change what another one reads.
 
-Stages 2-6 change which token is likeliest, so greedy rows go through them too; 7-9 do not.
+Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
+it. Stages 2 and 3 are one LogitMask (whole rows of "forbidden or not"). Bad words, min_tokens and
+logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
-request's seed, its branch, the token's position) and nothing else. A torch.Generator would have to
-be carried through batching, preemption, CUDA graphs and ranks; a function has nothing to carry, and
-the same request gives the same text wherever and with whomever it runs.
+request's seed, its branch, the token's position) and nothing else. The state of a torch.Generator
+would have to be carried through batching, preemption, CUDA graphs and ranks; a function has no
+state, and the same request gives the same text in any batch and on any rank.
 
 vLLM: vllm/model_executor/layers/sampler.py (V0); vllm/v1/sample/sampler.py,
 ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). min_p: arXiv
@@ -45,18 +47,25 @@ from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
 from nanoserve.sequence import TokenLogprobs
 
 
-class TokenRows(NamedTuple):
-    """Single logits, as parallel lists: logits[rows[i], token_ids[i]], and values[i] if needed."""
+class LogitMask(NamedTuple):
+    """For k of the rows: which tokens are forbidden. The other rows forbid none."""
 
-    rows: list[int]
-    token_ids: list[int]
-    values: list[float]
+    logits_rows: Tensor  # [k] int64
+    is_forbidden: Tensor  # [k, vocab_size] bool
+
+
+class LogitEdits(NamedTuple):
+    """Additions to m single logits: values[j] to logits[logits_rows[j], token_ids[j]]."""
+
+    logits_rows: Tensor  # [m] int64
+    token_ids: Tensor  # [m] int64
+    values: Tensor  # [m] float32; -inf forbids the token
 
 
 class Penalties(NamedTuple):
-    """For k of the rows: what was said so far, and how much it weighs."""
+    """For k of the rows: the tokens so far, and the weights of the three penalties."""
 
-    rows: Tensor  # [k] int64
+    logits_rows: Tensor  # [k] int64
     is_in_prompt: Tensor  # [k, vocab_size] bool
     output_counts: Tensor  # [k, vocab_size] int64: how often each token is in the output
     repetition: Tensor  # [k] float32
@@ -64,10 +73,10 @@ class Penalties(NamedTuple):
     presence: Tensor  # [k] float32
 
 
-class RowProcessors(NamedTuple):
-    """One row's own Python callables, and what they are told."""
+class RequestProcessors(NamedTuple):
+    """The Python callables of one request, and the token ids that they are called with."""
 
-    row: int
+    logits_row: int
     processors: tuple[LogitsProcessor, ...]
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -75,7 +84,7 @@ class RowProcessors(NamedTuple):
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """One row for each token to be sampled. None or empty where no row uses the feature."""
+    """One entry for each row of the logits. None or empty where no row uses the feature."""
 
     num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
     is_greedy: bool = False  # every row is: then temperature, filters and uniform are None
@@ -84,62 +93,62 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
-    mask: Tensor | None = None  # [num_rows, vocab_size] bool: False forbids (structured output)
-    allowed: tuple[tuple[int, tuple[int, ...]], ...] = ()  # (row, allowed_token_ids)
-    banned: TokenRows | None = None  # bad words about to be completed, ends before min_tokens
-    bias: TokenRows | None = None
-    processors: tuple[RowProcessors, ...] = ()
+    mask: LogitMask | None = None  # allowed_token_ids; structured output
+    edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
+    processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
 
 
 class LogprobsTensors(NamedTuple):
-    """What gather_logprobs found, still on the device."""
+    """Log-probabilities of k rows, on the device."""
 
-    rows: list[int]  # that asked, k of them
+    logits_rows: list[int]  # the k rows that ask for logprobs
     numbers: list[int]  # how many of the likeliest each wants
     token_ids: Tensor  # [k, 1 + max(numbers)]: the sampled one first
     logprobs: Tensor  # the same shape
     ranks: Tensor  # [k]: of the sampled one, from 0
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogprobsTensors:
-        """The same with `function` of each tensor, such as a copy of it on another device."""
+        """A copy with `function` applied to each tensor."""
         return LogprobsTensors(*self[:2], *(function(tensor) for tensor in self[2:]))
 
-    def read(self, num_rows: int) -> list[TokenLogprobs | None]:
-        """One entry for each of `num_rows` rows; None for those that did not ask."""
-        result: list[TokenLogprobs | None] = [None] * num_rows
-        ids, values, ranks = (t.tolist() for t in (self.token_ids, self.logprobs, self.ranks))
-        for i, (row, number) in enumerate(zip(self.rows, self.numbers, strict=True)):
-            end = 1 + number
-            result[row] = TokenLogprobs(tuple(ids[i][:end]), tuple(values[i][:end]), ranks[i] + 1)
-        return result
+    def to_host(self) -> list[TokenLogprobs]:
+        """As Python numbers, one entry for each of the k rows. Waits for the device."""
+        lists = (tensor.tolist() for tensor in (self.token_ids, self.logprobs, self.ranks))
+        return [
+            TokenLogprobs(tuple(token_ids[: 1 + number]), tuple(logprobs[: 1 + number]), rank + 1)
+            for number, token_ids, logprobs, rank in zip(self.numbers, *lists, strict=True)
+        ]
 
 
 class SampledTokens(NamedTuple):
-    """What `choose_tokens` chose, still on the device: no step waits for it but the reader."""
+    """One token for each row of the logits, on the device."""
 
     token_ids: Tensor  # [num_rows] int64
-    is_dead: Tensor | None  # [num_rows] bool: no token was possible. None: no row was constrained
+    has_no_token: (
+        Tensor | None
+    )  # [num_rows] bool: no token is possible. None: no row is constrained
     logprobs: LogprobsTensors | None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SampledTokens:
-        """The same with `function` of each tensor."""
-        is_dead = None if self.is_dead is None else function(self.is_dead)
+        """A copy with `function` applied to each tensor."""
+        has_no_token = None if self.has_no_token is None else function(self.has_no_token)
         logprobs = self.logprobs.map(function) if self.logprobs else None
-        return SampledTokens(function(self.token_ids), is_dead, logprobs)
+        return SampledTokens(function(self.token_ids), has_no_token, logprobs)
 
-    def read(self) -> SamplerOutput:
-        """As Python numbers. Raises RowError for the first row in which nothing was possible."""
-        if self.is_dead is not None and bool(self.is_dead.any()):
-            raise RowError(
-                int(self.is_dead.nonzero()[0]),
+    def to_host(self) -> SamplerOutput:
+        """As Python numbers; waits for the device. Raises SamplingError for the first row in which
+        no token is possible."""
+        if self.has_no_token is not None and bool(self.has_no_token.any()):
+            raise SamplingError(
+                int(self.has_no_token.nonzero()[0]),
                 "no token is possible: allowed_token_ids, bad_words, min_tokens, logits processors "
                 "and the mask together forbid all of them (or a logit is NaN).",
             )
-        num_rows = len(self.token_ids)
-        logprobs: list[TokenLogprobs | None] = [None] * num_rows
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
         if self.logprobs is not None:
-            logprobs = self.logprobs.read(num_rows)
+            for i, entry in zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True):
+                logprobs[i] = entry
         return SamplerOutput(self.token_ids.tolist(), logprobs)
 
 
@@ -149,16 +158,19 @@ class SamplerOutput:
     logprobs: list[TokenLogprobs | None]  # per row; None where not asked for
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """Choose one token for each row of logits [num_rows, vocab_size]."""
-    return choose_tokens(logits, batch).read()
+class SamplingError(ValueError):
+    """One row cannot be sampled. The cause is in the row's own request."""
+
+    def __init__(self, logits_row: int, message: str) -> None:
+        super().__init__(message)
+        self.logits_row = logits_row
 
 
-def choose_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """The same, with the result left on the device."""
+def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
     raw = logits.float()
     logits = apply_constraints(raw, batch)
-    is_dead = None if logits is raw else ~torch.isfinite(logits.amax(dim=-1))
+    has_no_token = None if logits is raw else ~torch.isfinite(logits.amax(dim=-1))
     token_ids = logits.argmax(dim=-1)
     if not batch.is_greedy:
         assert batch.temperature is not None and batch.uniform is not None
@@ -170,27 +182,16 @@ def choose_tokens(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
             filtered = apply_top_k_top_p(filtered, batch.top_k, batch.top_p)
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
-    return SampledTokens(token_ids, is_dead, find_logprobs(raw, token_ids, batch.num_logprobs))
-
-
-class RowError(ValueError):
-    """A row cannot be sampled, by its own doing."""
-
-    def __init__(self, row: int, message: str) -> None:
-        super().__init__(message)
-        self.row = row
+    logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
+    return SampledTokens(token_ids, has_no_token, logprobs)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Stages 2 to 6: whatever can change which token is likeliest. `logits` is left as it is."""
+    """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to."""
     if batch.mask is not None:
-        logits = logits.masked_fill(~batch.mask, -torch.inf)
-    if batch.allowed:
-        logits = apply_allowed_token_ids(logits, batch.allowed)
-    if batch.banned is not None:
-        logits = apply_banned(logits, batch.banned)
-    if batch.bias is not None:
-        logits = apply_logit_bias(logits, batch.bias)
+        logits = apply_mask(logits, batch.mask)
+    if batch.edits is not None:
+        logits = apply_edits(logits, batch.edits)
     if batch.processors:
         logits = apply_logits_processors(logits, batch.processors)
     if batch.penalties is not None:
@@ -198,80 +199,65 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return logits
 
 
-def apply_allowed_token_ids(
-    logits: Tensor, allowed: tuple[tuple[int, tuple[int, ...]], ...]
-) -> Tensor:
-    """For each (row, token ids): nothing but these."""
-    logits = logits.clone()
-    for row, token_ids in allowed:
-        index = torch.tensor(token_ids, device=logits.device)
-        kept = logits[row, index]
-        logits[row] = -torch.inf
-        logits[row, index] = kept
-    return logits
+def apply_mask(logits: Tensor, mask: LogitMask) -> Tensor:
+    """Forbid many tokens of some rows."""
+    masked = torch.where(mask.is_forbidden, -torch.inf, logits[mask.logits_rows])
+    return logits.index_copy(0, mask.logits_rows, masked)
 
 
-def apply_banned(logits: Tensor, banned: TokenRows) -> Tensor:
-    """Forbid single tokens."""
-    logits = logits.clone()
-    logits[banned.rows, banned.token_ids] = -torch.inf
-    return logits
+def apply_edits(logits: Tensor, edits: LogitEdits) -> Tensor:
+    """Add to single logits. Several edits of one logit add up."""
+    return logits.index_put((edits.logits_rows, edits.token_ids), edits.values, accumulate=True)
 
 
-def apply_logit_bias(logits: Tensor, bias: TokenRows) -> Tensor:
-    """Add to the logits of single tokens."""
-    logits = logits.clone()
-    logits[bias.rows, bias.token_ids] += torch.tensor(bias.values, device=logits.device)
-    return logits
+def apply_logits_processors(logits: Tensor, requests: tuple[RequestProcessors, ...]) -> Tensor:
+    """Call each request's callables, in their order, on the logits [vocab_size] of its row.
 
-
-def apply_logits_processors(logits: Tensor, processors: tuple[RowProcessors, ...]) -> Tensor:
-    """Call each row's own callables, in their order, on its logits [vocab_size].
-
-    As in V0, one with two parameters gets (output token ids, logits), one with three the prompt's
-    token ids before them. Raises ValueError if one returns another shape.
+    As in V0, a callable with two parameters gets (output token ids, logits), one with three gets
+    (prompt token ids, output token ids, logits). Raises SamplingError if a callable raises, or
+    returns a tensor of another shape.
     """
     logits = logits.clone()
-    for row, callables, prompt_token_ids, output_token_ids in processors:
-        for processor in callables:
+    for logits_row, processors, prompt_token_ids, output_token_ids in requests:
+        for processor in processors:
             arguments: list[list[int]] = [output_token_ids]
             if _num_required_parameters(processor) == 3:
                 arguments = [prompt_token_ids, output_token_ids]
             try:
-                result = processor(*arguments, logits[row].clone())
+                result = processor(*arguments, logits[logits_row].clone())
             except Exception as error:
                 message = f"a logits processor raised {type(error).__name__}: {error}"
-                raise RowError(row, message) from error
-            if not isinstance(result, Tensor) or result.shape != logits[row].shape:
-                raise RowError(
-                    row,
+                raise SamplingError(logits_row, message) from error
+            if not isinstance(result, Tensor) or result.shape != logits[logits_row].shape:
+                raise SamplingError(
+                    logits_row,
                     f"a logits processor ({processor!r}) must return a tensor of shape "
-                    f"{tuple(logits[row].shape)}, got {result!r}.",
+                    f"{tuple(logits[logits_row].shape)}, got {result!r}.",
                 )
-            logits[row] = result
+            logits[logits_row] = result
     return logits
 
 
 def _num_required_parameters(processor: LogitsProcessor) -> int:
-    """Those with a default, as in `lambda output, logits, k=k: ...`, are the caller's own."""
+    """Parameters without a default; `lambda output, logits, k=k: ...` has two."""
     parameters = inspect.signature(processor).parameters.values()
     return sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
-    """Make what was said less likely (or, with the opposite sign, more).
+    """Make tokens of the prompt or output less likely (or, with the opposite sign, more likely).
 
     repetition (prompt and output): a positive logit is divided by it, a negative one multiplied.
     frequency (output only): subtracted once for each occurrence; presence: once in all.
     """
-    rows, counts = penalties.rows, penalties.output_counts
-    some = logits[rows]
+    counts = penalties.output_counts
+    some = logits[penalties.logits_rows]
     is_seen = penalties.is_in_prompt | (counts > 0)
     repetition = penalties.repetition[:, None]
     some = torch.where(is_seen, torch.where(some > 0, some / repetition, some * repetition), some)
     some = some - penalties.frequency[:, None] * counts
     some = some - penalties.presence[:, None] * (counts > 0)
-    return logits.index_copy(0, rows, some)
+    return logits.index_copy(0, penalties.logits_rows, some)
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -348,33 +334,25 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 def gather_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
-) -> list[TokenLogprobs | None]:
-    """For rows that ask: log-probabilities of the sampled token and of the likeliest ones.
-
-    Of the raw logits, before temperature and filters, as in vLLM V1.
-    """
-    found = find_logprobs(logits, token_ids, num_logprobs)
-    return found.read(len(num_logprobs)) if found else [None] * len(num_logprobs)
-
-
-def find_logprobs(
-    logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
 ) -> LogprobsTensors | None:
-    """The same, left on the device; None if no row asks."""
-    rows = [row for row, number in enumerate(num_logprobs) if number is not None]
-    if not rows:
+    """Log-probabilities of the sampled token and of the likeliest ones; None if no row asks.
+
+    Computed from the raw logits, before temperature and filters, as in vLLM V1.
+    """
+    logits_rows = [i for i, number in enumerate(num_logprobs) if number is not None]
+    if not logits_rows:
         return None
-    numbers = [num_logprobs[row] or 0 for row in rows]
+    numbers = [num_logprobs[i] or 0 for i in logits_rows]
     numbers = [logits.shape[1] if number == -1 else number for number in numbers]
-    if len(rows) < len(num_logprobs):
-        index = torch.tensor(rows, device=logits.device)
+    if len(logits_rows) < len(num_logprobs):
+        index = torch.tensor(logits_rows, device=logits.device)
         logits, token_ids = logits[index], token_ids[index]
     logprobs = logits.log_softmax(dim=-1)
     sampled = token_ids[:, None]
     sampled_logprobs = logprobs.gather(1, sampled)
     top = logprobs.topk(max(numbers), dim=-1)
     return LogprobsTensors(
-        rows,
+        logits_rows,
         numbers,
         torch.cat((sampled, top.indices), dim=1),
         torch.cat((sampled_logprobs, top.values), dim=1),

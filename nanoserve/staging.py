@@ -3,18 +3,18 @@
 Everything a step needs (token ids, positions, slots, the block table, ...) is small, and decided on
 the CPU. Sent one by one, a dozen arrays cost a dozen copies of some ten microseconds each, and an
 ordinary (pageable) array also makes the CPU wait for the GPU. So the arrays are laid end to end in
-*pinned* memory, which the GPU reads by itself, and go over in one copy:
+*pinned* memory, which the GPU reads by itself, and one copy takes all of them to the GPU:
 
     arrays       input_ids [3] int64   seq_lens [2] int32   temperature [2] float32
     bytes        0 ............... 24  32 ........... 40    48 .............. 56     (each at 16s)
 
-What is sent first in a step always lies at the same address: a CUDA graph can read it there.
-(On the device there is one buffer: the copies and the kernels that read it take their turns in the
-order of one stream.)
+The arrays that a step sends first lie at the same addresses in every step: a CUDA graph can read
+them there. On the device there is one buffer: copies into it and kernels that read it run one after
+another, in the order of one stream.
 
-The copy happens some time later, so its source must not be overwritten meanwhile: there are two
-pinned buffers, used in turns, and an event tells when the copies from one are done. (Reusing a
-buffer too early is the bug that made another engine's overlapped steps crash for months.)
+On a GPU the copy happens some time later, and its source must not be overwritten before. So there
+are two pinned buffers, which steps use in turns, and an event that tells when the copies from a
+buffer are done.
 
 On a CPU there is nothing to copy to, and the same code runs on one ordinary buffer.
 
@@ -28,19 +28,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.config import EngineConfig
+
 ALIGNMENT = 16  # bytes: kernels may load that many at once
+MAX_STAGED_TABLES = 2**24  # bytes of pinned memory for block tables; larger ones go unpinned
 
 
 class StagingBuffer:
-    """Arrays in, tensors on the device out, in one copy each time.
+    """Takes NumPy arrays, returns tensors on the device; one copy for each `send`.
 
     Invariant: tensors stay valid until the next `begin_step` is followed by a `send`; on a GPU in
     the order of its stream: kernels launched before that `send` read the old numbers.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        """`num_bytes`: room for what a step sends. An array that does not fit any more goes by a
-        copy of its own, to wherever there is room; those beside it stay where they would be."""
+        """`num_bytes`: room for the arrays of one step. An array for which no room is left gets a
+        copy of its own, at another address; the addresses of the other arrays do not change."""
         self.device = device
         self.is_gpu = device.type == "cuda"
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -50,53 +53,64 @@ class StagingBuffer:
                 torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)
             ]
             self._copied = [torch.cuda.Event() for _ in self._hosts]
-        self._views = [host.numpy() for host in self._hosts]
-        self._turn = 0
+        self._host_arrays = [host.numpy() for host in self._hosts]
+        self._buffer_index = 0
         self._offset = 0
 
     def begin_step(self) -> None:
-        """From here on arrays are laid down from the buffer's beginning again."""
-        self._turn = (self._turn + 1) % len(self._hosts)
+        """Write the next arrays to the beginning of the next buffer."""
+        self._buffer_index = (self._buffer_index + 1) % len(self._hosts)
         self._offset = 0
         if self.is_gpu:
-            self._copied[self._turn].synchronize()  # of two steps ago: done long since
+            self._copied[self._buffer_index].synchronize()  # of two steps ago: done long since
 
-    def send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """The same numbers as tensors on the device, of the same dtypes and shapes."""
+    def send(self, **arrays: np.ndarray) -> dict[str, Tensor]:
+        """The same numbers as tensors on the device: names, dtypes and shapes stay. The order of
+        the arguments is the order of the addresses."""
         start = self._offset
-        copies = [self._lay_down(array) for array in arrays]
+        copies = [self._write(array) for array in arrays.values()]
         if self.is_gpu and self._offset > start:
             part = slice(start, self._offset)
-            self._on_device[part].copy_(self._hosts[self._turn][part], non_blocking=True)
-            self._copied[self._turn].record()
-        return [
-            torch.from_numpy(np.array(array, order="C")).to(self.device)
+            self._on_device[part].copy_(self._hosts[self._buffer_index][part], non_blocking=True)
+            self._copied[self._buffer_index].record()
+        return {
+            name: torch.from_numpy(np.array(array, order="C")).to(self.device)
             if copy is None
-            else self._find(*copy)
-            for array, copy in zip(arrays, copies, strict=True)
-        ]
+            else self._view(*copy)
+            for (name, array), copy in zip(arrays.items(), copies, strict=True)
+        }
 
-    def _lay_down(self, array: np.ndarray) -> tuple[int, np.ndarray] | None:
-        """Write `array` behind what is there; return where, and the copy. None: no room."""
-        place, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > len(self._views[self._turn]):
+    def _write(self, array: np.ndarray) -> tuple[int, np.ndarray] | None:
+        """Append `array` to the host buffer; return its offset and the copy. None: no room."""
+        offset, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        if end > len(self._host_arrays[self._buffer_index]):
             return None
-        copy = np.ndarray(array.shape, array.dtype, self._views[self._turn], place)
+        copy = np.ndarray(array.shape, array.dtype, self._host_arrays[self._buffer_index], offset)
         copy[...] = array
         self._offset = end
-        return place, copy
+        return offset, copy
 
-    def _find(self, place: int, copy: np.ndarray) -> Tensor:
-        """The same place on the device as a tensor."""
+    def _view(self, offset: int, copy: np.ndarray) -> Tensor:
+        """The tensor at `offset` of the device's buffer, with the dtype and shape of `copy`."""
         tensor = torch.from_numpy(copy)
         if not self.is_gpu:
             return tensor
-        part = self._on_device[place : place + tensor.nbytes]
+        part = self._on_device[offset : offset + tensor.nbytes]
         return part.view(tensor.dtype).view(tensor.shape)
 
 
+def staging_bytes(config: EngineConfig) -> int:
+    """Room for the arrays of the largest step: for each token four numbers of 8 bytes, for each
+    sequence its block table and some sampling parameters."""
+    assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
+    tables = config.max_num_seqs * -(-config.max_model_len // config.block_size) * 4
+    tokens = config.max_num_batched_tokens * (4 * 8 + 8)
+    return tokens + config.max_num_seqs * 128 + min(tables, MAX_STAGED_TABLES) + 1024
+
+
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Start a copy to the CPU without waiting for it: see `record_event`. A CPU tensor as it is."""
+    """Start a copy to the CPU without waiting for its end (`record_event` gives an event to wait
+    for). A tensor on the CPU is returned as it is."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -104,7 +118,8 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Its synchronize() waits for all that `device` was told so far; None for a CPU."""
+    """An event whose synchronize() waits for all work that `device` was given so far; None for a
+    CPU."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event()

@@ -285,13 +285,13 @@ def _draw_queue(ax: Axes, engine: LLMEngine, y: float) -> None:
 def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: Any) -> None:
     """Draw a StepInputs: one column for each token of the step, one row for each tensor."""
     meta, size = step_inputs.metadata, engine.block_manager.block_size
-    token_ids, slots = step_inputs.input_ids.tolist(), meta.slot_mapping.tolist()
+    token_ids, slots = step_inputs.tensors.input_ids.tolist(), meta.slot_mapping.tolist()
     starts, seq_lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
     names = [name_of(engine.scheduler.sequences[item.seq_id]) for item in step.scheduled]
     rows = {
         "token": [token_text(engine, token_id) for token_id in token_ids],
         "input_ids": token_ids,
-        "positions": step_inputs.positions.tolist(),
+        "positions": step_inputs.tensors.positions.tolist(),
         "block": [slot // size for slot in slots],
         "offset in block": [slot % size for slot in slots],
         "slot_mapping": slots,
@@ -320,7 +320,7 @@ def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: An
         _label(ax, left + start * cell, bottom - 0.22, str(start), size=8.5)
     _label(ax, 1.35, bottom - 0.22, "query_start_loc", size=9, ha="right", weight="bold")
     _label(ax, 1.35, bottom - 0.47, "seq_lens", size=9, ha="right", weight="bold")
-    for index in step_inputs.last_tokens.tolist():
+    for index in step_inputs.tensors.last_tokens.tolist():
         style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8}
         _box(ax, left + index * cell, bottom, cell, 0.27 * len(rows) + 0.02, **style)
     _label(ax, WIDTH, height - 0.2, "framed: its logits are sampled", ha="right", color=FAINT)

@@ -1,8 +1,8 @@
 """Decode steps as graphs, without a GPU: a fake graph that replays the very callable it recorded.
 
-What makes graphs go wrong is not the replay but what surrounds it: padding, inputs that are not at
-the recorded addresses, numbers left from an earlier step, a size that is too small. All of that is
-the real runner's and shows here; unused memory is poisoned with NaN, so that a read of it shows.
+Graphs go wrong around the replay: padding, inputs that are not at the captured addresses, numbers
+left from an earlier step, a size that is too small. All of this is code of the real runner and is
+tested here. Unused memory is poisoned with NaN, so that a read of it shows.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import DecodeGraphs, choose_sizes
 from nanoserve.executor import UniprocExecutor
-from nanoserve.model_runner import ModelRunner, StepInputs
+from nanoserve.model_runner import ModelRunner, StepArrays, StepInputs
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0)
@@ -62,16 +63,15 @@ def inputs_of(forward: Callable[[], Tensor]) -> StepInputs:
 
 
 def addresses(inputs: StepInputs) -> list[int]:
-    """Where the tensors lie that a recorded forward pass reads."""
-    meta = inputs.metadata
-    tensors = [inputs.input_ids, inputs.positions, inputs.token_rows, meta.slot_mapping]
+    """Addresses of the tensors that a captured forward pass reads."""
+    meta, sent = inputs.metadata, inputs.tensors
+    tensors = [sent.input_ids, sent.positions, sent.token_rows, meta.slot_mapping]
     tensors += [meta.block_table, meta.query_start_loc, meta.seq_lens]
     return [tensor.data_ptr() for tensor in tensors]
 
 
 class GraphRunner(ModelRunner):
-    """A runner with fake graphs. It holds each step against what its graph reads, and poisons what
-    no sequence has written."""
+    """A runner with fake graphs. It compares the addresses of each step with those of its graph."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, backend: Any) -> None:
         super().__init__(config, model_config, backend, graph_cls=FakeGraph)
@@ -85,8 +85,8 @@ class GraphRunner(ModelRunner):
             return super().forward(inputs)
         self.replayed_sizes.append(size)
         recorded = inputs_of(self.graphs.graphs[size]._forward)
-        assert addresses(inputs) == addresses(recorded), "the graph reads other memory"
-        number, meta = len(inputs.host.rows), inputs.metadata
+        assert addresses(inputs) == addresses(recorded), "the graph reads other addresses"
+        number, meta = len(inputs.arrays.seq_lens), inputs.metadata
         padding = [
             meta.slot_mapping[number:],
             meta.seq_lens[number:],
@@ -139,13 +139,15 @@ def test_every_batch_has_a_size(max_num_seqs: int, data: st.DataObject) -> None:
     assert graphs.sizes == sorted(set(graphs.sizes))
 
 
-def test_the_largest_is_recorded_first_and_all_share_its_pool() -> None:
-    """So that the smaller ones find its memory, and need none of their own."""
+def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
+    """The smaller graphs use the memory of the largest."""
     made: list[int] = []
+
+    zero = torch.zeros(1)
+    inputs = StepInputs(None, StepArrays(*[zero] * 9), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
 
     def make_forward(size: int) -> Callable[[], Tensor]:
         made.append(size)
-        inputs = StepInputs(*[torch.zeros(1)] * 3, metadata_of_zeros(), *[torch.zeros(1)] * 2, None)  # type: ignore[arg-type]
         return functools.partial(lambda _: torch.zeros(size), inputs)
 
     graphs = DecodeGraphs(20, FakeGraph)
@@ -156,12 +158,6 @@ def test_the_largest_is_recorded_first_and_all_share_its_pool() -> None:
     assert {id(graph.pool_given) for graph in others} == {id(first.pool)}
     assert [len(graphs.outputs[size]) for size in made] == made
     assert graphs.num_bytes == 0  # of GPU memory
-
-
-def metadata_of_zeros() -> Any:
-    from nanoserve.attention import StepMetadata
-
-    return StepMetadata(*[torch.zeros(1)] * 4)
 
 
 # -- one runner, steps by hand --
@@ -318,7 +314,7 @@ def test_a_block_table_too_large_to_be_staged(
     make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes by a copy of its own; what the graph reads beside it stays at its place."""
-    monkeypatch.setattr("nanoserve.model_runner.MAX_STAGED_TABLES", 0)
+    monkeypatch.setattr("nanoserve.staging.MAX_STAGED_TABLES", 0)
     runner = make_runner(
         make_checkpoint("llama"),
         block_size=1,

@@ -1,7 +1,8 @@
-"""The runner's rows: what they remember, token by token, of sequences that come and go."""
+"""The rows of the runner: sequences come, grow token by token, and go."""
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
-from nanoserve.input_batch import PLACEHOLDER, InputBatch, RowFeatures
+from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.sampler import SamplingBatch, uniform_noise
 from nanoserve.sequence import NewSequence, ScheduledSequence
 
@@ -56,14 +57,32 @@ def append_token(batch: InputBatch, row: int, token_id: int) -> None:
 def sampling_of(batch: InputBatch, *seq_ids: int) -> SamplingBatch:
     """One sample for each of these sequences."""
     rows = np.array([batch.row_of[seq_id] for seq_id in seq_ids])
-    return batch.make_sampling_batch(rows, np.zeros(len(rows), np.int64))
+    return batch.make_sampling_batch(rows, batch.branches[rows])
+
+
+def edits_of(batch: InputBatch, *seq_ids: int) -> list[tuple[int, int, float]]:
+    """(row of the logits, token id, value) of each edit."""
+    edits = sampling_of(batch, *seq_ids).edits
+    return [] if edits is None else list(zip(*(t.tolist() for t in edits), strict=True))
+
+
+def assert_same_batch(made: SamplingBatch, expected: SamplingBatch) -> None:
+    """Field by field, number by number."""
+    for name, value in vars(expected).items():
+        other = getattr(made, name)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other)
+        elif name in ("mask", "edits", "penalties") and value is not None:
+            assert all(torch.equal(*pair) for pair in zip(value, other, strict=True))
+        else:
+            assert value == other
 
 
 # -- tokens and blocks --
 
 
 def test_a_full_row_takes_no_more() -> None:
-    """The last token of a sequence of max_model_len is nobody's input."""
+    """The last token of a sequence of max_model_len is never a model input."""
     batch = make_batch(max_num_seqs=1, max_model_len=3)
     batch.add(new(0, [5, 6]))
     append_token(batch, 0, 7)
@@ -99,15 +118,15 @@ TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(prompt=TOKENS.filter(bool), output=TOKENS, data=st.data())
 def test_counts_equal_a_recount(prompt: list[int], output: list[int], data: st.DataObject) -> None:
-    """However often the sequence was preempted on the way, and came back with what it had said."""
+    """Also if the sequence is preempted on the way, and comes back with its output."""
     batch = make_batch()
     batch.add(new(0, prompt, PENALIZED))
     for i, token_id in enumerate(output):
         if data.draw(st.booleans()):
-            batch.forget(0)
-            batch.add(new(7, [1, 2, 3], PENALIZED))  # somebody else takes the row
+            batch.remove(0)
+            batch.add(new(7, [1, 2, 3], PENALIZED))  # another sequence takes the row
             batch.add(new(0, prompt + output[:i], PENALIZED, len(prompt)))
-            batch.forget(7)
+            batch.remove(7)
         append_token(batch, batch.row_of[0], token_id)
     penalties = sampling_of(batch, 0).penalties
     assert penalties is not None
@@ -116,16 +135,10 @@ def test_counts_equal_a_recount(prompt: list[int], output: list[int], data: st.D
     assert penalties.is_in_prompt.tolist() == [[t in prompt for t in range(VOCAB_SIZE)]]
 
 
-def test_without_penalties_nothing_is_counted() -> None:
-    features = RowFeatures(new(0, [5, 6], SamplingParams(min_tokens=3)), VOCAB_SIZE)
-    features.count(5)
-    assert features.is_in_prompt is None
+# -- edits of single logits --
 
 
-# -- banned tokens --
-
-
-def banned_by_brute_force(output: list[int], words: list[list[int]]) -> set[int]:
+def forbidden_by_brute_force(output: list[int], words: list[list[int]]) -> set[int]:
     """Every token with which some word would stand at the end of the output."""
     return {
         token
@@ -135,62 +148,48 @@ def banned_by_brute_force(output: list[int], words: list[list[int]]) -> set[int]
     }
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     output=st.lists(st.integers(2, 4), max_size=8),
     words=st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=4), max_size=4),
     min_tokens=st.integers(0, 10),
 )
-def test_banned_tokens_as_by_brute_force(
+def test_forbidden_tokens_as_by_brute_force(
     output: list[int], words: list[list[int]], min_tokens: int
 ) -> None:
-    """The last tokens of words whose beginning has just been said; ends before min_tokens."""
-    params = SamplingParams(min_tokens=min_tokens, max_tokens=20)
+    """The last tokens of words whose other tokens end the output, not the prompt, as in vLLM; and
+    stop tokens before min_tokens."""
     sequence = new(
         0,
         [2, 3, *output],
-        params,
+        SamplingParams(min_tokens=min_tokens, max_tokens=20),
         num_prompt_tokens=2,
         stop_token_ids=frozenset({1, 9}),
         bad_word_ids=tuple(map(tuple, words)),
     )
-    features = RowFeatures(sequence, VOCAB_SIZE)
-    expected = banned_by_brute_force(output, words)
+    expected = forbidden_by_brute_force(output, words)
     if len(output) < min_tokens:
         expected |= {1, 9}
-    assert set(features.get_banned(np.array(output, np.int32))) == expected
     batch = make_batch()
     batch.add(sequence)
-    banned = sampling_of(batch, 0).banned
-    assert (set(banned.token_ids) if banned else set()) == expected
-    assert not banned or set(banned.rows) == {0}
+    edits = set(edits_of(batch, 0))
+    assert edits == {(0, token_id, -math.inf) for token_id in expected}
 
 
-def test_the_prompt_does_not_begin_a_bad_word() -> None:
-    """As in vLLM, only what was generated counts."""
-    batch = make_batch()
-    batch.add(new(0, [5, 6], bad_word_ids=((6, 7),)))
-    assert sampling_of(batch, 0).banned is None
-    append_token(batch, batch.row_of[0], 6)
-    banned = sampling_of(batch, 0).banned
-    assert banned is not None
-    assert banned.token_ids == [7]
-
-
-def test_min_tokens_is_over_in_time() -> None:
-    """With min_tokens=2, the third token may be the end."""
+def test_min_tokens_counts_tokens_in_flight() -> None:
+    """With min_tokens=2, the third token may be the end, whatever the first two are."""
     batch = make_batch()
     batch.add(new(0, [5, 6], SamplingParams(min_tokens=2)))
-    for is_held in (True, True, False, False):
-        assert (sampling_of(batch, 0).banned is not None) == is_held
-        append_token(batch, batch.row_of[0], 8)
+    for edits in ([(0, 1, -math.inf)], [(0, 1, -math.inf)], []):
+        assert edits_of(batch, 0) == edits
+        batch.append_placeholders(np.array([batch.row_of[0]]))
 
 
 # -- a sampling batch --
 
 
-def test_rows_are_named_by_their_place_in_the_batch() -> None:
-    """Features are of the i-th sample, not of the i-th row: here in another order."""
+def test_constraints_name_rows_of_the_logits() -> None:
+    """Which are the samples in their order, not the rows of the InputBatch."""
     batch = make_batch()
     batch.add(new(0, [5], SamplingParams(logit_bias={3: 1.5, 4: -2.0})))
     batch.add(new(1, [5]))
@@ -198,35 +197,38 @@ def test_rows_are_named_by_their_place_in_the_batch() -> None:
     batch.add(new(3, [7], SamplingParams(logits_processors=[max], repetition_penalty=1.5)))
     append_token(batch, batch.row_of[3], 11)
     made = sampling_of(batch, 3, 1, 0, 2)
-    assert made.allowed == ((3, (8, 9)),)
-    assert made.bias is not None
-    assert made.bias.rows == [2, 2]
-    assert made.bias.token_ids == [3, 4]
-    assert made.bias.values == [1.5, -2.0]
+    assert made.mask is not None
+    assert made.mask.logits_rows.tolist() == [3]
+    assert (~made.mask.is_forbidden).nonzero().tolist() == [[0, 8], [0, 9]]
+    assert edits_of(batch, 3, 1, 0, 2) == [(2, 3, 1.5), (2, 4, -2.0)]
     [processors] = made.processors
-    assert (processors.row, processors.prompt_token_ids) == (0, [7])
+    assert (processors.logits_row, processors.prompt_token_ids) == (0, [7])
     assert processors.output_token_ids == [11]
     assert made.penalties is not None
-    assert made.penalties.rows.tolist() == [0, 3]
+    assert made.penalties.logits_rows.tolist() == [0, 3]
     assert made.penalties.repetition.tolist() == [1.5, 1.0]
     assert made.penalties.presence.tolist() == pytest.approx([0.0, 0.3])
-    assert made.banned is None
 
 
-def test_what_no_row_uses_is_not_there() -> None:
+def test_a_feature_that_no_row_uses_is_not_there() -> None:
+    """A batch of greedy rows has nothing that a random draw needs."""
     batch = make_batch()
     batch.add(new(0, [5], SamplingParams(temperature=0.5)))
-    batch.add(new(1, [5], SamplingParams(temperature=0, logprobs=3)))
-    assert batch.features == {}
+    batch.add(new(1, [5], SamplingParams(temperature=0, logprobs=3, top_k=3)))
+    assert batch.logit_states == {}
+    assert_same_batch(sampling_of(batch, 1), SamplingBatch(num_logprobs=(3,), is_greedy=True))
     made = sampling_of(batch, 0, 1)
-    for name in ("top_k", "top_p", "min_p", "mask", "banned", "bias", "penalties"):
-        assert getattr(made, name) is None
-    assert made.allowed == made.processors == ()
+    assert not made.is_greedy
     assert made.num_logprobs == (None, 3)
+    assert made.temperature is not None and len(made.temperature) == 2
+    assert made.uniform is not None and made.top_k is not None
+    for name in ("top_p", "min_p", "mask", "edits", "penalties"):
+        assert getattr(made, name) is None
+    assert made.processors == ()
 
 
-def test_forks_draw_from_streams_of_their_own() -> None:
-    """A row about to fork stands there once for each branch; afterwards it is one branch."""
+def test_branches_draw_from_streams_of_their_own() -> None:
+    """A row about to fork samples once for each branch; afterwards it is one branch."""
     batch = make_batch()
     batch.add(new(0, [5, 6, 7], seed=9, num_samples=3))
     batch.add(new(1, [5, 6, 7, 8], num_prompt_tokens=3, seed=9, branch=2))
@@ -264,19 +266,16 @@ def everything_on() -> SamplingParams:
 def test_a_reused_row_leaves_nothing_behind() -> None:
     batch = make_batch(max_num_seqs=1)
     batch.add(new(0, [9] * 20, everything_on(), bad_word_ids=((2,),), branch=3, num_samples=4))
-    assert list(batch.features) == [0]
-    batch.forget(0)
-    batch.forget(0)  # twice, or of an unknown one, does nothing
+    assert list(batch.logit_states) == [0]
+    batch.remove(0)
+    batch.remove(0)  # twice, or of an unknown one, does nothing
     assert batch.free_rows == [0]
     batch.add(new(1, [5, 6], SamplingParams(temperature=0)))
-    made, fresh = sampling_of(batch, 1), make_batch(max_num_seqs=1)
+    fresh = make_batch(max_num_seqs=1)
     fresh.add(new(1, [5, 6], SamplingParams(temperature=0)))
-    for name, value in vars(sampling_of(fresh, 1)).items():
-        other = getattr(made, name)
-        assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
-    assert batch.features == {}
+    assert_same_batch(sampling_of(batch, 1), sampling_of(fresh, 1))
+    assert batch.logit_states == batch.num_prompt_logprobs == {}
     assert batch.num_samples[0] == 1
-    assert batch.num_prompt_logprobs[0] is None
     assert batch.get_output_token_ids(0).tolist() == []
 
 
@@ -284,12 +283,12 @@ def test_a_reused_row_leaves_nothing_behind() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
     """After random arrivals, tokens, departures and returns, each sequence's part of a sampling
-    batch is what a batch of its own would say."""
+    batch is that of an InputBatch of its own."""
     chance = random.Random(seed)
     batch = make_batch()
     known: dict[int, NewSequence] = {}
     for number in range(40):
-        verb = chance.choice(["add", "token", "token", "forget", "return"])
+        verb = chance.choice(["add", "token", "token", "remove", "return"])
         if verb == "add" and batch.free_rows:
             params = SamplingParams(
                 temperature=chance.choice([0.0, 0.5]),
@@ -311,33 +310,25 @@ def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
                 said = (*known[seq_id].token_ids, token_id)
                 known[seq_id] = known[seq_id]._replace(token_ids=said)
             else:
-                batch.forget(seq_id)
+                batch.remove(seq_id)
                 if verb == "return":
                     batch.add(known[seq_id])
                 else:
                     del known[seq_id]
     assert set(batch.row_of) == set(known)
-    assert set(batch.features) <= set(batch.row_of.values())
+    assert set(batch.logit_states) <= set(batch.row_of.values())
     assert len(batch.free_rows) + len(known) == 4
     for seq_id, sequence in known.items():
         fresh = make_batch()
         fresh.add(sequence)
-        made, expected = sampling_of(batch, seq_id), sampling_of(fresh, seq_id)
-        for name, value in vars(expected).items():
-            other = getattr(made, name)
-            if name == "penalties" and value is not None:
-                assert all(torch.equal(*pair) for pair in zip(value, other, strict=True))
-            elif isinstance(value, torch.Tensor):
-                assert torch.equal(value, other)
-            else:
-                assert value == other
+        assert_same_batch(sampling_of(batch, seq_id), sampling_of(fresh, seq_id))
 
 
 # -- tokens that only the device knows --
 
 
 def test_a_placeholder_counts_and_is_filled_later() -> None:
-    """Two sequences; one's token is known before, one's after its next was begun."""
+    """The token of one sequence is known before its next step, that of another after."""
     batch = make_batch()
     for seq_id in (0, 1):
         batch.add(new(seq_id, [5, 6, 7], PENALIZED if seq_id else None, num_prompt_tokens=2))
@@ -352,29 +343,7 @@ def test_a_placeholder_counts_and_is_filled_later() -> None:
     batch.fill_placeholder(rows[1], 3, 21)
     assert batch.token_ids[rows[0], :5].tolist() == [5, 6, 7, 20, PLACEHOLDER]
     assert batch.get_output_token_ids(rows[1]).tolist() == [7, 21]
-    assert batch.features[rows[1]].output_counts.nonzero()[:, 0].tolist() == [7, 21]
-
-
-def test_a_placeholder_beyond_the_last_position_is_dropped() -> None:
-    batch = make_batch(max_model_len=4)
-    batch.add(new(0, [5, 6, 7, 8]))
-    rows = np.array([batch.row_of[0]])
-    assert batch.append_placeholders(rows).tolist() == [4]
-    batch.fill_placeholder(rows[0], 4, 9)
-    assert batch.num_tokens[rows[0]] == 4
-    assert batch.token_ids[rows[0]].tolist() == [5, 6, 7, 8]
-
-
-def test_min_tokens_counts_what_is_in_flight() -> None:
-    """It bans ends by the number of tokens, whatever they are: nothing to wait for."""
-    batch = make_batch()
-    batch.add(new(0, [5, 6], SamplingParams(min_tokens=2)))
-    rows = np.array([batch.row_of[0]])
-    banned = []
-    for _ in range(3):
-        banned.append(sampling_of(batch, 0).banned is not None)
-        batch.append_placeholders(rows)
-    assert banned == [True, True, False]
+    assert batch.logit_states[rows[1]].output_counts.nonzero()[0].tolist() == [7, 21]
 
 
 def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:
@@ -385,17 +354,3 @@ def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:
     append_token(known, known.row_of[0], 9)
     in_flight.append_placeholders(np.array([in_flight.row_of[0]]))
     assert sampling_of(known, 0).uniform.tolist() == sampling_of(in_flight, 0).uniform.tolist()
-
-
-def test_a_batch_that_is_greedy_sends_nothing() -> None:
-    """What only a random draw needs is neither computed nor sent; one row that draws needs it."""
-    batch = make_batch()
-    for seq_id, temperature in ((1, 0.0), (2, 0.0), (3, 0.7)):
-        batch.add(new(seq_id, [5], SamplingParams(temperature=temperature, top_k=3)))
-    greedy = sampling_of(batch, 1, 2)
-    assert greedy.is_greedy
-    assert greedy.temperature is greedy.uniform is greedy.top_k is None
-    mixed = sampling_of(batch, 1, 2, 3)
-    assert not mixed.is_greedy
-    assert mixed.temperature is not None and len(mixed.temperature) == 3
-    assert mixed.uniform is not None and mixed.top_k is not None

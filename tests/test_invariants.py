@@ -125,7 +125,7 @@ def allowed_tokens(logits: Tensor, params: SamplingParams, position: int) -> set
         uniform=uniform.double(),
         num_logprobs=(None, None, None),
     )
-    return set(sample(logits.expand(3, -1), batch).token_ids)
+    return set(sample(logits.expand(3, -1), batch).to_host().token_ids)
 
 
 def assert_valid(request: Request, token_ids: list[int]) -> None:

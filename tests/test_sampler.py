@@ -17,27 +17,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoserve.sampler import (
+    LogitEdits,
+    LogitMask,
     Penalties,
-    RowError,
-    RowProcessors,
+    RequestProcessors,
+    SamplerOutput,
     SamplingBatch,
-    TokenRows,
-    apply_allowed_token_ids,
-    apply_banned,
+    SamplingError,
     apply_constraints,
-    apply_logit_bias,
     apply_logits_processors,
     apply_min_p,
-    apply_penalties,
-    apply_temperature,
     apply_top_k_top_p,
-    choose_tokens,
     draw,
     gather_logprobs,
     sample,
     uniform_noise,
 )
-from nanoserve.sequence import TokenLogprobs
 
 ALMOST_ONE = 1 - 2.0**-53  # the largest number that uniform_noise gives
 
@@ -51,8 +46,8 @@ def one_thread() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What one row asks for; the defaults filter nothing."""
+class Params:
+    """The filters of one row; the defaults filter nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -64,26 +59,30 @@ class Wish:
     branch: int = 0
 
 
-def batch_of(wishes: list[Wish], vocab_size: int) -> SamplingBatch:
-    """As the model runner makes it: None for what no row uses."""
-    top_k = torch.tensor([wish.top_k or vocab_size for wish in wishes]).clamp(max=vocab_size)
-    top_p = torch.tensor([wish.top_p for wish in wishes])
-    min_p = torch.tensor([wish.min_p for wish in wishes])
-    seeds = np.array([wish.seed for wish in wishes])
-    branches = np.array([wish.branch for wish in wishes])
-    positions = np.array([wish.position for wish in wishes])
+def batch_of(rows: list[Params], vocab_size: int) -> SamplingBatch:
+    """A batch as the model runner makes it: None for a filter that no row uses."""
+    top_k = torch.tensor([row.top_k or vocab_size for row in rows]).clamp(max=vocab_size)
+    top_p = torch.tensor([row.top_p for row in rows])
+    min_p = torch.tensor([row.min_p for row in rows])
+    seeds = np.array([row.seed for row in rows])
+    branches = np.array([row.branch for row in rows])
+    positions = np.array([row.position for row in rows])
     return SamplingBatch(
-        temperature=torch.tensor([wish.temperature for wish in wishes]),
+        temperature=torch.tensor([row.temperature for row in rows]),
         top_k=top_k if (top_k < vocab_size).any() else None,
         top_p=top_p if (top_p < 1).any() else None,
         min_p=min_p if (min_p > 0).any() else None,
         uniform=torch.from_numpy(uniform_noise(seeds, branches, positions)),
-        num_logprobs=tuple(wish.logprobs for wish in wishes),
+        num_logprobs=tuple(row.logprobs for row in rows),
     )
 
 
-def sample_rows(logits: Tensor, wishes: list[Wish]) -> list[int]:
-    return sample(logits, batch_of(wishes, logits.shape[1])).token_ids
+def sample_to_host(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    return sample(logits, batch).to_host()
+
+
+def sample_rows(logits: Tensor, rows: list[Params]) -> list[int]:
+    return sample_to_host(logits, batch_of(rows, logits.shape[1])).token_ids
 
 
 def softmax(logits: list[float]) -> list[float]:
@@ -92,37 +91,37 @@ def softmax(logits: list[float]) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def exact_distribution(logits: list[float], wish: Wish) -> list[float]:
+def exact_distribution(logits: list[float], params: Params) -> list[float]:
     """The definition, token by token: temperature, then min_p, then top_k, then top_p.
 
     Equal logits are kept or dropped together.
     """
-    scaled = [logit / wish.temperature for logit in logits]
+    scaled = [logit / params.temperature for logit in logits]
     probs = softmax(scaled)
-    kept = [token for token, prob in enumerate(probs) if prob >= wish.min_p * max(probs)]
+    kept = [token for token, prob in enumerate(probs) if prob >= params.min_p * max(probs)]
     kept.sort(key=lambda token: -scaled[token])
-    kept = kept[: wish.top_k or None]
+    kept = kept[: params.top_k or None]
     mass = sum(probs[token] for token in kept)
     nucleus, total = [], 0.0
     for token in kept:
-        if total < wish.top_p:
+        if total < params.top_p:
             nucleus.append(token)
         total += probs[token] / mass
     least = min(scaled[token] for token in nucleus)
     return softmax([logit if logit >= least else -math.inf for logit in scaled])
 
 
-def is_near_a_limit(logits: list[float], wish: Wish) -> bool:
+def is_near_a_limit(logits: list[float], params: Params) -> bool:
     """True where float32 may honestly decide otherwise than float64."""
-    probs = sorted(softmax([logit / wish.temperature for logit in logits]), reverse=True)
-    if any(abs(prob / probs[0] - wish.min_p) < 1e-4 for prob in probs if wish.min_p):
+    probs = sorted(softmax([logit / params.temperature for logit in logits]), reverse=True)
+    if any(abs(prob / probs[0] - params.min_p) < 1e-4 for prob in probs if params.min_p):
         return True
-    kept = [prob for prob in probs if prob >= wish.min_p * probs[0]][: wish.top_k or None]
+    kept = [prob for prob in probs if prob >= params.min_p * probs[0]][: params.top_k or None]
     sums = itertools.accumulate(prob / sum(kept) for prob in kept)
-    return wish.top_p < 1 and any(abs(total - wish.top_p) < 1e-4 for total in sums)
+    return params.top_p < 1 and any(abs(total - params.top_p) < 1e-4 for total in sums)
 
 
-# ------------------------------------------------------------------------------ the stages
+# -- the filters --
 
 LOGIT_ROWS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12)
 
@@ -131,38 +130,30 @@ def kept_of(filtered: Tensor) -> list[bool]:
     return (filtered[0] > -math.inf).tolist()
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(LOGIT_ROWS, st.floats(0.01, 100))
-def test_temperature_divides(logits: list[float], temperature: float) -> None:
-    output = apply_temperature(torch.tensor([logits, logits]), torch.tensor([temperature, 1.0]))
-    assert output[0].tolist() == pytest.approx([logit / temperature for logit in logits], rel=1e-6)
-    assert output[1].tolist() == logits
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(LOGIT_ROWS, st.sampled_from([0.0, 0.05, 0.3, 0.7, 1.0]))
 def test_min_p_drops_what_is_much_less_likely_than_the_likeliest(
     logits: list[float], min_p: float
 ) -> None:
-    wish = Wish(min_p=min_p)
-    assume(min_p == 1 or not is_near_a_limit(logits, wish))
+    params = Params(min_p=min_p)
+    assume(min_p == 1 or not is_near_a_limit(logits, params))
     filtered = apply_min_p(torch.tensor([logits]), torch.tensor([min_p]))
-    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, wish)]
+    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, params)]
     if min_p == 1:
         assert kept_of(filtered) == [logit == max(logits) for logit in logits]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(LOGIT_ROWS, st.integers(0, 14), st.sampled_from([1e-6, 0.2, 0.5, 0.8, 0.95, 1.0]))
 def test_top_k_and_top_p_keep_the_fewest_that_reach(
     logits: list[float], top_k: int, top_p: float
 ) -> None:
-    """Rows of eighths have many ties; they are kept or dropped together."""
-    wish = Wish(top_k=top_k, top_p=top_p)
-    assume(not is_near_a_limit(logits, wish))
-    batch = batch_of([wish], len(logits))
+    """Rows of eighths have many ties, which are kept or dropped together."""
+    params = Params(top_k=top_k, top_p=top_p)
+    assume(not is_near_a_limit(logits, params))
+    batch = batch_of([params], len(logits))
     filtered = apply_top_k_top_p(torch.tensor([logits]), batch.top_k, batch.top_p)
-    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, wish)]
+    assert kept_of(filtered) == [prob > 0 for prob in exact_distribution(logits, params)]
     kept = filtered > -math.inf
     assert torch.equal(filtered[kept], torch.tensor([logits])[kept])
 
@@ -171,32 +162,10 @@ def test_the_token_that_crosses_top_p_is_kept() -> None:
     """0.5 + 0.3 reaches 0.7; 0.5 alone does not. The example of the docstring."""
     logits = torch.tensor([[0.2, 0.5, 0.3]]).log()
     for top_p, kept in ((0.7, [False, True, True]), (0.45, [False, True, False])):
-        filtered = apply_top_k_top_p(logits, None, torch.tensor([top_p]))
-        assert kept_of(filtered) == kept
-    tiny = apply_top_k_top_p(logits, None, torch.tensor([1e-9]))
-    assert kept_of(tiny) == [False, True, False], "at least one token is always kept"
+        assert kept_of(apply_top_k_top_p(logits, None, torch.tensor([top_p]))) == kept
 
 
-def test_top_p_counts_what_top_k_and_min_p_left() -> None:
-    """0.4, 0.3, 0.2, 0.1: of the first two 0.4 is 4/7 = 0.571..., so 0.55 needs only one."""
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    alone = apply_top_k_top_p(logits, None, torch.tensor([0.55]))
-    assert kept_of(alone) == [True, True, False, False]
-    both = apply_top_k_top_p(logits, torch.tensor([2]), torch.tensor([0.55]))
-    assert kept_of(both) == [True, False, False, False]
-    after_min_p = apply_min_p(logits, torch.tensor([0.7]))
-    both = apply_top_k_top_p(after_min_p, None, torch.tensor([0.55]))
-    assert kept_of(both) == [True, False, False, False]
-
-
-def test_ties_at_the_limit_are_kept_together() -> None:
-    """Which of two equal tokens survives must not depend on the order a sort leaves them in."""
-    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0]])
-    filtered = apply_top_k_top_p(logits, torch.tensor([2]), None)
-    assert kept_of(filtered) == [True, True, True, False, True]
-
-
-def test_filters_that_are_off_leave_the_row_alone_in_any_company() -> None:
+def test_a_filter_that_is_off_leaves_its_row_alone_in_any_company() -> None:
     """A row with top_p=1 keeps tokens far below float32's resolution of a sum near 1."""
     row = torch.tensor([0.0, -20.0, -25.0, -60.0])
     logits = torch.stack((row, row))
@@ -206,19 +175,18 @@ def test_filters_that_are_off_leave_the_row_alone_in_any_company() -> None:
     assert torch.equal(apply_min_p(logits, torch.tensor([0.0, 0.5]))[0], row)
 
 
-# ------------------------------------------------------------------------------ constraints
+# -- constraints --
 
 VOCAB = 12
-FEATURES = ("mask", "allowed", "banned", "bias", "processors", "penalties")
+STAGES = ("mask", "forbidden", "bias", "processors", "penalties")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What one row's request asks for; the defaults constrain nothing."""
+    """The constraints of one row; the defaults constrain nothing."""
 
-    mask: tuple[int, ...] | None = None  # tokens that a grammar permits
-    allowed: tuple[int, ...] | None = None
-    banned: tuple[int, ...] = ()
+    mask: tuple[int, ...] | None = None  # the allowed tokens
+    forbidden: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     processor: float | None = None  # tanh, times this: a processor that is no shift
     prompt: tuple[int, ...] = ()
@@ -234,15 +202,18 @@ class Rules:
 
 def constrained_batch(rules: list[Rules]) -> SamplingBatch:
     """As the runner makes it: None for what no row uses."""
-    banned = [(row, token) for row, r in enumerate(rules) for token in r.banned]
-    bias = [(row, token, value) for row, r in enumerate(rules) for token, value in r.bias]
-    penalized = [(row, r) for row, r in enumerate(rules) if r.has_penalties]
-    masks = [[r.mask is None or t in r.mask for t in range(VOCAB)] for r in rules]
-    penalties = None
+    masked = [(i, r.mask) for i, r in enumerate(rules) if r.mask is not None]
+    edits = [(i, token, -math.inf) for i, r in enumerate(rules) for token in r.forbidden]
+    edits += [(i, token, value) for i, r in enumerate(rules) for token, value in r.bias]
+    penalized = [(i, r) for i, r in enumerate(rules) if r.has_penalties]
+    mask = penalties = None
+    if masked:
+        forbidden = torch.tensor([[t not in mask for t in range(VOCAB)] for _, mask in masked])
+        mask = LogitMask(torch.tensor([i for i, _ in masked]), forbidden)
     if penalized:
         some = [r for _, r in penalized]
         penalties = Penalties(
-            rows=torch.tensor([row for row, _ in penalized]),
+            logits_rows=torch.tensor([i for i, _ in penalized]),
             is_in_prompt=torch.tensor([[t in r.prompt for t in range(VOCAB)] for r in some]),
             output_counts=torch.tensor([[r.output.count(t) for t in range(VOCAB)] for r in some]),
             repetition=torch.tensor([r.repetition for r in some]),
@@ -250,14 +221,12 @@ def constrained_batch(rules: list[Rules]) -> SamplingBatch:
             presence=torch.tensor([r.presence for r in some]),
         )
     return replace(
-        batch_of([Wish(0.0)] * len(rules), VOCAB),
-        mask=torch.tensor(masks) if any(r.mask is not None for r in rules) else None,
-        allowed=tuple((i, r.allowed) for i, r in enumerate(rules) if r.allowed is not None),
-        banned=TokenRows([i for i, _ in banned], [t for _, t in banned], []) if banned else None,
-        bias=TokenRows(*map(list, zip(*bias, strict=True))) if bias else None,
+        batch_of([Params(0.0)] * len(rules), VOCAB),
+        mask=mask,
+        edits=LogitEdits(*map(torch.tensor, zip(*edits, strict=True))) if edits else None,
         processors=tuple(
-            RowProcessors(row, (squash(r.processor),), list(r.prompt), list(r.output))
-            for row, r in enumerate(rules)
+            RequestProcessors(i, (squash(r.processor),), list(r.prompt), list(r.output))
+            for i, r in enumerate(rules)
             if r.processor is not None
         ),
         penalties=penalties,
@@ -269,12 +238,7 @@ def squash(factor: float) -> Callable[[list[int], Tensor], Tensor]:
 
 
 def slow_stages(rules: Rules) -> dict[str, Callable[[list[float]], list[float]]]:
-    """Each stage as its definition has it, one token at a time."""
-
-    def only(tokens: tuple[int, ...] | None) -> Callable[[list[float]], list[float]]:
-        return lambda row: [
-            x if tokens is None or t in tokens else -math.inf for t, x in enumerate(row)
-        ]
+    """The definition of each stage, one token at a time."""
 
     def penalize(row: list[float]) -> list[float]:
         result = []
@@ -286,10 +250,12 @@ def slow_stages(rules: Rules) -> dict[str, Callable[[list[float]], list[float]]]
             result.append(logit)
         return result
 
+    allowed = range(VOCAB) if rules.mask is None else rules.mask
     return {
-        "mask": only(rules.mask),
-        "allowed": only(rules.allowed),
-        "banned": only(tuple(t for t in range(VOCAB) if t not in rules.banned)),
+        "mask": lambda row: [x if t in allowed else -math.inf for t, x in enumerate(row)],
+        "forbidden": lambda row: [
+            -math.inf if t in rules.forbidden else x for t, x in enumerate(row)
+        ],
         "bias": lambda row: [x + dict(rules.bias).get(t, 0.0) for t, x in enumerate(row)],
         "processors": lambda row: (
             row if rules.processor is None else [math.tanh(x) * rules.processor for x in row]
@@ -298,7 +264,9 @@ def slow_stages(rules: Rules) -> dict[str, Callable[[list[float]], list[float]]]
     }
 
 
-def by_the_book(row: list[float], rules: Rules, order: tuple[str, ...] = FEATURES) -> list[float]:
+def by_the_definition(
+    row: list[float], rules: Rules, order: tuple[str, ...] = STAGES
+) -> list[float]:
     for name in order:
         row = slow_stages(rules)[name](row)
     return row
@@ -308,9 +276,8 @@ IDS = st.integers(0, VOCAB - 1)
 SOME_IDS = st.lists(IDS, min_size=1, max_size=8, unique=True).map(tuple)
 RULES = st.builds(
     Rules,
-    mask=st.none() | st.none() | SOME_IDS,
-    allowed=st.none() | SOME_IDS,
-    banned=st.just(()) | SOME_IDS,
+    mask=st.none() | SOME_IDS,
+    forbidden=st.just(()) | SOME_IDS,
     bias=st.dictionaries(IDS, st.integers(-30, 30).map(float), max_size=4).map(
         lambda bias: tuple(bias.items())
     ),
@@ -321,7 +288,6 @@ RULES = st.builds(
     frequency=st.sampled_from([0.0, 0.0, 0.25, -1.0]),
     repetition=st.sampled_from([1.0, 1.0, 1.5, 0.5]),
 )
-FIXED_ROW = [(i * 7 % VOCAB - 5) / 4 for i in range(VOCAB)]
 MANY_ROWS = st.lists(
     st.tuples(
         st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB), RULES
@@ -331,43 +297,34 @@ MANY_ROWS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(MANY_ROWS)
-def test_constraints_against_a_slow_loop(rows: list[tuple[list[float], Rules]]) -> None:
-    """All stages together, in their order, each row with rules of its own. The input stays."""
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(MANY_ROWS, st.integers(0, 4))
+def test_constraints_against_a_slow_loop(
+    rows: list[tuple[list[float], Rules]], position: int
+) -> None:
+    """All stages together, in their order, each row with rules of its own. A row does not depend
+    on its neighbours, and a row without rules stays as it is, bit for bit, -inf included."""
+    plain = [math.pi, -0.0, -math.inf, 1e-30, -1e30, *([0.1] * (VOCAB - 5))]
+    position = min(position, len(rows))
+    rows = [*rows[:position], (plain, Rules()), *rows[position:]]
     logits = torch.tensor([row for row, _ in rows])
     before = logits.clone()
     result = apply_constraints(logits, constrained_batch([rules for _, rules in rows]))
     assert torch.equal(logits, before)
-    for (row, rules), got in zip(rows, result.tolist(), strict=True):
-        assert got == pytest.approx(by_the_book(row, rules), abs=1e-5)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(MANY_ROWS, st.integers(0, 4))
-def test_a_row_without_rules_is_untouched_by_any_neighbour(
-    rows: list[tuple[list[float], Rules]], position: int
-) -> None:
-    """Bit for bit, logits that are -inf already included; and a row's own result does not depend
-    on the others either."""
-    position = min(position, len(rows))
-    plain = [math.pi, -0.0, -math.inf, 1e-30, -1e30, *([0.1] * (VOCAB - 5))]
-    rows = [*rows[:position], (plain, Rules()), *rows[position:]]
-    logits = torch.tensor([row for row, _ in rows])
-    result = apply_constraints(logits, constrained_batch([rules for _, rules in rows]))
     assert result[position].numpy().tobytes() == logits[position].numpy().tobytes()
-    for i, (_, rules) in enumerate(rows):
+    for i, (row, rules) in enumerate(rows):
+        assert result[i].tolist() == pytest.approx(by_the_definition(row, rules), 1e-6, 1e-5)
         alone = apply_constraints(logits[i : i + 1], constrained_batch([rules]))
         assert torch.equal(alone[0], result[i])
 
 
 def test_the_order_of_the_stages_is_the_documented_one() -> None:
-    """Rules with which exchanging any two stages that do not commute changes the result. (Those
-    that only forbid commute with each other, and with adding to a logit.)"""
+    """Exchanging any two stages that do not commute changes the result of these rules. (Stages
+    that only forbid or add commute with each other.)"""
+    row = [(i * 7 % VOCAB - 5) / 4 for i in range(VOCAB)]
     rules = Rules(
-        mask=tuple(range(11)),
-        allowed=tuple(range(1, 12)),
-        banned=(3, 4),
+        mask=tuple(range(1, 11)),
+        forbidden=(3, 4),
         bias=((2, 1.5), (5, -2.0)),
         processor=2.0,
         prompt=(2, 6),
@@ -376,96 +333,39 @@ def test_the_order_of_the_stages_is_the_documented_one() -> None:
         frequency=0.25,
         repetition=1.5,
     )
-    right = by_the_book(FIXED_ROW, rules)
-    [got] = apply_constraints(torch.tensor([FIXED_ROW]), constrained_batch([rules])).tolist()
-    assert got == pytest.approx(right, abs=1e-6)
-    for first, second in itertools.combinations(range(len(FEATURES)), 2):
-        order = list(FEATURES)
+    right = by_the_definition(row, rules)
+    [result] = apply_constraints(torch.tensor([row]), constrained_batch([rules])).tolist()
+    assert result == pytest.approx(right, abs=1e-6)
+    for first, second in itertools.combinations(range(len(STAGES)), 2):
+        order = list(STAGES)
         order[first], order[second] = order[second], order[first]
-        swapped = by_the_book(FIXED_ROW, rules, tuple(order))
-        forbid = {"mask", "allowed", "banned", "bias"}
-        commute = {FEATURES[first], FEATURES[second]} <= forbid
-        assert (swapped == pytest.approx(right, abs=1e-6)) == commute, order
+        exchanged = by_the_definition(row, rules, tuple(order))
+        commute = {STAGES[first], STAGES[second]} <= {"mask", "forbidden", "bias"}
+        assert (exchanged == pytest.approx(right, abs=1e-6)) == commute, order
 
 
 def test_constraints_come_before_temperature_and_filters() -> None:
     """A bias of 2 at temperature 10 is worth 0.2; top_k and min_p see biased logits."""
     logits = torch.tensor([[0.0, 1.0, 0.5, -1.0]])
-    bias = TokenRows([0], [3], [2.5])
-    for wish in (Wish(top_k=1), Wish(min_p=0.9), Wish(top_p=0.2), Wish(temperature=0.0)):
-        batch = replace(batch_of([wish], 4), bias=bias)
-        assert sample(logits, batch).token_ids == [3]
-        assert sample_rows(logits, [wish]) == [1]
-    warm = [Wish(10.0, seed=seed) for seed in range(4000)]
-    rows = TokenRows(list(range(4000)), [3] * 4000, [2.0] * 4000)
-    tokens = sample(logits.expand(4000, -1), replace(batch_of(warm, 4), bias=rows)).token_ids
+    bias = LogitEdits(torch.tensor([0]), torch.tensor([3]), torch.tensor([2.5]))
+    for params in (Params(top_k=1), Params(min_p=0.9), Params(top_p=0.2), Params(temperature=0.0)):
+        batch = replace(batch_of([params], 4), edits=bias)
+        assert sample_to_host(logits, batch).token_ids == [3]
+        assert sample_rows(logits, [params]) == [1]
+    n = 4000
+    bias = LogitEdits(torch.arange(n), torch.full((n,), 3), torch.full((n,), 2.0))
+    batch = replace(batch_of([Params(10.0, seed=seed) for seed in range(n)], 4), edits=bias)
+    tokens = sample_to_host(logits.expand(n, -1), batch).token_ids
     share = softmax([0.0, 0.1, 0.05, 0.1])[3]
-    assert tokens.count(3) / 4000 == pytest.approx(share, abs=0.035)
+    assert tokens.count(3) / n == pytest.approx(share, abs=0.035)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(MANY_ROWS, st.data())
-def test_logprobs_are_raw_whatever_the_rules(
-    rows: list[tuple[list[float], Rules]], data: st.DataObject
-) -> None:
-    """No stage changes what is reported, only which token is chosen."""
-    logits = torch.tensor([row for row, _ in rows])
-    batch = constrained_batch([rules for _, rules in rows])
-    batch = replace(batch, num_logprobs=(VOCAB,) * len(rows))
-    assume(bool(apply_constraints(logits, batch).amax(dim=-1).isfinite().all()))
-    output = sample(logits, batch)
-    for row, token, entry in zip(logits, output.token_ids, output.logprobs, strict=True):
-        assert entry is not None
-        assert entry.token_ids[0] == token
-        expected = row.log_softmax(-1)
-        for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
-            assert logprob == pytest.approx(float(expected[token_id]), abs=1e-5)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_nothing_left_is_an_error_that_names_it(temperature: float) -> None:
-    """Not a token that was forbidden."""
-    batch = SamplingBatch(
-        temperature=torch.full((3,), temperature),
-        top_k=None,
-        top_p=None,
-        min_p=None,
-        uniform=torch.full((3,), 0.5, dtype=torch.float64),
-        num_logprobs=(None,) * 3,
-        allowed=((1, (2,)),),
-        banned=TokenRows([0, 1], [0, 2], []),
-    )
-    with pytest.raises(RowError, match="no token is possible") as caught:
-        sample(torch.zeros(3, 4), batch)
-    assert caught.value.row == 1
-
-
-def test_each_stage_alone() -> None:
-    """By hand, in one row of four tokens."""
-    row = torch.tensor([[1.0, -2.0, 3.0, 0.0]])
-    inf = math.inf
-    assert apply_allowed_token_ids(row, ((0, (1, 3)),)).tolist() == [[-inf, -2.0, -inf, 0.0]]
-    assert apply_banned(row, TokenRows([0, 0], [0, 2], [])).tolist() == [[-inf, -2.0, -inf, 0.0]]
-    assert apply_logit_bias(row, TokenRows([0, 0], [0, 1], [1.5, -1.0])).tolist() == [
-        [2.5, -3.0, 3.0, 0.0]
-    ]
-    penalties = Penalties(
-        rows=torch.tensor([0]),
-        is_in_prompt=torch.tensor([[True, True, False, False]]),
-        output_counts=torch.tensor([[0, 0, 2, 1]]),
-        repetition=torch.tensor([2.0]),
-        frequency=torch.tensor([0.5]),
-        presence=torch.tensor([0.25]),
-    )
-    # in the prompt: divided if positive, multiplied if negative; in the output: 2 * 0.5 + 0.25 less
-    assert apply_penalties(row, penalties).tolist() == [[0.5, -4.0, 0.25, -0.75]]
-    assert row.tolist() == [[1.0, -2.0, 3.0, 0.0]], "the input stays as it is"
-
-
-def test_processors_see_what_they_ask_for() -> None:
-    """Two parameters: output, logits. Three: prompt, output, logits. More with defaults are their
-    own. They run in their order, and get a copy: writing into it changes no other row."""
+def test_processors_get_the_arguments_they_declare() -> None:
+    """Two parameters: output, logits. Three: prompt, output, logits. Parameters with defaults are
+    the caller's. Processors run in their order, and get a copy: writing into the copy, at once or
+    in a later step, changes no logits."""
     seen: list[Any] = []
+    kept: list[Tensor] = []
 
     def two(output: list[int], logits: Tensor) -> Tensor:
         seen.append((output, logits.tolist()))
@@ -478,68 +378,30 @@ def test_processors_see_what_they_ask_for() -> None:
 
     class Callable_:
         def __call__(self, output: list[int], logits: Tensor) -> Tensor:
-            return logits * 2
+            kept.append(logits)
+            return logits
 
-    given_ = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
-    before = given_.clone()
-    own = 5.0
-    processors = (two, three, Callable_(), lambda output, logits, own=own: logits - own)
-    result = apply_logits_processors(given_, (RowProcessors(1, processors, [8], [9, 9]),))
-    assert seen == [([9, 9], [2.0, 3.0]), ([8], [9, 9], [7.0, 7.0])]
-    assert result.tolist() == [[0.0, 1.0], [11.0, 11.0], [4.0, 5.0]]
-    assert torch.equal(given_, before)
-
-
-def test_a_processor_that_keeps_its_row_does_no_harm() -> None:
-    """Neither what it kept of the last step nor what it returned is anybody's logits."""
-    kept: list[Tensor] = []
-
-    def keep(output: list[int], logits: Tensor) -> Tensor:
-        kept.append(logits)
-        return logits
-
-    logits = torch.tensor([[1.0, 2.0]])
-    result = apply_logits_processors(logits, (RowProcessors(0, (keep, keep), [], []),))
+    logits = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
+    before = logits.clone()
+    processors = (two, three, lambda output, logits, own=5.0: logits - own, Callable_())
+    result = apply_logits_processors(logits, (RequestProcessors(1, processors, [8], [9, 9]),))
     kept[0].zero_()
-    kept[1].zero_()
-    assert result.tolist() == logits.tolist() == [[1.0, 2.0]]
+    assert seen == [([9, 9], [2.0, 3.0]), ([8], [9, 9], [7.0, 7.0])]
+    assert result.tolist() == [[0.0, 1.0], [3.0, 3.0], [4.0, 5.0]]
+    assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [None, 5, [1.0, 2.0], torch.zeros(3), torch.zeros(1, 2), torch.tensor(0.0)],
-    ids=["none", "number", "list", "longer", "two_dimensions", "scalar"],
-)
+@pytest.mark.parametrize("wrong", [None, [1.0, 2.0], torch.zeros(3), torch.zeros(1, 2)], ids=str)
 def test_a_processor_that_returns_something_else_is_refused(wrong: Any) -> None:
-    processors = (RowProcessors(0, (lambda output, logits: wrong,), [], []),)
-    with pytest.raises(ValueError, match=r"must return a tensor of shape \(2,\), got"):
+    processors = (RequestProcessors(0, (lambda output, logits: wrong,), [], []),)
+    with pytest.raises(SamplingError, match=r"must return a tensor of shape \(2,\), got"):
         apply_logits_processors(torch.zeros(1, 2), processors)
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
-    """Sampled rows, too; and what is left is drawn in proportion."""
-    n = 3000
-    logits = torch.zeros(n, VOCAB)
-    rules = Rules(mask=tuple(range(8)), allowed=(2, 3, 7, 9), banned=(3,))
-    batch = constrained_batch([rules] * n)
-    wishes = batch_of([Wish(seed=seed) for seed in range(n)], VOCAB)
-    batch = replace(batch, temperature=wishes.temperature, uniform=wishes.uniform)
-    tokens = sample(logits, batch).token_ids
-    assert set(tokens) == {2, 7}
-    assert tokens.count(2) / n == pytest.approx(0.5, abs=0.05)
+# -- the draw --
 
 
-def test_branches_of_one_seed_say_different_things() -> None:
-    logits = torch.zeros(1, 5000).expand(8, -1)
-    tokens = sample_rows(logits, [Wish(seed=3, position=9, branch=b) for b in range(8)])
-    assert len(set(tokens)) == 8
-    assert sample_rows(logits[:1], [Wish(seed=3, position=9)]) == tokens[:1]
-
-
-# ------------------------------------------------------------------------------ the draw
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-7, 0.1, 1.0]), min_size=1, max_size=9),
     st.sampled_from([0.0, 2.0**-53, 0.3, 0.5, 0.999, ALMOST_ONE]),
@@ -554,7 +416,7 @@ def test_the_draw_inverts_the_cumulative_sum(weights: list[float], u: float) -> 
     assert probs[0, drawn] > 0
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 3, 1000, 150_000])
+@pytest.mark.parametrize("vocab_size", [1, 2, 3, 150_000])
 def test_the_ends_of_the_draw(vocab_size: int) -> None:
     """u = 0 and u just below 1, with filtered tokens at both ends of the vocabulary."""
     torch.manual_seed(vocab_size)
@@ -577,38 +439,39 @@ def test_the_draw_resolves_a_large_vocabulary() -> None:
         assert draw(probs.expand(20, -1), uniform).tolist() == expected.tolist()
 
 
-# ------------------------------------------------------------------------------ the whole
+# -- the whole --
 
 NUM_ROWS = 20_000
 LOGITS = [1.0, -0.5, 0.0, 2.0, 0.7, 1.0, -1.0, 0.3, 1.6, -0.2]
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.8])
+@pytest.mark.parametrize("temperature", [0.7, 1.8])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), list(itertools.product([0, 6], [1.0, 0.8], [0.0, 0.2]))
 )
 def test_tokens_follow_the_exact_distribution(
     temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Pearson's chi-square over many seeds; what is filtered never comes.
+    """Pearson's chi-square over many seeds; a filtered token never comes.
 
     With fixed seeds this never fails by chance; 5 standard deviations is a generous threshold.
     """
-    wish = Wish(temperature, top_k, top_p, min_p)
-    assert not is_near_a_limit(LOGITS, wish)
-    expected = NUM_ROWS * np.array(exact_distribution(LOGITS, wish))
-    batch = batch_of([wish], len(LOGITS))
+    params = Params(temperature, top_k, top_p, min_p)
+    assert not is_near_a_limit(LOGITS, params)
+    expected = NUM_ROWS * np.array(exact_distribution(LOGITS, params))
+    batch = batch_of([params], len(LOGITS))
+    filters = {
+        name: value.expand(NUM_ROWS)
+        for name in ("temperature", "top_k", "top_p", "min_p")
+        if (value := getattr(batch, name)) is not None
+    }
+    zeros, positions = np.zeros(NUM_ROWS), np.full(NUM_ROWS, 17)
     rows = SamplingBatch(
-        temperature=batch.temperature.expand(NUM_ROWS),
-        top_k=None if batch.top_k is None else batch.top_k.expand(NUM_ROWS),
-        top_p=None if batch.top_p is None else batch.top_p.expand(NUM_ROWS),
-        min_p=None if batch.min_p is None else batch.min_p.expand(NUM_ROWS),
-        uniform=torch.from_numpy(
-            uniform_noise(np.arange(NUM_ROWS), np.zeros(NUM_ROWS), np.full(NUM_ROWS, 17))
-        ),
+        uniform=torch.from_numpy(uniform_noise(np.arange(NUM_ROWS), zeros, positions)),
         num_logprobs=(None,) * NUM_ROWS,
+        **filters,
     )
-    tokens = sample(torch.tensor(LOGITS).expand(NUM_ROWS, -1), rows).token_ids
+    tokens = sample_to_host(torch.tensor(LOGITS).expand(NUM_ROWS, -1), rows).token_ids
     counts = np.bincount(tokens, minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any(), "a filtered token was drawn"
@@ -617,8 +480,8 @@ def test_tokens_follow_the_exact_distribution(
     assert statistic < freedom + 5 * math.sqrt(2 * freedom)
 
 
-WISHES = st.builds(
-    Wish,
+PARAMS = st.builds(
+    Params,
     temperature=st.sampled_from([0.0, 0.0, 1e-6, 0.1, 0.7, 1.0, 1.5]),
     top_k=st.sampled_from([0, 0, 1, 3, 50, 10_000]),
     top_p=st.sampled_from([1.0, 1.0, 0.9, 0.3, 1e-4]),
@@ -629,49 +492,44 @@ WISHES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(WISHES, min_size=1, max_size=8), st.integers(0, 2**31), st.randoms())
-def test_a_row_gets_the_same_alone_and_in_any_company(
-    wishes: list[Wish], seed: int, random: object
-) -> None:
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(PARAMS, min_size=1, max_size=8), st.integers(0, 2**31))
+def test_a_row_gets_the_same_alone_and_in_any_company(rows: list[Params], seed: int) -> None:
     """Greedy beside sampled, filtered beside not, in any order: a token depends on the row's
     logits, parameters, seed and position only."""
-    logits = torch.randn(len(wishes), 200, generator=torch.Generator().manual_seed(seed)) * 3
-    together = sample(logits, batch_of(wishes, 200))
-    for row, wish in enumerate(wishes):
-        alone = sample(logits[row : row + 1], batch_of([wish], 200))
-        assert alone.token_ids == together.token_ids[row : row + 1]
-        assert alone.logprobs == together.logprobs[row : row + 1]
-        if wish.temperature < 1e-5 or wish.top_k == 1 or wish.min_p == 1:
-            assert together.token_ids[row] == int(logits[row].argmax())
-    backwards = sample_rows(logits.flip(0), wishes[::-1])
+    logits = torch.randn(len(rows), 200, generator=torch.Generator().manual_seed(seed)) * 3
+    together = sample_to_host(logits, batch_of(rows, 200))
+    for i, params in enumerate(rows):
+        alone = sample_to_host(logits[i : i + 1], batch_of([params], 200))
+        assert alone.token_ids == together.token_ids[i : i + 1]
+        assert alone.logprobs == together.logprobs[i : i + 1]
+        if params.temperature < 1e-5 or params.top_k == 1 or params.min_p == 1:
+            assert together.token_ids[i] == int(logits[i].argmax())
+    backwards = sample_rows(logits.flip(0), rows[::-1])
     assert backwards[::-1] == together.token_ids
 
 
-def test_seed_and_position_make_the_difference() -> None:
-    logits = torch.zeros(1, 5000)
-    tokens = {
-        (seed, position): sample_rows(logits, [Wish(seed=seed, position=position)])[0]
-        for seed in range(6)
-        for position in range(6)
-    }
-    assert len(set(tokens.values())) > 30
-    again = sample_rows(logits.expand(2, -1), [Wish(seed=3, position=4), Wish(seed=4, position=3)])
-    assert again == [tokens[3, 4], tokens[4, 3]]
+def test_seed_branch_and_position_make_the_difference() -> None:
+    streams = list(itertools.product(range(4), repeat=3))
+    rows = [Params(seed=seed, branch=b, position=p) for seed, b, p in streams]
+    tokens = dict(zip(streams, sample_rows(torch.zeros(64, 5000), rows), strict=True))
+    assert len(set(tokens.values())) > 58
+    again = [(3, 0, 2), (2, 0, 3), (0, 3, 2)]
+    rows = [Params(seed=seed, branch=b, position=p) for seed, b, p in again]
+    assert sample_rows(torch.zeros(3, 5000), rows) == [tokens[stream] for stream in again]
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 5.0, 5.0]])
-    assert sample_rows(logits, [Wish(temperature=0.0)] * 2) == [1, 0]
-    mixed = sample_rows(logits, [Wish(temperature=0.0), Wish(top_k=1, min_p=0.5)])
-    assert mixed[0] == 1
+    assert sample_rows(logits, [Params(temperature=0.0)] * 2) == [1, 0]
+    assert sample_rows(logits, [Params(temperature=0.0), Params(top_k=1, min_p=0.5)])[0] == 1
 
 
 def test_only_a_temperature_of_next_to_nothing_is_greedy() -> None:
-    """Below 1e-5, as in vLLM; anything above is sampled: equal logits then show it."""
+    """Below 1e-5, as in vLLM. Above, tokens are drawn, and equal logits give different tokens."""
     logits = torch.zeros(40, 8)
     for temperature, is_greedy in ((0.0, True), (9e-6, True), (2e-5, False), (0.5, False)):
-        tokens = sample_rows(logits, [Wish(temperature, seed=seed) for seed in range(40)])
+        tokens = sample_rows(logits, [Params(temperature, seed=seed) for seed in range(40)])
         assert (set(tokens) == {0}) == is_greedy
 
 
@@ -684,8 +542,8 @@ def test_extreme_logits() -> None:
     for temperature, top_k, top_p, min_p, seed in itertools.product(
         [1e-5, 1.0, 1e4], [0, 2, 4], [1.0, 0.9], [0.0, 0.2], range(5)
     ):
-        wish = Wish(temperature, top_k, top_p, min_p, seed)
-        tokens = sample_rows(torch.stack((huge, masked, only)), [wish] * 3)
+        params = Params(temperature, top_k, top_p, min_p, seed)
+        tokens = sample_rows(torch.stack((huge, masked, only)), [params] * 3)
         assert tokens[1] in possible[1]
         assert tokens[2] in possible[2]
         assert tokens[0] in possible[0] or temperature > 1
@@ -694,12 +552,11 @@ def test_extreme_logits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_sampled_in_float32(dtype: torch.dtype) -> None:
     logits = torch.randn(6, 50).to(dtype)
-    wishes = [Wish(seed=seed, top_p=0.9, logprobs=2) for seed in range(6)]
-    batch = batch_of(wishes, 50)
-    assert sample(logits, batch) == sample(logits.float(), batch)
+    batch = batch_of([Params(seed=seed, top_p=0.9, logprobs=2) for seed in range(6)], 50)
+    assert sample_to_host(logits, batch) == sample_to_host(logits.float(), batch)
 
 
-# ------------------------------------------------------------------------------ the noise
+# -- the noise --
 
 
 def test_noise_is_uniform_and_of_the_right_range() -> None:
@@ -749,48 +606,55 @@ def test_noise_takes_the_largest_seeds_and_depends_on_all_three() -> None:
     assert len(set(one_by_one)) == 6
 
 
-# ------------------------------------------------------------------------------ logprobs
+# -- logprobs --
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(LOGIT_ROWS.filter(lambda row: len(row) > 3), min_size=1, max_size=4), st.data())
-def test_logprobs_are_those_of_the_raw_logits(rows: list[list[float]], data: st.DataObject) -> None:
-    """The sampled token first, then the likeliest, best first; before temperature and filters."""
+def test_logprobs_by_the_definition(rows: list[list[float]], data: st.DataObject) -> None:
+    """The sampled token first, then the likeliest tokens, best first."""
     size = min(map(len, rows))
     logits = torch.tensor([row[:size] for row in rows])
     numbers = tuple(data.draw(st.none() | st.integers(0, size)) for _ in rows)
     token_ids = [data.draw(st.integers(0, size - 1)) for _ in rows]
-    result = gather_logprobs(logits, torch.tensor(token_ids), numbers)
-    for row, token, number, got in zip(logits, token_ids, numbers, result, strict=True):
-        if number is None:
-            assert got is None
-            continue
-        assert isinstance(got, TokenLogprobs)
-        probs = softmax(row.tolist())
-        assert got.token_ids[0] == token
-        assert len(got.token_ids) == len(got.logprobs) == number + 1
-        assert len(set(got.token_ids[1:])) == number
-        for token_id, logprob in zip(got.token_ids, got.logprobs, strict=True):
+    asking = [i for i, number in enumerate(numbers) if number is not None]
+    found = gather_logprobs(logits, torch.tensor(token_ids), numbers)
+    assert (found.logits_rows if found else []) == asking
+    for i, entry in zip(asking, found.to_host() if found else [], strict=True):
+        probs = softmax(logits[i].tolist())
+        assert entry.token_ids[0] == token_ids[i]
+        assert len(entry.token_ids) == len(entry.logprobs) == numbers[i] + 1
+        assert len(set(entry.token_ids[1:])) == numbers[i]
+        for token_id, logprob in zip(entry.token_ids, entry.logprobs, strict=True):
             assert logprob == pytest.approx(math.log(probs[token_id]), abs=1e-5)
-        best = sorted(map(math.log, probs), reverse=True)[:number]
-        assert got.logprobs[1:] == pytest.approx(best, abs=1e-5)
-        assert got.sampled_rank == 1 + sum(logit > row[token] for logit in row)
+        best = sorted(map(math.log, probs), reverse=True)[: numbers[i]]
+        assert entry.logprobs[1:] == pytest.approx(best, abs=1e-5)
+        assert entry.sampled_rank == 1 + sum(logit > logits[i][token_ids[i]] for logit in logits[i])
 
 
-def test_logprobs_ignore_temperature_and_filters() -> None:
-    logits = torch.randn(2, 20)
-    plain, wished = sample(
-        logits[:1].expand(2, -1),
-        batch_of([Wish(0.0, logprobs=4), Wish(0.5, 1, 0.3, 0.4, logprobs=4)], 20),
-    ).logprobs
-    assert plain == wished
-    assert sample(logits, batch_of([Wish(), Wish()], 20)).logprobs == [None, None]
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(MANY_ROWS, PARAMS)
+def test_logprobs_are_of_the_raw_logits(
+    rows: list[tuple[list[float], Rules]], params: Params
+) -> None:
+    """Constraints, temperature and filters change which token is chosen, not what is reported."""
+    logits = torch.tensor([row for row, _ in rows])
+    filters = batch_of([replace(params, logprobs=-1)] * len(rows), VOCAB)
+    rules = constrained_batch([rules for _, rules in rows])
+    batch = replace(rules, **{name: getattr(filters, name) for name in FILTERS})
+    assume(bool(apply_constraints(logits, batch).amax(dim=-1).isfinite().all()))
+    output = sample_to_host(logits, batch)
+    found = gather_logprobs(logits, torch.tensor(output.token_ids), (VOCAB,) * len(rows))
+    assert found is not None
+    assert output.logprobs == found.to_host()
 
 
-# -- on the device, until somebody reads --
+FILTERS = ("temperature", "top_k", "top_p", "min_p", "uniform", "num_logprobs")
+
+# -- results stay on the device --
 
 
-class NoLooking(TorchDispatchMode):
+class NoWaiting(TorchDispatchMode):
     """Operations that make the CPU wait for a number of the device, or for a shape, are errors."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.")
@@ -803,43 +667,40 @@ class NoLooking(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("is_greedy", [False, True])
-def test_choosing_waits_for_no_device(is_greedy: bool) -> None:
-    """Filters, constraints, penalties, logprobs, rows in which nothing is possible: tokens stay on
-    the device until `read`, which says what `sample` says. (A logits processor may look.)"""
-    wishes = [Wish(0.0 if is_greedy else 0.7, 3, 0.9, 0.01, 5, i, i % 3 or None) for i in range(6)]
-    batch = replace(
-        batch_of(wishes, 20),
-        is_greedy=is_greedy,
-        allowed=((1, (2, 4, 5)),),
-        banned=TokenRows([0, 1], [0, 2], []),
-        bias=TokenRows([2], [3], [4.0]),
-        penalties=Penalties(
-            rows=torch.tensor([4]),
-            is_in_prompt=torch.zeros(1, 20, dtype=torch.bool),
-            output_counts=torch.ones(1, 20, dtype=torch.long),
-            repetition=torch.tensor([1.1]),
-            frequency=torch.tensor([0.1]),
-            presence=torch.tensor([0.1]),
-        ),
-    )
-    logits = torch.randn(6, 20)
-    with NoLooking():
-        sampled = choose_tokens(logits, batch)
-        dead = choose_tokens(logits, replace(batch, allowed=((1, (2,)),)))
-    assert isinstance(sampled.token_ids, Tensor)
-    assert sampled.read() == sample(logits, batch)
-    with pytest.raises(RowError, match="no token is possible") as caught:
-        dead.read()
-    assert caught.value.row == 1
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_sampling_does_not_wait_for_the_device(temperature: float) -> None:
+    """Filters, constraints, penalties, logprobs: all stay on the device until `to_host`, which is
+    an error if all tokens of a row are forbidden. (A logits processor may wait.)"""
+    rules = [
+        Rules(forbidden=(0,)),
+        Rules(mask=(2, 4, 5), forbidden=(2,)),
+        Rules(bias=((3, 4.0),)),
+        Rules(output=(1, 2), presence=0.1),
+    ]
+    rows = [Params(temperature, 3, 0.9, 0.01, 5, i, i % 3 or None) for i in range(4)]
+    filters = batch_of(rows, VOCAB)
+    is_greedy = temperature == 0
+    filters = replace(filters, **dict.fromkeys(FILTERS[:-1])) if is_greedy else filters
+    given = {name: getattr(filters, name) for name in FILTERS}
+    logits = torch.randn(4, VOCAB)
+    possible = replace(constrained_batch(rules), is_greedy=is_greedy, **given)
+    rules[1] = Rules(mask=(2,), forbidden=(2,))
+    impossible = replace(constrained_batch(rules), is_greedy=is_greedy, **given)
+    with NoWaiting():
+        sampled = sample(logits, possible)
+        empty = sample(logits, impossible)
+    assert sampled.to_host().token_ids[1] in (4, 5)
+    with pytest.raises(SamplingError, match="no token is possible") as caught:
+        empty.to_host()
+    assert caught.value.logits_row == 1
 
 
 def test_map_reaches_every_tensor() -> None:
-    """What was sampled travels to the CPU as a whole: tokens, dead rows, logprobs."""
-    batch = replace(
-        batch_of([Wish(logprobs=2), Wish(), Wish(logprobs=0)], 20), allowed=((1, (2, 3)),)
-    )
-    sampled = choose_tokens(torch.randn(3, 20), batch)
+    """Tokens, rows without a token and logprobs are copied to the CPU together; an unconstrained
+    batch has only tokens."""
+    rules = constrained_batch([Rules(), Rules(mask=(2, 3)), Rules()])
+    batch = replace(rules, num_logprobs=(2, None, 0))
+    sampled = sample(torch.randn(3, VOCAB), batch)
     seen: list[Tensor] = []
 
     def copy(tensor: Tensor) -> Tensor:
@@ -849,14 +710,11 @@ def test_map_reaches_every_tensor() -> None:
     copied = sampled.map(copy)
     assert len(seen) == 5
     assert copied.logprobs is not None
-    tensors = [copied.token_ids, copied.is_dead, *copied.logprobs[2:]]
+    tensors = [copied.token_ids, copied.has_no_token, *copied.logprobs[2:]]
     assert all(a is not b for a in tensors for b in seen)
-    assert copied.read() == sampled.read()
-    assert [entry and len(entry.token_ids) for entry in copied.read().logprobs] == [3, None, 1]
-
-
-def test_unconstrained_rows_are_never_dead() -> None:
-    """Nothing to look at, nothing to copy."""
-    sampled = choose_tokens(torch.randn(2, 20), batch_of([Wish(), Wish()], 20))
-    assert (sampled.is_dead, sampled.logprobs) == (None, None)
-    assert sampled.map(lambda tensor: tensor).read() == sampled.read()
+    assert copied.to_host() == sampled.to_host()
+    lengths = [entry and len(entry.token_ids) for entry in copied.to_host().logprobs]
+    assert lengths == [3, None, 1]
+    unconstrained = sample(torch.randn(2, 20), batch_of([Params(), Params()], 20))
+    assert (unconstrained.has_no_token, unconstrained.logprobs) == (None, None)
+    assert unconstrained.map(copy).to_host() == unconstrained.to_host()

@@ -1,4 +1,4 @@
-"""A step's numbers on their way: one copy, aligned, at the same addresses, never overwritten early.
+"""The arrays of a step: one copy, aligned, at the same addresses, never overwritten too early.
 
 On a GPU the copies happen later, in the order of a stream. A stand-in for it (`LateDevice`) holds
 them back until an event is waited for, as late as a GPU might, so that a source that is overwritten
@@ -34,6 +34,13 @@ def assert_same(tensor: torch.Tensor, array: np.ndarray) -> None:
     assert tensor.tolist() == array.tolist()
 
 
+def send(staging: StagingBuffer, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """Under names that do not matter here."""
+    sent = staging.send(**{f"array_{i}": array for i, array in enumerate(arrays)})
+    assert list(sent) == [f"array_{i}" for i in range(len(arrays))]
+    return list(sent.values())
+
+
 ARRAYS = st.lists(
     st.tuples(
         st.sampled_from(DTYPES),
@@ -48,9 +55,9 @@ ARRAYS = st.lists(
 @given(
     steps=st.lists(ARRAYS, min_size=1, max_size=3), num_bytes=st.sampled_from([0, 40, 256, 4096])
 )
-def test_what_is_sent_arrives(steps: list[Any], num_bytes: int) -> None:
-    """Every dtype, shape and layout, whether it fits or not, in one send or in several; and all of
-    a step's tensors hold until the next step."""
+def test_every_array_arrives(steps: list[Any], num_bytes: int) -> None:
+    """Every dtype, shape and layout, with room or without, in one send or in several. All tensors
+    of a step hold until the next step."""
     staging = StagingBuffer(num_bytes, CPU)
     for number, arrays in enumerate(steps):
         staging.begin_step()
@@ -58,7 +65,7 @@ def test_what_is_sent_arrives(steps: list[Any], num_bytes: int) -> None:
         made = [make(*array, number) for array in arrays]
         half = len(made) // 2
         for part in (made[:half], made[half:]):
-            sent += zip(staging.send(*part), part, strict=True)
+            sent += zip(send(staging, *part), part, strict=True)
         for tensor, array in sent:
             assert_same(tensor, array)
             if array.nbytes:  # or there is nothing to be aligned
@@ -81,34 +88,34 @@ def test_the_layout_of_the_module() -> None:
     staging = StagingBuffer(4096, CPU)
     staging.begin_step()
     arrays = (numbers(3, "int64"), numbers(2, "int32"), numbers(2, "float32"))
-    tensors = staging.send(*arrays)
+    tensors = send(staging, *arrays)
     start = staging._on_device.data_ptr()
     assert [tensor.data_ptr() - start for tensor in tensors] == [0, 32, 48]
-    [behind] = staging.send(numbers(1, "int8"))
+    [behind] = send(staging, numbers(1, "int8"))
     assert behind.data_ptr() - start == 64
 
 
-def test_what_is_sent_first_lies_where_it_lay() -> None:
-    """Step after step, whatever follows it, and whether that fits or not."""
+def test_the_first_arrays_of_a_step_have_fixed_addresses() -> None:
+    """Step after step, whatever follows, with room or without."""
     staging = StagingBuffer(1024, CPU)
     addresses = set()
     for step in range(6):
         staging.begin_step()
-        tensors = staging.send(
-            numbers(7, "int64"), numbers(7, "int32"), numbers((step * 40, 3), "int32")
+        tensors = send(
+            staging, numbers(7, "int64"), numbers(7, "int32"), numbers((step * 40, 3), "int32")
         )
         assert_same(tensors[2], numbers((step * 40, 3), "int32"))
         addresses.add(tuple(tensor.data_ptr() for tensor in tensors[:2]))
-        staging.send(numbers(step, "float32"))
+        send(staging, numbers(step, "float32"))
     assert len(addresses) == 1
 
 
-def test_what_does_not_fit_is_a_copy() -> None:
-    """The sender may change its array afterwards, whether it went through the buffer or not."""
+def test_an_array_without_room_is_copied() -> None:
+    """The sender may change its array afterwards, with room or without."""
     staging = StagingBuffer(16, CPU)
     staging.begin_step()
     small, large = np.array([1]), np.arange(9)
-    tensors = staging.send(large, small)
+    tensors = send(staging, large, small)
     small[:], large[:] = 7, 7
     assert [tensor.tolist() for tensor in tensors] == [list(range(9)), [1]]
 
@@ -117,10 +124,10 @@ def test_tensors_hold_until_the_next_step_sends() -> None:
     """begin_step alone overwrites nothing."""
     staging = StagingBuffer(256, CPU)
     staging.begin_step()
-    [old] = staging.send(np.array([1, 2, 3]))
+    [old] = send(staging, np.array([1, 2, 3]))
     staging.begin_step()
     assert old.tolist() == [1, 2, 3]
-    staging.send(np.array([4, 5]))
+    send(staging, np.array([4, 5]))
     assert old.tolist() == [4, 5, 3]
 
 
@@ -134,13 +141,13 @@ def test_nothing_to_copy_and_to_wait_for_on_a_cpu() -> None:
 
 
 class LateDevice:
-    """A stream: what it is told to do is done when somebody waits for it."""
+    """A stream: its work is done when an event is waited for, not before."""
 
     def __init__(self) -> None:
         self.to_do: list[Callable[[], object]] = []
 
     def run(self, number: int | None = None) -> None:
-        """The first `number` things that are to be done, or all."""
+        """Do the first `number` operations in the queue, or all."""
         now, self.to_do = self.to_do[:number], self.to_do[number:] if number is not None else []
         for thing in now:
             thing()
@@ -168,7 +175,7 @@ class LateTensor:
 
 
 class LateEvent:
-    """Waiting for it has the device do all that it was told before the last `record`."""
+    """To wait for this event, the device does all work that was queued before `record`."""
 
     def __init__(self, device: LateDevice) -> None:
         self.device = device
@@ -193,7 +200,7 @@ def make_late(num_bytes: int, num_hosts: int = 2) -> tuple[StagingBuffer, LateDe
     staging._on_device = LateTensor(device, staging._on_device)  # type: ignore[assignment]
     staging._hosts = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(num_hosts)]
     staging._copied = [LateEvent(device) for _ in range(num_hosts)]  # type: ignore[misc]
-    staging._views = [host.numpy() for host in staging._hosts]
+    staging._host_arrays = [host.numpy() for host in staging._hosts]
     return staging, device
 
 
@@ -205,7 +212,7 @@ def send_steps(num_hosts: int, num_steps: int) -> tuple[list[list[int]], int]:
     most_on_their_way = 0
     for step in range(num_steps):
         staging.begin_step()
-        tensors = [*staging.send(np.array([step] * 3)), *staging.send(np.array([-step]))]
+        tensors = [*send(staging, np.array([step] * 3)), *send(staging, np.array([-step]))]
         device.to_do.append(lambda t=tensors: read.append([int(x) for y in t for x in y]))  # type: ignore[misc]
         most_on_their_way = max(most_on_their_way, step + 1 - len(read))
     device.run()
@@ -213,8 +220,8 @@ def send_steps(num_hosts: int, num_steps: int) -> tuple[list[list[int]], int]:
 
 
 def test_no_copy_is_overtaken_by_the_next_step() -> None:
-    """Two host buffers in turns: the CPU is up to two steps ahead, and never overwrites what the
-    device has yet to copy."""
+    """Steps use two host buffers in turns: the CPU is up to two steps ahead, and never overwrites
+    an array that the device has yet to copy."""
     read, most_on_their_way = send_steps(num_hosts=2, num_steps=7)
     assert read == [[step, step, step, -step] for step in range(7)]
     assert most_on_their_way == 2 + 1  # the third waits for the first one's copies, not its kernel
@@ -228,7 +235,7 @@ def test_the_late_device_notices_what_is_overwritten_early() -> None:
     first: list[int] = []
     for step in range(3):
         staging.begin_step()
-        [tensor] = staging.send(np.array([step]))
+        [tensor] = send(staging, np.array([step]))
         if step == 0:
             device.to_do.append(lambda t=tensor: first.append(int(t[0])))
     device.run()
@@ -239,5 +246,5 @@ def test_a_step_that_sends_nothing_waits_for_nothing() -> None:
     staging, device = make_late(64)
     for _ in range(5):
         staging.begin_step()
-        assert staging.send() == []
+        assert send(staging) == []
     assert not device.to_do

@@ -1,0 +1,113 @@
+"""How many KV blocks fit, and the profile run that measures the rest of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve.attention import KVCacheSpec
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kv_cache import (
+    free_memory,
+    num_blocks_that_fit,
+    num_cpu_blocks_to_allocate,
+    profile_run,
+)
+from nanoserve.layers import LayerConfig
+from nanoserve.models.loader import load_model
+from nanoserve.sampler import SampledTokens, SamplingBatch, sample
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("budget", "lengths"), [(24, [24]), (64, [64]), (150, [64, 64, 22])])
+def test_the_profile_run_is_the_largest_step(
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    lengths: list[int],
+) -> None:
+    """The whole budget, in sequences of full length, and max_num_seqs rows with all filters on. It
+    has a KV cache of one block, and stores nothing."""
+    folder = make_checkpoint("llama")
+    options = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": budget}
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(str(folder), block_size=4, **options).resolve(model_config)
+    model = load_model(config, model_config, LayerConfig(torch.float32, CPU), use_tqdm=False)
+    seen: list[Any] = []
+    forward = model.forward
+
+    def record(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return forward(*arguments)
+
+    def record_and_sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+        seen.append((logits, batch))
+        return sample(logits, batch)
+
+    monkeypatch.setattr(model, "forward", record)
+    monkeypatch.setattr("nanoserve.kv_cache.sample", record_and_sample)
+    profile_run(config, model, torch.float32, CPU, rank=0)
+    (input_ids, positions, caches, metadata), (logits, batch) = seen
+    assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
+    assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths
+    assert positions.tolist() == [i for length in lengths for i in range(length)]
+    assert set(metadata.slot_mapping.tolist()) == {-1}
+    assert not metadata.block_table.any()
+    assert {cache.shape[0] for pair in caches for cache in pair} == {1}
+    assert all(not cache.any() for pair in caches for cache in pair)
+    assert tuple(logits.shape) == (3, model_config.vocab_size)
+    assert None not in (batch.top_k, batch.top_p, batch.min_p)
+    assert not batch.is_greedy
+
+
+def test_cpu_blocks_are_for_swapping() -> None:
+    """None without swapping; as many as KV blocks, or as the user sets."""
+    assert num_cpu_blocks_to_allocate(EngineConfig(), 7) == 0
+    assert num_cpu_blocks_to_allocate(EngineConfig(preemption_mode="swap"), 7) == 7
+    chosen = EngineConfig(preemption_mode="swap", num_cpu_blocks=3)
+    assert num_cpu_blocks_to_allocate(chosen, 7) == 3
+
+
+def blocks_that_fit(peak_activation_bytes: int = 0, **options: Any) -> int:
+    """For 2 layers of 3 heads of 8 in float32: 16 tokens * 3 * (8 + 8) * 4 * 2 = 6144 bytes."""
+    settings = {"max_model_len": 100, "max_num_seqs": 5, "block_size": 16, **options}
+    specs = [KVCacheSpec(num_kv_heads=3, key_dim=8, value_dim=8)] * 2
+    config = EngineConfig(**settings)
+    return num_blocks_that_fit(config, specs, torch.float32, CPU, peak_activation_bytes)
+
+
+def test_blocks_that_fit() -> None:
+    assert blocks_that_fit(num_kv_blocks=2) == 2  # set by the user
+    assert blocks_that_fit(num_kv_blocks=1000) == 1000
+    assert blocks_that_fit(kv_cache_memory=10 * 6144) == 10
+    assert blocks_that_fit(kv_cache_memory=11 * 6144 - 1) == 10
+    assert blocks_that_fit(kv_cache_memory=2**40) == 5 * 7  # 7 blocks hold 100 tokens
+    assert 7 <= blocks_that_fit() <= 5 * 7  # from what is free
+    assert blocks_that_fit(kv_cache_memory=7 * 6144) == 7
+    with pytest.raises(ValueError, match=r"max_model_len=100 tokens needs.*Lower max_model_len"):
+        blocks_that_fit(kv_cache_memory=7 * 6144 - 1)
+
+
+def test_the_memory_of_a_step_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is subtracted from free memory, but not from a size that the user sets."""
+    monkeypatch.setattr("nanoserve.kv_cache.free_memory", lambda *_: 20 * 6144)
+    assert blocks_that_fit() == 20
+    assert blocks_that_fit(peak_activation_bytes=6144) == 19
+    assert blocks_that_fit(peak_activation_bytes=6144 + 1) == 18
+    assert blocks_that_fit(peak_activation_bytes=13 * 6144) == 7
+    assert blocks_that_fit(peak_activation_bytes=6144, kv_cache_memory=20 * 6144) == 20
+    assert blocks_that_fit(peak_activation_bytes=6144, num_kv_blocks=3) == 3
+    for peak_activation_bytes in (13 * 6144 + 1, 2**40):  # the last is more than free memory
+        message = r"needs 0 MiB of KV cache, and there are 0 MiB.*gpu_memory_utilization"
+        with pytest.raises(ValueError, match=message):
+            blocks_that_fit(peak_activation_bytes=peak_activation_bytes)
+
+
+def test_free_memory_is_some() -> None:
+    assert free_memory(CPU, 0.9) > 0
