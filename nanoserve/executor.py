@@ -1,14 +1,24 @@
 """On one process or on several ranks?
 
 The engine hands each step to an executor and gets the sampled tokens back. The engine does not know
-how many processes worked on the step. UniprocExecutor runs the model in this process;
-distributed/multiproc.py has the executor for several ranks, with the same five members:
+how many processes work on the step:
+
+    engine  --SchedulerOutput-->  executor  -->  runner (one process), or a runner on every rank
+    engine  <---ModelOutput-----  executor  <--  the sampled tokens
+
+UniprocExecutor, below, has one runner in this process. MultiprocExecutor (distributed/multiproc.py)
+has a runner on each of several ranks. An executor of your own (`LLM(executor_cls=...)`) is called
+with the same arguments as UniprocExecutor, and has the same members:
 
     num_kv_blocks, num_cpu_blocks      blocks of the KV cache and of the CPU pool
-    execute_model(scheduler_output)    run one step, return its ModelOutput
-    launch(scheduler_output)           start one step; its result() waits for the ModelOutput
-    describe()                         what really runs, for the engine's first log line
-    close()                            give the memory back
+    execute_model(scheduler_output)    run one step and return its ModelOutput
+    launch(scheduler_output)           start one step; result() of what it returns waits for the
+                                       ModelOutput (needed for async_scheduling only)
+    describe()                         device, dtype, attention: for the engine's first log line
+    close()                            release the memory, and end the other ranks
+
+`runner_cls` is ModelRunner or a subclass, which may replace one of its methods. The engine passes
+this argument only if the user has set it.
 
 vLLM: vllm/executor/executor_base.py, gpu_executor.py (V0); vllm/v1/executor/: abstract.py,
 uniproc_executor.py (V1).
@@ -30,8 +40,9 @@ class UniprocExecutor:
         config: EngineConfig,
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
+        runner_cls: type[ModelRunner] = ModelRunner,
     ) -> None:
-        self.runner = ModelRunner(config, model_config, attention_backend)
+        self.runner = runner_cls(config, model_config, attention_backend)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
 
@@ -40,13 +51,16 @@ class UniprocExecutor:
         return self.runner.execute_model(scheduler_output)
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
-        """Start one step; its result() waits for the tokens. Another may be launched before."""
+        """Start one step and return at once; result() of the PendingOutput waits for the tokens.
+
+        The next step may be launched before the result of this step is read.
+        """
         return self.runner.launch(scheduler_output)
 
     def describe(self) -> str:
-        """What really runs, for the engine's first log line."""
+        """Device, dtype and attention, for the engine's first log line."""
         return self.runner.describe()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the model and the KV cache."""
         del self.runner

@@ -1,25 +1,26 @@
 """What do ranks say to each other?
 
 Tensor parallelism cuts each layer's matrices among ranks (layers.py shows where). A transformer
-block then needs two sums over ranks, after attention and after the MLP, and the embedding one more:
+block then needs two sums over ranks, after attention and after the MLP. The embedding needs one:
 
     rank 0:  x @ A0 -> h0;  h0 @ B0 -> p0 \\
                                             all_reduce: p0 + p1 = (x @ A) @ B
     rank 1:  x @ A1 -> h1;  h1 @ B1 -> p1 /
 
-and each step, beside those sums, three more things: its SchedulerOutput goes out from rank 0, the
-parts of the logits come together there, and the sampled tokens go out.
+Each step needs three more messages: rank 0 broadcasts the SchedulerOutput, rank 0 gathers the parts
+of the logits, and rank 0 broadcasts the sampled tokens.
 
-A ParallelState says which rank this is and talks to the others. It is passed to the layers, not
-kept in a module variable, so that two engines of different sizes live in one process; for the same
-reason its process groups are its own, and torch's default group is never touched. With one rank
-there is nothing to say and there are no groups.
+A ParallelState holds this process's rank and its two process groups. It is an argument of the
+layers, not a module variable, so that two engines of different sizes can live in one process. For
+the same reason its groups are its own: torch's default group stays free. With one rank there are
+no groups, and every method returns at once.
 
-Ranks find each other through a torch.distributed store, a small table that all can reach: in
-rank 0's process where it started the others itself (`serve_store`), torchrun's otherwise. Who may
-write there, or speak to a rank, is trusted: several machines need a network of their own.
+Ranks find each other through a torch.distributed store, a small table that all ranks can reach. For
+ranks that rank 0 has spawned, the store is in rank 0's process (`start_store`). For ranks that
+torchrun has started, the store is torchrun's. A process that can reach the store or a rank can run
+code there (values are pickled), so several machines need a private network.
 
-Left out: pipeline and expert parallelism; all-reduce kernels of our own.
+Left out: pipeline and expert parallelism; custom all-reduce kernels.
 
 vLLM: vllm/distributed/parallel_state.py, communication_op.py (V0 and V1).
 """
@@ -42,21 +43,23 @@ from torch import Tensor
 
 from nanoserve.config import EngineConfig
 
-IDLE_TIMEOUT = timedelta(days=20)  # a notebook may rest; torch counts milliseconds in 32 bits
+# A rank may wait so long for the next step: a notebook may pause for days. (Not more than 24 days:
+# torch counts the milliseconds in 32 bits.)
+IDLE_TIMEOUT = timedelta(days=20)
 STEP_TIMEOUT = timedelta(minutes=10)  # how far one rank may be behind another within a step
-FIRST_PART = 4096  # bytes: a step of some hundred sequences fits, and one broadcast does
+FIRST_BYTES = 4096  # size of an object's first broadcast: enough for a step of 100s of sequences
 
 
 class RankError(RuntimeError):
-    """Another rank has failed or died, and with it this engine. Build a new one."""
+    """Another rank has failed or was killed, so this engine cannot go on. Build a new LLM."""
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What this rank took part in, by name: how many times, and the bytes of its own tensors.
+class CommStats:
+    """This rank's operations by name: the number of calls, and the bytes of its own tensors.
 
-    On the wire, a ring all-reduce of b bytes among n ranks costs each 2 (n - 1) / n * b sent and as
-    many received; a broadcast costs b for each receiver, a gather b for each sender.
+    On the wire, a ring all-reduce of b bytes among n ranks makes each rank send 2 (n - 1) / n * b
+    bytes and receive as many; a broadcast sends b to each receiver, a gather b from each sender.
     """
 
     num_calls: Counter[str] = field(default_factory=Counter)
@@ -69,25 +72,27 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ParallelState:
-    """This process among the ranks that share one model.
+    """This process's place among the ranks that share one model.
 
-    All ranks call the same methods in the same order; one that is missing makes the others wait,
-    and one that dies makes them raise RankError.
+    Without groups it tells the shape of each share, and all_reduce, gather and broadcast return
+    their own argument. Invariant: all ranks call the same methods in the same order. If one rank
+    does not make a call, the other ranks wait for it; if one rank ends, the calls of the other
+    ranks raise RankError.
     """
 
     rank: int = 0
     world_size: int = 1
-    group: Any = None  # for tensors: gloo on CPU, nccl on CUDA; a model on several ranks needs it
-    control: Any = None  # gloo: for everything else, and never for tensors on a GPU
-    num_local_ranks: int = 1  # of the ranks, how many share this machine and its memory
-    traffic: Traffic = field(default_factory=Traffic)
+    group: Any = None  # the process group for tensors: gloo on CPU, nccl on CUDA
+    control: Any = None  # the process group for values in main memory: always gloo
+    num_local_ranks: int = 1  # how many of the ranks share this machine and its memory
+    comm_stats: CommStats = field(default_factory=CommStats)
 
     def shard_range(self, total: int, what: str, unit: int | None = None) -> tuple[int, int]:
         """(first, size) of this rank's part of `total` rows, heads or tokens.
 
-        With `unit`, parts are made of whole units (such as the rows of one head), and where there
-        are fewer units than ranks, neighbouring ranks hold the same one: 2 key heads on 4 ranks are
-        held as 0, 0, 1, 1. Raises ValueError if they cannot be divided evenly.
+        With `unit`, a part is made of whole units (the rows of one head, say). If there are fewer
+        units than ranks, neighbouring ranks hold the same unit: 2 key heads on 4 ranks are held as
+        0, 0, 1, 1. Raises ValueError if the units cannot be divided evenly.
         """
         num_units = total // (unit or 1)
         num_parts = min(self.world_size, num_units) if unit else self.world_size
@@ -99,78 +104,85 @@ class ParallelState:
         size = total // num_parts
         return self.rank * num_parts // self.world_size * size, size
 
-    # -- tensors: on every rank of its own device --
+    # -- tensors, on each rank's own device --
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of `tensor` over all ranks, on every rank (in place)."""
         if self.group is not None:
-            self._run("all_reduce", tensor, lambda: self.group.allreduce([tensor]))
+            self._communicate("all_reduce", tensor, lambda: self.group.allreduce([tensor]))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """On rank 0 the ranks' tensors side by side along the last dimension; elsewhere an empty
-        tensor [..., 0]."""
+        """On rank 0: all ranks' tensors, concatenated along the last dimension. On other ranks: an
+        empty tensor [..., 0]."""
         if self.group is None:
             return tensor
-        mine = tensor.contiguous()
-        parts = [[torch.empty_like(mine) for _ in range(self.world_size)]] if self.rank == 0 else []
+        part = tensor.contiguous()
+        parts = [[torch.empty_like(part) for _ in range(self.world_size)]] if self.rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._run("gather", mine, lambda: self.group.gather(parts, [mine], options))
+        self._communicate("gather", part, lambda: self.group.gather(parts, [part], options))
         return torch.cat(parts[0], dim=-1) if parts else tensor[..., :0]
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's `tensor` on every rank (in place)."""
         if self.group is not None:
-            self._run("broadcast", tensor, lambda: self.group.broadcast([tensor], _from_rank_0()))
+            options = _from_rank_0()
+            self._communicate("broadcast", tensor, lambda: self.group.broadcast([tensor], options))
         return tensor
 
     # -- control: values in main memory --
 
-    def send(self, value: object) -> None:
-        """Hand a value (a SchedulerOutput, say) to all other ranks; they call `receive`."""
+    def broadcast_object(self, value: object) -> None:
+        """Send a value (a SchedulerOutput, say) to all other ranks, which call `receive_object`.
+
+        The pickled value follows its length of 8 bytes. A value of up to FIRST_BYTES - 8 bytes
+        takes one broadcast, a larger one two.
+        """
         data = pickle.dumps(value)
         data = len(data).to_bytes(8, "little") + data
-        parts = [data[:FIRST_PART].ljust(FIRST_PART, b"\0"), data[FIRST_PART:]]
-        for part in parts[: 1 + bool(parts[1])]:
-            self._share(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        self._broadcast_bytes(bytearray(data[:FIRST_BYTES].ljust(FIRST_BYTES, b"\0")))
+        if len(data) > FIRST_BYTES:
+            self._broadcast_bytes(bytearray(data[FIRST_BYTES:]))
 
-    def receive(self) -> Any:
-        """What rank 0 sends. Waits as long as it takes."""
-        first = self._share(torch.empty(FIRST_PART, dtype=torch.uint8)).numpy().tobytes()
-        missing = 8 + int.from_bytes(first[:8], "little") - FIRST_PART
-        if missing > 0:
-            first += self._share(torch.empty(missing, dtype=torch.uint8)).numpy().tobytes()
-        return pickle.loads(first[8:])  # from rank 0 alone, which runs the same program
+    def receive_object(self) -> Any:
+        """The next value that rank 0 sends. Waits for it up to IDLE_TIMEOUT."""
+        data = self._broadcast_bytes(bytearray(FIRST_BYTES))
+        num_missing = 8 + int.from_bytes(data[:8], "little") - FIRST_BYTES
+        if num_missing > 0:
+            data = data + self._broadcast_bytes(bytearray(num_missing))
+        return pickle.loads(data[8:])  # safe: rank 0 runs the same program
 
     def all_reduce_min(self, value: int) -> int:
-        """The least of the ranks' values, on every rank."""
+        """The smallest of all ranks' values, on every rank."""
         if self.control is None:
             return value
         tensor, options = torch.tensor([value]), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._run("control", tensor, lambda: self.control.allreduce([tensor], options))
+        self._communicate("control", tensor, lambda: self.control.allreduce([tensor], options))
         return int(tensor)
 
-    def leave(self) -> None:
-        """Say nothing more. Waits for the groups' threads: one that lets go of its last tensor when
-        Python has ended would abort the process."""
+    def close(self) -> None:
+        """Release the groups, and wait until their threads have ended: a thread that releases a
+        tensor after Python's own end would abort the process."""
         object.__setattr__(self, "group", None)
         object.__setattr__(self, "control", None)
 
-    def _share(self, tensor: Tensor) -> Tensor:
-        """Rank 0's bytes on every rank, over the control group."""
-        self._run("control", tensor, lambda: self.control.broadcast([tensor], _from_rank_0()))
-        return tensor
+    def _broadcast_bytes(self, data: bytearray) -> bytearray:
+        """Replace `data` by rank 0's, over the control group."""
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        options = _from_rank_0()
+        self._communicate("control", tensor, lambda: self.control.broadcast([tensor], options))
+        return data
 
-    def _run(self, name: str, tensor: Tensor, start: Callable[[], Any]) -> None:
-        """Count and start one operation; wait for it (on a GPU its stream waits, not the CPU)."""
-        self.traffic.count(name, tensor)
+    def _communicate(self, name: str, tensor: Tensor, start: Callable[[], Any]) -> None:
+        """Count one operation, start it and wait for its end (for nccl, the GPU's stream waits)."""
+        self.comm_stats.count(name, tensor)
         try:
             start().wait()
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise RankError(f"rank {self.rank} lost the others, in {name}: {reason}") from error
+            raise RankError(f"rank {self.rank} lost another rank in {name}: {reason}") from error
 
 
 def _from_rank_0() -> dist.BroadcastOptions:
@@ -179,8 +191,8 @@ def _from_rank_0() -> dist.BroadcastOptions:
     return options
 
 
-def serve_store() -> tuple[dist.Store, int]:
-    """A store of rank 0's own and the port it chose, on the loopback address only."""
+def start_store() -> tuple[dist.Store, int]:
+    """A store in this process, and its port (any free one), on the loopback address only."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     host, port = listener.getsockname()
     store = dist.TCPStore(
@@ -198,10 +210,10 @@ def connect(
     address: str = "127.0.0.1",
     num_local_ranks: int | None = None,
 ) -> ParallelState:
-    """Meet the other ranks at `store`, and open the two groups.
+    """Wait for all ranks at `store`, and make the two process groups.
 
-    `address` is where this machine can be reached by the others. Raises RankError if they do not
-    come within STEP_TIMEOUT.
+    `address` is the address at which other ranks reach this machine. Raises RankError if another
+    rank does not come within STEP_TIMEOUT, or ends before it has connected.
     """
     try:
         control = _make_gloo(dist.PrefixStore("control", store), rank, world_size, address)
@@ -210,12 +222,13 @@ def connect(
         make_group = _make_nccl if device.type == "cuda" else _make_gloo
         group = make_group(tensors, rank, world_size, address)
     except RuntimeError as error:
-        raise RankError(f"rank {rank} did not find the other ranks: {error}") from error
+        raise RankError(f"rank {rank} could not connect to the other ranks: {error}") from error
     return ParallelState(rank, world_size, group, control, num_local_ranks or world_size)
 
 
 def _make_gloo(store: dist.Store, rank: int, world_size: int, address: str) -> Any:
-    """Over sockets of `address`; GLOO_SOCKET_IFNAME, if set, names the network card instead."""
+    """A gloo group on sockets of `address`. If GLOO_SOCKET_IFNAME is set, that environment variable
+    names the network interface instead."""
     gloo: Any = dist.ProcessGroupGloo
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return gloo(store, rank, world_size, STEP_TIMEOUT)
@@ -226,16 +239,16 @@ def _make_gloo(store: dist.Store, rank: int, world_size: int, address: str) -> A
 
 
 def _make_nccl(store: dist.Store, rank: int, world_size: int, address: str) -> Any:
-    """NCCL finds its own way between GPUs (NVLink, the network); it needs the store alone."""
+    """An nccl group. NCCL needs the store alone: it finds NVLink and the network by itself."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = STEP_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`: the one at which others there can reach it.
+    """This machine's own address on the route to `host`, at which `host` can reach this machine.
 
-    No packet is sent: to connect a UDP socket only looks up the route.
+    No packet is sent: connecting a UDP socket only looks up the route.
     """
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -244,12 +257,13 @@ def address_towards(host: str, port: int) -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, kernels go to this GPU, whichever the process uses otherwise."""
+    """A context in which `device` is the current GPU; nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_device(wanted: str) -> torch.device:
-    """ "auto" is a CUDA GPU if there is one, else the CPU. Raises ValueError if there is none."""
+    """The torch device for EngineConfig.device: "auto" means a CUDA GPU if there is one, else the
+    CPU. Raises ValueError if the wanted GPU does not exist."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(wanted)
@@ -262,5 +276,5 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def with_device(config: EngineConfig) -> EngineConfig:
-    """`config` with the device that "auto" stands for here."""
+    """`config` with "auto" replaced by the device that it means on this machine."""
     return replace(config, device=str(choose_device(config.device)))

@@ -1,4 +1,5 @@
-"""Ranks as threads of the test's own process: real groups and the real `serve`, and no start-up."""
+"""Ranks that are threads of the test's process: real groups and the real worker loop, without the
+seconds that a process takes to start."""
 
 from __future__ import annotations
 
@@ -8,26 +9,26 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
-from nanoserve.distributed.multiproc import MultiprocExecutor, serve
+from nanoserve.distributed.multiproc import MultiprocExecutor, worker_loop
 from nanoserve.parallel import ParallelState, connect
 
 
 class ThreadRanks:
-    """What StartedRanks is for processes."""
+    """Has the methods of SpawnedRanks."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.world_size = config.tensor_parallel_size
         self.device = torch.device("cpu")
         self.store = dist.HashStore()
         self.threads = [
-            threading.Thread(target=self._serve, args=(rank,), daemon=True)
+            threading.Thread(target=self._run_rank, args=(rank,), daemon=True)
             for rank in range(1, self.world_size)
         ]
         for thread in self.threads:
             thread.start()
 
-    def _serve(self, rank: int) -> None:
-        serve(self.store, rank, lambda: self._connect(rank), "cpu")
+    def _run_rank(self, rank: int) -> None:
+        worker_loop(self.store, rank, lambda: self._connect(rank), "cpu")
 
     def _connect(self, rank: int) -> ParallelState:
         return connect(self.store, rank, self.world_size, self.device)
@@ -36,18 +37,18 @@ class ThreadRanks:
         self.parallel = self._connect(0)
         return self.parallel
 
-    def find_failure(self, patience: float) -> str | None:
+    def find_failure(self, timeout: float) -> str | None:
         return None
 
     def close(self) -> None:
-        self.parallel.send(None)
+        self.parallel.broadcast_object(None)
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
 
 
 class ThreadExecutor(MultiprocExecutor):
-    """LLM(executor_cls=ThreadExecutor, tensor_parallel_size=4): four ranks, one process."""
+    """LLM(executor_cls=ThreadExecutor, tensor_parallel_size=4): four ranks in one process."""
 
     @staticmethod
     def _make_ranks(config: EngineConfig) -> ThreadRanks:  # type: ignore[override]

@@ -1,12 +1,13 @@
-"""What ranks say to each other: nothing on one rank; sums, rows side by side, values on several.
+"""What ranks say to each other, and a model that is divided among them.
 
-Ranks are threads here, with real gloo groups between them; tests/test_executor.py has processes.
+Ranks are threads here, with real gloo groups between them. tests/test_multiproc.py has processes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoserve import parallel
 from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig
@@ -25,17 +27,15 @@ from nanoserve.models import loader
 from nanoserve.models.base import Model
 from nanoserve.models.loader import load_model
 from nanoserve.models.registry import ModelRegistry
-from nanoserve.parallel import FIRST_PART, ParallelState, RankError, address_towards
+from nanoserve.parallel import FIRST_BYTES, ParallelState, RankError, address_towards, connect
 from nanoserve.tools.parallel_demo import (
-    measure,
     run_ranks,
-    show_measures,
     show_toy_model,
     split_toy_model,
 )
 
-# What makes each native architecture awkward to cut: biases, norms on heads, an untied head, and
-# a vocabulary that neither 2, 3 nor 4 divide.
+# What makes each native architecture hard to divide: biases, norms on heads, an untied head.
+# Neither 2 nor 4 divides the vocabulary.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {},
@@ -63,17 +63,17 @@ def load(folder: Path, parallel: ParallelState) -> Model:
 
 
 def test_every_native_architecture_is_here(checkpoint: Callable[[str], Path]) -> None:
-    """Whoever adds one to the decoder adds it to CHECKPOINTS."""
-    cut = {ModelConfig.from_folder(checkpoint(name)).architecture for name in CHECKPOINTS}
+    """A new architecture of the decoder needs an entry in CHECKPOINTS."""
+    divided = {ModelConfig.from_folder(checkpoint(name)).architecture for name in CHECKPOINTS}
     ours = {name for name in ModelRegistry.architectures() if hasattr(transformers, name)}
-    assert cut == ours
+    assert divided == ours
 
 
 # -- shares --
 
 
-def test_one_rank_has_nothing_to_say() -> None:
-    """The same tensor comes back, and no process group is created."""
+def test_one_rank_has_no_groups() -> None:
+    """Each operation returns its own argument, and no process group is created."""
     alone = ParallelState()
     x = torch.randn(3, 4)
     before = x.clone()
@@ -83,7 +83,7 @@ def test_one_rank_has_nothing_to_say() -> None:
     assert torch.equal(x, before)
     assert alone.all_reduce_min(7) == 7
     assert alone.shard_range(7, "anything") == (0, 7)
-    assert not alone.traffic.num_calls
+    assert not alone.comm_stats.num_calls
     assert not dist.is_initialized()
 
 
@@ -97,8 +97,8 @@ def test_shares_cover_everything_once(world_size: int) -> None:
 
 @given(log_heads=st.integers(0, 4), log_ranks=st.integers(0, 4), head_dim=st.integers(1, 5))
 def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head_dim: int) -> None:
-    """Each is held by equally many ranks, side by side, and by one if there are enough; a rank's
-    key heads are those that its query heads ask."""
+    """Each key head is on equally many neighbouring ranks (on one, if there are enough heads). A
+    rank holds the key heads that its query heads read."""
     num_kv_heads, world_size = 2**log_heads, 2**log_ranks
     num_heads = 16
     held: list[int] = []
@@ -110,8 +110,8 @@ def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head
         mine = range(start // head_dim, (start + size) // head_dim)
         held += mine
         first, number = parallel.shard_range(num_heads, "heads")
-        asked = {head * num_kv_heads // num_heads for head in range(first, first + number)}
-        assert asked == set(mine)
+        needed = {head * num_kv_heads // num_heads for head in range(first, first + number)}
+        assert needed == set(mine)
     assert held == sorted(held)
     repeats = max(world_size // num_kv_heads, 1)
     assert [held.count(head) for head in range(num_kv_heads)] == [repeats] * num_kv_heads
@@ -124,92 +124,92 @@ def test_what_cannot_be_divided_is_named() -> None:
         ParallelState(0, 4).shard_range(3 * 16, "key heads", 16)
 
 
-# -- what they say --
+# -- operations --
 
 
-def speak(parallel: ParallelState) -> dict[str, Any]:
-    """What one of two ranks hears."""
+def run_operations(parallel: ParallelState) -> dict[str, Any]:
+    """The results on one of two ranks."""
     rank = parallel.rank
     mine = torch.arange(6.0).reshape(2, 3) + 100 * rank
     strided = torch.arange(12.0).reshape(2, 6)[:, ::2] + 100 * rank
-    heard = {
+    results = {
         "sum": parallel.all_reduce(mine.clone()),
         "bfloat16 sum": parallel.all_reduce(mine.bfloat16()),
-        "side by side": parallel.gather(mine),
+        "gathered": parallel.gather(mine),
         "strided": parallel.gather(strided),
         "from rank 0": parallel.broadcast(mine.clone()),
         "mine": mine,
         "least": parallel.all_reduce_min(70 - rank),
     }
-    assert not dist.is_initialized(), "the default process group belongs to others"
-    return {**heard, "traffic": parallel.traffic}
+    assert not dist.is_initialized(), "the default process group belongs to the user"
+    return {**results, "comm_stats": parallel.comm_stats}
 
 
 @pytest.fixture(scope="module")
-def heard() -> list[dict[str, Any]]:
-    return run_ranks(2, speak)
+def results() -> list[dict[str, Any]]:
+    return run_ranks(2, run_operations)
 
 
-def test_all_reduce_sums_on_every_rank(heard: list[dict[str, Any]]) -> None:
+def test_all_reduce_sums_on_every_rank(results: list[dict[str, Any]]) -> None:
     expected = 2 * torch.arange(6.0).reshape(2, 3) + 100
-    for rank in heard:
+    for rank in results:
         assert torch.equal(rank["sum"], expected)
         assert torch.equal(rank["bfloat16 sum"], expected.bfloat16())
 
 
-def test_gather_lays_side_by_side_on_rank_0(heard: list[dict[str, Any]]) -> None:
-    """Along the last dimension, in the order of ranks; a rank's own tensor stays as it was."""
+def test_gather_concatenates_on_rank_0(results: list[dict[str, Any]]) -> None:
+    """Along the last dimension, in the order of ranks. A rank's own tensor does not change."""
     first = torch.arange(6.0).reshape(2, 3)
-    assert torch.equal(heard[0]["side by side"], torch.cat((first, first + 100), dim=-1))
-    assert torch.equal(heard[0]["strided"], torch.cat((2 * first, 2 * first + 100), dim=-1))
-    assert heard[1]["side by side"].shape == (2, 0)
-    for number, rank in enumerate(heard):
+    assert torch.equal(results[0]["gathered"], torch.cat((first, first + 100), dim=-1))
+    assert torch.equal(results[0]["strided"], torch.cat((2 * first, 2 * first + 100), dim=-1))
+    assert results[1]["gathered"].shape == (2, 0)
+    for number, rank in enumerate(results):
         assert torch.equal(rank["mine"], first + 100 * number)
 
 
-def test_broadcast_and_minimum_bring_the_same_to_all(heard: list[dict[str, Any]]) -> None:
-    for rank in heard:
-        assert torch.equal(rank["from rank 0"], heard[0]["mine"])
+def test_broadcast_and_minimum_bring_the_same_to_all(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert torch.equal(rank["from rank 0"], results[0]["mine"])
         assert rank["least"] == 69
 
 
-def test_what_is_said_is_counted(heard: list[dict[str, Any]]) -> None:
+def test_calls_and_bytes_are_counted(results: list[dict[str, Any]]) -> None:
     """Bytes of the tensors: 6 numbers of 4 bytes, 6 of 2; one integer of 8 for the minimum."""
-    for rank in heard:
-        traffic = rank["traffic"]
-        assert traffic.num_calls == {"all_reduce": 2, "gather": 2, "broadcast": 1, "control": 1}
-        assert traffic.num_bytes == {"all_reduce": 36, "gather": 48, "broadcast": 24, "control": 8}
+    for rank in results:
+        stats = rank["comm_stats"]
+        assert stats.num_calls == {"all_reduce": 2, "gather": 2, "broadcast": 1, "control": 1}
+        assert stats.num_bytes == {"all_reduce": 36, "gather": 48, "broadcast": 24, "control": 8}
 
 
-def test_values_of_any_size_arrive() -> None:
-    """Small ones in one broadcast; pickling adds some bytes, so all sizes near the limit are
-    tried."""
-    values: list[object] = [None, {"a": (1, 2.5)}, b"", b"x" * (10 * FIRST_PART)]
-    values += [bytes(size) for size in range(FIRST_PART - 40, FIRST_PART + 3)]
+def test_objects_of_any_size_arrive() -> None:
+    """Small ones in one broadcast. Pickling adds some bytes, so the test tries all sizes near the
+    limit."""
+    values: list[object] = [b"", b"x" * (10 * FIRST_BYTES), {"a": (1, 2.5)}]
+    values += [bytes(size) for size in range(FIRST_BYTES - 40, FIRST_BYTES + 3)]
 
     def pass_on(parallel: ParallelState) -> list[object]:
         if parallel.rank:
-            return [parallel.receive() for _ in values]
+            return [parallel.receive_object() for _ in values]
+        num_calls = []
         for value in values:
-            parallel.send(value)
-        parallel.traffic.num_calls.clear()
-        parallel.send(values[1])
-        return [parallel.traffic.num_calls["control"]]
+            before = parallel.comm_stats.num_calls["control"]
+            parallel.broadcast_object(value)
+            num_calls.append(parallel.comm_stats.num_calls["control"] - before)
+        return num_calls
 
-    def pass_on_and_one_more(parallel: ParallelState) -> list[object]:
-        result = pass_on(parallel)
-        return [*result, parallel.receive()] if parallel.rank else result
-
-    sender, *receivers = run_ranks(3, pass_on_and_one_more)
-    assert sender == [1]
-    assert receivers == [[*values, values[1]]] * 2
+    num_calls, *received = run_ranks(3, pass_on)
+    assert received == [values] * 2
+    assert num_calls[:4] == [1, 2, 1, 1]
+    assert num_calls[-1] == 2
 
 
-def test_a_rank_that_ends_is_missed_at_once() -> None:
-    """By whoever waits for it, and by those who wait for these."""
+def test_a_rank_that_ends_is_noticed_at_once() -> None:
+    """By a rank that waits for it, and by a rank that waits for that rank."""
     errors = {}
+    all_connected = threading.Barrier(3)  # a rank that ends earlier fails in `connect` of others
 
     def wait_for_rank_1(parallel: ParallelState) -> None:
+        all_connected.wait(60)
         if parallel.rank == 1:
             raise KeyError("rank 1 was here")
         try:
@@ -221,23 +221,29 @@ def test_a_rank_that_ends_is_missed_at_once() -> None:
     with pytest.raises(KeyError, match="rank 1 was here"):
         run_ranks(3, wait_for_rank_1)
     assert set(errors) == {0, 2}
-    assert "rank 2 lost the others, in all_reduce" in errors[2]
+    assert "rank 2 lost another rank in all_reduce" in errors[2]
 
 
-def test_two_teams_in_one_process() -> None:
-    """Each has groups of its own: what they say at the same time is not mixed up."""
+def test_a_rank_that_does_not_connect_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "STEP_TIMEOUT", timedelta(seconds=0.2))
+    with pytest.raises(RankError, match="rank 0 could not connect to the other ranks"):
+        connect(dist.HashStore(), 0, 2, torch.device("cpu"))
+
+
+def test_two_engines_in_one_process() -> None:
+    """Each has groups of its own: operations at the same time do not mix."""
     sums: dict[int, list[torch.Tensor]] = {}
 
-    def team(number: int) -> None:
+    def run_engine(number: int) -> None:
         def work(parallel: ParallelState) -> list[torch.Tensor]:
             return [parallel.all_reduce(torch.full((2,), 10.0**number)) for _ in range(20)]
 
         sums[number] = [x for rank in run_ranks(2, work) for x in rank]
 
-    teams = [threading.Thread(target=team, args=(number,)) for number in range(2)]
-    for thread in teams:
+    engines = [threading.Thread(target=run_engine, args=(number,)) for number in range(2)]
+    for thread in engines:
         thread.start()
-    for thread in teams:
+    for thread in engines:
         thread.join()
     for number in range(2):
         assert [x.tolist() for x in sums[number]] == [[2 * 10.0**number] * 2] * 40
@@ -247,10 +253,10 @@ def test_the_way_to_this_machine_is_its_loopback() -> None:
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"
 
 
-# -- a model among them --
+# -- a model on several ranks --
 
 
-def cut(name: str) -> int:
+def divided_dim(name: str) -> int:
     """The dimension along which a checkpoint matrix is divided; -1: every rank holds all of it."""
     if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")):
         return 1
@@ -264,8 +270,8 @@ def cut(name: str) -> int:
 def test_the_shards_put_together_are_the_whole(
     model_type: str, world_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    """Each rank loads its own; every element of a divided matrix is on one rank, or, of keys and
-    values, on equally many; and the parts that no checkpoint fills are zeros."""
+    """Every element of a divided matrix is on one rank (of keys and values: on equally many ranks).
+    The rows that no checkpoint fills are zeros."""
     folder = checkpoint(model_type)
     whole = {name: shard.target for name, shard in load(folder, ParallelState()).shards()}
     ranks = [load(folder, ParallelState(rank, world_size)) for rank in range(world_size)]
@@ -277,13 +283,13 @@ def test_the_shards_put_together_are_the_whole(
         embedding = model.model.embed_tokens
         assert not embedding.weight[embedding.num_tokens :].any()
     for name, count in held.items():
-        repeats = world_size if cut(name) == -1 else 1
+        repeats = world_size if divided_dim(name) == -1 else 1
         if "k_proj" in name or "v_proj" in name:  # two heads
             repeats = world_size // 2
         assert torch.equal(count, torch.full(count.shape, float(repeats))), name
         parts = [dict(model.shards())[name] for model in ranks]
         if repeats == 1:
-            together = torch.cat([shard.target for shard in parts], dim=cut(name))
+            together = torch.cat([shard.target for shard in parts], dim=divided_dim(name))
             assert torch.equal(together, whole[name]), name
 
 
@@ -305,7 +311,8 @@ class CountingSlice:
 def test_a_rank_reads_its_own_slices_only(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each divided matrix a quarter, on the last of four ranks what is left; of keys a half."""
+    """The last of four ranks reads a quarter of each divided matrix, half of the key heads, and the
+    rest of the vocabulary."""
     counts: dict[str, int] = {}
     original = loader._open
 
@@ -324,7 +331,7 @@ def test_a_rank_reads_its_own_slices_only(
 
 
 def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
-    """Logits [9, vocab_size] of a prompt of 9 tokens, computed by this rank and its peers."""
+    """Logits [9, vocab_size] of a prompt of 9 tokens, computed by this rank and the other ranks."""
     model = load(folder, parallel)
     cpu = torch.device("cpu")
     caches = [spec.allocate(3, 4, torch.float32, cpu) for spec in model.kv_cache_specs()]
@@ -344,8 +351,7 @@ def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
 def test_many_ranks_compute_the_logits_of_one(
     model_type: str, world_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
-    """A model cut in parts, its checkpoint loaded in parts, is the same model. The prompt is of
-    the last token ids, which the padded rank has."""
+    """The prompt has the highest token ids, which are on the rank whose vocabulary is padded."""
     folder = checkpoint(model_type)
     expected = forward(folder, ParallelState())
     logits, *others = run_ranks(world_size, partial(forward, folder))
@@ -358,7 +364,7 @@ def test_many_ranks_compute_the_logits_of_one(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_toy_model_tells_what_ranks_hold_and_say(world_size: int) -> None:
+def test_the_toy_model_tells_what_ranks_hold_and_send(world_size: int) -> None:
     split = split_toy_model(world_size, num_tokens=5)
     assert split["difference"] < 1e-5
     assert split["weights"]["self_attn.q_proj"]["shape"] == [8, 8]
@@ -375,7 +381,7 @@ def test_the_toy_model_tells_what_ranks_hold_and_say(world_size: int) -> None:
     expected = {"all_reduce": 3 * 5 * 8 * 4, "gather": padded * 4, "broadcast": 8}
     assert split["num_bytes"] == [expected] * world_size
     norms = 3 * 8 * 4
-    # q and o, gate, up and down; of k and v two rows of four, whichever the number of ranks.
+    # q and o, gate, up and down; of k and v two rows of four, whatever the number of ranks.
     matrices = (padded * 8 + (8 + 8 + 3 * 16) * 8 // world_size + 2 * 2 * 8) * 4
     assert split["bytes_held"] == [norms + matrices] * world_size
 
@@ -390,15 +396,3 @@ def test_the_toy_model_as_a_table() -> None:
 def test_the_toy_model_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="attention heads: 4 cannot be divided among 3 ranks"):
         split_toy_model(3)
-
-
-def test_what_is_measured_can_be_shown() -> None:
-    """On one rank, of the demo model: no bytes."""
-    alone = measure(1, num_requests=2, prompt_len=4, num_steps=3, num_kv_blocks=8, device="cpu")
-    assert alone["calls_per_step"] == alone["bytes_per_step"] == {}
-    assert 0 < alone["fastest"] <= alone["seconds_per_step"] <= alone["slowest"]
-    two = {**alone, "tensor_parallel_size": 2, "bytes_per_step": {"gather": 10.0}}
-    lines = show_measures([alone, two]).splitlines()
-    assert [line.split()[0] for line in lines] == ["ranks", "1", "2"]
-    assert lines[1].endswith("none")
-    assert lines[2].endswith("gather 10")

@@ -21,9 +21,9 @@ from tqdm import tqdm
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.control import control_plane_seconds
 from nanoserve.bench.floor import synchronize
+from nanoserve.bench.parallel import measure_ranks
 from nanoserve.bench.turns import Settings, warm_up
 from nanoserve.bench.workload import Request, draw_requests, draw_shared_prefix
-from nanoserve.tools.parallel_demo import measure as measure_ranks
 
 # -- suite: prefix --
 

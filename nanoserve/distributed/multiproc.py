@@ -1,28 +1,27 @@
-"""On one process or on several ranks?
+"""How do several ranks run one step?
 
-The engine hands each step to an executor and gets the sampled tokens back; it does not know how
-many processes worked on it. UniprocExecutor runs the model right here. With MultiprocExecutor this
-process is rank 0 of several, each of which holds its share of every layer:
+With tensor_parallel_size > 1 the engine's executor is a MultiprocExecutor. The engine's process is
+rank 0. Every rank is a process that holds its part of every layer:
 
-    rank 0 (the engine's process)              ranks 1, 2, ... (`serve`)
-    send(SchedulerOutput)        ----------->  receive()             control: gloo
-    runner.execute_model         <---------->  runner.execute_model  sums:    gloo, on GPUs nccl
-    sample, broadcast the tokens ----------->  (in there)
+    rank 0 (the engine's process)                  ranks 1, 2, ... (`worker_loop`)
+    broadcast_object(SchedulerOutput) ----------->  receive_object()      over gloo
+    runner.launch(SchedulerOutput)    <---------->  runner.launch(...)    sums: gloo, on GPUs nccl
+      sample, broadcast the token ids ----------->    (inside it)
     ModelOutput to the scheduler
 
-What is sent is a value, not a method's name, and all ranks run the same code on it; so they agree
-on everything without asking. Where they come from is the matter of ranks.py: this process starts
-them, or torchrun has started them.
+Rank 0 sends a value, not the name of a method. All ranks run the same code on that value, so they
+agree on batch, blocks and shapes without further messages. ranks.py says where the other ranks come
+from: rank 0 spawns them, or torchrun has started them.
 
-*Faults.* A rank that ends closes its sockets, so whoever waits for it has an error at once. The
-executor then finds out what has happened, ends the other ranks, and raises RankError. What rank 0's
-user does (Ctrl-C, an exception in a listener) must never leave a step half done, with the others
-waiting for the rest; so steps run in a thread of their own, to their end, whoever waits for them.
+*Faults.* When a rank's process ends, its sockets close, so a rank that waits for it gets an error
+at once. Rank 0 then finds out which rank has failed and why, ends the other ranks, and raises
+RankError. An event in the user's code (Ctrl-C, an exception in a step listener) must not stop rank
+0 in the middle of a step, because the other ranks would wait for the rest of the step. Therefore
+rank 0 runs its part of each step in a thread of its own, and always to the step's end.
 
-Left out: a rank on another machine that loses its power is missed only after STEP_TIMEOUT.
+Left out: a quick answer when another machine loses its power. Rank 0 notices after STEP_TIMEOUT.
 
-vLLM: vllm/executor/gpu_executor.py, multiproc_gpu_executor.py (V0); vllm/v1/executor/:
-uniproc_executor.py, multiproc_executor.py (V1).
+vLLM: vllm/executor/multiproc_gpu_executor.py (V0); vllm/v1/executor/multiproc_executor.py (V1).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ import torch.distributed as dist
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
-from nanoserve.distributed.ranks import GRACE, StartedRanks, TorchrunRanks
+from nanoserve.distributed.ranks import EXIT_TIMEOUT, SpawnedRanks, TorchrunRanks
 from nanoserve.layers import LayerConfig
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.registry import ModelRegistry, build_model
@@ -56,9 +55,9 @@ Result = TypeVar("Result")
 class MultiprocExecutor:
     """Runs the model on tensor_parallel_size ranks, of which this process is rank 0.
 
-    Under torchrun, on any other rank, the constructor does not return: it serves rank 0 until that
-    process ends, and then exits this one (SystemExit). Invariant: the ranks are in step, or
-    `failure` says why not and every call raises RankError.
+    Under torchrun, the constructor does not return on ranks above 0: it runs the worker loop until
+    rank 0's process ends, and then exits (SystemExit). Invariant: either all ranks have run the
+    same steps, or `failure` says why not and every call raises RankError.
     """
 
     def __init__(
@@ -66,15 +65,28 @@ class MultiprocExecutor:
         config: EngineConfig,
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
+        runner_cls: type[ModelRunner] = ModelRunner,
     ) -> None:
-        """Raises ValueError for what does not divide, or does not fit; RankError for a rank that
-        fails to start."""
-        check_sizes(config, model_config, attention_backend)
+        """Raises ValueError for a model that cannot be divided, a class that other ranks cannot
+        import, or too little memory; RankError if a rank fails to start."""
+        check_divisible(config, model_config)
+        model_cls = ModelRegistry.get(model_config.architecture)
+        check_is_importable("attention_backend", attention_backend)
+        check_is_importable("runner_cls", runner_cls)
+        check_is_importable("model class", model_cls)
         self.failure: str | None = None
         self.ranks = self._make_ranks(config)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanoserve-rank-0")
+
+        def build_runner() -> ModelRunner:
+            self.parallel = self.ranks.connect()
+            setup = (config, attention_backend, runner_cls, model_config.architecture, model_cls)
+            self.parallel.broadcast_object(setup)
+            own_config = replace(config, device=str(self.ranks.device))
+            return runner_cls(own_config, model_config, attention_backend, self.parallel)
+
         try:
-            self.runner = self._run(lambda: self._start(config, model_config, attention_backend))
+            self.runner = self._run_on_rank_0(build_runner)
         except BaseException:
             self.ranks.close()
             raise
@@ -82,77 +94,65 @@ class MultiprocExecutor:
         self.num_cpu_blocks = self.runner.num_cpu_blocks
 
     @staticmethod
-    def _make_ranks(config: EngineConfig) -> StartedRanks | TorchrunRanks:
+    def _make_ranks(config: EngineConfig) -> SpawnedRanks | TorchrunRanks:
         if dist.is_torchelastic_launched():
-            return TorchrunRanks(config, serve)
-        return StartedRanks(config)
-
-    def _start(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        attention_backend: str | AttentionBackend,
-    ) -> ModelRunner:
-        """Meet the others, tell them what to build, and build rank 0's part of it."""
-        self.parallel = self.ranks.connect()
-        model_cls = ModelRegistry.get(model_config.architecture)
-        self.parallel.send((config, attention_backend, model_config.architecture, model_cls))
-        config = replace(config, device=str(self.ranks.device))
-        return ModelRunner(config, model_config, attention_backend, self.parallel)
+            return TorchrunRanks(config, worker_loop)
+        return SpawnedRanks(config)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Run one step on all ranks and return its tokens. Raises RankError if one is lost."""
+        """Run one step on all ranks and return its tokens. Raises RankError if a rank fails."""
         return self.launch(scheduler_output).result()
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOnRanks:
-        """Start one step on all ranks; its result() waits for the tokens."""
+        """Start one step on all ranks; result() of what is returned waits for the tokens."""
 
         def step() -> PendingOutput:
-            self.parallel.send(for_other_ranks(scheduler_output))
+            self.parallel.broadcast_object(for_other_ranks(scheduler_output))
             return self.runner.launch(scheduler_output)
 
-        return PendingOnRanks(self._run, self._run(step))
+        return PendingOnRanks(self._run_on_rank_0, self._run_on_rank_0(step))
 
-    def _run(self, work: Callable[[], Result]) -> Result:
-        """Do it in the ranks' thread. If Ctrl-C interrupts the waiting, the work still goes on, and
-        the next one waits behind it: no rank is left alone in the middle.
+    def _run_on_rank_0(self, work: Callable[[], Result]) -> Result:
+        """Run `work`, rank 0's part of something that all ranks do, in rank 0's thread.
 
-        However a failure is found, it ends the ranks that are left."""
+        If Ctrl-C interrupts the wait, `work` still runs to its end, and the next call's work
+        starts after it. If a rank has failed, the other ranks are ended.
+        """
         try:
-            return self._run_in_step(work)
+            return self._run_and_check(work)
         finally:
             if self.failure is not None:
                 self.ranks.close()
 
-    def _run_in_step(self, work: Callable[[], Result]) -> Result:
-        """The same, and `failure` is set if the ranks are not in step any more."""
+    def _run_and_check(self, work: Callable[[], Result]) -> Result:
+        """Run `work` in rank 0's thread; set `failure` if a rank has failed."""
         if self.failure is None:
-            self.failure = self.ranks.find_failure(patience=0)
+            self.failure = self.ranks.find_failure(timeout=0)
         if self.failure is not None:
-            raise RankError(f"{self.failure}\nThis engine is of no more use: build a new LLM.")
+            raise RankError(f"{self.failure}\nThis engine cannot go on: build a new LLM.")
         try:
             result = self._thread.submit(work).result()
-            self.failure = self.ranks.find_failure(patience=0)  # an aborted nccl group says nothing
+            self.failure = self.ranks.find_failure(timeout=0)  # an aborted nccl call raises nothing
         except RequestError:
-            raise  # rank 0's alone, after all have done their part: see ModelRunner.sample
+            raise  # one request's error on rank 0, after all ranks have ended the step
         except RankError as error:
-            self.failure = self.ranks.find_failure(patience=GRACE) or str(error)
+            self.failure = self.ranks.find_failure(timeout=EXIT_TIMEOUT) or str(error)
             raise RankError(self.failure) from error
-        except Exception as error:  # rank 0's own: the others wait for what will not come
-            self.failure = f"a step failed on rank 0, and left the ranks out of step: {error!r}"
+        except Exception as error:  # rank 0's own error: other ranks may wait for rank 0
+            self.failure = f"rank 0 failed in the middle of a step: {error!r}"
             raise
         if self.failure is not None:
             raise RankError(self.failure)
         return result
 
     def describe(self) -> str:
-        """What really runs, for the engine's first log line."""
+        """Device, dtype, attention and ranks, for the engine's first log line."""
         runner, parallel = self.runner, self.parallel
         ranks = f"tensor parallel on {parallel.world_size} ranks over {parallel.group.name()}"
         return f"{runner.describe()}, {ranks}"
 
     def close(self) -> None:
-        """End the other ranks and give the memory back."""
+        """End the other ranks and release the memory."""
         self._thread.shutdown(wait=self.failure is None)
         self.ranks.close()
         self.failure = self.failure or "the executor is closed."
@@ -160,44 +160,41 @@ class MultiprocExecutor:
 
 
 class PendingOnRanks:
-    """A step launched on all ranks; rank 0 alone reads its tokens."""
+    """A step that was launched on all ranks; only rank 0 reads its tokens."""
 
     def __init__(
-        self, run: Callable[[Callable[[], ModelOutput]], ModelOutput], pending: PendingOutput
+        self,
+        run_on_rank_0: Callable[[Callable[[], ModelOutput]], ModelOutput],
+        pending: PendingOutput,
     ) -> None:
-        self._run = run
+        self._run_on_rank_0 = run_on_rank_0
         self._pending = pending
 
     def result(self) -> ModelOutput:
-        """What came of the step. Raises RankError if a rank is lost."""
-        return self._run(self._pending.result)
+        """Wait for the tokens of the step. Raises RankError if a rank fails."""
+        return self._run_on_rank_0(self._pending.result)
 
 
-def check_sizes(
-    config: EngineConfig, model_config: ModelConfig, attention_backend: str | AttentionBackend
-) -> None:
-    """Raise ValueError, before any process is started, for what could not be divided or sent.
+def check_divisible(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Raise ValueError, before any process is started, for a model that cannot be divided.
 
-    The model is built once on torch's "meta" device, which has shapes and no memory.
+    The check builds the model once on torch's "meta" device, which has shapes and no memory.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    is_ours = ModelRegistry.get(model_config.architecture) is not None
-    if config.model_impl == "transformers" or not is_ours:
+    is_native = ModelRegistry.get(model_config.architecture) is not None
+    if config.model_impl == "transformers" or not is_native:
         raise ValueError(
-            f"{model_config.architecture} runs through transformers here, which can't be cut among "
-            f"ranks, and tensor_parallel_size is {config.tensor_parallel_size}. Set it to 1; "
-            f"these can be cut: {', '.join(ModelRegistry.architectures())}."
+            f"{model_config.architecture} runs through transformers here, which cannot be divided "
+            f"among ranks, and tensor_parallel_size is {config.tensor_parallel_size}. Set it to 1; "
+            f"these can be divided: {', '.join(ModelRegistry.architectures())}."
         )
     parallel = ParallelState(0, config.tensor_parallel_size)
     layer_config = LayerConfig(device=torch.device("meta"), parallel=parallel)
     build_model(model_config, config.max_model_len, layer_config)
-    model_cls = ModelRegistry.get(model_config.architecture)
-    for what, value in (("attention_backend", attention_backend), ("model class", model_cls)):
-        check_can_be_sent(what, value)
 
 
-def check_can_be_sent(what: str, value: object) -> None:
-    """Raise ValueError unless another process could import what `value` is made of."""
+def check_is_importable(what: str, value: object) -> None:
+    """Raise ValueError unless another process can import all classes and functions in `value`."""
     try:
         is_importable = b"__main__" not in pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -210,8 +207,8 @@ def check_can_be_sent(what: str, value: object) -> None:
 
 
 def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """The step as ranks that do not sample need it: without the sampling parameters, among which
-    may be Python callables that live in this process alone."""
+    """The step without its sampling parameters. Only rank 0 samples, and the parameters may hold
+    Python callables that other processes cannot import."""
     new_sequences = tuple(
         new._replace(
             sampling_params=SamplingParams(prompt_logprobs=new.sampling_params.prompt_logprobs),
@@ -226,21 +223,23 @@ def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
 # -- on the other ranks --
 
 
-def serve(store: dist.Store, rank: int, join: Callable[[], ParallelState], device: str) -> None:
-    """The life of ranks 1, 2, ...: build what rank 0 builds, run each step that it sends.
+def worker_loop(
+    store: dist.Store, rank: int, connect_ranks: Callable[[], ParallelState], device: str
+) -> None:
+    """The work of ranks 1, 2, ...: build the same runner as rank 0, then run each step it sends.
 
-    Returns when rank 0 says that it is done. What goes wrong here is left in the store, for rank 0
-    to tell; that another rank was lost is known there anyway.
+    Returns when rank 0 sends None instead of a step. An error of this rank is written to the store,
+    where rank 0 reads it. A RankError is not: the rank that failed is another one.
     """
     try:
-        parallel = join()
-        config, attention_backend, architecture, model_cls = parallel.receive()
-        ModelRegistry.register(architecture, model_cls)  # perhaps a class of the user's own
+        parallel = connect_ranks()
+        config, attention_backend, runner_cls, architecture, model_cls = parallel.receive_object()
+        ModelRegistry.register(architecture, model_cls)  # the user's own class, perhaps
         model_config = ModelConfig.from_folder(resolve_folder(config.model))
         config = replace(config, device=device)
-        runner = ModelRunner(config, model_config, attention_backend, parallel)
-        while (scheduler_output := parallel.receive()) is not None:
-            runner.launch(scheduler_output)  # its tokens are rank 0's to read
+        runner = runner_cls(config, model_config, attention_backend, parallel)
+        while (scheduler_output := parallel.receive_object()) is not None:
+            runner.launch(scheduler_output)  # only rank 0 reads the result
     except RankError:
         raise
     except BaseException:
@@ -249,13 +248,17 @@ def serve(store: dist.Store, rank: int, join: Callable[[], ParallelState], devic
 
 
 def main() -> None:
-    """Be one of the ranks that StartedRanks started."""
+    """The main function of a process that SpawnedRanks started.
+
+    Its standard input is a pipe from rank 0: one line of JSON, then nothing. The pipe closes when
+    rank 0 closes it or when rank 0's process ends.
+    """
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):
             return
         line += byte
-    threading.Thread(target=end_with_rank_0, daemon=True).start()
+    threading.Thread(target=exit_with_rank_0, daemon=True).start()
     task = json.loads(line)
     rank, world_size, device = task["rank"], task["world_size"], torch.device(task["device"])
     torch.set_num_threads(task["num_threads"])
@@ -264,14 +267,14 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", task["port"], is_master=False)
     store.set(f"ready/{rank}", "")
     try:
-        serve(store, rank, lambda: connect(store, rank, world_size, device), str(device))
-    except BaseException:  # told to rank 0; a farewell to groups that hang would hang, too
-        os._exit(1)
+        worker_loop(store, rank, lambda: connect(store, rank, world_size, device), str(device))
+    except BaseException:  # rank 0 reads it from the store
+        os._exit(1)  # not sys.exit: the end of a process group can block when a rank has failed
     os._exit(0)
 
 
-def end_with_rank_0() -> None:
-    """Wait until the lifeline is closed."""
+def exit_with_rank_0() -> None:
+    """Wait until the pipe from rank 0 is closed, then end this process."""
     while os.read(0, 1):
         pass
     os._exit(0)

@@ -1,15 +1,15 @@
 """Where do the other ranks come from, and how do they end?
 
-MultiprocExecutor asks one of these two for the ranks beside its own, 0:
+MultiprocExecutor gets the ranks beside its own, rank 0, from one of two classes:
 
-    StartedRanks     processes that rank 0 starts on its machine; they end with it, however it ends
+    SpawnedRanks     processes that rank 0 starts on its own machine; they end when rank 0 ends
     TorchrunRanks    processes that torchrun started, on one machine or many, with the same script
 
-and needs three things of them: `connect` (meet the others), `find_failure` (has one ended, and
-why?) and `close`. Nothing is fixed in advance (the port is one that was free), and nothing is left
-behind: no process, no file, no shared memory.
+Both have the same three methods: `connect` (make the process groups), `find_failure` (which rank
+has failed, and why?) and `close` (end the engine's ranks). No port is fixed: rank 0 takes a free
+one. Nothing is left behind: no process, no file, no shared memory.
 
-Left out: starting ranks on other machines, which is torchrun's trade.
+Left out: starting ranks on other machines, which is the task of torchrun.
 
 vLLM: vllm/executor/multiproc_worker_utils.py (V0); vllm/v1/executor/multiproc_executor.py (V1).
 """
@@ -40,29 +40,30 @@ from nanoserve.parallel import (
     address_towards,
     choose_device,
     connect,
-    serve_store,
+    start_store,
 )
 
-GRACE = 5.0  # seconds for a rank to end, or for the news of its end to come
-# (store, rank, how to meet the others, device) -> the life of a rank above 0: executor.serve
-Serve = Callable[[Any, int, Callable[[], ParallelState], str], None]
+EXIT_TIMEOUT = 5.0  # seconds for a rank to end, or for a rank's failure to become known
+# (store, rank, function that connects the ranks, device): see multiproc.worker_loop
+WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
 
 
-def find_report(store: dist.Store, world_size: int) -> str | None:
-    """What a failing rank left in the store, if one did."""
-    with contextlib.suppress(RuntimeError):  # the store is gone, with whoever kept it
+def read_failure(store: dist.Store, world_size: int) -> str | None:
+    """The traceback that a failing rank has written to the store, if there is one."""
+    with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
         for rank in range(1, world_size):
             if store.check([f"failure/{rank}"]):
                 return f"rank {rank} failed:\n{store.get(f'failure/{rank}').decode()}"
     return None
 
 
-class StartedRanks:
-    """Ranks that this process starts on its own machine, and that never outlive it.
+class SpawnedRanks:
+    """Ranks that this process starts on its own machine.
 
-    Each is a `python -m nanoserve.distributed.multiproc`, told by its standard input where to
-    find rank 0. That pipe stays open as a lifeline: when it closes, because of `close`, because
-    this object is garbage, or because this process is no more, the rank ends itself.
+    Each rank is a process `python -m nanoserve.distributed.multiproc`. This process writes to the
+    rank's standard input where the store is, and keeps that pipe open. Invariant: no rank outlives
+    this process. The pipe closes when `close` is called, when this object is garbage collected, and
+    when this process ends in any way; the rank exits when the pipe closes.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -72,20 +73,21 @@ class StartedRanks:
         if self.device.type == "cuda":
             check_num_gpus(self.world_size)
             self.device = torch.device("cuda", 0)
-        self.store, port = serve_store()
+        self.store, port = start_store()
         self.num_threads = max(1, torch.get_num_threads() // self.world_size)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
-        self._end = weakref.finalize(self, end_processes, self.processes, self._closing)
+        self._finalizer = weakref.finalize(self, end_processes, self.processes, self._closing)
         try:
             for rank in range(1, self.world_size):
-                self.processes.append(self._start(rank, port))
+                self.processes.append(self._spawn(rank, port))
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, port: int) -> subprocess.Popen[bytes]:
-        """In a session of its own, where no Ctrl-C reaches it, with our way of finding modules."""
+    def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
+        """Start one rank, with this process's module search path, in a session of its own (the
+        terminal's Ctrl-C does not reach it there)."""
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
             [sys.executable, "-m", "nanoserve.distributed.multiproc"],
@@ -101,39 +103,42 @@ class StartedRanks:
             "num_threads": self.num_threads,
         }
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended already; connect() will say so
+        with contextlib.suppress(OSError):  # the rank has ended already; connect() will raise
             process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
         return process
 
     def connect(self) -> ParallelState:
-        """Wait for the others, as long as they live, and meet them. Called in rank 0's thread."""
-        share_cores(self.num_threads)
+        """Wait until all ranks have started, and make the process groups. Called in rank 0's
+        thread. Raises RankError if a rank ends meanwhile."""
+        limit_threads(self.num_threads)
         ready = [f"ready/{rank}" for rank in range(1, self.world_size)]
         while not self.store.check(ready):
-            if (failure := self.find_failure(patience=0)) is not None:
+            if (failure := self.find_failure(timeout=0)) is not None:
                 raise RankError(failure)
             if self._closing.wait(0.02):
-                raise RankError("the ranks were told to end.")
+                raise RankError("the executor was closed while its ranks started.")
         parallel = connect(self.store, 0, self.world_size, self.device)
         if self.device.type == "cuda":
             for process in self.processes:
                 arguments = (process, parallel.group, self._closing)
-                threading.Thread(target=abort_when_it_ends, args=arguments, daemon=True).start()
+                threading.Thread(target=abort_group_on_exit, args=arguments, daemon=True).start()
         return parallel
 
-    def find_failure(self, patience: float) -> str | None:
-        """Which rank has ended and why, if one has; `patience`: seconds to wait for the news.
+    def find_failure(self, timeout: float) -> str | None:
+        """Which rank has failed and why, or None. Waits up to `timeout` seconds for an answer.
 
-        A report comes first, then a rank that was killed: those that lost it end in consequence.
+        One failure makes other ranks fail too. So a traceback in the store comes first, and a rank
+        that was killed by a signal comes before a rank that has exited.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while True:
             codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
-            ended = {rank: code for rank, code in codes.items() if code is not None}
-            if (patience or ended) and (report := find_report(self.store, self.world_size)):
-                return report
-            for rank, code in sorted(ended.items(), key=lambda item: item[1]):
+            ended = [(code, rank) for rank, code in codes.items() if code is not None]
+            if (timeout or ended) and (failure := read_failure(self.store, self.world_size)):
+                return failure
+            if ended:
+                code, rank = min(ended)  # the code of a killed process is minus its signal
                 how = f"ended with exit code {code}"
                 if code < 0:
                     how = f"was killed by {signal.Signals(-code).name}"
@@ -143,36 +148,37 @@ class StartedRanks:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End them all; at once, as they have nothing to save."""
-        self._end()
+        """End all ranks at once: a rank has nothing to save."""
+        self._finalizer()
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], closing: threading.Event) -> None:
-    """Close the lifelines, wait for the ends, and kill whoever does not end."""
+    """Close the pipes to the ranks and wait for their ends; kill a rank after EXIT_TIMEOUT."""
     closing.set()
     for process in processes:
         if process.stdin is not None:
-            with contextlib.suppress(OSError):  # something unsaid, to a rank that is gone
+            with contextlib.suppress(OSError):  # unwritten data for a rank that has ended
                 process.stdin.close()
     for process in processes:
         try:
-            process.wait(GRACE)
+            process.wait(EXIT_TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def abort_when_it_ends(
+def abort_group_on_exit(
     process: subprocess.Popen[bytes], group: Any, closing: threading.Event
 ) -> None:
-    """On GPUs nobody notices a rank's death: nccl's kernels would wait for it for ever."""
+    """Abort the nccl group when the rank's process ends: an nccl kernel does not notice that a rank
+    has ended, and would wait for it until STEP_TIMEOUT."""
     process.wait()
     if not closing.is_set():
         group.abort()
 
 
 def check_num_gpus(num_local_ranks: int) -> None:
-    """Raise ValueError if there is not a GPU for each."""
+    """Raise ValueError if there are fewer GPUs than ranks on this machine."""
     if torch.cuda.device_count() < num_local_ranks:
         raise ValueError(
             f"{num_local_ranks} ranks on this machine need as many GPUs, and torch sees "
@@ -180,10 +186,12 @@ def check_num_gpus(num_local_ranks: int) -> None:
         )
 
 
-def share_cores(num_threads: int) -> None:
-    """Let torch use so many threads in work that the calling thread gives it, and leave all other
-    threads of this process as they are: the number belongs to a thread, and to those yet to come
-    the one that was set last."""
+def limit_threads(num_threads: int) -> None:
+    """Let torch use `num_threads` cores for the calling thread's work, and for no other thread's.
+
+    torch.set_num_threads sets two numbers: the calling thread's, and the default for threads that
+    start later. The second call, in a thread of its own, sets the default back.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     restore = threading.Thread(target=torch.set_num_threads, args=(before,))
@@ -192,16 +200,16 @@ def share_cores(num_threads: int) -> None:
 
 
 class TorchrunRanks:
-    """Ranks that torchrun started, all with the same script; they meet in torchrun's store.
+    """Ranks that torchrun started, all with the same script. They meet at torchrun's store.
 
-    Rank 0 runs the script. On any other rank the first LLM that the script builds becomes a servant
-    of rank 0: it runs what that builds, one engine after the other, whatever its own arguments, and
-    exits the process when rank 0's has ended.
+    Rank 0 runs the script. On another rank, the constructor of the first LLM does not return: it
+    runs the worker loop for each engine that rank 0 builds, one after the other, with rank 0's
+    arguments, and exits the process when rank 0's script has ended.
     """
 
-    def __init__(self, config: EngineConfig, serve: Serve) -> None:
+    def __init__(self, config: EngineConfig, worker_loop: WorkerLoop) -> None:
         """Raises ValueError if torchrun started another number of ranks, or for a second engine
-        while one is open; SystemExit on ranks above 0, at the end."""
+        while one is open; SystemExit on ranks above 0, at the end of rank 0's script."""
         from torch.distributed.rendezvous import rendezvous
 
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -218,29 +226,29 @@ class TorchrunRanks:
             check_num_gpus(self.num_local_ranks)
             self.device = torch.device("cuda", self.local_rank)
             torch.cuda.set_device(self.device)
-        whole, _, _ = next(rendezvous("env://"))
-        self.whole = dist.PrefixStore("nanoserve", whole)
+        torchrun_store, _, _ = next(rendezvous("env://"))
+        self.job_store = dist.PrefixStore("nanoserve", torchrun_store)
         if self.rank:
-            self._serve_all(serve)
-        if self.whole.add("open", 1) > 1:
-            self.whole.add("open", -1)
+            self._work_until_exit(worker_loop)
+        if self.job_store.add("num_open_engines", 1) > 1:
+            self.job_store.add("num_open_engines", -1)
             raise ValueError("under torchrun, one engine at a time: close() the one that is open.")
-        self._farewell: Any = weakref.finalize(self, self.whole.add, "open", -1)
-        atexit.register(call_next_engine, self.whole, "over")
-        self.store = call_next_engine(self.whole, "build")
+        self._finalizer: Any = weakref.finalize(self, self.job_store.add, "num_open_engines", -1)
+        atexit.register(announce, self.job_store, "exit")
+        self.store = announce(self.job_store, "engine")
 
-    def _serve_all(self, serve: Serve) -> None:
-        """Serve engine 1, 2, ... until rank 0 says that there will be no more."""
+    def _work_until_exit(self, worker_loop: WorkerLoop) -> None:
+        """Run the worker loop of each engine that rank 0 announces; then exit this process."""
         for number in range(1, sys.maxsize):
-            store = dist.PrefixStore(f"engine/{number}", self.whole)
-            store.wait(["call"], IDLE_TIMEOUT)
-            if store.get("call") == b"over":
+            self.store = dist.PrefixStore(f"announcement/{number}", self.job_store)
+            self.store.wait(["kind"], IDLE_TIMEOUT)
+            if self.store.get("kind") == b"exit":
                 sys.exit(0)
-            self.store = store
-            serve(store, self.rank, self.connect, str(self.device))
+            worker_loop(self.store, self.rank, self.connect, str(self.device))
 
     def connect(self) -> ParallelState:
-        """Meet the others at the addresses by which they reach torchrun's store."""
+        """Make the process groups, on the network address by which this machine reaches torchrun's
+        store."""
         address = address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         parallel = connect(
             self.store,
@@ -251,37 +259,38 @@ class TorchrunRanks:
             num_local_ranks=self.num_local_ranks,
         )
         if self.rank == 0:
-            self._farewell.detach()
-            self._farewell = weakref.finalize(self, say_goodbye, parallel, self.whole)
+            self._finalizer.detach()
+            self._finalizer = weakref.finalize(self, send_shutdown, parallel, self.job_store)
         return parallel
 
-    def find_failure(self, patience: float) -> str | None:
-        """What a failing rank reported; `patience`: seconds to wait for it."""
-        if patience:  # torchrun is about to end this process, too: be quick to say why
+    def find_failure(self, timeout: float) -> str | None:
+        """The traceback that a failing rank has written. Waits up to `timeout` seconds for it."""
+        if timeout:
             print("nanoserve: rank 0 has lost another rank of its engine.", file=sys.stderr)
-        deadline = time.monotonic() + min(patience, 1.0)
-        while patience:
-            report = find_report(self.store, self.world_size)
-            if report is not None or time.monotonic() >= deadline:
-                return report
+        deadline = time.monotonic() + min(timeout, 1.0)  # torchrun is about to end rank 0 as well
+        while timeout:
+            failure = read_failure(self.store, self.world_size)
+            if failure is not None or time.monotonic() >= deadline:
+                return failure
             time.sleep(0.02)
         return None
 
     def close(self) -> None:
-        """Send the others back to wait for the next engine, or for the end."""
-        self._farewell()
+        """End the engine: the other ranks wait for rank 0's next announcement."""
+        self._finalizer()
 
 
-def call_next_engine(whole: dist.Store, call: str) -> dist.Store:
-    """Tell the waiting ranks what is next, "build" or "over"; the store of that engine."""
-    store = dist.PrefixStore(f"engine/{whole.add('number', 1)}", whole)
-    store.set("call", call)
+def announce(job_store: dist.Store, kind: str) -> dist.Store:
+    """Tell the waiting ranks what comes next: an "engine", or the "exit". Returns the store of that
+    announcement, in which the ranks of the engine connect."""
+    store = dist.PrefixStore(f"announcement/{job_store.add('num_announcements', 1)}", job_store)
+    store.set("kind", kind)
     return store
 
 
-def say_goodbye(parallel: ParallelState, whole: dist.Store) -> None:
-    """The last words of rank 0's engine; in vain if the ranks are lost."""
-    with contextlib.suppress(RuntimeError):
-        whole.add("open", -1)
-        parallel.send(None)
-    parallel.leave()
+def send_shutdown(parallel: ParallelState, job_store: dist.Store) -> None:
+    """End the worker loops of rank 0's engine."""
+    with contextlib.suppress(RuntimeError):  # the other ranks have ended already
+        job_store.add("num_open_engines", -1)
+        parallel.broadcast_object(None)
+    parallel.close()

@@ -1,18 +1,19 @@
 """What would a run here use, and does it work?
 
     python -m nanoserve doctor                          the demo model
-    python -m nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this one (config.json alone)
+    python -m nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
 
-One screen: versions, device, what the engine chose when it was built (device, dtype, attention),
-threads, how many KV blocks the memory holds, and a self-check: ten tokens of the demo model, each
-of which transformers, given the same text, must hold for the likeliest too. Whatever is missing or
-odd comes last, with what to do about it. The exit status is 1 if the self-check fails.
+The report is one screen: versions, device, threads, what the engine chose when it was built
+(device, dtype, attention), how many KV blocks the memory holds, and a self-check. The self-check
+generates ten tokens with the demo model. Each of them must be the token that transformers, given
+the same text, holds for the likeliest. The last lines name each problem and what to do about it.
+The exit status is 1 if the self-check fails.
 
     device        cpu: x86_64, 2 cores; 20.1 GiB free
     KV blocks     demo: 16384 of 16 tokens, 128 sequences of 2048 tokens
     self-check    passed: ' there was a kind girl named Mia. ', as transformers would
 
-Left out: measuring speed (bench.py), and anything that changes the machine.
+Left out: measuring speed (bench.py), and changes to the machine.
 
 vLLM: vllm/collect_env.py (V1).
 """
@@ -20,17 +21,17 @@ vLLM: vllm/collect_env.py (V1).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import shutil
 from dataclasses import dataclass, field
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
-from nanoserve.attention import get_attn_backend
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
 from nanoserve.layers import LayerConfig
@@ -42,8 +43,8 @@ from nanoserve.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 10
-# A token may lose against transformers' likeliest by so much of the logits' standard deviation:
-# near ties come out either way, above all in bfloat16.
+# In a near tie of two tokens, rounding decides which token is the likeliest, above all in bfloat16.
+# So a logit may be this much lower than the highest one, in standard deviations of the logits.
 TOLERANCE = 0.05
 GIB = 2**30
 
@@ -66,30 +67,32 @@ class Report:
 
 
 def examine(model: str | None = None) -> Report:
-    """Look at everything. Raises ValueError if `model` has no readable config.json."""
-    report = Report()
-    config = None if model is None else read_config(model)
+    """Make the whole report. Raises ValueError if `model` has no readable config.json."""
+    report, device = Report(), choose_device("auto")
+    model_config = None if model is None else read_config(model)
     check_versions(report)
-    device = choose_device("auto")
     check_device(report, device)
     check_threads(report)
     with LLM() as llm:
-        check_engine(report, llm)
-        if config is not None:
-            check_room(report, config, device)
+        executor = llm.engine.executor
+        report.add("engine", executor.describe())
+        room = describe_room(executor.num_kv_blocks, llm.engine.config)
+        report.add("KV blocks", f"demo: {room}")
+        if model_config is not None:
+            check_room(report, model_config, device)
         self_check(report, llm)
     return report
 
 
 def read_config(model: str) -> ModelConfig:
-    """Of a folder, or of a Hugging Face id; of that no more than config.json is downloaded."""
+    """The config of a folder or of a Hugging Face id; downloads config.json and nothing else."""
     if Path(model).is_dir():
         return ModelConfig.from_folder(Path(model))
     from huggingface_hub import hf_hub_download
 
     try:
         return ModelConfig.from_folder(Path(hf_hub_download(model, "config.json")).parent)
-    except Exception as error:  # the hub's own errors are many; all mean: not to be had
+    except Exception as error:  # the hub has many errors; each means that there is no config.json
         raise ValueError(
             f"model {model!r} is not a folder, and the Hugging Face hub did not deliver its "
             f"config.json ({type(error).__name__}). Check the name and the connection."
@@ -97,177 +100,124 @@ def read_config(model: str) -> ModelConfig:
 
 
 def check_versions(report: Report) -> None:
-    """Python and the packages that nanoserve needs, against the ranges it was made for."""
+    """Python and the packages that nanoserve needs, with the versions that setup.cfg allows."""
     report.add("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    required = {}
-    for text in _requirements():
-        from packaging.requirements import Requirement
-
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            required[requirement.name] = requirement.specifier
+    # A checkout that is not installed tells no requirements.
+    texts = metadata.requires("nanoserve") if _version("nanoserve") else None
+    requirements = {item.name: item for item in map(Requirement, texts or [])}
     for name in ("torch", "triton", "transformers", "safetensors"):
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            report.add(name, "not installed")
-            if name in required:
-                report.advice.append(f"install {name}: pip install '{name}{required[name]}'")
+        version, wanted = _version(name), requirements.get(name)
+        report.add(name, version or "not installed")
+        if wanted is None or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
             continue
-        wanted = required.get(name)
-        fits = wanted is None or wanted.contains(version, prereleases=True)
-        report.add(name, version if fits else f"{version}, made for {wanted}")
-        if not fits:
-            report.advice.append(f"pip install '{name}{wanted}'")
+        if not version or not wanted.specifier.contains(version, prereleases=True):
+            report.advice.append(f"pip install '{name}{wanted.specifier}'")
 
 
-def _requirements() -> list[str]:
-    """Those of the installed package; none if it runs from a checkout that is not installed."""
-    try:
-        return metadata.requires("nanoserve") or []
-    except metadata.PackageNotFoundError:
-        return []
+def _version(package: str) -> str | None:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def check_device(report: Report, device: torch.device) -> None:
     """The device that "auto" means here, and its memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        name = torch.cuda.get_device_name(device)
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        memory = f"{total / GIB:.1f} GiB, {free / GIB:.1f} free"
-        report.add("device", f"{device}: {name} (sm {capability}), {memory}")
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"{device}: {torch.cuda.get_device_name(device)} (sm {major}.{minor})"
+        report.add("device", f"{name}, {total / GIB:.1f} GiB, {free / GIB:.1f} free")
         if free < 0.5 * total:
-            report.advice.append(
-                "less than half of the GPU's memory is free: look for other processes (nvidia-smi)"
-            )
+            report.advice.append("half of the GPU's memory is in use: see nvidia-smi for programs")
         return
-    report.add(
-        "device",
-        f"cpu: {platform.processor() or platform.machine()}, {_num_cores()} cores; "
-        f"{available_memory() / GIB:.1f} GiB free",
-    )
-    if shutil.which("nvidia-smi") and torch.version.cuda is None:
-        report.advice.append(
-            "an NVIDIA driver is here, but this torch is built without CUDA: see "
-            "https://pytorch.org/get-started/locally"
-        )
-    elif shutil.which("nvidia-smi"):
-        report.advice.append(
-            f"an NVIDIA driver is here, but torch (CUDA {torch.version.cuda}) sees no GPU: run "
-            "nvidia-smi, look at CUDA_VISIBLE_DEVICES, or take a torch for your driver"
-        )
+    name = f"cpu: {platform.processor() or platform.machine()}, {_num_cores()} cores"
+    report.add("device", f"{name}; {available_memory() / GIB:.1f} GiB free")
+    if shutil.which("nvidia-smi"):
+        build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        problem = f"an NVIDIA driver is here, but torch (built {build}) sees no GPU"
+        remedy = "run nvidia-smi, check CUDA_VISIBLE_DEVICES, see pytorch.org/get-started/locally"
+        report.advice.append(f"{problem}: {remedy}")
 
 
 def _num_cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """The cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def check_threads(report: Report) -> None:
+    """How many cores torch uses, and whether its waiting threads keep cores busy."""
     threads, cores = torch.get_num_threads(), _num_cores()
-    policy = os.environ.get("OMP_WAIT_POLICY", "").lower()
-    waiting = "waiting threads sleep" if policy == "passive" else "waiting threads may spin"
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    waiting = "waiting threads " + ("sleep" if is_passive else "may spin")
     report.add("threads", f"{threads} of torch on {cores} cores; {waiting}")
-    if threads > cores:
-        report.advice.append(f"more threads than cores: set OMP_NUM_THREADS={cores}")
-    elif threads < (cores + 1) // 2:
-        report.advice.append(
-            f"most cores are left idle: unset OMP_NUM_THREADS, or set it to {cores}"
-        )
-    if policy != "passive" and not torch.cuda.is_available():
-        report.advice.append(
-            "if other programs share these cores: OMP_WAIT_POLICY=passive keeps waiting threads "
-            "from taking them"
-        )
+    if not (cores + 1) // 2 <= threads <= cores:
+        problem = "more threads than cores" if threads > cores else "most cores are idle"
+        report.advice.append(f"{problem}: set OMP_NUM_THREADS={cores}")
+    if not is_passive and not torch.cuda.is_available():
+        report.advice.append("if other programs share these cores: set OMP_WAIT_POLICY=passive")
 
 
-def check_engine(report: Report, llm: LLM) -> None:
-    """What the engine says it chose, and the demo model's KV cache."""
-    engine = llm.engine
-    report.add("engine", engine.executor.describe())
-    if not torch.cuda.is_available():
-        report.add("CUDA graphs", "none without a GPU")
-    if platform.system() == "Linux" and find_spec("triton") is None:
-        report.advice.append(
-            "no Triton: GPU attention would fall back to PyTorch; pip install triton"
-        )
-    assert engine.config.max_model_len, "EngineConfig not resolved"
-    room = describe_room(
-        engine.executor.num_kv_blocks, engine.config.block_size, engine.config.max_model_len
-    )
-    report.add("KV blocks", f"demo: {room}")
-
-
-def describe_room(num_blocks: int, block_size: int, max_model_len: int) -> str:
-    """ "1000 of 16 tokens, 7 sequences of 2048 tokens"."""
-    sequences = num_blocks * block_size // max_model_len
-    return f"{num_blocks} of {block_size} tokens, {sequences} sequences of {max_model_len} tokens"
+def describe_room(num_blocks: int, config: EngineConfig) -> str:
+    """For example "1000 of 16 tokens, 7 sequences of 2048 tokens"."""
+    size, length = config.block_size, config.max_model_len
+    assert length, "EngineConfig not resolved"
+    num_sequences = num_blocks * size // length
+    return f"{num_blocks} of {size} tokens, {num_sequences} sequences of {length} tokens"
 
 
 def check_room(report: Report, model_config: ModelConfig, device: torch.device) -> None:
-    """How many KV blocks there would be beside the weights of a model that is not loaded."""
-    name = model_config.path.name
-    if ModelRegistry.get(model_config.architecture) is None:
-        architecture = model_config.architecture
+    """How many KV blocks would fit beside the weights of a model that is not loaded."""
+    name, architecture = model_config.path.name, model_config.architecture
+    if ModelRegistry.get(architecture) is None:
         report.add("", f"{name}: {architecture} runs through transformers; its size is not known")
         return
     config = EngineConfig(device=device.type).resolve(model_config)
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     dtype = choose_dtype("auto", model_config.dtype, device)
-    layer_config = LayerConfig(
-        dtype=dtype, device=torch.device("meta"), attention=get_attn_backend("torch")
-    )
-    model = build_model(model_config, config.max_model_len, layer_config)  # shapes, no memory
+    layer_config = LayerConfig(dtype=dtype, device=torch.device("meta"))  # shapes, no memory
+    model = build_model(model_config, config.max_model_len, layer_config)
     weights = model.num_bytes()
-    block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         memory = free - weights - total * (1 - config.gpu_memory_utilization)
     else:
         free = available_memory()
         memory = (free - weights) * CPU_CACHE_SHARE
+    block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = max(0, min(int(memory // block), per_sequence * config.max_num_seqs))
-    room = describe_room(num_blocks, config.block_size, config.max_model_len)
+    room = describe_room(num_blocks, config)
     report.add("", f"{name}: {room}, beside {weights / GIB:.1f} GiB of weights in {dtype}")
     if weights > free:
         report.advice.append(f"{name} does not fit: {weights / GIB:.1f} GiB of weights alone")
     elif num_blocks < per_sequence:
-        fitting = max(1, num_blocks * config.block_size)
-        report.advice.append(
-            f"{name}: no room for one sequence of full length; max_model_len={fitting} would fit"
-        )
+        length = max(1, num_blocks * config.block_size)
+        report.advice.append(f"{name}: one sequence does not fit; max_model_len={length} would")
 
 
 def self_check(report: Report, llm: LLM) -> None:
-    """Ten tokens of the demo model, as transformers sees them: given the same text, each must be
-    its likeliest, up to near ties."""
+    """Generate NUM_TOKENS tokens with the demo model, and compare each with transformers' choice
+    for the same text."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     [output] = llm.generate(PROMPT, params, use_tqdm=False)
     completion = output.outputs[0]
     try:
-        worst = worst_gap(output.prompt_token_ids, completion.token_ids)
-    except Exception as error:  # transformers is a peer here; what it lacks, it says
-        worst, problem = float("inf"), f"transformers could not run: {error}"
-    else:
-        problem = f"a token loses by {worst:.2f} standard deviations against transformers' choice"
-    report.is_healthy = worst <= TOLERANCE
+        gap = largest_gap(output.prompt_token_ids, completion.token_ids)
+        problem = f"a token is {gap:.2f} standard deviations below transformers' choice"
+    except Exception as error:  # transformers' own errors say what it lacks
+        gap, problem = float("inf"), f"transformers could not run: {error}"
+    report.is_healthy = gap <= TOLERANCE
     if report.is_healthy:
         report.add("self-check", f"passed: {completion.text!r}, as transformers would")
         return
     report.add("self-check", f"FAILED: {completion.text!r}; {problem}")
-    report.advice.append(
-        "the self-check failed: run the tests (pytest), and see whether device='cpu', "
-        "dtype='float32' helps"
-    )
+    report.advice.append("the self-check failed: run pytest; try device='cpu', dtype='float32'")
 
 
-def worst_gap(prompt: list[int], output: list[int]) -> float:
-    """By how much, in standard deviations of the logits, a token of `output` loses at worst against
-    the likeliest by transformers, on a CPU in float32."""
+def largest_gap(prompt: list[int], output: list[int]) -> float:
+    """The largest difference between transformers' highest logit (on a CPU, in float32) and the
+    logit of the token in `output`, in standard deviations of the logits."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
@@ -279,9 +229,7 @@ def worst_gap(prompt: list[int], output: list[int]) -> float:
 
 def main(arguments: list[str]) -> int:
     """Print the report; return the exit status."""
-    parser = argparse.ArgumentParser(
-        "python -m nanoserve doctor", description=__doc__.split("\n")[0]
-    )
+    parser = argparse.ArgumentParser("python -m nanoserve doctor")
     parser.add_argument("--model", help="folder or Hugging Face id: how many KV blocks would fit?")
     args = parser.parse_args(arguments)
     try:
