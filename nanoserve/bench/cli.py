@@ -25,6 +25,7 @@ import sys
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +35,10 @@ from nanoserve.bench import control, inside, kernels, plot, report, suites
 from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEERS
 from nanoserve.bench.turns import Settings
-from nanoserve.bench.workload import DUMMY_MODELS, draw_requests, write_dummy
+from nanoserve.bench.workload import DUMMY_MODELS, write_dummy
 from nanoserve.config import ModelConfig, resolve_folder
 
 Values = dict[str, Any]
-
-
-def scheduler_suite(settings: Settings) -> Values:
-    sizes, contexts = [16, 64, 256, 1024], [128, 512, 2048]
-    return control.scheduler_suite(sizes, contexts, 200, settings.use_tqdm)
-
-
-def memory_suite(settings: Settings) -> Values:
-    """As in the paper, requests end long before the length that the model would allow."""
-    requests = draw_requests(256, 50, 512, 1000, settings.seed)
-    return control.memory_suite(requests, max_model_len=2048, num_slots=64 * 1024)
-
-
-def kernel_suite(settings: Settings) -> Values:
-    has_its_dtype = settings.is_cpu or settings.dtype == "bfloat16"
-    limits = settings.limits if has_its_dtype else None
-    return kernels.kernel_suite(settings.device, limits, settings.use_tqdm)
 
 
 # name -> a function that measures and returns plain values, as --json writes them
@@ -63,15 +47,16 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "batch": suites.batch_suite,
     "latency": suites.latency_suite,
     "prefix": inside.prefix_suite,
-    "scheduler": scheduler_suite,
-    "memory": memory_suite,
+    "scheduler": control.scheduler_suite,
+    "memory": control.memory_suite,
     "steps": inside.steps_suite,
-    "kernel": kernel_suite,
+    "kernel": kernels.kernel_suite,
     "parallel": inside.parallel_suite,
 }
 DEFAULT_SUITES = ("throughput", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
 GPU_SUITES = ("throughput", "batch", "steps", "kernel")
 
+PEER_NAMES = tuple(name for name in PEERS if name != "nanoserve")
 # What an option is that was not given. A line wins over the lines below it.
 TOY = {"num_requests": 4, "min_len": 8, "max_len": 16, "batch_sizes": (1, 2), "repeat": 1,
        "dummy": "qwen3-tiny", "variants": []}  # fmt: skip
@@ -88,7 +73,7 @@ GPU_WORKLOAD = {
 ON_CPU = {"dtype": "float32", "num_requests": 32, "min_len": 50, "max_len": 256}
 ON_GPU = {"dtype": "bfloat16", "num_requests": 256, "min_len": 100, "max_len": 1024}
 DEFAULTS = {
-    "compare": tuple(name for name in PEERS if name != "nanoserve"),
+    "compare": PEER_NAMES,
     "batch_sizes": (1, 2, 4, 8, 16, 32),
     "temperature": 0.0,
     "repeat": 3,
@@ -99,16 +84,18 @@ DEFAULTS = {
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--suite", type=suite_names, help=f"{', '.join(SUITES)} or gpu; several with commas")
+    add("--suite", type=names_of("suite", [*SUITES, "gpu"]),
+        help=f"{', '.join(SUITES)} or gpu; several with commas")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
-    add("--compare", type=peer_names,
+    add("--compare", type=names_of("peer", [*PEER_NAMES, "none"]),
         help="peers: hf, hf-continuous, vllm, nano-vllm; or none (default: all)")  # fmt: skip
     add("--peer-python", type=peer_python, action="append", default=[], metavar="PEER=PYTHON",
         help="run a peer in another environment, by its interpreter")  # fmt: skip
     add("--nano-vllm", metavar="FOLDER", help="a checkout of nano-vllm, if it is not installed")
-    add("--variant", type=variant, action="append", dest="variants", metavar="NAME:OPTION=VALUE,...",
+    add("--variant", type=variant, action="append", dest="variants",
+        metavar="NAME:OPTION=VALUE,...",
         help="a further nanoserve, with options of LLM")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     add("--dtype", help="default: float32 on a CPU, bfloat16 on a GPU")
@@ -156,7 +143,7 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Va
         "device": settings.device,
         "is_toy": is_toy,
         "note": args.note,
-        "limits": settings.limits.as_dict(),
+        "limits": asdict(settings.limits),
         "suites": {},
     }
     if is_toy:
@@ -176,7 +163,7 @@ def fill_in(args: argparse.Namespace) -> tuple[list[str], bool]:
     if args.dummy and args.model:
         raise ValueError("--dummy and --model name two models; give one of them.")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    is_gpu_suite = args.suite == ["gpu"]
+    is_gpu_suite = "gpu" in (args.suite or [])
     is_toy = is_gpu_suite and args.device == "cpu"
     defaults = {**DEFAULTS, **(ON_CPU if args.device == "cpu" else ON_GPU)}
     defaults |= (GPU_WORKLOAD if is_gpu_suite else {}) | (TOY if is_toy else {})
@@ -185,10 +172,11 @@ def fill_in(args: argparse.Namespace) -> tuple[list[str], bool]:
     for option, value in defaults.items():
         if getattr(args, option) is None:
             setattr(args, option, value)
-    names = list(GPU_SUITES if is_gpu_suite else args.suite or DEFAULT_SUITES)
-    if args.plot:
-        names += [name for name in ("batch", "steps") if name not in names]
-    return names, is_toy
+    names = [*(args.suite or DEFAULT_SUITES), *(("batch", "steps") if args.plot else ())]
+    for i, name in enumerate(names):
+        if name == "gpu":
+            names[i : i + 1] = GPU_SUITES
+    return list(dict.fromkeys(names)), is_toy
 
 
 def make_settings(args: argparse.Namespace, scratch: Path) -> Settings:
@@ -207,6 +195,7 @@ def make_settings(args: argparse.Namespace, scratch: Path) -> Settings:
     given |= {
         "folder": folder,
         "model": args.dummy or (Path(args.model).name if args.model else folder.name),
+        "compare": tuple(name for name in args.compare if name != "none"),
         "variants": dict(args.variants),
         "peer_python": dict(args.peer_python),
         # At the end, since it takes seconds.
@@ -218,26 +207,17 @@ def make_settings(args: argparse.Namespace, scratch: Path) -> Settings:
 # -- the values of options; argparse shows an ArgumentTypeError's message --
 
 
-def suite_names(text: str) -> list[str]:
-    """ "batch,steps" -> ["batch", "steps"]."""
-    names = text.split(",")
-    unknown = sorted(set(names) - set(SUITES))
-    if unknown and names != ["gpu"]:
-        allowed = ", ".join([*SUITES, "gpu (alone)"])
-        raise argparse.ArgumentTypeError(f"no suite {', '.join(unknown)}; allowed: {allowed}.")
-    return names
+def names_of(what: str, allowed: list[str]) -> Callable[[str], list[str]]:
+    """A function: "hf,vllm" -> ["hf", "vllm"]."""
 
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := sorted(set(names) - set(allowed)):
+            message = f"no {what} {', '.join(unknown)}; allowed: {', '.join(allowed)}."
+            raise argparse.ArgumentTypeError(message)
+        return names
 
-def peer_names(text: str) -> tuple[str, ...]:
-    """ "hf,vllm" -> ("hf", "vllm"); "none" -> ()."""
-    names = tuple(name for name in text.split(",") if name != "none")
-    allowed = [name for name in PEERS if name != "nanoserve"]
-    unknown = sorted(set(names) - set(allowed))
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no peer {', '.join(unknown)}; allowed: {', '.join(allowed)}, none."
-        )
-    return names
+    return parse
 
 
 def peer_python(text: str) -> tuple[str, str]:

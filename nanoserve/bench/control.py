@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
-from nanoserve.bench.workload import Request
+from nanoserve import sequence
+from nanoserve.bench.turns import Settings
+from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import ModelOutput, RequestMetrics, Sequence
+from nanoserve.sequence import ModelOutput, RequestMetrics
 
 BLOCK_SIZE = 16
 TOKEN = 7  # every output token is this one
@@ -50,7 +50,7 @@ def make_scheduler(
     scheduler = Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE, prefix_caching))
     for number, request in enumerate(requests):
         length = request.num_output
-        sequence = Sequence(
+        seq = sequence.Sequence(
             seq_id=number,
             request_id=str(number),
             prompt_token_ids=request.prompt,
@@ -60,7 +60,7 @@ def make_scheduler(
             seed=0,
             metrics=RequestMetrics(arrival_time=float(number)),
         )
-        scheduler.add(sequence)
+        scheduler.add(seq)
     return scheduler
 
 
@@ -90,14 +90,17 @@ def run_steps(scheduler: Scheduler) -> Iterator[tuple[float, float]]:
 
 
 def scheduler_suite(
-    sizes: list[int], contexts: list[int], num_steps: int, use_tqdm: bool = True
+    settings: Settings,
+    sizes: Sequence[int] = (16, 64, 256, 1024),
+    contexts: Sequence[int] = (128, 512, 2048),
+    num_steps: int = 200,
 ) -> dict[str, Any]:
     """Median microseconds of a decode step, for each number of running sequences and each context
     length. `growth` compares the longest context with the shortest, at the same number."""
     cases = [(size, context) for size in sizes for context in contexts]
     rows = [
         measure_decode_steps(size, context, num_steps)
-        for size, context in tqdm(cases, desc="scheduler", unit="case", disable=not use_tqdm)
+        for size, context in settings.progress(cases, "scheduler")
     ]
     growth = {}
     for size in sizes:
@@ -146,17 +149,18 @@ class Occupancy(NamedTuple):
     num_running: int  # requests
 
 
-def memory_suite(requests: list[Request], max_model_len: int, num_slots: int) -> dict[str, Any]:
+def memory_suite(
+    settings: Settings, max_model_len: int = 2048, num_slots: int = 64 * 1024
+) -> dict[str, Any]:
     """Which share of the reserved KV slots holds tokens, and how many requests run at once.
 
     num_slots: tokens that the KV cache holds. The paper's three contiguous ways reserve all slots
     of a request when it begins: as many as the model allows (maximum), as the next power of two
     above its final length, or exactly its final length (an oracle knows it). Paged ones are
-    reserved block by block, by the real scheduler.
+    reserved block by block, by the real scheduler. As in the paper, requests end long before the
+    length that the model allows.
     """
-    longest = max(map(final_length, requests))
-    if max(longest, max_model_len) > num_slots:
-        raise ValueError(f"{num_slots} slots do not hold one request of {max_model_len} tokens.")
+    requests = draw_requests(256, 50, 512, 1000, settings.seed)
     ways: dict[str, Callable[[Request], int]] = {
         "contiguous, oracle": final_length,
         "contiguous, power of two": lambda r: 1 << (final_length(r) - 1).bit_length(),

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,19 +40,12 @@ class MachineLimits:
         """The least time for one step of this cost."""
         return max(cost.num_bytes / self.bandwidth, cost.operations / self.rate)
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one step, or of several."""
+class Cost(NamedTuple):
+    """Of one step."""
 
     num_bytes: float
     operations: float
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.num_bytes + other.num_bytes, self.operations + other.operations)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.control import control_plane_seconds
@@ -67,7 +66,7 @@ def prefix_suite(settings: Settings, suffix_len: int = 32, num_output: int = 16)
         settings.llm(max_model_len=length, enable_prefix_caching=False) as plain,
     ):
         rounds = range(WARM_UP, settings.repeat)
-        for round_ in tqdm(rounds, desc="prefix", disable=not settings.use_tqdm):
+        for round_ in settings.progress(rounds, "prefix"):
             shared = draw_shared_prefix(
                 number, settings.prefix_len, suffix_len, num_output, vocab_size, round_
             )
@@ -170,9 +169,7 @@ def steps_suite(settings: Settings) -> dict[str, Any]:
     """Milliseconds of each part of a step, mean over all steps of the throughput workload."""
     rows = []
     variants = {"nanoserve": {}, **{f"nanoserve, {k}": v for k, v in settings.variants.items()}}
-    for label, options in tqdm(
-        variants.items(), desc="steps", unit="engine", disable=not settings.use_tqdm
-    ):
+    for label, options in settings.progress(variants.items(), "steps"):
         with settings.llm(**options) as llm:
             rows.append({"engine": label, **measure_steps(settings, llm)})
     return {"num_requests": settings.num_requests, "lengths": settings.lengths, "rows": rows}
@@ -202,7 +199,7 @@ def parallel_suite(settings: Settings) -> dict[str, Any]:
     """Decode steps of num_requests sequences with the longest prompts, for each number of ranks."""
     sizes = (1, 2) if settings.is_cpu else range(1, torch.cuda.device_count() + 1)
     rows = []
-    for size in tqdm(sizes, desc="parallel", unit="engine", disable=not settings.use_tqdm):
+    for size in settings.progress(sizes, "parallel"):
         measured = measure_ranks(
             size,
             str(settings.folder),

@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanoserve.bench.floor import MachineLimits, measure_limits, run_seconds
+from nanoserve.bench.turns import Settings
 from nanoserve.kernels.attention_cpu import paged_attention_torch
 
 
@@ -145,21 +145,21 @@ def varlen_attention(
 VARLEN_BLOCK_SIZE = 256  # FlashAttention 2 requires blocks of a multiple of this size
 
 
-def kernel_suite(
-    device: str, limits: MachineLimits | None = None, use_tqdm: bool = True
-) -> dict[str, Any]:
+def kernel_suite(settings: Settings) -> dict[str, Any]:
     """Microseconds of each case by each implementation, and its share of the machine's limits."""
-    target = torch.device(device)
-    is_gpu = target.type == "cuda"
+    device = torch.device(settings.device)
+    is_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
-    limits = limits or measure_limits(target, dtype)
+    limits = settings.limits
+    if dtype != getattr(torch, settings.dtype):
+        limits = measure_limits(device, dtype)
     skipped: dict[str, str] = {}
     rows = []
     cases = GPU_CASES if is_gpu else CPU_CASES
-    for case in tqdm(cases, desc="kernel", unit="case", disable=not use_tqdm):
-        for name, function in implementations(target).items():
+    for case in settings.progress(cases, "kernel"):
+        for name, function in implementations(device).items():
             try:
-                rows.append(measure(case, name, function, dtype, target, limits))
+                rows.append(measure(case, name, function, dtype, device, limits))
             except Exception as error:  # the other implementations may still run
                 skipped[f"{name}, {case.name}"] = f"{type(error).__name__}: {error}"[:200]
     note = "" if is_gpu else "no CUDA device: tiny sizes, plain PyTorch; says nothing of the kernel"

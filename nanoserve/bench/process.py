@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nanoserve.bench import peers
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.workload import Request
 
@@ -50,7 +51,7 @@ class EngineProcess:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [python or sys.executable, "-m", "nanoserve.bench.peers", name],
+            [python or sys.executable, peers.__file__, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -75,8 +76,7 @@ class EngineProcess:
             line = ""
         if not line:
             raise EngineError(f"{self.name}: its process has ended. {self._last_output()}")
-        if call != "close":
-            self._signal_group("SIGSTOP")
+        self._signal_group("SIGSTOP")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self.name}: {answer['error']}")
@@ -101,13 +101,11 @@ class EngineProcess:
         return self.call("stream", prompt=request.prompt, length=request.num_output)
 
     def close(self) -> None:
-        """End the process, which frees its memory."""
+        """End the engine's processes at once, which frees their memory."""
         if self._process.poll() is None:
-            try:
-                self.call("close")  # the process then ends its own group
-                self._process.wait(timeout=30)
-            except (EngineError, subprocess.TimeoutExpired):
-                self._kill()
+            self._signal_group("SIGKILL")
+            self._process.kill()  # where there are no process groups
+            self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
@@ -118,11 +116,6 @@ class EngineProcess:
         text = self._log.read().decode("utf-8", "replace")
         return " | ".join([line for line in text.splitlines() if line.strip()][-3:])
 
-    def _kill(self) -> None:
-        self._signal_group("SIGKILL")
-        self._process.kill()
-        self._process.wait()
-
     def _signal_group(self, name: str) -> None:
         """Send a signal to the process group, on systems that have process groups."""
         if hasattr(os, "killpg"):
@@ -132,7 +125,5 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._process.poll() is None:  # such as Ctrl-C: end at once
-            self._kill()
+    def __exit__(self, *_: object) -> None:
         self.close()

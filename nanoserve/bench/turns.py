@@ -17,12 +17,12 @@ vLLM: vllm/benchmarks/ measures one engine at a time and compares results of dif
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -33,6 +33,8 @@ from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.config import ModelConfig
+
+Item = TypeVar("Item")
 
 WARM_UP = -1  # the round in front
 
@@ -103,6 +105,9 @@ class Settings:
             **options,
         )
 
+    def progress(self, items: Iterable[Item], title: str) -> tqdm[Item]:
+        return tqdm(items, desc=title, disable=not self.use_tqdm)
+
     @contextmanager
     def llm(self, **options: Any) -> Iterator[LLM]:
         """An engine in this process, for the suites that look inside."""
@@ -159,20 +164,16 @@ def run_in_turns(settings: Settings, specs: list[EngineSpec], job: Job, title: s
     """
     measured = Measured()
     turns = ["build", "warm up", *range(settings.repeat)]
-    bar = tqdm(
-        total=len(specs) * len(turns), desc=title, unit="turn", disable=not settings.use_tqdm
-    )
-    with bar:
-        for group in [specs] if settings.is_cpu else [[spec] for spec in specs]:
-            with ExitStack() as stack:
-                running = [(spec, stack.enter_context(start(settings, spec))) for spec in group]
-                for turn in turns:
-                    bar.update(len(group))
-                    running = [
-                        (spec, engine)
-                        for spec, engine in running
-                        if take_turn(settings, spec, engine, turn, job, measured)
-                    ]
+    groups = [specs] if settings.is_cpu else [[spec] for spec in specs]
+    for group in groups:
+        with ExitStack() as stack:
+            running = [(spec, stack.enter_context(start(settings, spec))) for spec in group]
+            for turn in settings.progress(turns, f"{title}: {', '.join(s.label for s in group)}"):
+                running = [
+                    (spec, engine)
+                    for spec, engine in running
+                    if take_turn(settings, spec, engine, turn, job, measured)
+                ]
     return measured
 
 
@@ -205,7 +206,7 @@ def take_turn(
     except EngineError as error:
         if spec.label == "nanoserve":
             raise
-        measured.skipped[spec.label] = str(error)
+        measured.skipped[spec.label] = str(error).removeprefix(f"{spec.name}: ")
         measured.results.pop(spec.label, None)
         engine.close()
         return False
