@@ -1,19 +1,18 @@
-"""What bench.py measures, and how: one file per concern.
+"""What bench.py measures, and how: one file per concern. Begin with the first two.
 
     workload.py   which model, which requests: the same for every engine
-    floor.py      what the machine could do at best: bytes / bandwidth, operations / rate
-    peers.py      the engines under one interface; runs inside each engine's own process
-    process.py    the other end of the line: starts such a process and talks to it
-    turns.py      several engines, in turns
     suites.py     throughput, batch sizes, latency: engines compared
-    inside.py     prefix caching, and the parts of a step: one engine, looked into
+    inside.py     prefix caching, the parts of a step, ranks: one engine, looked into
+    parallel.py   what each rank of a toy model holds, sends and takes
     control.py    scheduler and memory: the control plane alone
     kernels.py    attention alone
+    floor.py      the limits of the machine: bytes / bandwidth, operations / rate
+    turns.py      how several engines are measured in turns
+    peers.py      the engines under one interface; runs inside each engine's own process
+    process.py    starts such a process and talks to it
     report.py     the tables on the terminal
-    readme.py     the table in the READMEs, from notebooks/results/
     plot.py       the pictures (needs matplotlib)
+    cli.py        the command line: `python bench.py`, `python -m nanoserve.bench`
 
-(flash_attn_shim.py lends nano-vllm what it may lack.)
-
-Nothing in the engine imports this; deleting the folder leaves a working engine.
+No module of the engine imports this folder; without it the engine works as before.
 """

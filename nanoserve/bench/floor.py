@@ -1,14 +1,14 @@
 """What could the machine do at best?
 
-A step must read every weight once and the keys and values of all its sequences, and must multiply
-and add. Neither can be faster than the memory delivers or the arithmetic units calculate; so
+A step must read every weight once and the keys and values of all its sequences. It must also do the
+multiplications and additions of every matrix product. So its time is at least
 
     floor of a step  =  max(bytes / bandwidth, operations / rate)
 
-with both limits measured on this machine at start, not taken from a datasheet. Decoding 32
+Both limits are measured on this machine at start, not taken from a datasheet. Decoding 32
 sequences with 29M float32 weights reads 117 MB and needs 2 x 29M x 32 = 1.9 GFLOP; at 20 GB/s and
-100 GFLOP/s that is max(5.9, 19) = 19 ms, so such a batch is bound by arithmetic, and a batch of 1
-by memory. That crossing is what a roofline diagram shows.
+100 GFLOP/s that is max(5.9, 19) = 19 ms: such a batch is bound by arithmetic, a batch of 1 by
+memory. A roofline diagram shows this crossing.
 
 The floor of a workload is that of an ideal schedule: all prompts in one step, then one token per
 step for every request that is unfinished. Left out: activations, norms, sampling, sliding windows.
@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -39,27 +40,20 @@ class MachineLimits:
         """The least time for one step of this cost."""
         return max(cost.num_bytes / self.bandwidth, cost.operations / self.rate)
 
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Of one step, or of several."""
+class Cost(NamedTuple):
+    """Of one step."""
 
     num_bytes: float
     operations: float
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.num_bytes + other.num_bytes, self.operations + other.operations)
-
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a model costs per token; numbers, not bytes."""
+    """Counts of numbers (not bytes) that the cost of a step follows from."""
 
-    layer_weights: int  # that one token is multiplied with, in all layers
-    resident_weights: int  # that a step of many tokens reads: with experts, all of them
+    layer_weights: int  # of all layers, that one token is multiplied with
+    resident_weights: int  # of all layers, that a step of many tokens reads: all experts'
     head_weights: int
     num_parameters: int
     kv_numbers: int  # stored per token, in all layers
@@ -92,7 +86,7 @@ class ModelCosts:
 
     def step(self, num_tokens: int, num_sampled: int, num_keys: int, num_attended: int) -> Cost:
         """num_keys: keys read from the cache, over all sequences. num_attended: pairs of a query
-        and a key that it sees."""
+        and a key that the query sees."""
         weights = self.resident_weights + self.head_weights
         operations = 2 * (self.layer_weights * num_tokens + self.head_weights * num_sampled)
         return Cost(
@@ -102,7 +96,7 @@ class ModelCosts:
 
 
 def ideal_steps(costs: ModelCosts, requests: list[Request]) -> list[Cost]:
-    """The ideal schedule: a prefill of all prompts, then decodes until the longest has ended."""
+    """The ideal schedule: a prefill of all prompts, then decodes until the longest output ends."""
     prompts = [len(request.prompt) for request in requests]
     attended = sum(length * (length + 1) // 2 for length in prompts)
     steps = [costs.step(sum(prompts), len(prompts), sum(prompts), attended)]
@@ -122,13 +116,16 @@ def floor_seconds(limits: MachineLimits, steps: list[Cost]) -> float:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype) -> MachineLimits:
-    """Takes about two seconds. The best of several tries: it is to be a limit."""
-    return MachineLimits(measure_bandwidth(device), measure_rate(device, dtype))
+    """The best of several tries, since a limit is asked for. Takes about two seconds."""
+    limits = MachineLimits(measure_bandwidth(device), measure_rate(device, dtype))
+    if device.type == "cuda":  # else the cached 2.5 GB would be missing in the engines' processes
+        torch.cuda.empty_cache()
+    return limits
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second: of copying a tensor far larger than any cache, or of summing it up,
-    whichever is more."""
+    """Bytes per second of copying, or of summing up, a tensor far larger than any cache: the larger
+    of the two."""
     number = 2**28 if device.type == "cuda" else 2**26
     source = torch.ones(number, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -146,8 +143,12 @@ def measure_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def best_seconds(action: Callable[[], object], device: torch.device, tries: int) -> float:
-    """The shortest of several runs, after one to warm up. On a GPU between events, so that the time
-    to launch it does not count."""
+    return min(run_seconds(action, device, tries))
+
+
+def run_seconds(action: Callable[[], object], device: torch.device, tries: int) -> list[float]:
+    """The times of several runs, after one to warm up. On a GPU they are taken between events on
+    the device."""
     times = []
     for _ in range(tries + 1):
         if device.type == "cuda":
@@ -157,14 +158,14 @@ def best_seconds(action: Callable[[], object], device: torch.device, tries: int)
             end.record()
             synchronize(device)
             times.append(begin.elapsed_time(end) / 1000)
-            continue
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        else:
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+    return times[1:]
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU is never ahead."""
+    """Wait until a GPU has done all work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

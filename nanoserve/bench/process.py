@@ -1,11 +1,10 @@
-"""The other end of the line: starts an engine's process (peers.py) and talks to it.
+"""The calling side: starts an engine's process (peers.py) and exchanges JSON lines with it.
 
 >>> with EngineProcess("hf") as engine:
-...     engine.build(folder="...", dtype="float32")
+...     engine.build(EngineArgs(folder="...", dtype="float32"))
 ...     engine.generate(requests)["seconds"]
 
-vLLM's own offline benchmark (vllm/benchmarks/throughput.py) runs its backends in one process, one
-after the other.
+vLLM: vllm/benchmarks/throughput.py runs its backends in one process, one after the other.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nanoserve.bench import peers
+from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.workload import Request
 
 ROOT = Path(__file__).parent.parent.parent  # the folder that holds the package
 
 
 class EngineError(RuntimeError):
-    """An engine could not do what it was asked; its own words."""
+    """An engine has failed; with the engine's own message."""
 
 
 class EngineProcess:
@@ -41,34 +42,29 @@ class EngineProcess:
         folder: str | None = None,
         threads: int | None = None,
     ) -> None:
-        """name: one of peers.PEERS. python: the interpreter to run it with (None: this one).
-        folder: a checkout to import it from. threads: of its CPU work (None: its own choice)."""
+        """name: one of peers.PEERS. python: its interpreter (None: this one). folder: a checkout to
+        import the engine from. threads: for its CPU work (None: the engine's own choice)."""
         self.name = name
-        path = [str(ROOT), *([folder] if folder else []), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(entry for entry in path if entry),
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        path = [str(ROOT), folder or "", os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [python or sys.executable, "-m", "nanoserve.bench.peers", name],
+            [python or sys.executable, peers.__file__, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             env=environment,
             encoding="utf-8",
-            start_new_session=True,  # what it starts ends with it; Ctrl-C is for us to handle
+            start_new_session=True,  # a process group: signals reach all that the engine starts
         )
 
     def call(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """One request, one answer. Raises EngineError with what the engine said or last printed.
+        """One request, one answer. Raises EngineError with the engine's message or last output.
 
-        Between two calls the whole process group is stopped: an engine that polls while it waits
-        would take the cores of the one whose turn it is.
+        Between two calls the process group is stopped: an engine that polls while it waits would
+        take CPU time from the engine that is being measured.
         """
         assert self._process.stdin and self._process.stdout, "both are pipes"
         self._signal_group("SIGCONT")
@@ -79,35 +75,19 @@ class EngineProcess:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise EngineError(f"{self.name}: its process has ended. {self.last_words()}")
-        if call != "close":
-            self._signal_group("SIGSTOP")
+            raise EngineError(f"{self.name}: its process has ended. {self._last_output()}")
+        self._signal_group("SIGSTOP")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self.name}: {answer['error']}")
         return answer
 
-    def why_not(self, device: str) -> str | None:
-        """Why this engine cannot be used on `device`, or None if it can."""
-        try:
-            return self.call("why_not", device=device)["reason"]
-        except EngineError as error:
-            return str(error)
-
-    def build(self, **options: Any) -> dict[str, Any]:
-        """Load the model; see peers.py for the options. Returns seconds, versions, description."""
-        defaults: dict[str, Any] = {
-            "device": "cpu",
-            "temperature": 0,
-            "max_model_len": 1024,
-            "num_requests": 256,
-            "batch_size": 32,
-            "llm_options": {},
-        }
-        return self.call("build", **{**defaults, **options})
+    def build(self, args: EngineArgs) -> dict[str, Any]:
+        """Load the model. Returns start_seconds, versions, description."""
+        return self.call("build", **asdict(args))
 
     def generate(self, requests: list[Request]) -> dict[str, Any]:
-        """Serve them all; returns seconds and token_ids."""
+        """Run all requests at once. Returns seconds and token_ids."""
         prompts = [request.prompt for request in requests]
         lengths = [request.num_output for request in requests]
         answer = self.call("generate", prompts=prompts, lengths=lengths)
@@ -117,36 +97,27 @@ class EngineProcess:
         return answer
 
     def stream(self, request: Request) -> dict[str, Any]:
-        """Serve one alone; returns times (seconds to each token) and token_ids."""
+        """Run one request alone. Returns times (seconds to each token) and token_ids."""
         return self.call("stream", prompt=request.prompt, length=request.num_output)
 
-    def last_words(self) -> str:
-        """The end of what it printed."""
-        self._log.seek(0)
-        text = self._log.read().decode("utf-8", "replace")
-        return " | ".join(deque((line for line in text.splitlines() if line.strip()), maxlen=3))
-
     def close(self) -> None:
-        """End the process, and give its memory back."""
+        """End the engine's processes at once, which frees their memory."""
         if self._process.poll() is None:
-            try:
-                self.call("close")
-                self._process.wait(timeout=30)  # it kills its own group
-            except (EngineError, subprocess.TimeoutExpired):
-                self._kill_group()
-                self._process.wait()
+            self._signal_group("SIGKILL")
+            self._process.kill()  # where there are no process groups
+            self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
 
-    def _kill_group(self) -> None:
-        if hasattr(os, "killpg"):
-            self._signal_group("SIGKILL")
-        else:
-            self._process.kill()
+    def _last_output(self) -> str:
+        """The last three lines that the process has printed."""
+        self._log.seek(0)
+        text = self._log.read().decode("utf-8", "replace")
+        return " | ".join([line for line in text.splitlines() if line.strip()][-3:])
 
     def _signal_group(self, name: str) -> None:
-        """Send a signal to the process and all it started; nothing where there are no groups."""
+        """Send a signal to the process group, on systems that have process groups."""
         if hasattr(os, "killpg"):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, getattr(signal, name))
@@ -154,8 +125,5 @@ class EngineProcess:
     def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._process.poll() is None:  # such as Ctrl-C: no time for manners
-            self._kill_group()
-            self._process.wait()
+    def __exit__(self, *_: object) -> None:
         self.close()

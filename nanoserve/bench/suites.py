@@ -6,6 +6,11 @@ Each takes Settings and returns a dict of plain values, as --json writes it.
     batch        equal requests, 1 to many: how throughput grows, and where it is on the roofline
     latency      one request at a time: time to first token, and from token to token
 
+Every suite is a job that an engine does in each round (turns.py), and what is computed from the
+measured times. "nanoserve_is" is a ratio: 2.0 means that nanoserve is twice as fast as the engine
+of that row. "share_of_floor" is the least time that this machine allows (floor.py), divided by the
+measured time.
+
 vLLM: vllm/benchmarks/throughput.py, latency.py, serve.py.
 """
 
@@ -18,7 +23,7 @@ from typing import Any
 
 from nanoserve.bench.floor import floor_seconds, ideal_steps
 from nanoserve.bench.process import EngineProcess
-from nanoserve.bench.turns import Settings, describe, engine_specs, run_in_turns, warm_up
+from nanoserve.bench.turns import Settings, engine_specs, run_in_turns
 from nanoserve.bench.workload import Request, draw_requests
 
 # -- suite: throughput --
@@ -26,52 +31,44 @@ from nanoserve.bench.workload import Request, draw_requests
 
 def throughput_suite(settings: Settings) -> dict[str, Any]:
     """Mixed lengths, all requests at once. Only tokens that were asked for count: what a padded
-    batch computes beyond a request's end is its own loss."""
+    batch computes beyond a request's end does not."""
 
     def job(engine: EngineProcess, round_: int) -> dict[str, Any]:
-        requests = settings.draw(round_)
-        if round_ < 0:
-            requests = warm_up(settings, requests)
-        return engine.generate(requests)
+        return engine.generate(settings.draw(round_))
 
     specs = engine_specs(settings, settings.hf_batch_sizes)
-    measured = run_in_turns(settings, specs, job, settings.repeat, "throughput")
+    measured = run_in_turns(settings, specs, job, "throughput")
     requests = settings.draw(0)
     num_output = sum(request.num_output for request in requests)
-    steps = ideal_steps(settings.costs, requests)
-    floor = floor_seconds(settings.limits, steps)
-    reference = [result["token_ids"] for result in measured.results["nanoserve"]]
+    floor = floor_seconds(settings.limits, ideal_steps(settings.costs, requests))
+    reference = measured.results["nanoserve"]
     rows = []
     for label, results in measured.results.items():
         seconds = [result["seconds"] for result in results]
         same = [
-            mine == theirs
-            for ours, result in zip(reference, results, strict=True)
-            for mine, theirs in zip(ours, result["token_ids"], strict=True)
+            ours == theirs
+            for expected, result in zip(reference, results, strict=True)
+            for ours, theirs in zip(expected["token_ids"], result["token_ids"], strict=True)
         ]
         rows.append(
             {
-                **describe(measured, label),
+                **measured.engines[label],
                 "seconds": seconds,
-                "num_preemptions": results[-1].get("num_preemptions"),
                 "tokens_per_second": num_output / statistics.median(seconds),
                 "slowest": num_output / max(seconds),
                 "fastest": num_output / min(seconds),
-                "nanoserve_is": measured.ratios(label, lambda result: 1 / result["seconds"]),
+                "nanoserve_is": measured.ratio(label, lambda result: 1 / result["seconds"]),
                 "share_of_floor": floor / statistics.median(seconds),
                 "same_tokens": None if settings.temperature else sum(same) / len(same),
             }
         )
     return {
         "num_requests": len(requests),
-        "lengths": [settings.low, settings.high],
+        "lengths": settings.lengths,
         "num_input_tokens": sum(len(request.prompt) for request in requests),
         "num_output_tokens": num_output,
         "temperature": settings.temperature,
-        "floor_seconds": floor,
         "floor_tokens_per_second": num_output / floor,
-        "floor_bytes": sum(step.num_bytes for step in steps),
-        "floor_operations": sum(step.operations for step in steps),
         "rows": rows,
         "skipped": measured.skipped,
     }
@@ -82,27 +79,25 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
 
 def batch_suite(settings: Settings, prompt_len: int = 64, num_output: int = 32) -> dict[str, Any]:
     """Equal requests, more and more of them."""
-    vocab_size = settings.model_config.vocab_size
+    sizes = settings.batch_sizes
+
+    def draw(size: int, number: int) -> list[Request]:
+        vocab_size = settings.model_config.vocab_size
+        drawn = draw_requests(size, prompt_len, prompt_len, vocab_size, settings.seed, number)
+        return [replace(request, num_output=num_output) for request in drawn]
 
     def job(engine: EngineProcess, round_: int) -> list[float]:
-        seconds = []
-        for size in settings.batch_sizes[: 1 if round_ < 0 else None]:
-            drawn = draw_requests(
-                size, prompt_len, prompt_len, vocab_size, settings.seed, round_ + 2
-            )
-            requests = [replace(request, num_output=num_output) for request in drawn]
-            seconds.append(engine.generate(requests)["seconds"])
-        return seconds
+        # Each batch is a draw of its own: a batch that repeats a smaller one's prompts would find
+        # them in the prefix cache.
+        batches = [draw(size, round_ * len(sizes) + i) for i, size in enumerate(sizes, start=1)]
+        return [engine.generate(batch)["seconds"] for batch in batches]
 
-    specs = engine_specs(settings, (max(settings.batch_sizes),))
-    measured = run_in_turns(settings, specs, job, settings.repeat, "batch")
+    measured = run_in_turns(settings, engine_specs(settings, (max(sizes),)), job, "batch")
     rows = []
     for label, results in measured.results.items():
-        for position, size in enumerate(settings.batch_sizes):
-            seconds = statistics.median(result[position] for result in results)
-            requests = [Request([0] * prompt_len, num_output)] * size
-            steps = ideal_steps(settings.costs, requests)
-            floor = floor_seconds(settings.limits, steps)
+        for size, times in zip(sizes, zip(*results, strict=True), strict=True):
+            seconds = statistics.median(times)
+            steps = ideal_steps(settings.costs, draw(size, 0))
             rows.append(
                 {
                     "engine": label.split(",")[0] if label.startswith("hf,") else label,
@@ -111,15 +106,11 @@ def batch_suite(settings: Settings, prompt_len: int = 64, num_output: int = 32) 
                     "tokens_per_second": size * num_output / seconds,
                     "operations": sum(step.operations for step in steps),
                     "bytes": sum(step.num_bytes for step in steps),
-                    "share_of_floor": floor / seconds,
+                    "share_of_floor": floor_seconds(settings.limits, steps) / seconds,
                 }
             )
-    return {
-        "prompt_len": prompt_len,
-        "num_output": num_output,
-        "rows": rows,
-        "skipped": measured.skipped,
-    }
+    sizes_of_requests = {"prompt_len": prompt_len, "num_output": num_output}
+    return {**sizes_of_requests, "rows": rows, "skipped": measured.skipped}
 
 
 # -- suite: latency --
@@ -127,44 +118,41 @@ def batch_suite(settings: Settings, prompt_len: int = 64, num_output: int = 32) 
 
 def latency_suite(settings: Settings) -> dict[str, Any]:
     """One request at a time. Time to first token (TTFT), inter-token latency (ITL), in ms."""
-    requests = settings.draw(0)[: settings.latency_requests]
-    vocab_size = settings.model_config.vocab_size
 
-    def job(engine: EngineProcess, round_: int) -> list[dict[str, Any]]:
-        if round_ < 0:
-            engine.stream(draw_requests(1, 8, 8, vocab_size, seed=1)[0])
-            return []
-        return [engine.stream(request) for request in settings.draw(round_)[: len(requests)]]
+    def draw(round_: int) -> list[Request]:
+        return settings.draw(round_)[: settings.latency_requests]
 
-    def total(results: list[dict[str, Any]]) -> float:
-        return sum(result["times"][-1] for result in results)
+    def job(engine: EngineProcess, round_: int) -> list[list[float]]:
+        return [engine.stream(request)["times"] for request in draw(round_)]
 
-    measured = run_in_turns(settings, engine_specs(settings, (1,)), job, settings.repeat, "latency")
-    floor = sum(
-        floor_seconds(settings.limits, ideal_steps(settings.costs, [request]))
-        for request in requests
-    )
+    def total(times: list[list[float]]) -> float:
+        return sum(request_times[-1] for request_times in times)
+
+    measured = run_in_turns(settings, engine_specs(settings, (1,)), job, "latency")
+    requests = draw(0)
+    alone = [ideal_steps(settings.costs, [request]) for request in requests]
+    floor = sum(floor_seconds(settings.limits, steps) for steps in alone)
     num_output = sum(request.num_output for request in requests)
     rows = []
     for label, rounds in measured.results.items():
-        streams = [result["times"] for results in rounds for result in results]
-        first = [times[0] * 1000 for times in streams]
-        gaps = [(b - a) * 1000 for times in streams for a, b in pairwise(times)]
-        seconds = statistics.median(map(total, rounds))
+        streams = [times for round_ in rounds for times in round_]
+        seconds = [total(times) for times in rounds]
         rows.append(
             {
-                **describe(measured, label),
-                "seconds": [total(results) for results in rounds],
-                "tokens_per_second": num_output / seconds,
-                "ttft_ms": percentiles(first),
-                "itl_ms": percentiles(gaps),
-                "nanoserve_is": measured.ratios(label, lambda results: 1 / total(results)),
-                "share_of_floor": floor / seconds,
+                **measured.engines[label],
+                "seconds": seconds,
+                "tokens_per_second": num_output / statistics.median(seconds),
+                "ttft_ms": percentiles([times[0] * 1000 for times in streams]),
+                "itl_ms": percentiles(
+                    [(b - a) * 1000 for times in streams for a, b in pairwise(times)]
+                ),
+                "nanoserve_is": measured.ratio(label, lambda times: 1 / total(times)),
+                "share_of_floor": floor / statistics.median(seconds),
             }
         )
     return {
         "num_requests": len(requests),
-        "lengths": [settings.low, settings.high],
+        "lengths": settings.lengths,
         "num_output_tokens": num_output,
         "floor_tokens_per_second": num_output / floor,
         "rows": rows,
@@ -173,7 +161,7 @@ def latency_suite(settings: Settings) -> dict[str, Any]:
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50 and p99: the least value that so many percent of all do not exceed."""
+    """p50 and p99: the least value that so many percent of all values do not exceed."""
     ordered = sorted(values)
     return {
         f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

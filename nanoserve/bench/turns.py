@@ -1,12 +1,13 @@
 """Engines in turns: how several of them are measured so that the comparison is fair.
 
-Each has its own process (peers.py). On a CPU all of them stay up and take turns, round by round, so
-that whatever else the machine does meets all alike; on a GPU they come one after the other, because
-each wants all of its memory. Before the rounds that count, each warms up.
+Each engine has its own process (peers.py). On a CPU all of them stay up and take turns, round by
+round, so that other load on the machine slows all of them alike. On a GPU they run one after the
+other, because each needs all of its memory. Each engine warms up before the rounds that count.
 
     CPU   [warm up: A B C]  [round 0: A B C]  [round 1: A B C]
     GPU   A: [warm up] [round 0] [round 1]   B: [warm up] ...
 
+The prompts of the warm-up are in no round: a prefix cache that holds them is of no use later.
 Ratios are taken within a round, and their median is shown: that of A to B is
 median(A0 / B0, A1 / B1).
 
@@ -16,34 +17,31 @@ vLLM: vllm/benchmarks/ measures one engine at a time and compares results of dif
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from tqdm import tqdm
 
 from nanoserve import LLM
 from nanoserve.bench.floor import MachineLimits, ModelCosts
+from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.config import ModelConfig
 
+Item = TypeVar("Item")
 
-class EngineSpec(NamedTuple):
-    """One row of a comparison."""
-
-    label: str
-    name: str  # in peers.PEERS
-    options: dict[str, Any]  # of EngineProcess.build
+WARM_UP = -1  # the round in front
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says, resolved."""
+    """The command line with every default filled in; cli.py explains the options."""
 
     folder: Path  # of the checkpoint
     model: str  # its name in the tables
@@ -51,16 +49,16 @@ class Settings:
     dtype: str
     limits: MachineLimits
     num_requests: int
-    low: int  # tokens of a prompt, and of an output
-    high: int
-    latency_requests: int
-    batch_sizes: tuple[int, ...]
-    prefix_len: int
+    min_len: int  # tokens of a prompt, and of an output
+    max_len: int
+    latency_requests: int = 4
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    hf_batch_sizes: tuple[int, ...] = (32, 8)
+    prefix_len: int = 512
     compare: tuple[str, ...] = ()  # peers
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> options of LLM
     peer_python: dict[str, str] = field(default_factory=dict)  # peer -> interpreter
     nano_vllm: str | None = None  # a folder that holds nanovllm/
-    hf_batch_sizes: tuple[int, ...] = (32, 8)
     repeat: int = 3
     seed: int = 0
     temperature: float = 0.0
@@ -79,52 +77,52 @@ class Settings:
     def is_cpu(self) -> bool:
         return self.device == "cpu"
 
+    @property
+    def lengths(self) -> list[int]:
+        return [self.min_len, self.max_len]
+
     def draw(self, round_: int) -> list[Request]:
         """The requests of a round."""
+        low, high = self.lengths
         vocab_size = self.model_config.vocab_size
-        return draw_requests(
-            self.num_requests, self.low, self.high, vocab_size, self.seed, max(0, round_)
+        return draw_requests(self.num_requests, low, high, vocab_size, self.seed, round_)
+
+    def draw_warm_up(self) -> list[Request]:
+        """Short outputs; on a CPU few requests, on a GPU as many as in a round."""
+        requests = self.draw(WARM_UP)[: 4 if self.is_cpu else None]
+        return [replace(request, num_output=min(request.num_output, 16)) for request in requests]
+
+    def engine_args(self, **options: Any) -> EngineArgs:
+        """What an engine of a process of its own is built with."""
+        longest = self.model_config.max_model_len
+        return EngineArgs(
+            folder=str(self.folder),
+            dtype=self.dtype,
+            device=self.device,
+            temperature=self.temperature,
+            max_model_len=min(longest, max(1024, 2 * self.max_len)),
+            num_requests=max(self.num_requests, *self.batch_sizes),
+            **options,
         )
 
-    def llm(self, **options: Any) -> LLM:
-        """An engine in this process, for suites that look inside."""
-        return LLM(self.folder, dtype=self.dtype, device=self.device, **options)
+    def progress(self, items: Iterable[Item], title: str) -> tqdm[Item]:
+        return tqdm(items, desc=title, disable=not self.use_tqdm)
+
+    @contextmanager
+    def llm(self, **options: Any) -> Iterator[LLM]:
+        """An engine in this process, for the suites that look inside."""
+        with LLM(self.folder, dtype=self.dtype, device=self.device, **options) as llm:
+            yield llm
+        if not self.is_cpu:
+            torch.cuda.empty_cache()
 
 
-# -- engines in turns --
+class EngineSpec(NamedTuple):
+    """One row of a comparison."""
 
-Job = Callable[[EngineProcess, int], Any]  # (engine, round) -> what it measured; round -1 warms up
-
-
-@dataclass
-class Measured:
-    """What a job brought, per engine, in order of rounds; and who could not take part."""
-
-    results: dict[str, list[Any]] = field(default_factory=dict)
-    engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # what build returned
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def take(self, label: str, engine: EngineProcess, job: Job, round_: int) -> bool:
-        """Let an engine do the job once. False if it failed: it is left out, with all it had."""
-        try:
-            result = job(engine, round_)
-        except EngineError as error:
-            if label == "nanoserve":
-                raise
-            self.skipped[label] = str(error)
-            self.results.pop(label, None)
-            return False
-        if round_ >= 0:
-            self.results.setdefault(label, []).append(result)
-        return True
-
-    def ratios(self, label: str, value: Callable[[Any], float]) -> float | None:
-        """How many times an engine's value goes into nanoserve's: the median over the rounds."""
-        ours = self.results.get("nanoserve")
-        if not ours or not self.results[label]:
-            return None
-        pairs = zip(ours, self.results[label], strict=True)
-        return statistics.median(value(a) / value(b) for a, b in pairs)
+    label: str
+    name: str  # in peers.PEERS
+    options: dict[str, Any]  # of EngineArgs
 
 
 def engine_specs(settings: Settings, hf_batch_sizes: tuple[int, ...]) -> list[EngineSpec]:
@@ -141,80 +139,75 @@ def engine_specs(settings: Settings, hf_batch_sizes: tuple[int, ...]) -> list[En
     return specs
 
 
-def run_in_turns(
-    settings: Settings, specs: list[EngineSpec], job: Job, repeat: int, title: str
-) -> Measured:
-    """Build every engine, warm it up, and let each do the job `repeat` times.
+Job = Callable[[EngineProcess, int], Any]  # (engine, round) -> what was measured
 
-    An engine that cannot be used here, or fails, is left out with a word; if that is nanoserve, the
-    error is raised.
+
+@dataclass
+class Measured:
+    """The results of a job, by the engines' labels."""
+
+    results: dict[str, list[Any]] = field(default_factory=dict)  # in the order of rounds
+    engines: dict[str, dict[str, Any]] = field(default_factory=dict)  # what an engine is
+    skipped: dict[str, str] = field(default_factory=dict)  # why an engine is left out
+
+    def ratio(self, label: str, speed: Callable[[Any], float]) -> float:
+        """How many times as fast nanoserve is as an engine: the median over the rounds."""
+        pairs = zip(self.results["nanoserve"], self.results[label], strict=True)
+        return statistics.median(speed(ours) / speed(theirs) for ours, theirs in pairs)
+
+
+def run_in_turns(settings: Settings, specs: list[EngineSpec], job: Job, title: str) -> Measured:
+    """Build every engine, warm it up, and do the job with it in every round.
+
+    An engine that cannot be used here, or that fails, is left out with all its results; if it is
+    nanoserve itself, its error is raised.
     """
     measured = Measured()
+    turns = ["build", "warm up", *range(settings.repeat)]
     groups = [specs] if settings.is_cpu else [[spec] for spec in specs]
-    total = len(specs) * (repeat + 1)
-    with tqdm(total=total, desc=title, unit="run", disable=not settings.use_tqdm) as bar:
-        for group in groups:
-            with started(settings, group, measured) as engines:
-                for round_ in range(-1, repeat):
-                    for label in list(engines):
-                        bar.set_postfix_str(label)
-                        if not measured.take(label, engines[label], job, round_):
-                            del engines[label]
-                        bar.update()
+    for group in groups:
+        with ExitStack() as stack:
+            running = [(spec, stack.enter_context(start(settings, spec))) for spec in group]
+            for turn in settings.progress(turns, f"{title}: {', '.join(s.label for s in group)}"):
+                running = [
+                    (spec, engine)
+                    for spec, engine in running
+                    if take_turn(settings, spec, engine, turn, job, measured)
+                ]
     return measured
 
 
-@contextmanager
-def started(
-    settings: Settings, specs: list[EngineSpec], measured: Measured
-) -> Iterator[dict[str, EngineProcess]]:
-    """The engines of these specs that can be used here, built."""
-    with ExitStack() as stack:
-        engines: dict[str, EngineProcess] = {}
-        for spec in specs:
-            engine = stack.enter_context(
-                EngineProcess(
-                    spec.name,
-                    python=settings.peer_python.get(spec.name),
-                    folder=settings.nano_vllm if spec.name == "nano-vllm" else None,
-                    threads=settings.threads,
-                )
-            )
-            reason = engine.why_not(settings.device)
-            try:
-                if reason is None:
-                    longest = min(2 * settings.high, settings.model_config.max_model_len)
-                    measured.engines[spec.label] = engine.build(
-                        folder=str(settings.folder),
-                        dtype=settings.dtype,
-                        device=settings.device,
-                        temperature=settings.temperature,
-                        max_model_len=max(longest, min(1024, settings.model_config.max_model_len)),
-                        num_requests=max(settings.num_requests, *settings.batch_sizes),
-                        **spec.options,
-                    )
-                    engines[spec.label] = engine
-            except EngineError as error:
-                if spec.label == "nanoserve":
-                    raise
-                reason = str(error)
-            if reason is not None:
-                measured.skipped[spec.label] = reason
-                engine.close()
-        yield engines
+def start(settings: Settings, spec: EngineSpec) -> EngineProcess:
+    return EngineProcess(
+        spec.name,
+        python=settings.peer_python.get(spec.name),
+        folder=settings.nano_vllm if spec.name == "nano-vllm" else None,
+        threads=settings.threads,
+    )
 
 
-def describe(measured: Measured, label: str) -> dict[str, Any]:
-    built = measured.engines[label]
-    return {
-        "engine": label,
-        "versions": built["versions"],
-        "description": built["description"],
-        "start_seconds": built["seconds"],
-    }
-
-
-def warm_up(settings: Settings, requests: list[Request]) -> list[Request]:
-    """A short run in front. On a GPU with all requests, so that every size has been seen."""
-    some = requests[: 4 if settings.is_cpu else None]
-    return [replace(request, num_output=min(request.num_output, 16)) for request in some]
+def take_turn(
+    settings: Settings,
+    spec: EngineSpec,
+    engine: EngineProcess,
+    turn: str | int,
+    job: Job,
+    measured: Measured,
+) -> bool:
+    """Whether the engine could do what its turn asked for; if not, the engine is closed."""
+    try:
+        if turn == "build":
+            built = engine.build(settings.engine_args(**spec.options))
+            measured.engines[spec.label] = {"engine": spec.label, **built}
+        elif turn == "warm up":
+            engine.generate(settings.draw_warm_up())
+        else:
+            measured.results.setdefault(spec.label, []).append(job(engine, int(turn)))
+    except EngineError as error:
+        if spec.label == "nanoserve":
+            raise
+        measured.skipped[spec.label] = str(error).removeprefix(f"{spec.name}: ")
+        measured.results.pop(spec.label, None)
+        engine.close()
+        return False
+    return True

@@ -1,13 +1,16 @@
 """Which model, which requests? The same for every engine of a comparison.
 
-Models are folders in Hugging Face's format. `write_dummy` makes one with random weights in a
-published shape, so that a comparison needs no download: speed does not depend on what the weights
-say, as long as every request runs to the length asked for.
+A model is a folder in Hugging Face's format. `write_dummy` writes one with random weights in a
+published shape, so that a comparison needs no download. Speed does not depend on the values of the
+weights, as long as every request runs to the length asked for.
 
-Requests are drawn as nano-vllm's bench.py draws them (lengths uniform in a range, then token ids),
-so that `draw_requests(256, 100, 1024, seed=0)` is its published workload: 142,827 prompt tokens and
-133,966 output tokens. A later round keeps the lengths and changes the token ids, so that no engine
-finds anything of the round before in its prefix cache.
+Requests are drawn as nano-vllm's bench.py draws them (lengths uniform in a range, then token ids):
+`draw_requests(256, 100, 1024, seed=0)` is its published workload, 142,827 prompt tokens and 133,966
+output tokens. Every other round keeps the lengths and draws other token ids, so that no engine
+finds a prompt of an earlier round in its prefix cache:
+
+    round   -1 (warm-up)      0                  1
+    prompt  [81, 5, 33]       [4, 61, 27]        [90, 7, 12]        3 tokens in every round
 
 vLLM: vllm/benchmarks/datasets/ (RandomDataset) has the same two ideas.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,71 +51,54 @@ LLAMA_3 = {
 }
 
 
-def _shape(
-    base: dict[str, Any],
-    layers: int,
-    hidden: int,
-    intermediate: int,
-    heads: tuple[int, int],
-    tied: bool,
-    **others: Any,
-) -> dict[str, Any]:
-    """A config.json: the family's, with the sizes of one member. heads: (query, key and value)."""
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "tie_word_embeddings": tied,
-    }
-    return {**base, **sizes, **others}
-
-
-def _llama3_rope(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-
-
-# Against linear layers that keep a vector's size, embeddings are small: else a model with tied
-# embeddings would just say its last token again and again.
-EMBEDDING_STD = 0.02
-
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+)
 SMALL = {"head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 4096}
 TINY = {"head_dim": 16, "vocab_size": 320, "max_position_embeddings": 1024}
 
-# name -> config.json. All but the last two are the published shapes of released models.
+
+def _shape(family: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
+    """A config.json: the family's entries, then SIZES in order, then what this member changes."""
+    return {**family, **dict(zip(SIZES, sizes, strict=True)), **others}
+
+
+# name -> config.json. All but the last two have the published shapes of released models. (Llama's
+# scaling of the rope's frequencies is left out: it costs no time.)
 DUMMY_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _shape(QWEN3, 28, 1024, 3072, (16, 8), True),
-    "qwen3-1.7b": _shape(QWEN3, 28, 2048, 6144, (16, 8), True),
-    "qwen3-4b": _shape(QWEN3, 36, 2560, 9728, (32, 8), True),
-    "qwen3-8b": _shape(QWEN3, 36, 4096, 12288, (32, 8), False),
-    "qwen3-14b": _shape(QWEN3, 40, 5120, 17408, (40, 8), False),
-    "qwen2.5-0.5b": _shape(QWEN2_5, 24, 896, 4864, (14, 2), True, head_dim=64),
-    "llama-3.1-8b": _shape(
-        LLAMA_3, 32, 4096, 14336, (32, 8), False, rope_scaling=_llama3_rope(8.0)
-    ),
-    "llama-3.2-1b": _shape(
-        LLAMA_3, 16, 2048, 8192, (32, 8), True, head_dim=64, rope_scaling=_llama3_rope(32.0)
-    ),
-    "qwen3-29m": _shape(QWEN3, 8, 512, 1536, (8, 4), True, **SMALL),
-    "qwen3-tiny": _shape(QWEN3, 2, 64, 112, (4, 2), True, **TINY),
+    "qwen3-0.6b": _shape(QWEN3, 28, 1024, 3072, 16, 8, True),
+    "qwen3-1.7b": _shape(QWEN3, 28, 2048, 6144, 16, 8, True),
+    "qwen3-4b": _shape(QWEN3, 36, 2560, 9728, 32, 8, True),
+    "qwen3-8b": _shape(QWEN3, 36, 4096, 12288, 32, 8, False),
+    "qwen3-14b": _shape(QWEN3, 40, 5120, 17408, 40, 8, False),
+    "qwen2.5-0.5b": _shape(QWEN2_5, 24, 896, 4864, 14, 2, True, head_dim=64),
+    "llama-3.1-8b": _shape(LLAMA_3, 32, 4096, 14336, 32, 8, False),
+    "llama-3.2-1b": _shape(LLAMA_3, 16, 2048, 8192, 32, 8, True, head_dim=64),
+    "qwen3-29m": _shape(QWEN3, 8, 512, 1536, 8, 4, True, **SMALL),
+    "qwen3-tiny": _shape(QWEN3, 2, 64, 112, 4, 2, True, **TINY),
 }
+
+# Linear layers keep the size of a vector. Embeddings are small beside them: with large ones, a
+# model with tied embeddings would repeat its last token for ever.
+EMBEDDING_STD = 0.02
 
 
 def write_dummy(name: str, folder: Path, dtype: str, seed: int = 0) -> Path:
-    """Write a checkpoint of random weights to `folder`/name-dtype, unless it is there; return it.
+    """Write a checkpoint of random weights to `folder`/name-dtype and return that path. A folder
+    that exists already is kept.
 
-    One safetensors file per layer, so that an 8B model never stands in memory as a whole. Raises
+    Each layer is a safetensors file of its own, so that an 8B model is never in memory as a whole.
+    The tokenizer knows no word; it is there because nano-vllm cannot start without one. Raises
     ValueError for a name that DUMMY_MODELS does not have.
     """
     import torch
     from safetensors.torch import save_file
+    from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name not in DUMMY_MODELS:
@@ -121,39 +108,37 @@ def write_dummy(name: str, folder: Path, dtype: str, seed: int = 0) -> Path:
     if index.exists():
         return target
     target.mkdir(parents=True, exist_ok=True)
-    config = {**DUMMY_MODELS[name], "torch_dtype": dtype}
-    (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    _write_json(target / "config.json", {**DUMMY_MODELS[name], "torch_dtype": dtype})
+    _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(target / "tokenizer.json"))
     with torch.device("meta"):  # names and shapes, no memory
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     generator = torch.Generator().manual_seed(seed)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    weight_map: dict[str, str] = {}
-    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
-    last_of_file = {_file_of(key): key for key in shapes}
-    for key, shape in shapes.items():
+
+    def draw(key: str, shape: torch.Size) -> torch.Tensor:
         is_linear = len(shape) == 2 and "embed" not in key
-        noise = torch.randn(shape, generator=generator) * (
-            shape[1] ** -0.5 if is_linear else EMBEDDING_STD
-        )
-        file = weight_map[key] = _file_of(key)
-        weights = files.setdefault(file, {})
-        weights[key] = (noise + 1 if "norm" in key else noise).to(getattr(torch, dtype))
-        if key == last_of_file[file]:
-            save_file(files.pop(file), target / file, metadata={"format": "pt"})
-    total = {"total_size": sum(shape.numel() for shape in shapes.values())}
-    index.write_text(json.dumps({"metadata": total, "weight_map": weight_map}), encoding="utf-8")
+        std = shape[1] ** -0.5 if is_linear else EMBEDDING_STD
+        noise = torch.randn(shape, generator=generator) * std
+        return (noise + 1 if "norm" in key else noise).to(getattr(torch, dtype))
+
+    weight_map: dict[str, str] = {}
+    by_layer = groupby(model.named_parameters(), key=lambda item: item[0].split(".")[:3])
+    for number, (_, parameters) in enumerate(by_layer):
+        weights = {key: draw(key, parameter.shape) for key, parameter in parameters}
+        file = f"model-{number}.safetensors"
+        save_file(weights, target / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(weights, file)
+    _write_json(index, {"metadata": {}, "weight_map": weight_map})
     return target
 
 
-def _file_of(key: str) -> str:
-    """ "model.layers.3.mlp.up_proj.weight" -> "model-3.safetensors"."""
-    parts = key.split(".")
-    return f"model-{parts[2] if parts[1] == 'layers' else 'rest'}.safetensors"
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt, and how many tokens to generate, whatever they are."""
+    """A prompt, and the number of tokens to generate (end-of-sequence tokens are ignored)."""
 
     prompt: list[int]  # token ids
     num_output: int  # tokens
@@ -164,8 +149,8 @@ def draw_requests(
 ) -> list[Request]:
     """`number` random prompts; prompt and output lengths uniform in [low, high].
 
-    Token ids are below 10,001 and the vocabulary's end. Round 0 is nano-vllm's draw, later rounds
-    have its lengths and other ids.
+    Token ids are at most 10,000, and in the vocabulary. Round 0 is nano-vllm's draw; all other
+    rounds (-1 is the warm-up) have its lengths and other token ids.
     """
     if not 1 <= low <= high:
         raise ValueError(f"lengths are {low} to {high} tokens; allowed: 1 <= low <= high.")
@@ -175,7 +160,7 @@ def draw_requests(
         [rng.randint(0, last_id) for _ in range(rng.randint(low, high))] for _ in range(number)
     ]
     outputs = [rng.randint(low, high) for _ in range(number)]
-    if round_:
+    if round_ != 0:
         rng = Random(f"{seed} {round_}")
         prompts = [[rng.randint(0, last_id) for _ in prompt] for prompt in prompts]
     return [Request(prompt, length) for prompt, length in zip(prompts, outputs, strict=True)]
@@ -184,7 +169,7 @@ def draw_requests(
 def draw_shared_prefix(
     number: int, prefix_len: int, suffix_len: int, num_output: int, vocab_size: int, seed: int = 0
 ) -> list[Request]:
-    """`number` prompts that begin with the same `prefix_len` tokens and go on differently."""
+    """`number` prompts that begin with the same `prefix_len` tokens and then differ."""
     rng = Random(f"prefix {seed}")
     prefix = [rng.randrange(vocab_size) for _ in range(prefix_len)]
     return [

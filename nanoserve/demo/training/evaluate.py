@@ -3,15 +3,15 @@
 Measured with plain transformers.
 
 Every question is held out (skills.is_held_out): no training row asks it. An answer counts only if
-it is right to the last token, <|im_end|> included. It is not generated but scored: if every token
-of the right answer is the argmax after the tokens before it, greedy decoding gives exactly this
-answer, and one forward pass of a batch tells. Stories have no right answer; they are generated,
-greedily, and checked for the things a reader would trip over (`story_faults`).
+all its tokens are right, <|im_end|> included. No answer is generated. Instead, one forward pass
+scores a batch of right answers: if every token of an answer is the argmax after the tokens before
+it, then greedy decoding gives exactly this answer. Stories have no right answer: the model
+generates them greedily, and `story_faults` checks them for faults that a reader would notice.
 
     task                         score    n   promise
     sums of two-digit numbers     1.00  200      0.95
 
-The promise is what the model card guarantees and what tests/test_demo.py holds it to.
+The promise is what the model card guarantees; tests/test_demo.py checks it.
 """
 
 from __future__ import annotations

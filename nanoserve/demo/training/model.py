@@ -1,9 +1,9 @@
 """The model in training: Qwen3 in plain PyTorch with Hugging Face's parameter names, and Muon.
 
-It computes what transformers' Qwen3ForCausalLM computes, only faster: q/k/v and gate/up
-are one matrix product each; products may run in bfloat16 while weights and the residual stream stay
-in float32; and the vocabulary projection is computed for the positions whose loss weight is not 0
-(a third to a half of them) and for no others.
+The model computes what transformers' Qwen3ForCausalLM computes, but faster: q/k/v and gate/up are
+one matrix product each; products may run in bfloat16 while weights and the residual stream stay in
+float32; and the vocabulary projection is computed only for the positions whose loss weight is not 0
+(a third to a half of all positions).
 
 Left out: KV cache, padding, dropout. nanoserve/models/decoder.py is the model that serves.
 """
@@ -30,7 +30,7 @@ class ModelShape:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    rope_theta: float = 10_000.0  # 1e6 learnt to copy more slowly
+    rope_theta: float = 10_000.0  # with 1e6, copying is learnt more slowly
     max_positions: int = 2048
 
 

@@ -3,12 +3,13 @@
     corpus (generated)  ->  tokenizer  ->  rows, one batch per step  ->  Qwen3, 1.25M parameters
                                                                      ->  a Hugging Face folder
 
-Same seed, same machine: same weights. A run may be interrupted (Ctrl-C) and taken up again with
-`--resume`; it ends with the weights it would have had. On a CPU with bfloat16 products two cores
-need about half an hour if nothing else runs; a GPU is used if there is one.
+Same seed, same machine: same weights. A run that was interrupted (Ctrl-C) is continued by
+`--resume`, and ends with the weights of an uninterrupted run. Two cores of a CPU with bfloat16
+products need about half an hour if nothing else runs; a GPU is used if there is one.
 
-Row lengths follow a curriculum: short rows until the model can copy at all, then rows of up to 2048
-tokens among them, from step 2400 on more of these. Learning rates: warm-up, constant, linear decay.
+Row lengths follow a curriculum: short rows until the model has learnt to copy, then also rows of up
+to 2048 tokens, and more of the long rows from step 2400 on. Learning rates: warm-up, constant,
+linear decay.
 """
 
 from __future__ import annotations
