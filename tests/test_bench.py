@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 import bench
 from nanoserve import LLM
-from nanoserve.attention import paged_attention_torch
 from nanoserve.bench import (
     control,
     flash_attn_shim,
@@ -54,6 +53,7 @@ from nanoserve.bench.workload import (
     write_dummy,
 )
 from nanoserve.config import ModelConfig
+from nanoserve.kernels.attention_cpu import paged_attention_torch
 
 ROOT = Path(__file__).parent.parent
 LIMITS = MachineLimits(bandwidth=1e9, rate=1e10)

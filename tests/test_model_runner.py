@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from nanoserve import SamplingParams
-from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.input_batch import PLACEHOLDER
-from nanoserve.kv_cache import free_memory, num_blocks_that_fit, num_cpu_blocks_to_allocate
+from nanoserve.kv_cache import (
+    KVCacheSpec,
+    free_memory,
+    num_blocks_that_fit,
+    num_cpu_blocks_to_allocate,
+)
 from nanoserve.model_runner import ModelRunner, choose_dtype
 from nanoserve.parallel import choose_device
 from nanoserve.sequence import (

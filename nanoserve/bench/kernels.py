@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoserve.attention import paged_attention_torch
 from nanoserve.bench.floor import MachineLimits, measure_limits
+from nanoserve.kernels.attention_cpu import paged_attention_torch
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.attention import get_attn_backend
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
 from nanoserve.layers import LayerConfig
@@ -217,9 +216,7 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     config = EngineConfig(device=device.type).resolve(model_config)
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     dtype = choose_dtype("auto", model_config.dtype, device)
-    layer_config = LayerConfig(
-        dtype=dtype, device=torch.device("meta"), attention=get_attn_backend("torch")
-    )
+    layer_config = LayerConfig(dtype=dtype, device=torch.device("meta"))
     model = build_model(model_config, config.max_model_len, layer_config)  # shapes, no memory
     weights = model.num_bytes()
     block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
