@@ -115,8 +115,8 @@ def test_random_steps(kind: str, device: str, dtype: torch.dtype) -> None:
 def make_large_step(
     num_seqs: int, context: int, shape: Shape, dtype: torch.dtype, device: str
 ) -> Step:
-    """Decodes of 1 to `context` tokens (the first one has `context`). They share the blocks of a pool,
-    as sequences with equal prefixes do: a cache for each would not fit a small GPU."""
+    """Decodes of 1 to `context` tokens (the first one has `context`). They share the blocks of a
+    pool, as sequences with equal prefixes do: a cache for each would not fit a small GPU."""
     torch.manual_seed(0)
     max_blocks = context // shape.block_size
     cache = (2 * max_blocks, shape.block_size, shape.num_kv_heads, shape.key_dim)
@@ -185,8 +185,8 @@ def test_a_cache_of_more_than_two_to_the_31_elements(device: str) -> None:
 
 
 def capture(function: Callable[[], Tensor], device: str) -> tuple[Tensor, Callable[[], None]]:
-    """The result of `function()`, and a function that computes it again from the current contents of
-    the inputs: the replay of a CUDA graph, or on a CPU the same launches, made again."""
+    """The result of `function()`, and a function that computes it again from the current contents
+    of the inputs: the replay of a CUDA graph, or on a CPU the same launches, made again."""
     if device == "cuda":
         function()  # compiles, which a graph cannot
         torch.cuda.synchronize()
