@@ -1,22 +1,34 @@
 """How does a query read scattered keys?
 
-Each layer keeps the keys and values of all sequences in one paged tensor pair; a block table says
-which blocks are a sequence's. `store_kv` writes the step's new keys and values to their slots,
-`paged_attention` lets every query attend to its own sequence, wherever its blocks are. With
-block_size 4, a sequence of 6 tokens and block_table [7, 3]:
+Each layer keeps the keys and values of all sequences in one pair of paged tensors. A block table
+says which blocks belong to a sequence. With block_size 4, a sequence of 6 tokens and block_table
+[7, 3]:
 
-    position  0 1 2 3 | 4 5        slot = block_table[position // 4] * 4 + position % 4
-    slot     28 29 30 31 | 12 13   e.g. position 5: block_table[1] * 4 + 1 = 3 * 4 + 1 = 13
+    position  0  1  2  3 |  4  5       slot = block_table[position // 4] * 4 + position % 4
+    slot     28 29 30 31 | 12 13       e.g. position 5: block_table[1] * 4 + 1 = 3 * 4 + 1 = 13
 
 A step is *ragged*: sequences bring different numbers of queries (1 for a decode, hundreds for a
-chunk of a prompt), laid end to end; query_start_loc says where each begins. The queries of a
-sequence are always its last tokens: query j of q in a sequence of seq_len keys stands at position
-seq_len - q + j, and sees the keys up to there. That one sentence covers prefill, chunked prefill,
-cached prefixes and decode.
+chunk of a prompt), laid end to end. query_start_loc says where each sequence begins. The queries of
+a sequence are always its last tokens: query j of q in a sequence of seq_len keys stands at position
+seq_len - q + j, and sees the keys up to that position. This rule covers prefill, chunked prefill,
+cached prefixes and decode:
 
-The functions named `..._torch` (attention_torch.py) are what a CPU runs, those named `..._triton`
-(attention_triton.py) what a GPU runs; both have the same signatures. Nothing is passed by a global
-forward context (vLLM and nano-vllm have one): what attention reads stands in its signature.
+    seq_len 6, 2 queries    keys       0 1 2 3 4 5
+                            query 0    x x x x x .     at position 6 - 2 + 0 = 4
+                            query 1    x x x x x x     at position 5
+
+`AttentionBackend` is the definition of attention, in plain Python: the slowest and clearest way
+(attention_backend="reference"). The fast backends are subclasses, held to this definition by
+tests: kernels/attention_cpu.py ("torch") and kernels/attention_triton.py ("triton").
+kernels/selector.py chooses. Override `attend` to try an idea of your own:
+
+    class MyBackend(AttentionBackend):
+        def attend(self, query, kv_cache, metadata, *, scale, **options): ...
+
+    LLM(attention_backend=MyBackend())
+
+vLLM and nano-vllm pass the step's metadata through a global forward context. Here the metadata is
+an argument: what attention reads stands in its signature.
 
 vLLM: vllm/attention/: selector.py, backends/, ops/paged_attn.py (V0); vllm/v1/attention/:
 selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAttention, arXiv
@@ -25,103 +37,48 @@ selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAtten
 
 from __future__ import annotations
 
-import math
-import mmap
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoserve.kernels.attention_cpu import paged_attention_torch, plan_step_torch, store_kv_torch
-
-KVCache = tuple[Tensor, Tensor]  # key and value cache of one layer
-
-
-@dataclass(frozen=True)
-class KVCacheSpec:
-    """What one layer keeps per token."""
-
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    sliding_window: int | None = None  # a query sees the last so many keys, itself included
-
-    def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block, keys and values."""
-        return block_size * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
-
-    def allocate(
-        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> KVCache:
-        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim].
-
-        In memory the heads of a block come before its slots: what one head reads of a block lies
-        together, and gathered blocks are a head's keys in a row.
-        """
-        shape = (num_blocks, self.num_kv_heads, block_size)
-        return (
-            lazy_zeros((*shape, self.key_dim), dtype, device).transpose(1, 2),
-            lazy_zeros((*shape, self.value_dim), dtype, device).transpose(1, 2),
-        )
-
-
-def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """torch.zeros; on a CPU, memory that takes up room only once it is written (torch.zeros writes
-    its zeros at once: 1.5 s for the demo model's default cache of 1.3 GB).
-
-    np.zeros would do that, too, but it asks for huge pages, and the first write to one makes all of
-    it: 32 requests of the 29M model then spend 0.5 s in the system instead of 0.2 s.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or num_bytes == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # Freed with the last tensor that looks at it. (Private: a forked process has its own.)
-    is_unix = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
-    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
-    memory = mmap.mmap(-1, num_bytes, **flags)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+# Keys and values of one layer: [num_blocks, block_size, num_kv_heads, key_dim or value_dim] each.
+KVCache = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class StepMetadata:
     """Where the tokens of one step belong; the same for all layers."""
 
-    slot_mapping: Tensor  # [num_tokens] int64: where to store each token's key and value
-    block_table: Tensor  # [num_seqs, max_blocks] int32
+    slot_mapping: Tensor  # [num_tokens] int64: each token's slot; negative: do not store
+    block_table: Tensor  # [num_seqs, max_blocks] int32: a sequence's blocks, then anything
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
-    plan: Any = None  # what the backend's make_plan prepared for all layers, if it has one
+    plan: Any = None  # what the backend's `plan` prepared for all layers
 
 
-class AttentionBackend(NamedTuple):
-    """A pair of functions with the signatures of store_kv_torch and paged_attention_torch: one
-    implementation of attention. Layers call `store` and `attend`, which take what the functions
-    need from the step's metadata."""
+class AttentionBackend:
+    """The definition of paged attention, and the base of its fast implementations.
 
-    name: str
-    store_kv: Callable[..., None]
-    paged_attention: Callable[..., Tensor]
-    can_be_captured: bool = False  # in a CUDA graph: launches depend on nothing but shapes
-    # What is the same for all layers: (slot_mapping, block_table, query_start_loc, seq_lens,
-    # block_size, dtype of the cache) -> what both functions take as `plan`.
-    make_plan: Callable[..., Any] | None = None
+    Once a step the runner calls `plan`. Then each layer calls `store`, then `attend`.
+    """
 
-    def plan_step(
-        self, metadata: StepMetadata, block_size: int, dtype: torch.dtype
-    ) -> StepMetadata:
-        """The metadata with a plan, if this backend makes some."""
-        if self.make_plan is None:
-            return metadata
-        tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
-        plan = self.make_plan(metadata.slot_mapping, *tables, block_size, dtype)
-        return replace(metadata, plan=plan)
+    name = "reference"
+    supports_cuda_graphs = False  # True: no kernel launch depends on the contents of a tensor
+
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        """The metadata, with whatever all layers share in its field `plan`. `dtype` is that of the
+        KV cache."""
+        return metadata
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        """store_kv of a layer's new keys and values."""
-        options = {} if metadata.plan is None else {"plan": metadata.plan}
-        self.store_kv(key, value, *kv_cache, metadata.slot_mapping, **options)
+        """Write key and value [num_tokens, num_kv_heads, dim] to the slots of their tokens."""
+        block_size = kv_cache[0].shape[1]
+        for token, slot in enumerate(metadata.slot_mapping.tolist()):
+            if slot >= 0:
+                for cache, new in zip(kv_cache, (key, value), strict=True):
+                    cache[slot // block_size, slot % block_size] = new[token]
 
     def attend(
         self,
@@ -133,58 +90,34 @@ class AttentionBackend(NamedTuple):
         sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
     ) -> Tensor:
-        """paged_attention of a layer's queries."""
-        options = {} if metadata.plan is None else {"plan": metadata.plan}
-        return self.paged_attention(
-            query,
-            *kv_cache,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            **options,
-        )
+        """Causal attention: [num_tokens, num_heads, key_dim] -> [num_tokens, num_heads, value_dim].
 
-
-TORCH_BACKEND = AttentionBackend(
-    "torch", store_kv_torch, paged_attention_torch, make_plan=plan_step_torch
-)
-
-
-def get_attn_backend(
-    wanted: str | AttentionBackend, device: torch.device | None = None
-) -> AttentionBackend:
-    """The one place that chooses. "auto" is "triton" on a CUDA GPU (where Triton is installed) and
-    "torch" elsewhere; an AttentionBackend of your own is taken as it is.
-
-    Raises ValueError for "triton" where it cannot run: on a CPU only Triton's interpreter does,
-    which TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
-    """
-    if isinstance(wanted, AttentionBackend):
-        return wanted
-    if wanted not in ("auto", "torch", "triton"):
-        raise ValueError(
-            f"attention_backend is {wanted!r}; allowed: auto, torch, triton, or an "
-            "AttentionBackend."
-        )
-    is_gpu = device is not None and device.type == "cuda"
-    if wanted == "torch" or (wanted == "auto" and not is_gpu):
-        return TORCH_BACKEND
-    try:
-        import triton  # only here: a Mac has none, and a CPU run needs none
-    except ImportError:
-        if wanted == "auto":
-            return TORCH_BACKEND
-        raise ValueError(
-            "attention_backend is 'triton', but Triton is not installed here. Use 'auto'."
-        ) from None
-    if not is_gpu and not triton.knobs.runtime.interpret:
-        raise ValueError(
-            "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
-            "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
-        )
-    from nanoserve.kernels.attention_triton import paged_attention_triton, store_kv_triton
-
-    return AttentionBackend("triton", store_kv_triton, paged_attention_triton, True)
+        With `sliding_window`, a query sees that many keys at most, the key at its own position
+        included. `logits_soft_cap` brings the scores smoothly between -cap and cap. The sums are
+        made in float64, so that no rounding but the last one counts.
+        """
+        block_size, num_kv_heads = kv_cache[0].shape[1:3]
+        heads_per_kv_head = query.shape[1] // num_kv_heads
+        output = query.new_empty(*query.shape[:2], kv_cache[1].shape[-1])
+        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
+            start, end = metadata.query_start_loc[i : i + 2].tolist()
+            position = torch.arange(seq_len, device=query.device)
+            # 1. Fetch: the sequence's keys and values, wherever its blocks are.
+            block, slot = metadata.block_table[i, position // block_size], position % block_size
+            key, value = (cache[block.long(), slot].double() for cache in kv_cache)
+            # 2. Share: several query heads read the same key head (GQA).
+            key = key.repeat_interleave(heads_per_kv_head, dim=1)  # [seq_len, num_heads, key_dim]
+            value = value.repeat_interleave(heads_per_kv_head, dim=1)
+            # 3. Score: every query against every key, [num_heads, end - start, seq_len].
+            score = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
+            if logits_soft_cap is not None:
+                score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
+            # 4. Mask: the queries stand at the last positions, and see the past only.
+            distance = position[seq_len - (end - start) :, None] - position
+            hidden = distance < 0
+            if sliding_window is not None:
+                hidden |= distance >= sliding_window
+            # 5. Mix: each output is a weighted sum of values.
+            weight = score.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            output[start:end] = torch.einsum("hqk,khd->qhd", weight, value).to(query.dtype)
+        return output

@@ -15,13 +15,16 @@ vllm/v1/worker/gpu_worker.py determine_available_memory, vllm/v1/core/kv_cache_u
 
 from __future__ import annotations
 
+import math
+import mmap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoserve.attention import KVCache, KVCacheSpec, StepMetadata
+from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import EngineConfig
 from nanoserve.parallel import ParallelState
 from nanoserve.sampler import SamplingBatch, sample
@@ -55,6 +58,34 @@ def allocate_kv_caches(
 ) -> list[KVCache]:
     """One (key, value) pair of zeroed tensors for each layer."""
     return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """What one layer keeps per token."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    sliding_window: int | None = None  # a query sees this many keys at most, its own included
+
+    def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one block, keys and values."""
+        return block_size * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+    def allocate(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVCache:
+        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim].
+
+        In memory the heads of a block come before its slots, so that the keys that one head reads
+        of a block lie together.
+        """
+        shape = (num_blocks, self.num_kv_heads, block_size)
+        return (
+            lazy_zeros((*shape, self.key_dim), dtype, device).transpose(1, 2),
+            lazy_zeros((*shape, self.value_dim), dtype, device).transpose(1, 2),
+        )
 
 
 def copy_blocks(
@@ -205,3 +236,19 @@ def available_memory() -> int:
         text = limit.read_text().strip() if limit.exists() else "max"
         return available if text == "max" else min(available, int(text))
     return 2**32
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.zeros; on a CPU, memory that takes up room only once it is written.
+
+    A KV cache may be larger than what a run needs of it. torch.zeros writes all of it at once, and
+    np.zeros asks for huge pages, of which the first write takes up all.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Freed with the last tensor that views it. Private: a forked process has a copy of its own.
+    is_unix = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MAP_ANONYMOUS")
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_unix else {}
+    memory = mmap.mmap(-1, num_bytes, **flags)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

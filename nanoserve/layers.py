@@ -1,17 +1,20 @@
 """What is a transformer made of, and where is it cut for tensor parallelism?
 
-Each layer holds its rank's part of its weights and says, through `shards`, which part of which
-checkpoint tensor fills them. Matrices that read the same input are stacked into one (q, k and v;
-gate and up): one large product beats three small ones. Two ranks, 4 query heads, 2 key heads:
+Each layer holds the part of its weights that belongs to its rank, and says through `shards` which
+part of which checkpoint tensor fills it. Matrices that read the same input are stacked into one (q,
+k and v; gate and up), because one large product is faster than three small ones. Two ranks, 4 query
+heads, 2 key heads:
 
     checkpoint            rank 0's qkv_proj          rank 1's qkv_proj
     q_proj [q0 q1 q2 q3]  [q0 q1 | k0 | v0]          [q2 q3 | k1 | v1]
     k_proj [k0 k1]        column parallel: each rank has some output rows, and whole heads;
-    v_proj [v0 v1]        o_proj is row parallel: each rank takes its heads' inputs, and the ranks'
-                          partial results are summed.
+    v_proj [v0 v1]        o_proj is row parallel: each rank multiplies the outputs of its own
+                          heads, and the partial results of all ranks are summed.
 
-Linear layers take the step's metadata beside their input. They ignore it; what replaces them
-(LoRA picks an adapter per token, quantization may pick a kernel by batch) will not.
+Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, which
+a layer gets from its `LayerConfig`: kernels/linear_cpu.py has one that packs weights for a CPU.
+Linear layers pass the step's metadata on to the method: quantization may choose a kernel by batch
+size, LoRA chooses an adapter for each token.
 
 vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
@@ -19,8 +22,7 @@ vocab_parallel_embedding.py (V0 and V1).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,18 +30,58 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import TORCH_BACKEND, AttentionBackend, StepMetadata
+from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.parallel import ParallelState
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean taken in float32.
+
+    [..., size] -> [..., size]. Not in place: the residual stream needs x again. arXiv 1910.07467.
+    """
+    return weight * F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+class LinearMethod:
+    """How a layer stores its weight [out, in] and multiplies by it: this one, as it stands.
+
+    The method itself keeps nothing: what it needs of a layer are attributes of that layer. A
+    subclass may pack the weight, quantize it, or add an adapter.
+    """
+
+    def create_weights(
+        self, layer: LinearBase, output_size: int, input_size: int, layer_config: LayerConfig
+    ) -> None:
+        """Give the layer its unfilled parameters; sizes are those of this rank."""
+        layer.weight = layer_config.empty(output_size, input_size)
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Called once, when the weights are filled and will not change any more."""
+
+    def apply(
+        self, layer: LinearBase, x: Tensor, bias: Tensor | None, metadata: StepMetadata | None
+    ) -> Tensor:
+        """x [num_tokens, in] -> x W^T + b, [num_tokens, out]."""
+        return F.linear(x, layer.weight, bias)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What every layer's constructor is told, so that nothing is process-wide."""
+    """What every layer's constructor gets, so that nothing is process-wide. The defaults are the
+    plainest ways; kernels/selector.py chooses the fastest ones for a device."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: ParallelState = field(default_factory=ParallelState)
-    attention: AttentionBackend = TORCH_BACKEND
+    attention: AttentionBackend = field(default_factory=AttentionBackend)
+    linear_method: LinearMethod = field(default_factory=LinearMethod)
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An unfilled parameter."""
@@ -63,65 +105,28 @@ class Shard(NamedTuple):
         return tuple(whole)
 
 
-class Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; what the
-    weight is, a subclass says in `pack`.
-
-    Out of place: the residual stream is also an input, and must survive. arXiv 1910.07467.
-
-    torch's rms_norm is a dozen calls on a CPU. With the length |x| of a row it is four: sqrt(mean +
-    eps) is sqrt(|x|^2 + size * eps) / sqrt(size), a right triangle's hypotenuse, and sqrt(size) can
-    be put into the weight beforehand.
-    """
+class RMSNorm(nn.Module):
+    """rms_norm with a weight [size]."""
 
     def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
         super().__init__()
-        self.size, self.eps = size, eps
-        self.is_by_length = (
-            layer_config.device.type == "cpu" and layer_config.dtype == torch.float32
-        )
-        side = math.sqrt(size * eps)
-        self.other_side = torch.tensor(side, dtype=layer_config.dtype, device=layer_config.device)
-        self.packed: Tensor | None = None
-
-    def pack(self) -> None:
-        """The weights are filled, and will not be changed any more: call set_weight. (Or else at
-        the first call.)"""
-        raise NotImplementedError
-
-    def set_weight(self, weight: Tensor) -> None:
-        """[size], or what broadcasts to x."""
-        weight = weight.detach()
-        self.packed = weight * math.sqrt(self.size) if self.is_by_length else weight
+        self.weight, self.eps = layer_config.empty(size), eps
+        self.rms_norm = layer_config.rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
-        if self.packed is None:
-            self.pack()
-        assert self.packed is not None, "pack() calls set_weight"
-        if self.is_by_length:
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x / length.hypot_(self.other_side)).mul_(self.packed)
-        return self.packed * F.rms_norm(x.float(), (self.size,), eps=self.eps).to(x.dtype)
-
-
-class RMSNorm(Norm):
-    """With a weight [size]."""
-
-    def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
-        super().__init__(size, eps, layer_config)
-        self.weight = layer_config.empty(size)
-
-    def pack(self) -> None:
-        self.set_weight(self.weight)
+        return self.rms_norm(x, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
-class QKNorm(Norm):
-    """On each head of queries and keys, which stand side by side: one call for both, of
-    [num_tokens, num_heads + num_kv_heads, head_dim]."""
+class QKNorm(nn.Module):
+    """rms_norm on each head of queries and keys, which lie side by side: one call for both.
+
+    The weight has a row for each head: first those of the queries, all equal, then those of the
+    keys. So the checkpoint's q_norm and k_norm fill several rows each.
+    """
 
     def __init__(
         self,
@@ -131,63 +136,37 @@ class QKNorm(Norm):
         eps: float,
         layer_config: LayerConfig,
     ) -> None:
-        super().__init__(head_dim, eps, layer_config)
-        self.q_weight, self.k_weight = layer_config.empty(head_dim), layer_config.empty(head_dim)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        super().__init__()
+        self.weight, self.eps = layer_config.empty(num_heads + num_kv_heads, head_dim), eps
+        self.num_heads = num_heads
+        self.rms_norm = layer_config.rms_norm
 
-    def pack(self) -> None:
-        """A row for each head."""
-        queries = self.q_weight.expand(self.num_heads, -1)
-        keys = self.k_weight.expand(self.num_kv_heads, -1)
-        self.set_weight(torch.cat((queries, keys)))
+    def forward(self, qk: Tensor) -> Tensor:
+        """[num_tokens, num_heads + num_kv_heads, head_dim] -> the same shape."""
+        return self.rms_norm(qk, self.weight, self.eps)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        """Names the norms beside this layer: ...self_attn.qk_norm -> ...self_attn.q_norm."""
         parent, _, _ = name.rpartition(".")
-        for norm, weight in (("q_norm", self.q_weight), ("k_norm", self.k_weight)):
+        for head, weight in enumerate(self.weight):
+            norm = "q_norm" if head < self.num_heads else "k_norm"
             yield f"{parent}.{norm}.weight", Shard(weight, tuple(weight.shape))
 
 
-PACKED_FOR_ROWS = 256  # the layout that was fastest from 2 rows to 1,024
-PACKED_SIZE = 2**18  # numbers; smaller matrices are multiplied sooner than oneDNN is called
-
-
-class Packable(nn.Module):
-    """A layer that multiplies by its `weight` [out, in]."""
+class LinearBase(nn.Module):
+    """A layer with a weight [out, in] and the linear method that multiplies by it."""
 
     weight: nn.Parameter
-    packed: Tensor | None = None
-    is_multiplied_by = True  # False: an embedding that is nobody's head
-    is_looked_up = False  # True: an embedding
+    is_embedding = False  # True: rows of the weight are looked up
+    is_lm_head = False  # True: an embedding that is multiplied by, too
 
-    def pack(self) -> None:
-        """On a CPU, lay the weight out in memory as it is multiplied fastest.
-
-        A large one in the blocks in which oneDNN wants it: on a 2-core AVX-512 machine products of
-        8 to 64 rows then take about half the time. A small one transposed: its numbers are read in
-        longer runs (one row of 128 by [768, 128], not in the cache: 30 microseconds instead of 57).
-
-        To be called when the weight is filled, and not to be changed any more: a large `weight` is
-        empty afterwards, so that it takes its memory once (an embedding is looked up, and stays).
-        """
-        weight = self.weight.detach()
-        if weight.device.type != "cpu" or weight.dtype != torch.float32:
-            return
-        if weight.numel() < PACKED_SIZE:
-            if not self.is_looked_up:
-                self.weight.data = weight.t().contiguous().t()
-        elif self.is_multiplied_by and torch.backends.mkldnn.is_available():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-            if not self.is_looked_up:
-                self.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [num_rows, in] -> x W^T + b, [num_rows, out]."""
-        if self.packed is None:
-            return F.linear(x, self.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+    def __init__(self, output_size: int, input_size: int, layer_config: LayerConfig) -> None:
+        super().__init__()
+        self.linear_method = layer_config.linear_method
+        self.linear_method.create_weights(self, output_size, input_size, layer_config)
 
 
-class ColumnParallelLinear(Packable):
+class ColumnParallelLinear(LinearBase):
     """y = x W^T + b with the rows of W (the outputs) divided among ranks.
 
     Several checkpoint matrices can be stacked: outputs={"q_proj": 64, "k_proj": 32, "v_proj": 32}
@@ -204,61 +183,57 @@ class ColumnParallelLinear(Packable):
         layer_config: LayerConfig,
         unit: int | None = None,
     ) -> None:
-        super().__init__()
-        self.input_size = input_size
-        self.outputs = dict(outputs)
-        self.parts = [
-            layer_config.parallel.shard_range(size, name, unit) for name, size in outputs.items()
-        ]
-        self.sizes = [size for _, size in self.parts]
-        self.weight = layer_config.empty(sum(self.sizes), input_size)
-        self.bias = layer_config.empty(sum(self.sizes)) if bias else None
+        shard_range = layer_config.parallel.shard_range
+        parts = [shard_range(size, name, unit) for name, size in outputs.items()]
+        sizes = [size for _, size in parts]
+        super().__init__(sum(sizes), input_size, layer_config)
+        self.input_size, self.outputs = input_size, dict(outputs)
+        self.parts, self.sizes = parts, sizes
+        self.bias = layer_config.empty(sum(sizes)) if bias else None
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
-        return self.product(x, self.bias)
+        return self.linear_method.apply(self, x, self.bias, metadata)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         """Names each matrix beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
         parent, _, _ = name.rpartition(".")
-        row = 0
+        offset = 0
         for (output, full), (start, size) in zip(self.outputs.items(), self.parts, strict=True):
-            rows = slice(row, row + size)
-            row += size
+            rows = slice(offset, offset + size)
+            offset += size
             shape = (full, self.input_size)
             yield f"{parent}.{output}.weight", Shard(self.weight[rows], shape, 0, start)
             if self.bias is not None:
                 yield f"{parent}.{output}.bias", Shard(self.bias[rows], (full,), 0, start)
 
 
-class RowParallelLinear(Packable):
+class RowParallelLinear(LinearBase):
     """y = x W^T + b with the columns of W (the inputs) divided among ranks, and y summed."""
 
     def __init__(
         self, input_size: int, output_size: int, *, bias: bool, layer_config: LayerConfig
     ) -> None:
-        super().__init__()
-        self.input_size = input_size
-        self.parallel = layer_config.parallel
-        self.start, size = layer_config.parallel.shard_range(
-            input_size, "input of a row-parallel layer"
-        )
-        self.weight = layer_config.empty(output_size, size)
+        parallel = layer_config.parallel
+        start, size = parallel.shard_range(input_size, "input of a row-parallel layer")
+        super().__init__(output_size, size, layer_config)
+        self.parallel, self.start = parallel, start
+        self.input_size, self.output_size = input_size, output_size
         self.bias = layer_config.empty(output_size) if bias else None
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, input_size / world_size] -> [num_tokens, output_size]; b is added once."""
         bias = self.bias if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(self.product(x, bias))
+        return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        shape = (self.weight.shape[0], self.input_size)
+        shape = (self.output_size, self.input_size)
         yield f"{name}.weight", Shard(self.weight, shape, 1, self.start)
         if self.bias is not None:
             yield f"{name}.bias", Shard(self.bias, tuple(self.bias.shape))
 
 
-class VocabParallelEmbedding(Packable):
+class VocabParallelEmbedding(LinearBase):
     """Token id -> vector, and vector -> logits, with the vocabulary divided among ranks.
 
     One class for both ends: models that tie them use one object twice. All ranks hold equally many
@@ -268,20 +243,20 @@ class VocabParallelEmbedding(Packable):
         rank 0: t0 t1 t2    rank 1: t3 t4 t5    rank 2: t6 t7 t8    rank 3: t9 -- --
     """
 
-    is_looked_up = True
+    is_embedding = True
+    is_lm_head = True
 
     def __init__(self, vocab_size: int, hidden_size: int, layer_config: LayerConfig) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.parallel = layer_config.parallel
         size = -(-vocab_size // layer_config.parallel.world_size)
-        self.start = min(layer_config.parallel.rank * size, vocab_size)
+        super().__init__(size, hidden_size, layer_config)
+        self.parallel = layer_config.parallel
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.start = min(self.parallel.rank * size, vocab_size)
         self.num_tokens = min(size, vocab_size - self.start)  # without padding
-        self.weight = layer_config.empty(size, hidden_size)
         self.weight[self.num_tokens :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden_size]; other ranks' ids count as zero vectors."""
+        """[num_tokens] -> [num_tokens, hidden_size]; ids of other ranks count as zero vectors."""
         if self.parallel.world_size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.start
@@ -292,17 +267,12 @@ class VocabParallelEmbedding(Packable):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] on rank 0, which samples; on the others
         [num_rows, 0]."""
-        return self.parallel.gather(self.product(hidden))[:, : self.vocab_size]
+        logits = self.linear_method.apply(self, hidden, None, None)
+        return self.parallel.gather(logits)[:, : self.vocab_size]
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        shape = (self.vocab_size, self.weight.shape[1])
+        shape = (self.vocab_size, self.hidden_size)
         yield f"{name}.weight", Shard(self.weight[: self.num_tokens], shape, 0, self.start)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
 
 
 class RotaryEmbedding(nn.Module):
@@ -331,8 +301,8 @@ class RotaryEmbedding(nn.Module):
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn the first cos.shape[-1] dimensions of x [num_tokens, num_heads, head_dim].
 
-    The pair (a, b) becomes (a cos - b sin, b cos + a sin). With the halves exchanged by a roll, and
-    the sign of the first half in `sin`, that is one product and one product-and-sum.
+    The pair (a, b) becomes (a cos - b sin, b cos + a sin). A roll exchanges the two halves, `sin`
+    has the sign of the first half: so one product and one product-and-sum do.
     """
     rotary_dim = cos.shape[-1]
     if rotary_dim < x.shape[-1]:

@@ -46,17 +46,17 @@ import torch
 from torch import Tensor
 
 from nanoserve import sampler
-from nanoserve.attention import AttentionBackend, StepMetadata, get_attn_backend
+from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
+from nanoserve.kernels.selector import make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
     copy_blocks,
     determine_num_kv_blocks,
     num_cpu_blocks_to_allocate,
 )
-from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.sampler import LogprobsTensors, SampledTokens, SamplingError, gather_logprobs
@@ -132,9 +132,11 @@ class ModelRunner:
         self.device = choose_device(config.device)
         with current_device(self.device):
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
-            self.backend = get_attn_backend(attention_backend, self.device)
             self.parallel = parallel or ParallelState()
-            layer_config = LayerConfig(self.dtype, self.device, self.parallel, self.backend)
+            layer_config = make_layer_config(
+                self.device, self.dtype, self.parallel, attention_backend
+            )
+            self.backend = layer_config.attention
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
@@ -152,7 +154,11 @@ class ModelRunner:
                 config.max_num_seqs, dtype=torch.long, device=self.device
             )
             self.graphs: DecodeGraphs | None = None
-            if graph_cls is None and self.device.type == "cuda" and self.backend.can_be_captured:
+            if (
+                graph_cls is None
+                and self.device.type == "cuda"
+                and self.backend.supports_cuda_graphs
+            ):
                 graph_cls = CudaGraph
             can_capture = not config.enforce_eager and self.model.supports_cuda_graphs
             if graph_cls is not None and can_capture:
@@ -274,7 +280,7 @@ class ModelRunner:
             seq_lens=tensors.seq_lens,
         )
         if graph_size is None:
-            metadata = self.backend.plan_step(metadata, self.block_size, self.dtype)
+            metadata = self.backend.plan(metadata, self.block_size, self.dtype)
         return StepInputs(arrays, tensors, metadata, graph_size)
 
     def forward(self, inputs: StepInputs) -> Tensor:

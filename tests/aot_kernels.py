@@ -1,11 +1,10 @@
-"""Compile the kernels for GPUs that are not here, and say what became of them.
+"""Compile the kernels for GPUs that this machine lacks, and describe the result.
 
     python tests/aot_kernels.py 90         # an H100 or H200: one line of JSON for each kernel
 
-What is compiled is what attention_triton.py launches: its own functions run on tensors of the meta
-device (shapes without contents), and the launches they make are recorded instead of carried out.
-So nothing here can drift from the real arguments, tiles and options; and that it works at all shows
-that no launch depends on what a tensor contains.
+The functions of attention_triton.py run on tensors of the meta device (shapes without contents),
+and their launches are recorded instead of carried out. So the arguments, tiles and options compiled
+here are the real ones. The meta device also shows that no launch depends on a tensor's contents.
 
 Triton's interpreter must be off: a process that has imported Triton with TRITON_INTERPRET=1 has no
 compiler.
@@ -28,14 +27,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanoserve.kernels import attention_triton
-from nanoserve.kernels.attention_triton import Chip
+from nanoserve.kernels.attention_triton import GpuInfo
 
-CHIPS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
-    80: Chip(80, 108, 163 * 1024),  # A100
-    86: Chip(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all we serve
-    90: Chip(90, 132, 227 * 1024),  # H100, H200
-    100: Chip(100, 148, 227 * 1024),  # B200
-    120: Chip(120, 170, 99 * 1024),  # RTX 5090
+GPUS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
+    80: GpuInfo(80, 108, 163 * 1024),  # A100
+    86: GpuInfo(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all
+    90: GpuInfo(90, 132, 227 * 1024),  # H100, H200
+    100: GpuInfo(100, 148, 227 * 1024),  # B200
+    120: GpuInfo(120, 170, 99 * 1024),  # RTX 5090
 }
 KERNELS = ("paged_attention_kernel", "merge_splits_kernel", "store_kv_kernel")
 TYPES = {
@@ -45,7 +44,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-INSTRUCTIONS = {  # how often they stand in the assembly
+INSTRUCTIONS = {  # counted in the assembly
     "mma": r"\bmma\.sync",  # tensor cores, a warp each (Ampere; small tiles everywhere)
     "wgmma": r"\bwgmma\.mma_async",  # Hopper's
     "tcgen05": r"\btcgen05\.mma",  # datacenter Blackwell's
@@ -54,7 +53,7 @@ INSTRUCTIONS = {  # how often they stand in the assembly
 
 
 class Launch(NamedTuple):
-    """A launch as Triton is asked for it: kernel[grid](*args, **kwargs)."""
+    """One launch: kernel[grid](*args, **kwargs)."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -63,7 +62,7 @@ class Launch(NamedTuple):
 
 
 class Recorder:
-    """Stands where a kernel stands, and keeps its launches."""
+    """Replaces a kernel, and keeps its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel = kernel
@@ -76,11 +75,11 @@ class Recorder:
         return launch
 
 
-def record(function: Callable[..., Any], chip: Chip) -> list[Launch]:
-    """What `function()` launches on `chip`."""
+def record(function: Callable[..., Any], gpu: GpuInfo) -> list[Launch]:
+    """The launches of `function()` on `gpu`."""
     launches: list[Launch] = []
     kernels = {name: Recorder(getattr(attention_triton, name), launches) for name in KERNELS}
-    with mock.patch.multiple(attention_triton, get_chip=lambda device: chip, **kernels):
+    with mock.patch.multiple(attention_triton, get_gpu_info=lambda device: gpu, **kernels):
         function()
     return launches
 
@@ -186,9 +185,9 @@ CASES: dict[str, Callable[[], Any]] = {
 
 
 def main(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Compile each case for one chip. A prefill is two launches, a split decode two kernels."""
+    """Compile each case for one GPU. A prefill is two launches, a split decode two kernels."""
     for name in names:
-        for launch in record(CASES[name], CHIPS[capability]):
+        for launch in record(CASES[name], GPUS[capability]):
             keys = ("PER_SEQUENCE", "NUM_SPLITS", "BLOCK_M", "BLOCK_N", "num_warps")
             yield {
                 "case": name,

@@ -1,11 +1,11 @@
-"""What attention is, and steps to try an implementation on.
+"""Steps to try an implementation of attention on, and what AttentionBackend, the definition, says.
 
     shape = Shape(((1, 14), (7, 0)), block_size=4)  # a decode after 14 tokens beside a prompt of 7
     step = make_step(shape)
     output = paged_attention(*step.tensors, **shape.options)
     assert_close(output, attention_by_definition(*step.tensors, **shape.options))
 
-Whatever a step does not own is poisoned: NaN stands in every slot that no key was written to, and
+All memory that does not belong to a step is poisoned: NaN stands in every slot without a key, and
 in every block that a stale entry of the block table names.
 """
 
@@ -22,6 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoserve.attention import AttentionBackend, StepMetadata
+from nanoserve.kv_cache import KVCacheSpec
+
 
 def attention_by_definition(
     query: Tensor,
@@ -30,31 +33,14 @@ def attention_by_definition(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
+    **options: Any,
 ) -> Tensor:
-    """One query at a time, in float64. NaN for tokens that are no sequence's."""
-    num_tokens, num_heads, _ = query.shape
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    shape = (num_tokens, num_heads, value_cache.shape[-1])
-    output = torch.full(shape, math.nan, dtype=torch.float64, device=query.device)
-    for seq, seq_len in enumerate(seq_lens.tolist()):
-        position = torch.arange(seq_len, device=query.device)
-        place = block_table[seq, position // block_size].long(), position % block_size
-        keys = key_cache[place].double().repeat_interleave(group, dim=1)  # [seq_len, heads, dim]
-        values = value_cache[place].double().repeat_interleave(group, dim=1)
-        start, end = query_start_loc[seq : seq + 2].tolist()
-        for token in range(start, end):
-            last = seq_len - (end - token)  # its own position, and that of the last key it sees
-            first = 0 if sliding_window is None else max(0, last - sliding_window + 1)
-            seen = slice(first, last + 1)
-            scores = (query[token].double() * keys[seen]).sum(dim=-1) * scale  # [keys, heads]
-            if logits_soft_cap is not None:
-                scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-            output[token] = (scores.softmax(dim=0)[:, :, None] * values[seen]).sum(dim=0)
+    """AttentionBackend.attend in float64; NaN for tokens that belong to no sequence."""
+    no_slots = query_start_loc[:0]
+    metadata = StepMetadata(no_slots, block_table, query_start_loc, seq_lens)
+    caches = (key_cache, value_cache)
+    output = AttentionBackend().attend(query.double(), caches, metadata, **options)
+    output[int(query_start_loc[-1]) :] = math.nan
     return output
 
 
@@ -70,7 +56,7 @@ class Shape:
     value_dim: int = 8
     sliding_window: int | None = None
     logits_soft_cap: float | None = None
-    num_padding: int = 0  # tokens after the last sequence's
+    num_padding: int = 0  # tokens after the last sequence
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,7 +69,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors of a step: scattered blocks, and NaN wherever no key or value belongs."""
+    """The tensors of a step: scattered blocks, and NaN in slots without a key or value."""
 
     query: Tensor
     key_cache: Tensor
@@ -96,36 +82,54 @@ class Step:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(vars(self).values())
 
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        return self.key_cache, self.value_cache
+
+    @property
+    def metadata(self) -> StepMetadata:
+        """What layers get of the step. Padding has negative slots."""
+        block_size, device = self.key_cache.shape[1], self.query.device
+        slots = torch.full((len(self.query),), -1, device=device)
+        for i, seq_len in enumerate(self.seq_lens.tolist()):
+            start, end = self.query_start_loc[i : i + 2].tolist()
+            position = torch.arange(seq_len - (end - start), seq_len, device=device)
+            block = self.block_table[i, position // block_size].long()
+            slots[start:end] = block * block_size + position % block_size
+        return StepMetadata(slots, self.block_table, self.query_start_loc, self.seq_lens)
+
 
 def make_step(
     shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> Step:
     """Random numbers for a shape, the same on every device.
 
-    Blocks are dealt in random order; table entries beyond a sequence's end name blocks full of NaN,
-    as stale entries in a real table may. Queries are views of a larger product of queries, keys and
-    values, as a model makes them.
+    Blocks are in random order, which depends on `seqs`, `block_size` and `seed` alone. Table
+    entries beyond the end of a sequence name blocks full of NaN, as stale entries in a real table
+    may. Queries are views of a larger product of queries, keys and values, as a model makes them.
     """
     generator = torch.Generator().manual_seed(seed)
     queries = [queries for queries, _ in shape.seqs]
     lengths = [queries + before for queries, before in shape.seqs]
     needed = [-(-length // shape.block_size) for length in lengths]
-    num_blocks = sum(needed) + 2  # the last two belong to nobody
+    num_blocks = sum(needed) + 2  # the last two belong to no sequence
     order = torch.randperm(num_blocks, generator=generator)
     block_table = order[-1].repeat(len(lengths), max(needed, default=0) + 1)
-    cache = (num_blocks, shape.block_size, shape.num_kv_heads)
-    key_cache = torch.full((*cache, shape.key_dim), math.nan, dtype=dtype)
-    value_cache = torch.full((*cache, shape.value_dim), math.nan, dtype=dtype)
-    dealt = 0
+    cpu = torch.device("cpu")
+    spec = KVCacheSpec(shape.num_kv_heads, shape.key_dim, shape.value_dim)
+    key_cache, value_cache = spec.allocate(num_blocks, shape.block_size, dtype, cpu)
+    key_cache.fill_(math.nan)
+    value_cache.fill_(math.nan)
+    num_dealt = 0
     for seq, length in enumerate(lengths):
-        blocks = order[dealt : dealt + needed[seq]]
-        dealt += needed[seq]
+        blocks = order[num_dealt : num_dealt + needed[seq]]
+        num_dealt += needed[seq]
         block_table[seq, : len(blocks)] = blocks
         position = torch.arange(length)
-        place = blocks[position // shape.block_size], position % shape.block_size
+        index = blocks[position // shape.block_size], position % shape.block_size
         for target, dim in ((key_cache, shape.key_dim), (value_cache, shape.value_dim)):
             noise = torch.randn(length, shape.num_kv_heads, dim, generator=generator)
-            target[place] = noise.to(dtype)
+            target[index] = noise.to(dtype)
     num_tokens, num_heads = sum(queries) + shape.num_padding, shape.num_kv_heads * shape.group
     rows = num_heads + 2 * shape.num_kv_heads
     product = 2 * torch.randn(num_tokens, rows, shape.key_dim, generator=generator)
@@ -176,3 +180,14 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tests of small tensors are faster on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for GPUs that are not here: aot_kernels.py, asserted."""
+"""The kernels, compiled for GPUs that this machine lacks (by aot_kernels.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TENSOR_CORES = {80: "mma", 90: "wgmma", 100: "tcgen05"}  # their instruction for
 
 
 def run_script(capability: int) -> list[dict[str, Any]]:
-    """In a process of its own: this one has the interpreter instead of the compiler."""
+    """In another process: this one has Triton's interpreter instead of the compiler."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     environment.pop("TRITON_INTERPRET", None)
@@ -54,7 +54,7 @@ def attention_of(kernels: list[dict[str, Any]], is_tiled: bool) -> list[dict[str
     ]
 
 
-def test_all_that_is_launched_was_compiled(kernels: list[dict[str, Any]]) -> None:
+def test_every_launch_was_compiled(kernels: list[dict[str, Any]]) -> None:
     """A prefill launches a program per sequence and one per tile, a split decode also its merge."""
     for capability in (80, 90, 100):
         found = [
@@ -74,7 +74,7 @@ def test_all_that_is_launched_was_compiled(kernels: list[dict[str, Any]]) -> Non
     assert splits["split decode"] > 8 * splits["decode"]
 
 
-def test_shared_memory_fits_the_chip(kernels: list[dict[str, Any]]) -> None:
+def test_shared_memory_fits_the_gpu(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_MEMORY[kernel["capability"]], kernel
 

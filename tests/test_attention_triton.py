@@ -24,24 +24,23 @@ from attention_oracle import (
     attention_by_definition,
     make_step,
     needs_interpreter,
+    one_thread,
     unwritten_memory_is_nan,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoserve import LLM, SamplingParams
-
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 tl = triton.language
 from nanoserve.kernels import attention_triton  # noqa: E402
 from nanoserve.kernels.attention_triton import (  # noqa: E402
-    ANY_CHIP,
+    INTERPRETER,
     LOG2_E,
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     PROGRAMS_PER_SM,
-    Chip,
+    GpuInfo,
     Tiles,
     choose_num_splits,
     choose_tiles,
@@ -56,16 +55,19 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered in"),
 ]
 
-CHIPS = (ANY_CHIP, Chip(80, 108, 163 * 1024), Chip(90, 132, 227 * 1024), Chip(120, 170, 99 * 1024))
+GPUS = (
+    INTERPRETER,
+    GpuInfo(80, 108, 163 * 1024),
+    GpuInfo(90, 132, 227 * 1024),
+    GpuInfo(120, 170, 99 * 1024),
+)
 NOWHERE = 2**31 - 1  # a block id far outside every cache
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def tiles(block_m: int, block_n: int) -> AbstractContextManager[Any]:
@@ -77,13 +79,13 @@ def tiles(block_m: int, block_n: int) -> AbstractContextManager[Any]:
 def assert_as_defined(
     shape: Shape, seed: int = 0, dtype: torch.dtype = torch.float32, num_splits: int | None = None
 ) -> None:
-    """Every token of a sequence gets what the definition says, no other is written, and no block is
-    read that is not the sequence's own: an id that is nobody's stands in the rest of the table."""
+    """The output is that of the definition, and the output of padding is not written. No block of
+    another sequence is read: the rest of each table names a block that does not exist."""
     step = make_step(shape, seed, dtype)
     expected = attention_by_definition(*step.tensors, **shape.options)
     num_blocks = -(-step.seq_lens // shape.block_size)
-    foreign = torch.arange(step.block_table.shape[1]) >= num_blocks[:, None]
-    step = replace(step, block_table=step.block_table.masked_fill(foreign, NOWHERE))
+    is_unused = torch.arange(step.block_table.shape[1]) >= num_blocks[:, None]
+    step = replace(step, block_table=step.block_table.masked_fill(is_unused, NOWHERE))
     before = [tensor.clone() for tensor in step.tensors]
     with unwritten_memory_is_nan():
         output = paged_attention_triton(*step.tensors, **shape.options, num_splits=num_splits)
@@ -100,7 +102,7 @@ def assert_as_defined(
 # ------------------------------------------------------------------------------ every shape
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (6, 1), (None, 2)])
+@pytest.mark.parametrize(("window", "num_splits"), [(6, 1), (None, 2)])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_by_name(name: str, window: int | None, num_splits: int) -> None:
     """On tiles of 4 queries and 4 keys: a prompt of 13 is 4 x 4 tiles, some splits are empty."""
@@ -119,7 +121,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     before = st.one_of(st.just(0), st.integers(1, 40))
     return Shape(
         seqs=tuple(draw(st.lists(st.tuples(queries, before), min_size=1, max_size=4))),
-        block_size=draw(st.sampled_from([1, 4, 16, 32])),
+        block_size=draw(st.sampled_from([1, 4, 16, 64])),
         num_kv_heads=draw(st.sampled_from([1, 1, 2])),
         group=draw(st.sampled_from([1, 2, 3, 4])),
         key_dim=draw(st.sampled_from([4, 16, 24])),
@@ -130,7 +132,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=20)
 @given(
     shapes(),
     st.integers(0, 2**31),
@@ -148,7 +150,7 @@ def test_any_step_is_as_defined(
 
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
 def test_head_sizes(dim: int) -> None:
-    """Also those that no power of 2 is: the tile is wider, and the rest of it must not count."""
+    """Also sizes that are no power of 2: the tile is wider, and its padding must not count."""
     assert_as_defined(Shape(((5, 30), (1, 40)), 16, 1, 2, key_dim=dim, value_dim=dim))
 
 
@@ -159,7 +161,7 @@ def test_keys_and_values_of_different_sizes(key_dim: int, value_dim: int) -> Non
     assert_as_defined(shape, num_splits=2)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("group", [3, 7, 8])
 def test_query_heads_share_key_heads(group: int) -> None:
     """Of 128 rows, 42 queries of a group of 3 leave 2 idle, 18 of a group of 7 leave 2."""
     assert_as_defined(Shape(((45, 3), (1, 9)), 16, 2, group, key_dim=16, value_dim=16))
@@ -170,24 +172,9 @@ def test_more_heads_in_a_group_than_a_decode_tile_has_rows() -> None:
     assert_as_defined(Shape(((3, 4), (1, 9)), 16, 1, 71, key_dim=16, value_dim=16))
 
 
-@pytest.mark.parametrize("block_size", [4, 16, 32, 64])
-def test_block_sizes(block_size: int) -> None:
-    """A tile of keys is several blocks, one, or part of one."""
-    assert_as_defined(Shape(((9, 61), (1, 70)), block_size, 1, 2))
-
-
-@pytest.mark.parametrize("window", [1, 3, 16, 17, 40, 1000])
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_sliding_windows(window: int, num_splits: int) -> None:
-    """Smaller than a tile of 8 keys, as large, larger, larger than the sequence."""
-    with tiles(8, 8):
-        shape = Shape(((10, 33), (1, 30)), 4, 1, 2, sliding_window=window)
-        assert_as_defined(shape, num_splits=num_splits)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_splits", [4, 16])
 def test_splits(num_splits: int) -> None:
-    """Up to more splits than there are tiles: those without keys must weigh nothing."""
+    """More splits than tiles: a split without keys must weigh nothing."""
     with tiles(8, 4):
         assert_as_defined(Shape(((1, 22), (1, 0), (6, 9)), 4, 1), num_splits=num_splits)
 
@@ -195,14 +182,14 @@ def test_splits(num_splits: int) -> None:
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_half_precision(soft_cap: float | None, num_splits: int) -> None:
-    """float16; bfloat16 is for the GPU's tests: the interpreter's products of it are wrong."""
+    """float16. (The interpreter's products of bfloat16 are wrong: test_gpu_attention.py has it.)"""
     shape = Shape(STEPS["all at once"], 16, 1, key_dim=32, value_dim=32, logits_soft_cap=soft_cap)
     with tiles(16, 16):
         assert_as_defined(shape, dtype=torch.float16, num_splits=num_splits)
 
 
 def test_scores_too_large_for_exp() -> None:
-    """Scores of hundreds, and a soft cap whose tanh saturates: no infinity may come of them."""
+    """Scores of hundreds, and a soft cap whose tanh saturates: the output is finite."""
     for soft_cap in (None, 0.5, 30.0):
         shape = Shape(((3, 9), (1, 5)), 4, 1, logits_soft_cap=soft_cap)
         step = make_step(shape)
@@ -229,19 +216,19 @@ def test_scores_too_large_for_exp() -> None:
 def test_sequences_without_queries(
     seqs: tuple[tuple[int, int], ...], num_splits: int | None
 ) -> None:
-    """As a CUDA graph's padding has them; tokens after the last sequence's stay unwritten."""
+    """As in the padding of a CUDA graph. The output of padding tokens stays unwritten."""
     with tiles(8, 4):
         assert_as_defined(Shape(seqs, num_padding=3), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_decode_that_is_none(num_splits: int) -> None:
-    """No more tokens than sequences, but they are all of one: its program takes them in turn."""
+def test_few_tokens_of_one_sequence(num_splits: int) -> None:
+    """No more tokens than sequences, as in a decode, but all of one sequence."""
     shape = Shape(((0, 4), (0, 0), (5, 9), (0, 3), (0, 1)))
     step = make_step(shape)
     tensors = step.query, step.key_cache, step.value_cache, step.block_table
     with tiles(4, 4):
-        launches = plan_launches(*tensors, ANY_CHIP)
+        launches = plan_launches(*tensors, INTERPRETER)
         assert [launch.constants["PER_SEQUENCE"] for launch in launches] == [True]
         assert_as_defined(shape, num_splits=num_splits)
 
@@ -263,7 +250,7 @@ def test_nothing_to_do() -> None:
     assert not cache.any()
 
 
-def test_an_element_that_nobody_writes_would_show() -> None:
+def test_an_element_that_is_never_written_would_show() -> None:
     """The poison works: without its launches, the function returns NaN."""
     step = make_step(Shape(((2, 3),)))
     nothing = mock.MagicMock()
@@ -278,7 +265,7 @@ def test_an_element_that_nobody_writes_would_show() -> None:
 
 
 @triton.jit
-def walk_kernel(query, key, value, table, maxima, totals, sums, end_tile):
+def softmax_kernel(query, key, value, table, maxima, totals, sums, end_tile):
     """Online softmax of 1 row over tiles of 2 keys (blocks of 2, one head of 1 number)."""
     rows, dims = tl.arange(0, 1), tl.arange(0, 4)
     state = (
@@ -287,7 +274,7 @@ def walk_kernel(query, key, value, table, maxima, totals, sums, end_tile):
         tl.zeros([1, 4], tl.float32),
     )
     loaded = tl.load(query + rows[:, None] + tl.arange(0, 1)[None, :])
-    m, total, acc = attention_triton._walk(
+    m, total, acc = attention_triton._attend_tiles(
         state, loaded, 0, end_tile, rows + 3, 4, table, key, value, 2, 1, 8, 4, 1.0, 0.0,
         HEAD_DIM=1, VALUE_DIM=4, BLOCK_D=1, BLOCK_V=4, BLOCK_SIZE=2, BLOCK_N=2, WINDOW=0,
         HAS_SOFT_CAP=False, IS_MASKED=False,
@@ -310,7 +297,7 @@ def test_the_docstrings_online_softmax(
     num_tiles: int, m: float, total: float, acc: list[float]
 ) -> None:
     found = torch.zeros(1), torch.zeros(1), torch.zeros(4)
-    walk_kernel[(1,)](torch.ones(1), KEYS, VALUES, TABLE, *found, num_tiles)
+    softmax_kernel[(1,)](torch.ones(1), KEYS, VALUES, TABLE, *found, num_tiles)
     assert [float(found[0]), float(found[1]), found[2].tolist()] == [m, total, acc]
 
 
@@ -353,23 +340,23 @@ def find_kernel(query_start_loc, found, num_seqs, BLOCK_Q: tl.constexpr):
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    """A tensor that has a shape and nothing else: whoever looks at its contents fails."""
+    """A tensor that has a shape and no contents: reading it fails."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 5, 8, 13, 30]), min_size=1, max_size=7),
     st.integers(0, 3),
     st.sampled_from([1, 2, 3, 4]),
 )
 def test_tiles_cover_every_query_once(queries: list[int], num_padding: int, group: int) -> None:
-    """The grid of the tiled launch, against a count of all that there is to do."""
+    """The grid of the tiled launch, against all (sequence, first query) pairs."""
     starts = torch.tensor([0, *queries]).cumsum(0)
     num_tokens, num_seqs = sum(queries) + num_padding, len(queries)
     query, cache = meta(num_tokens, group, 16), meta(9, 4, 1, 16)
     with tiles(8, 4):
-        *_, tiled = plan_launches(query, cache, cache, meta(num_seqs, 8), ANY_CHIP)
+        *_, tiled = plan_launches(query, cache, cache, meta(num_seqs, 8), INTERPRETER)
     if num_tokens <= num_seqs:
         assert tiled.constants["PER_SEQUENCE"], "a decode is one launch"
         assert tiled.grid[0] == num_seqs
@@ -390,17 +377,19 @@ def test_tiles_cover_every_query_once(queries: list[int], num_padding: int, grou
 
 
 @pytest.mark.parametrize("seqs", [((1, 4), (9, 0), (2, 3), (4, 1), (5, 5), (0, 2), (3, 0))])
-def test_each_sequence_is_answered_by_one_launch(seqs: tuple[tuple[int, int], ...]) -> None:
+def test_each_sequence_is_computed_by_one_launch(seqs: tuple[tuple[int, int], ...]) -> None:
     """Run one at a time over poisoned memory: short sequences by the first, long by the second."""
     shape = Shape(seqs)
     step = make_step(shape)
-    lens = [queries for queries, _ in seqs for _ in range(queries)]  # of each token's sequence
+    lens = [
+        queries for queries, _ in seqs for _ in range(queries)
+    ]  # queries in the sequence of each token
     with tiles(8, 4):
         both = plan_launches(
-            step.query, step.key_cache, step.value_cache, step.block_table, ANY_CHIP
+            step.query, step.key_cache, step.value_cache, step.block_table, INTERPRETER
         )
         assert len(both) == 2
-        for launch, is_its_own in zip(both, (lambda n: n <= 4, lambda n: n > 4), strict=True):
+        for launch, is_computed in zip(both, (lambda n: n <= 4, lambda n: n > 4), strict=True):
             with (
                 unwritten_memory_is_nan(),
                 mock.patch.object(attention_triton, "plan_launches", lambda *_, x=launch: [x]),
@@ -408,11 +397,11 @@ def test_each_sequence_is_answered_by_one_launch(seqs: tuple[tuple[int, int], ..
                 output = paged_attention_triton(*step.tensors, **shape.options)
             written = [not row.isnan().any() for row in output]
             untouched = [bool(row.isnan().all()) for row in output]
-            assert written == [is_its_own(n) for n in lens]
-            assert untouched == [not is_its_own(n) for n in lens]
+            assert written == [is_computed(n) for n in lens]
+            assert untouched == [not is_computed(n) for n in lens]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     num_tokens=st.integers(1, 20_000),
     num_seqs=st.integers(1, 512),
@@ -420,7 +409,7 @@ def test_each_sequence_is_answered_by_one_launch(seqs: tuple[tuple[int, int], ..
     num_kv_heads=st.sampled_from([1, 2, 8, 32]),
     group=st.sampled_from([1, 2, 3, 4, 7, 8, 64]),
     dim=st.sampled_from([32, 80, 128, 256]),
-    chip=st.sampled_from(CHIPS),
+    gpu=st.sampled_from(GPUS),
 )
 def test_launches_depend_on_shapes_only(
     num_tokens: int,
@@ -429,12 +418,12 @@ def test_launches_depend_on_shapes_only(
     num_kv_heads: int,
     group: int,
     dim: int,
-    chip: Chip,
+    gpu: GpuInfo,
 ) -> None:
     """Planned on tensors without contents: what a CUDA graph may hold."""
     cache = meta(64, 16, num_kv_heads, dim)
     query, table = meta(num_tokens, num_kv_heads * group, dim), meta(num_seqs, max_blocks)
-    launches = plan_launches(query, cache, cache, table, chip)
+    launches = plan_launches(query, cache, cache, table, gpu)
     assert [launch.constants["PER_SEQUENCE"] for launch in launches] == (
         [True] if num_tokens <= num_seqs else [True, False]
     )
@@ -450,41 +439,40 @@ def test_launches_depend_on_shapes_only(
 @given(
     num_programs=st.integers(1, 5000),
     max_seq_len=st.integers(1, 200_000),
-    chip=st.sampled_from(CHIPS),
+    gpu=st.sampled_from(GPUS),
 )
-@settings(deadline=None, derandomize=True)
-def test_as_many_splits_as_fill_the_gpu(num_programs: int, max_seq_len: int, chip: Chip) -> None:
-    num_splits = choose_num_splits(num_programs, max_seq_len, chip)
-    is_full = num_programs * num_splits >= PROGRAMS_PER_SM * chip.num_sms
+def test_as_many_splits_as_fill_a_gpu(num_programs: int, max_seq_len: int, gpu: GpuInfo) -> None:
+    num_splits = choose_num_splits(num_programs, max_seq_len, gpu)
+    is_full = num_programs * num_splits >= PROGRAMS_PER_SM * gpu.num_sms
     assert num_splits in [2**i for i in range(7)] and num_splits <= MAX_SPLITS
     assert is_full or num_splits == MAX_SPLITS or max_seq_len // num_splits < 2 * MIN_SPLIT_KEYS
     if num_splits > 1:
         assert max_seq_len // num_splits >= MIN_SPLIT_KEYS, "pieces got too short"
-        assert num_programs * num_splits // 2 < PROGRAMS_PER_SM * chip.num_sms, "half would do"
+        assert num_programs * num_splits // 2 < PROGRAMS_PER_SM * gpu.num_sms, "half would do"
 
 
-@pytest.mark.parametrize("chip", CHIPS, ids=str)
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
 @pytest.mark.parametrize("num_bytes", [2, 4])
 @pytest.mark.parametrize("per_sequence", [True, False])
-def test_tiles_fit_the_chip(per_sequence: bool, num_bytes: int, chip: Chip) -> None:
+def test_tiles_fit_the_gpu(per_sequence: bool, num_bytes: int, gpu: GpuInfo) -> None:
     """A tile of keys and one of values, beside the queries, in shared memory. (test_aot.py asks
     the compiler.)"""
     for dim in (16, 32, 64, 80, 96, 128, 192, 256):
         for group in (1, 2, 3, 4, 7, 8, 16):
-            found = choose_tiles(per_sequence, group, dim, dim, num_bytes, chip)
+            found = choose_tiles(per_sequence, group, dim, dim, num_bytes, gpu)
             assert found.block_m >= group, "a group's heads are rows of one tile"
             for number in (found.block_m, found.block_n, found.num_warps):
                 assert number & (number - 1) == 0
             assert found.block_n >= 16, "tensor cores take no less"
             width = 2 * max(16, triton.next_power_of_2(dim))
             size = (found.block_m + found.block_n) * width * num_bytes
-            assert size <= chip.shared_memory
+            assert size <= gpu.shared_memory
 
 
 # ------------------------------------------------------------------------------ storing
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(st.data())
 def test_store_kv_writes_the_slots_and_nothing_else(data: st.DataObject) -> None:
     """From views of a larger product, into a cache whose other slots stay as they are."""
@@ -511,31 +499,7 @@ def test_store_kv_writes_the_slots_and_nothing_else(data: st.DataObject) -> None
     assert torch.equal(caches[1], expected[1])
 
 
-# ------------------------------------------------------------------------------ the engine
-
-
-def test_an_engine_on_the_kernel_says_the_same() -> None:
-    """A prompt of 23 tokens in chunks of 12, another beside it, blocks of 4; greedy and seeded."""
-    prompts = [list(range(40, 63)), [300, 301, 302]]
-    params = [
-        SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
-        SamplingParams(temperature=1, seed=7, max_tokens=4, ignore_eos=True),
-    ]
-    answers: dict[str, list[tuple[int, ...]]] = {}
-    for backend in ("torch", "triton"):
-        with LLM(
-            attention_backend=backend,
-            dtype="float32",
-            block_size=4,
-            num_kv_blocks=32,
-            max_num_batched_tokens=12,
-            max_num_seqs=4,
-        ) as llm:
-            assert llm.engine.executor.runner.backend.name == backend
-            outputs = llm.generate(prompts, params)
-            answers[backend] = [tuple(output.outputs[0].token_ids) for output in outputs]
-    assert [len(answer) for answer in answers["torch"]] == [4, 4]
-    assert answers["triton"] == answers["torch"]
+# ------------------------------------------------------------------------------ the choice
 
 
 def test_a_cpu_without_the_interpreter_refuses_triton() -> None:
@@ -543,8 +507,8 @@ def test_a_cpu_without_the_interpreter_refuses_triton() -> None:
     code = """
 import torch
 from nanoserve import LLM
-from nanoserve.attention import TORCH_BACKEND, get_attn_backend
-assert get_attn_backend("auto", torch.device("cpu")) is TORCH_BACKEND
+from nanoserve.kernels.selector import get_attn_backend
+assert get_attn_backend("auto", torch.device("cpu")).name == "torch"
 try:
     LLM(attention_backend="triton", num_kv_blocks=16)
 except ValueError as error:

@@ -17,7 +17,7 @@ import torch
 from oracle import assert_same_greedy
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.attention import KVCacheSpec
+from nanoserve.kv_cache import KVCacheSpec
 
 MakeCheckpoint = Callable[..., Path]
 MAX_TOKENS = 10

@@ -22,11 +22,12 @@ from attention_oracle import (
     attention_by_definition,
     make_step,
     needs_interpreter,
+    one_thread,
     unwritten_memory_is_nan,
 )
 from torch import Tensor
 
-from nanoserve.attention import lazy_zeros
+from nanoserve.kv_cache import lazy_zeros
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 from aot_kernels import KERNELS, Launch, Recorder
@@ -51,15 +52,13 @@ DEVICES_AND_DTYPES = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def assert_as_defined(step: Step, shape: Shape, num_splits: int | None = None) -> None:
-    """Twice: no order of programs may show in the result, to the bit."""
+    """Twice: the order of programs must not change a bit of the result."""
     with unwritten_memory_is_nan():
         output, again = (
             paged_attention_triton(*step.tensors, **shape.options, num_splits=num_splits)
@@ -116,8 +115,8 @@ def test_random_steps(kind: str, device: str, dtype: torch.dtype) -> None:
 def make_large_step(
     num_seqs: int, context: int, shape: Shape, dtype: torch.dtype, device: str
 ) -> Step:
-    """Decodes of 1 to `context` tokens (the first has all). They share the blocks of a pool, as
-    sequences with equal prefixes do: a cache of their own each would not fit a small GPU."""
+    """Decodes of 1 to `context` tokens (the first one has `context`). They share the blocks of a
+    pool, as sequences with equal prefixes do: a cache for each would not fit a small GPU."""
     torch.manual_seed(0)
     max_blocks = context // shape.block_size
     cache = (2 * max_blocks, shape.block_size, shape.num_kv_heads, shape.key_dim)
@@ -143,9 +142,9 @@ def test_large_decodes(num_seqs: int, device: str, dtype: torch.dtype) -> None:
         num_seqs = min(num_seqs, 4)
     context = {256: 4096, 1: 32768}[num_seqs] if device == "cuda" else 512
     step = make_large_step(num_seqs, context, shape, dtype, device)
-    chip = attention_triton.get_chip(torch.device(device))
+    gpu = attention_triton.get_gpu_info(torch.device(device))
     launches = attention_triton.plan_launches(
-        step.query, step.key_cache, step.value_cache, step.block_table, chip
+        step.query, step.key_cache, step.value_cache, step.block_table, gpu
     )
     assert launches[0].num_splits > 1 or num_seqs > 4, "one sequence should fill the GPU"
     assert_as_defined(step, shape)
@@ -186,8 +185,8 @@ def test_a_cache_of_more_than_two_to_the_31_elements(device: str) -> None:
 
 
 def capture(function: Callable[[], Tensor], device: str) -> tuple[Tensor, Callable[[], None]]:
-    """`function()`'s result, in memory of its own, and what computes it again from whatever its
-    inputs then contain: a CUDA graph's replay, or on a CPU the same launches, made again."""
+    """The result of `function()`, and a function that computes it again from the current contents
+    of the inputs: the replay of a CUDA graph, or on a CPU the same launches, made again."""
     if device == "cuda":
         function()  # compiles, which a graph cannot
         torch.cuda.synchronize()
@@ -219,8 +218,8 @@ def copy_padded(target: Tensor, source: Tensor, padding: Any) -> None:
 def test_a_graph_replays_on_changed_contents(
     num_queries: int, num_splits: int, device: str
 ) -> None:
-    """Captured once for 4 sequences, then used for 4, 2, 1 and 3: the missing ones are padded as a
-    runner pads them, with no queries, no keys, and slots that are not stored to."""
+    """Captured once for 4 sequences, then used for 4, 2, 1 and 3. The rest is padding as the runner
+    makes it: no queries, no keys, and slots that are not stored to."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     is_gpu, max_seqs, max_blocks = device == "cuda", 4, 40 if device == "cuda" else 6
     shape = Shape((), 16, 2, 2, 64, 64)
@@ -253,15 +252,14 @@ def test_a_graph_replays_on_changed_contents(
         step = make_step(replace(shape, seqs=seqs), seed, dtype, device)
         expected = attention_by_definition(*step.tensors, **shape.options)
 
-        # The step's own keys and values are not in the cache yet: the graph stores them.
-        position = torch.cat([torch.arange(before, before + n) for n, before in seqs]).to(device)
-        row = torch.arange(num_seqs, device=device).repeat_interleave(num_queries)
-        places = step.block_table[row, position // 16].long(), position % 16
-        copy_padded(key, step.key_cache[places], 7.0)
-        copy_padded(value, step.value_cache[places], 7.0)
-        copy_padded(slots, places[0] * 16 + places[1], -1)
-        step.key_cache[places] = torch.nan
-        step.value_cache[places] = torch.nan
+        # The keys and values of the step are not in the cache yet: the graph stores them.
+        slot_mapping = step.metadata.slot_mapping
+        index = slot_mapping // 16, slot_mapping % 16
+        copy_padded(key, step.key_cache[index], 7.0)
+        copy_padded(value, step.value_cache[index], 7.0)
+        copy_padded(slots, slot_mapping, -1)
+        step.key_cache[index] = torch.nan
+        step.value_cache[index] = torch.nan
 
         last = int(step.query_start_loc[-1])
         for target, source, padding in zip(

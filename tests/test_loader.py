@@ -1,4 +1,4 @@
-"""From a folder to a model: every weight in its place, and every damage named."""
+"""Loading: every weight is in its place, and every damage is named."""
 
 from __future__ import annotations
 
@@ -81,8 +81,10 @@ def test_weights_are_loaded_bit_for_bit(
             (model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"]),
             (layer.self_attn.qkv_proj.weight, torch.cat(qkv)),
             (layer.self_attn.o_proj.weight, tensors[f"{name}.self_attn.o_proj.weight"]),
-            (layer.self_attn.qk_norm.q_weight, tensors[f"{name}.self_attn.q_norm.weight"]),
-            (layer.self_attn.qk_norm.k_weight, tensors[f"{name}.self_attn.k_norm.weight"]),
+            (
+                layer.self_attn.qk_norm.weight,
+                torch.stack([tensors[f"{name}.self_attn.{part}_norm.weight"] for part in "qqqqkk"]),
+            ),
             (layer.mlp.gate_up_proj.weight, torch.cat(gate_up)),
             (layer.mlp.down_proj.weight, tensors[f"{name}.mlp.down_proj.weight"]),
             (
@@ -127,7 +129,7 @@ def test_two_ranks_hold_the_checkpoint_between_them(
 
 
 def test_a_tied_head_in_the_file_is_fine(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    """Some exporters write it although the embedding says it all."""
+    """Some exporters write the head, although it is the embedding."""
     folder = Path(
         shutil.copytree(make_checkpoint("llama", tie_word_embeddings=True), tmp_path / "c")
     )
@@ -179,16 +181,16 @@ def test_an_untied_model_needs_its_head(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_surplus_weights_are_named(checkpoint: Path) -> None:
+def test_unexpected_weights_are_named(checkpoint: Path) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.update({name: torch.ones(32, 64)}))
-    with pytest.raises(ValueError, match=rf"surplus: {name}\."):
+    with pytest.raises(ValueError, match=rf"unexpected: {name}\."):
         load(checkpoint)
 
 
-def test_missing_and_surplus_at_once(checkpoint: Path) -> None:
+def test_missing_and_unexpected_at_once(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({"typo": tensors.pop(K_PROJ)}))
-    with pytest.raises(ValueError, match=rf"missing: {K_PROJ}; surplus: typo\."):
+    with pytest.raises(ValueError, match=rf"missing: {K_PROJ}; unexpected: typo\."):
         load(checkpoint)
 
 
@@ -201,7 +203,7 @@ def test_many_missing_weights_are_counted(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (16, 64), (32, 64, 1), (32,), ()])
-def test_misshapen_weights_are_named(checkpoint: Path, shape: tuple[int, ...]) -> None:
+def test_mismatched_weights_are_named(checkpoint: Path, shape: tuple[int, ...]) -> None:
     rewrite(checkpoint, lambda tensors: tensors.update({K_PROJ: torch.zeros(shape)}))
     with pytest.raises(
         ValueError, match=rf"{K_PROJ} in {WEIGHTS} has shape .*, expected \(32, 64\)"

@@ -26,7 +26,6 @@ from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams, kv_cache
-from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.distributed.multiproc import (
     MultiprocExecutor,
@@ -36,6 +35,7 @@ from nanoserve.distributed.multiproc import (
 )
 from nanoserve.distributed.ranks import SpawnedRanks, limit_threads
 from nanoserve.executor import UniprocExecutor
+from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import ParallelState, RankError, connect
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
@@ -274,15 +274,17 @@ def test_one_gpu_by_name_is_not_for_many() -> None:
 
 
 def test_what_other_ranks_cannot_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend with a lambda, and a class that is defined in a function."""
+    """A backend and a runner that are defined in a function."""
+
+    class LocalBackend(TorchBackend):
+        """Another process cannot import this class."""
 
     class LocalRunner(ModelRunner):
         """Another process cannot import this class."""
 
     monkeypatch.setattr(subprocess, "Popen", None)
-    backend = TORCH_BACKEND._replace(paged_attention=lambda *_, **__: torch.zeros(1))
     with pytest.raises(ValueError, match=r"attention_backend .* must be able to import it"):
-        LLM(tensor_parallel_size=2, attention_backend=backend, device="cpu")
+        LLM(tensor_parallel_size=2, attention_backend=LocalBackend(), device="cpu")
     executor_cls = partial(MultiprocExecutor, runner_cls=LocalRunner)
     with pytest.raises(ValueError, match=r"runner_cls .*LocalRunner.* must be able to import it"):
         LLM(tensor_parallel_size=2, executor_cls=executor_cls, device="cpu")
@@ -373,26 +375,28 @@ def test_ctrl_c_in_the_middle_of_a_step(llm: LLM, checkpoint: Callable[[str], Pa
 # -- faults --
 
 
-def raise_on_rank_1(*arguments: Any, **options: Any) -> torch.Tensor:
-    """A kernel that raises in the worker process alone, in the first step after the prompt."""
-    spec = sys.modules["__main__"].__spec__
-    is_rank = spec is not None and spec.name == "nanoserve.distributed.multiproc"
-    if is_rank and len(arguments[0]) == 1:
-        raise ZeroDivisionError("a mistake in the kernel")
-    return paged_attention_torch(*arguments, **options)
+class FaultyOnRank1(TorchBackend):
+    """A mistake that shows on rank 1 only, and only after the prompt. (The other ranks import this
+    module, so that they have the class.)"""
 
-
-# At the top of a module, because the other ranks import it.
-FAULTY = TORCH_BACKEND._replace(name="faulty", paged_attention=raise_on_rank_1)
+    def attend(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        spec = sys.modules["__main__"].__spec__
+        is_rank = spec is not None and spec.name == "nanoserve.distributed.multiproc"
+        if is_rank and len(query) == 1:
+            raise ZeroDivisionError("a mistake in the kernel")
+        return super().attend(query, *args, **options)
 
 
 def test_an_exception_on_a_rank_arrives_with_its_traceback(
     checkpoint: Callable[[str], Path],
 ) -> None:
-    with LLM(checkpoint("qwen3"), tensor_parallel_size=2, attention_backend=FAULTY, **SMALL) as llm:
+    backend = FaultyOnRank1()
+    with LLM(
+        checkpoint("qwen3"), tensor_parallel_size=2, attention_backend=backend, **SMALL
+    ) as llm:
         with pytest.raises(RankError, match="rank 1 failed:") as error:
             llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
-        assert "in raise_on_rank_1" in str(error.value)
+        assert "in attend" in str(error.value)
         assert "ZeroDivisionError: a mistake in the kernel" in str(error.value)
         with pytest.raises(RankError, match="build a new LLM"):
             llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)

@@ -277,7 +277,7 @@ def test_the_shards_put_together_are_the_whole(
     ranks = [load(folder, ParallelState(rank, world_size)) for rank in range(world_size)]
     held = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for model in ranks:
-        for name, shard in model.shards():
+        for name, shard in dict(model.shards()).items():
             assert torch.equal(shard.target, whole[name][shard.slices]), name
             held[name][shard.slices] += 1
         embedding = model.model.embed_tokens

@@ -39,7 +39,7 @@ CONFIG = {
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> type[ModelRegistry]:
-    """The registry, which forgets after the test what it learnt in it."""
+    """The registry, restored after the test."""
     monkeypatch.setattr(ModelRegistry, "CLASSES", dict(ModelRegistry.CLASSES))
     return ModelRegistry
 

@@ -1,6 +1,6 @@
-"""Models that transformers runs for us: what they are asked, what is refused, what stays the same.
+"""Models that run through transformers: what attention gets, what is refused, what stays the same.
 
-That their greedy tokens are right is in test_families.py.
+test_families.py compares their greedy tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
-from nanoserve.attention import TORCH_BACKEND, AttentionBackend, StepMetadata
+from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
@@ -30,7 +30,7 @@ from nanoserve.models.transformers_fallback import (
     TransformersForCausalLM,
     Unsupported,
     attend,
-    probe,
+    run_probe,
 )
 from nanoserve.parallel import ParallelState
 
@@ -42,10 +42,9 @@ ORIGINAL = 64  # positions before any stretching
 
 def load(folder: Path, max_model_len: int = 64, **options: Any) -> Model:
     parallel = options.pop("parallel", ParallelState())
-    attention = options.pop("attention", TORCH_BACKEND)
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=max_model_len, **options).resolve(model_config)
-    layer_config = LayerConfig(parallel=parallel, attention=attention)
+    layer_config = LayerConfig(parallel=parallel)
     return load_model(config, model_config, layer_config, use_tqdm=False)
 
 
@@ -97,18 +96,18 @@ def test_logits_of_all_positions_in_any_rows(
 
 
 def test_attention_gets_the_arguments_it_documents(make_checkpoint: MakeCheckpoint) -> None:
-    """Whoever brings a backend of their own sees the same shapes as from our own models."""
+    """A backend gets the same shapes as from native models."""
     seen: list[tuple[Any, ...]] = []
 
-    def spy(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: Tensor, **options: Any):  # type: ignore[no-untyped-def]
-        seen.append((tuple(query.shape), query.is_contiguous(), options))
-        return TORCH_BACKEND.paged_attention(query, key_cache, value_cache, *rest, **options)
+    class Spy(AttentionBackend):
+        def attend(self, query: Tensor, *args: Any, **options: Any) -> Tensor:
+            seen.append((tuple(query.shape), query.is_contiguous(), options))
+            return super().attend(query, *args, **options)
 
-    backend = AttentionBackend("spy", TORCH_BACKEND.store_kv, spy)
     folder = make_checkpoint(
         "gemma2", head_dim=24, sliding_window=7, query_pre_attn_scalar=36, num_hidden_layers=2
     )
-    [tokens] = answer(folder, [PROMPT], attention_backend=backend)
+    [tokens] = answer(folder, [PROMPT], attention_backend=Spy())
     assert_same_greedy(folder, PROMPT, tokens, GREEDY.max_tokens or 0)
     options = {"scale": 1 / 6, "logits_soft_cap": 50.0}
     assert seen[:2] == [
@@ -125,7 +124,7 @@ def test_a_family_that_drops_keyword_arguments(make_checkpoint: MakeCheckpoint) 
     with LLM(folder, num_kv_blocks=60, max_num_batched_tokens=5, block_size=4) as llm:
         model = llm.engine.executor.runner.model
         assert isinstance(model, TransformersForCausalLM)
-        assert len(model.marked) == 2
+        assert len(model.modules_with_step) == 2
         for prompt, output in zip(
             prompts, llm.generate(prompts, GREEDY, use_tqdm=False), strict=True
         ):
@@ -274,7 +273,7 @@ NAMES = r".*Supported natively: LlamaForCausalLM.* through transformers on one r
             {"num_attention_heads": 4, "max_position_embeddings": 64, "intermediate_size": 64},
             "keeps a state",
         ),
-        ("gpt_oss", "GptOssForCausalLM", {"num_key_value_heads": 2}, "asks attention for s_aux"),
+        ("gpt_oss", "GptOssForCausalLM", {"num_key_value_heads": 2}, "passes s_aux to attention"),
         ("doge", "DogeForCausalLM", {"num_key_value_heads": 2}, "adds a mask"),
         (
             "minimax",
@@ -345,20 +344,20 @@ def test_whose_model_may_be_chosen(make_checkpoint: MakeCheckpoint) -> None:
 
 
 class Body(nn.Module):
-    """A body whose layers ask attention for whatever a test says."""
+    """A body whose layers call attention with the keyword arguments of a test."""
 
-    def __init__(self, *asked: dict[str, Any], again: bool = False, mask: bool = False) -> None:
+    def __init__(self, *kwargs: dict[str, Any], again: bool = False, mask: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.layers = nn.ModuleList(nn.Identity() for _ in asked)
-        self.asked, self.again = asked, again
+        self.layers = nn.ModuleList(nn.Identity() for _ in kwargs)
+        self.kwargs, self.again = kwargs, again
         self.mask = torch.zeros(1, 1, 2, 2) if mask else None
 
     def forward(self, input_ids: Tensor, nanoserve_step: Any, **_: Any) -> Any:
         q, k, v = torch.zeros(1, 4, 2, 6), torch.zeros(1, 2, 2, 6), torch.zeros(1, 2, 2, 5)
-        for layer, asked in zip(self.layers, self.asked, strict=True):
+        for layer, kwargs in zip(self.layers, self.kwargs, strict=True):
             layer = self.layers[0] if self.again else layer
-            out, _ = attend(layer, q, k, v, self.mask, nanoserve_step=nanoserve_step, **asked)
+            out, _ = attend(layer, q, k, v, self.mask, nanoserve_step=nanoserve_step, **kwargs)
             assert out.shape == (1, 2, 4, 5)
         return SimpleNamespace(last_hidden_state=torch.zeros(1, 2, 8))
 
@@ -367,9 +366,9 @@ def settings_of(num_layers: int, **settings: Any) -> Any:
     return SimpleNamespace(num_hidden_layers=num_layers, **settings)
 
 
-def test_the_probe_notes_what_each_layer_asks() -> None:
+def test_the_probe_records_each_call_of_attention() -> None:
     body = Body({"scaling": 0.5, "softcap": 9.0}, {"sliding_window": 3, "use_cache": False})
-    first, second = probe(body, settings_of(2), 16).calls
+    first, second = run_probe(body, settings_of(2), 16).calls
     assert (first.num_heads, first.scale, first.logits_soft_cap) == (4, 0.5, 9.0)
     assert (first.spec.num_kv_heads, first.spec.key_dim, first.spec.value_dim) == (2, 6, 5)
     assert first.spec.sliding_window is None
@@ -379,26 +378,26 @@ def test_the_probe_notes_what_each_layer_asks() -> None:
 @pytest.mark.parametrize(
     ("body", "settings", "words"),
     [
-        (Body({"s_aux": torch.ones(4)}), {}, "asks attention for s_aux"),
+        (Body({"s_aux": torch.ones(4)}), {}, "passes s_aux to attention"),
         (Body({"is_causal": False}), {}, "attend to later ones"),
         (Body({}, mask=True), {}, "adds a mask"),
         (Body({}, {}, again=True), {}, "one attention layer several times"),
         (Body({}), {"num_hidden_layers": 2}, "attends in 1 of its 2 layers"),
         (Body(), {"num_hidden_layers": 1}, "does not use transformers' attention interface"),
         (Body({}), {"layer_types": ["chunked_attention"]}, "type chunked_attention"),
-        (Body({}), {"layer_types": ["sliding_attention"]}, "sliding_attention, .* window=None"),
+        (Body({}), {"layer_types": ["sliding_attention"]}, "sliding_attention, .*window=None"),
         (Body({"sliding_window": 3}), {"layer_types": ["full_attention"]}, "window=3"),
-        (Body({}), {"sliding_window": 3}, "sliding window that it does not tell"),
-        (Body({"position_ids": torch.ones(2), "news": 1}), {}, "asks attention for news"),
+        (Body({}), {"sliding_window": 3}, "sliding window that it does not pass"),
+        (Body({"position_ids": torch.ones(2), "news": 1}), {}, "passes news to attention"),
     ],
 )
 def test_the_probe_refuses_what_would_be_lost(
     body: Body, settings: dict[str, Any], words: str
 ) -> None:
-    config = settings_of(len(body.asked))
+    config = settings_of(len(body.kwargs))
     vars(config).update(settings)
     with pytest.raises(Unsupported, match=words):
-        probe(body, config, 16)
+        run_probe(body, config, 16)
 
 
 # ------------------------------------------------------------------------------ weights
@@ -419,9 +418,9 @@ def test_weights_that_do_not_match_are_named(
 
     with pytest.raises(ValueError, match=rf"c do not match .*missing: {name}"):
         load(damaged(lambda tensors: tensors.pop(name)))
-    with pytest.raises(ValueError, match=r"do not match .*surplus: .*extra"):
+    with pytest.raises(ValueError, match=r"do not match .*unexpected: .*extra"):
         load(damaged(lambda tensors: tensors.update({"transformer.extra": torch.ones(2)})))
-    with pytest.raises(ValueError, match=rf"misshapen: .*{name}"):
+    with pytest.raises(ValueError, match=rf"mismatched: .*{name}"):
         load(damaged(lambda tensors: tensors.update({name: torch.ones(3, 5)})))
 
 

@@ -1,18 +1,20 @@
 """How does a CPU read scattered keys?
 
-With PyTorch's own operators, in one of two ways. A decode's query uses each key once, so that what
-counts is how often memory is touched: its keys and values are read where they lie (PagedTokens). A
-prompt's many queries use each key many times: its pages are copied together first, and then it is
-dense attention like any other (GatheredBatch). What does not depend on a layer's numbers is found
-out once a step, in a StepPlan.
+With PyTorch's own operators, in one of two ways. The query of a decode uses each key once, so that
+what counts is how often memory is read: keys and values are read where they lie (SparseDecode). The
+many queries of a prompt use each key many times: the blocks of a sequence are copied together
+first, then dense attention does the rest (GatheredPrefill). Whatever is the same in all layers is
+computed once a step, in a StepPlan.
 
     one step   seq 0: 1 query   seq 1: 300 queries   seq 2: 1 query   seq 3: 300 queries
-    its parts  PagedTokens [seq 0, seq 2]            GatheredBatch [seq 1, seq 3]
+    its parts  SparseDecode [seq 0, seq 2]           GatheredPrefill [seq 1, seq 3]
 
-What both must give is said in attention.py; tests/attention_oracle.py says it in Python loops.
+The result is that of attention.AttentionBackend, the definition, but for rounding.
+
+Left out: sparse reads in other dtypes than float32, and on other devices.
 
 vLLM: vllm/attention/backends/torch_sdpa.py, ops/ipex_attn.py (V0);
-vllm/v1/attention/backends/cpu_attn.py (V1; the work itself is C++).
+vllm/v1/attention/backends/cpu_attn.py (V1; the computation is in C++).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +31,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
-FEW_QUERIES = 4  # of one sequence: up to here its keys are read where they lie
-MAX_PADDING = 512  # keys: a further batch costs about as much as gathering so many for nothing
+MAX_DECODE_QUERIES = 4  # of one sequence: with more queries, copying its keys together pays
+MAX_PADDING = 512  # keys: a second batch costs about as much as gathering this many in vain
+
+
+class TorchBackend(AttentionBackend):
+    """The two functions below, with a plan that all layers share."""
+
+    name = "torch"
+
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
+        slots = SlotIndex.of(metadata.slot_mapping, block_size)
+        return replace(metadata, plan=StepPlan(slots, split_batch(*tables, block_size, dtype)))
+
+    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
+        store_kv_torch(key, value, *kv_cache, metadata.slot_mapping, plan=metadata.plan)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_cache: KVCache,
+        metadata: StepMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Tensor:
+        return paged_attention_torch(
+            query,
+            *kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+            plan=metadata.plan,
+        )
 
 
 def store_kv_torch(
@@ -43,28 +84,28 @@ def store_kv_torch(
     plan: StepPlan | None = None,
 ) -> None:
     """Write key and value [num_tokens, num_kv_heads, dim] to their slots; skip negative slots."""
-    place = plan.place if plan else Place.of(slot_mapping, key_cache.shape[1])
-    if place.kept is not None:
-        key, value = key[place.kept], value[place.kept]
-    key_cache[place.block, place.slot] = key
-    value_cache[place.block, place.slot] = value
+    slots = plan.slots if plan else SlotIndex.of(slot_mapping, key_cache.shape[1])
+    if slots.is_kept is not None:
+        key, value = key[slots.is_kept], value[slots.is_kept]
+    key_cache[slots.block, slots.offset] = key
+    value_cache[slots.block, slots.offset] = value
 
 
-class Place(NamedTuple):
+class SlotIndex(NamedTuple):
     """Slots as indices of a cache."""
 
     block: Tensor  # [num_kept] int64
-    slot: Tensor  # [num_kept] int64, within its block
-    kept: Tensor | None  # [num_tokens] bool: not skipped; None: all
+    offset: Tensor  # [num_kept] int64, within the block
+    is_kept: Tensor | None  # [num_tokens] bool: not skipped; None: no token is skipped
 
     @classmethod
-    def of(cls, slot_mapping: Tensor, block_size: int) -> Place:
-        """Of a step's slots [num_tokens]."""
-        kept = None
+    def of(cls, slot_mapping: Tensor, block_size: int) -> SlotIndex:
+        """The index of a step's slots [num_tokens]."""
+        is_kept = None
         if (slot_mapping < 0).any():
-            kept = slot_mapping >= 0
-            slot_mapping = slot_mapping[kept]
-        return cls(slot_mapping // block_size, slot_mapping % block_size, kept)
+            is_kept = slot_mapping >= 0
+            slot_mapping = slot_mapping[is_kept]
+        return cls(slot_mapping // block_size, slot_mapping % block_size, is_kept)
 
 
 def paged_attention_torch(
@@ -90,114 +131,106 @@ def paged_attention_torch(
     seq_lens         [num_seqs] int32: keys after this step
     returns          [num_tokens, num_heads, value_dim]
 
-    Prompts are gathered: their pages are copied together, for one dense product (GatheredBatch).
-    Decodes read the pages where they lie (PagedTokens). `plan` is what plan_step_torch made of the
-    same tables, once for all layers; None: made here. On a CPU, raises IndexError for a block
-    that the cache does not have; what stands behind a sequence's last block is not looked at.
+    `plan` is that of TorchBackend.plan; None: it is made here. On a CPU, raises IndexError for a
+    block that the cache does not have. Entries of the block table behind a sequence's last block
+    are not read.
     """
     output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     parts = plan.parts if plan else None
     if parts is None:
         block_size = key_cache.shape[1]
-        parts = divide_step(block_table, query_start_loc, seq_lens, block_size, query.dtype)
+        parts = split_batch(block_table, query_start_loc, seq_lens, block_size, query.dtype)
     for part in parts:
         attended = part.attend(
             query, key_cache, value_cache, scale, sliding_window, logits_soft_cap
         )
-        for tokens, rows in attended:
-            if tokens.shape[0] == query.shape[0] and part.is_in_order:  # the most common case
-                return rows
-            output.index_copy_(0, tokens, rows)
+        for tokens, result in attended:
+            if len(tokens) == len(query) and part.is_in_order:  # one part is the whole step
+                return result
+            output.index_copy_(0, tokens, result)
     return output
 
 
 class StepPlan(NamedTuple):
     """What store_kv_torch and paged_attention_torch need to know of a step in every layer."""
 
-    place: Place
-    parts: list[GatheredBatch | PagedTokens]
+    slots: SlotIndex
+    parts: list[GatheredPrefill | SparseDecode]
 
 
-def plan_step_torch(
-    slot_mapping: Tensor,
+def split_batch(
     block_table: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     block_size: int,
     dtype: torch.dtype,
-) -> StepPlan:
-    """Made once a step; `dtype` is that of the cache."""
-    parts = divide_step(block_table, query_start_loc, seq_lens, block_size, dtype)
-    return StepPlan(Place.of(slot_mapping, block_size), parts)
+) -> list[GatheredPrefill | SparseDecode]:
+    """The step in parts that are attended to together, each in its own way.
 
-
-def divide_step(
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_size: int,
-    dtype: torch.dtype,
-) -> list[GatheredBatch | PagedTokens]:
-    """Which tokens of a step are attended to together, and how.
-
-    A sequence with few queries reads each key for little work: copying keys together would cost
-    more than the work itself. (Which needs float32 on a CPU: see PagedTokens.)
+    A sequence with few queries does little work for each key it reads: copying its keys together
+    would cost more than the work itself.
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
-    can_be_paged = dtype == torch.float32 and block_table.device.type == "cpu"
-    is_few = [can_be_paged and number <= FEW_QUERIES for number in query_lens]
-    few = [row for row, number in enumerate(query_lens) if number and is_few[row]]
-    many = [row for row, number in enumerate(query_lens) if number and not is_few[row]]
-    parts: list[GatheredBatch | PagedTokens] = []
-    if few:
-        parts.append(PagedTokens(block_table, block_size, few, starts, lengths))
-    for query_len, rows in _batches_of_similar_length(many, query_lens, lengths):
-        parts.append(GatheredBatch(block_table, block_size, query_len, rows, starts, lengths))
+    can_be_sparse = dtype == torch.float32 and block_table.device.type == "cpu"
+    decodes: list[int] = []
+    prefills: list[int] = []
+    for seq, query_len in enumerate(query_lens):
+        if can_be_sparse and 0 < query_len <= MAX_DECODE_QUERIES:
+            decodes.append(seq)
+        elif query_len:
+            prefills.append(seq)
+    parts: list[GatheredPrefill | SparseDecode] = []
+    if decodes:
+        parts.append(SparseDecode(block_table, block_size, decodes, starts, lengths))
+    for query_len, seqs in _batches_of_similar_length(prefills, query_lens, lengths):
+        parts.append(GatheredPrefill(block_table, block_size, query_len, seqs, starts, lengths))
     return parts
 
 
-class PagedTokens:
-    """Tokens that read their keys and values where they lie, in the pages.
+class SparseDecode:
+    """Tokens that read their keys and values where they lie, in the blocks of the cache.
 
-    Seen as a matrix, queries x slots of the cache, the scores of a step are a few numbers in each
-    row: where the row's sequence has its keys. That is a sparse matrix, and PyTorch has both
-    products with one: `sampled_addmm` computes a dense product at given places only (the scores),
-    and `embedding_bag` sums the rows of a table with given weights (the values). No page is copied.
+    Take the scores of a step as a matrix, tokens x slots of the cache. In the row of a token, only
+    the slots of its own sequence have a score: the matrix is sparse. PyTorch has both products that
+    attention needs of it. `sampled_addmm` computes a dense product at given positions only (the
+    scores); `embedding_bag` sums rows of a table with given weights (the values). No block is
+    copied.
 
                         slots of the cache                  block_size 2, block tables [0, 2], [1]
         token of seq 0  s  s  .  .  s  .        crow  [0, 3, 5]
         token of seq 1  .  .  s  s  .  .        col   [0, 1, 4, 2, 3]
 
-    Between the two, the softmax wants rows of equal length: block by block, the scores are laid
-    into a dense matrix that is -inf elsewhere.
+    The softmax between the two needs rows of equal length: it is taken in a dense matrix into which
+    the scores are copied block by block, and which is -inf elsewhere.
 
-    float32 only, because scores are kept in the dtype of the cache. On a CPU only: elsewhere
-    sampled_addmm is another program, with other limits.
+    In float32 only, because scores have the dtype of the cache. On a CPU only, because
+    sampled_addmm has other limits on a GPU.
     """
 
     def __init__(
         self,
         block_table: Tensor,
         block_size: int,
-        rows: list[int],
+        seqs: list[int],
         starts: list[int],
         lengths: list[int],
     ) -> None:
-        """All queries of the sequences in `rows` of the block table."""
-        query_lens = np.array([starts[row + 1] - starts[row] for row in rows])
-        row_of = np.array(rows).repeat(query_lens)
-        offsets = np.arange(len(row_of)) - (query_lens.cumsum() - query_lens).repeat(query_lens)
-        ends = np.array([lengths[row] for row in rows])
-        num_keys = (ends - query_lens + 1).repeat(query_lens) + offsets
-        self.num_keys = num_keys.astype(np.int32)  # [num_tokens]
-        first = np.array([starts[row] for row in rows]).repeat(query_lens)
-        self.tokens = torch.from_numpy(first + offsets)
-        self.is_in_order = rows == list(range(len(lengths)))
+        """All queries of `seqs`, which are indices of the block table's first dimension."""
+        query_lens = np.array([starts[seq + 1] - starts[seq] for seq in seqs])
+        seq_of_token = np.array(seqs).repeat(query_lens)
+        first_of_seq = (query_lens.cumsum() - query_lens).repeat(query_lens)
+        offsets = np.arange(len(seq_of_token)) - first_of_seq
+        seq_lens = np.array([lengths[seq] for seq in seqs])
+        num_keys = (seq_lens - query_lens + 1).repeat(query_lens) + offsets
+        self.num_keys = num_keys.astype(np.int32)  # [num_tokens]: the keys up to the token's own
+        first_token = np.array([starts[seq] for seq in seqs]).repeat(query_lens)
+        self.tokens = torch.from_numpy(first_token + offsets)
+        self.is_in_order = seqs == list(range(len(lengths)))
         self.block_size = block_size
         num_blocks = -(-int(self.num_keys.max()) // block_size)
-        self.blocks = block_table.numpy()[row_of, :num_blocks]  # [num_tokens, num_blocks]
-        self._pages: dict[Hashable, _Pages] = {}
+        self.blocks = block_table.numpy()[seq_of_token, :num_blocks]  # [num_tokens, num_blocks]
+        self._patterns: dict[Hashable, CsrPattern] = {}
 
     def attend(
         self,
@@ -208,46 +241,50 @@ class PagedTokens:
         sliding_window: int | None,
         logits_soft_cap: float | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows of `query`, what they read [num_tokens, num_heads, value_dim])."""
+        """Yields (tokens of `query`, their result [len(tokens), num_heads, value_dim]), once."""
         num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
-        name = (len(key_cache), num_heads, num_kv_heads, sliding_window)
-        pages = self._pages.get(name)
-        if pages is None:
-            pages = self._pages[name] = self.find_pages(*name)
+        layer_kind = (len(key_cache), num_heads, num_kv_heads, sliding_window)
+        pattern = self._patterns.get(layer_kind)
+        if pattern is None:
+            pattern = self._patterns[layer_kind] = self.make_pattern(*layer_kind)
         if self.tokens.shape[0] < query.shape[0]:
             query = query.index_select(0, self.tokens)
         keys, values = as_rows(key_cache), as_rows(value_cache)
-        scores = pages.scores
-        numbers = scores.values().zero_()  # sampled_addmm adds 0 times them, and 0 * NaN is NaN
+        scores = pattern.scores
+        # sampled_addmm adds 0 times the old scores, and 0 * NaN is NaN: clear them.
+        numbers = scores.values().zero_()
         torch.sparse.sampled_addmm(
             scores, query.flatten(0, 1), keys.t(), beta=0.0, alpha=scale, out=scores
         )
         output, *_ = torch.embedding_bag(  # F.embedding_bag without its many checks
             values,
-            pages.col,
-            pages.crow,
-            per_sample_weights=pages.softmax(numbers, logits_soft_cap),
+            pattern.col,
+            pattern.crow,
+            per_sample_weights=pattern.softmax(numbers, logits_soft_cap),
             include_last_offset=True,
         )
         yield self.tokens, output.view(len(query), num_heads, -1)
 
-    def find_pages(
+    def make_pattern(
         self, num_blocks: int, num_heads: int, num_kv_heads: int, sliding_window: int | None
-    ) -> _Pages:
-        """Where each head of each token reads.
+    ) -> CsrPattern:
+        """Which rows of the cache (see as_rows) each head of each token reads.
 
-        Head h reads key head h // (heads per key head), and the slots of a head lie together in
-        their block: row (block * num_kv_heads + head) * block_size + slot. Whole blocks are read:
-        what a token does not see of its first or last one is a repetition of what it does see,
-        because the unused slots hold anything, and is -inf in the softmax.
+        Head h reads key head h // (heads per key head). Row (block * num_kv_heads + key head) *
+        block_size + slot of the cache is what it reads there.
+
+        Scores are copied block by block, so each token reads whole blocks. But its first block may
+        begin before its window, and its last block may end after its own position: keys that it
+        must not see. In their place the token reads a key that it does see once more, and the score
+        of that repetition is set to -inf.
         """
         size, ends = self.block_size, self.num_keys[:, None]  # [num_tokens, 1]
-        begins = np.maximum(ends - (sliding_window or ends), 0)
+        begins = np.maximum(ends - (sliding_window or ends), 0)  # the token sees [begin, end)
         first, last = int(begins.min()), int(ends.max())
         block = np.arange(first // size, -(-last // size), dtype=np.int32) * size
         is_read = (block < ends) & (block + size > begins)  # [num_tokens, blocks]
-        read = self.blocks[:, block // size][is_read]
-        if read.min() < 0 or read.max() >= num_blocks:  # it would be read, wherever that is
+        block_ids = self.blocks[:, block // size][is_read]
+        if block_ids.min() < 0 or block_ids.max() >= num_blocks:  # PyTorch would read it unchecked
             raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
         is_even = bool((ends == last).all())
         if not is_even:
@@ -258,16 +295,16 @@ class PagedTokens:
         slots -= position // size * size
         head = np.arange(num_heads, dtype=np.int32) // (num_heads // num_kv_heads) * size
         col = torch.from_numpy(slots[:, None] + head[:, None]).flatten()
-        lengths, places, unseen, dense = np.full(len(seen), len(position)), None, None, None
+        lengths, targets, repeated, dense = np.full(len(seen), len(position)), None, None, None
         if not is_even:
             lengths = is_read.sum(1) * size
-            places = torch.from_numpy(is_read[:, None].repeat(num_heads, 1).ravel().nonzero()[0])
-            col = col.view(-1, size).index_select(0, places).flatten()
-            # What is repeated, behind the scores of the tokens and heads before it.
+            targets = torch.from_numpy(is_read[:, None].repeat(num_heads, 1).ravel().nonzero()[0])
+            col = col.view(-1, size).index_select(0, targets).flatten()
+            # Index of each repetition among all scores: those of earlier tokens and heads precede.
             token, key = ((seen != position) & is_read.repeat(size, 1)).nonzero()
             key -= is_read.argmax(1)[token] * size
             key += (lengths.cumsum() - lengths)[token] * num_heads
-            unseen = torch.from_numpy(
+            repeated = torch.from_numpy(
                 key + np.arange(num_heads)[:, None] * lengths[token]
             ).flatten()
             dense = torch.full(
@@ -283,34 +320,36 @@ class PagedTokens:
                 f"attention over a cache of {shape[1]} keys a layer, with {crow[-1]} scores in one "
                 "step, is more than 32-bit indices tell apart. Lower num_kv_blocks or max_num_seqs."
             )
-        pattern = torch.from_numpy(crow.astype(np.int32)), col
+        indices = torch.from_numpy(crow.astype(np.int32)), col
         values = torch.empty(len(col), dtype=torch.float32, device="cpu")
-        scores = torch.sparse_csr_tensor(*pattern, values, shape, check_invariants=False)
-        return _Pages(*pattern, scores, places, unseen, dense)
+        scores = torch.sparse_csr_tensor(*indices, values, shape, check_invariants=False)
+        return CsrPattern(*indices, scores, targets, repeated, dense)
 
 
-class _Pages(NamedTuple):
-    """The pattern of one step's scores, [num_tokens * num_heads, rows of the cache]. The last three
-    are None if all tokens see equally many keys, at the same positions."""
+class CsrPattern(NamedTuple):
+    """The scores of one step as a sparse matrix [num_tokens * num_heads, rows of the cache].
 
-    crow: Tensor  # [num_tokens * num_heads + 1] int32
-    col: Tensor  # [num_scores] int32
-    scores: Tensor  # sparse CSR
-    places: Tensor | None  # [num_scores / block_size] int64: these blocks' scores in `dense`
-    unseen: Tensor | None  # int64: which of the scores are of keys that are repeated
+    The last three fields are None if all tokens see keys at the same positions.
+    """
+
+    crow: Tensor  # [num_tokens * num_heads + 1] int32: where each row's scores begin
+    col: Tensor  # [num_scores] int32: the row of the cache that a score belongs to
+    scores: Tensor  # sparse CSR, made of the two
+    targets: Tensor | None  # [num_scores / block_size] int64: the block of `dense` for each block
+    repeated: Tensor | None  # int64: the scores that repeat another one
     dense: Tensor | None  # [num_tokens * num_heads, keys]: -inf where there is no score
 
     def softmax(self, scores: Tensor, logits_soft_cap: float | None) -> Tensor:
-        """Of each row's scores; [num_scores], flat, as given."""
+        """Softmax of each row's scores: [num_scores] -> [num_scores]."""
         if logits_soft_cap is not None:
             scores = _cap(scores, logits_soft_cap)
-        if self.places is None or self.dense is None or self.unseen is None:
+        if self.targets is None or self.dense is None or self.repeated is None:
             return scores.view(len(self.crow) - 1, -1).softmax(-1).view(-1)
-        num_blocks = len(self.places)
+        num_blocks = len(self.targets)
         blocks = self.dense.view(-1, len(scores) // num_blocks)
-        scores = scores.index_fill_(0, self.unseen, -torch.inf).view(num_blocks, -1)
-        blocks.index_copy_(0, self.places, scores)
-        return self.dense.softmax(-1).view_as(blocks).index_select(0, self.places).view(-1)
+        scores = scores.index_fill_(0, self.repeated, -torch.inf).view(num_blocks, -1)
+        blocks.index_copy_(0, self.targets, scores)
+        return self.dense.softmax(-1).view_as(blocks).index_select(0, self.targets).view(-1)
 
 
 with warnings.catch_warnings():  # PyTorch says once that sparse CSR tensors are in beta state
@@ -319,17 +358,18 @@ with warnings.catch_warnings():  # PyTorch says once that sparse CSR tensors are
 
 
 def as_rows(cache: Tensor) -> Tensor:
-    """A cache [num_blocks, block_size, num_kv_heads, dim] as its vectors, in the order in which
-    KVCacheSpec.allocate has them in memory (one that is laid out otherwise is copied):
+    """A cache [num_blocks, block_size, num_kv_heads, dim] as a table of vectors, in the order in
+    which KVCacheSpec.allocate lays it out (another layout is copied):
     [num_blocks * num_kv_heads * block_size, dim]."""
     return cache.transpose(1, 2).flatten(0, 2)
 
 
-class GatheredBatch:
-    """Sequences that bring equally many queries, padded to the longest of them: their pages are
-    copied together, and attended to as dense tensors.
+class GatheredPrefill:
+    """Sequences with equally many queries, their keys padded to the longest of them: their blocks
+    are copied together, and attended to as dense tensors.
 
-    What depends on them alone is computed once a step, when the first layer asks, and kept.
+    What depends on the sequences alone is computed when the first layer needs it, and kept until
+    the step ends.
     """
 
     def __init__(
@@ -337,25 +377,25 @@ class GatheredBatch:
         block_table: Tensor,
         block_size: int,
         query_len: int,
-        rows: list[int],
+        seqs: list[int],
         starts: list[int],
         lengths: list[int],
     ) -> None:
         device = block_table.device
         self.query_len = query_len
-        self.length = max(lengths[row] for row in rows)
-        self.lengths = [lengths[row] for row in rows]
+        self.lengths = [lengths[seq] for seq in seqs]
+        self.max_length = max(self.lengths)
         self.block_size = block_size
-        self.num_blocks = -(-self.length // block_size)
-        self.block_table = block_table[rows, : self.num_blocks].long()
+        self.num_blocks = -(-self.max_length // block_size)
+        self.block_table = block_table[seqs, : self.num_blocks].long()
         self.seq_lens = torch.tensor(self.lengths, device=device)
-        self.starts = torch.tensor([starts[row] for row in rows], device=device)
-        self.is_in_order = rows == list(range(len(lengths)))  # it is the whole step, as it stands
+        self.starts = torch.tensor([starts[seq] for seq in seqs], device=device)
+        self.is_in_order = seqs == list(range(len(lengths)))  # the whole step, in its own order
         self.is_even = len(set(self.lengths)) == 1  # no sequence is padded
         if not self.is_even:  # behind a sequence's last block, the table may hold anything
             first_key = torch.arange(self.num_blocks, device=device) * block_size
             self.block_table.masked_fill_(first_key >= self.seq_lens[:, None], 0)
-        self._kept: dict[Hashable, Tensor] = {}  # until the step ends
+        self._kept: dict[Hashable, Tensor] = {}
 
     def _keep(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._kept:
@@ -371,32 +411,32 @@ class GatheredBatch:
         sliding_window: int | None,
         logits_soft_cap: float | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(rows of `query`, what they read [rows, num_heads, value_dim]), tile after tile."""
+        """Yields (tokens of `query`, their result [len(tokens), num_heads, value_dim]), one tile of
+        queries after the other."""
         keys, values = self.gather(key_cache), self.gather(value_cache)
-        group = query.shape[1] // key_cache.shape[2]
+        heads_per_kv_head = query.shape[1] // key_cache.shape[2]
         for first, last in self.query_tiles():
             tokens = self.tokens(first, last)
             is_all = len(tokens) == len(query) and self.is_in_order
-            rows = query if is_all else query.index_select(0, tokens)
-            visible = self.num_visible(last)
-            attended = _attend(
-                rows.unflatten(0, (-1, last - first)),
-                keys[:, :, :visible],
-                values[:, :, :visible],
-                self.mask(first, last, group, sliding_window),
+            tile = query if is_all else query.index_select(0, tokens)
+            num_visible = self.num_visible(last)
+            attended = _dense_attention(
+                tile.unflatten(0, (-1, last - first)),
+                keys[:, :, :num_visible],
+                values[:, :, :num_visible],
+                self.mask(first, last, heads_per_kv_head, sliding_window),
                 scale,
                 logits_soft_cap,
             )
             yield tokens, attended.flatten(0, 1)
 
     def gather(self, cache: Tensor) -> Tensor:
-        """Each sequence's keys (or values) together: [batch, num_kv_heads, keys, dim], `keys` being
-        at least `length`, and 0 behind a sequence's last one.
+        """The keys (or values) of each sequence, in order: [batch, num_kv_heads, keys, dim], with 0
+        behind a sequence's last one.
 
-        What is behind a sequence's last key is cleared because a block's unused slots hold another
-        request's old numbers: a NaN among them would pass through a mask (0 * NaN = NaN).
-        index_select on rows of (block, head) is several times faster than cache[blocks], and needs
-        no transposition after it.
+        The padding is cleared because unused slots of a block hold old numbers of other requests: a
+        NaN among them would pass through a mask (0 * NaN = NaN). index_select on rows of (block,
+        head) is several times faster than cache[blocks], and needs no transposition after it.
         """
         num_kv_heads, num_keys = cache.shape[2], self.num_blocks * self.block_size
         rows = self._keep(("rows", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
@@ -424,7 +464,7 @@ class GatheredBatch:
 
     def num_visible(self, last: int) -> int:
         """Keys that queries up to `last` (exclusive) see at most."""
-        return self.length - self.query_len + last
+        return self.max_length - self.query_len + last
 
     def tokens(self, first: int, last: int) -> Tensor:
         """Where queries first .. last - 1 of each sequence are in the step, flat."""
@@ -434,58 +474,61 @@ class GatheredBatch:
         offsets = torch.arange(first, last, device=self.seq_lens.device)
         return (self.starts[:, None] + offsets).flatten()
 
-    def mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor | None:
-        """[batch, 1, group * queries, keys]: True where a query sees a key; None where all see all.
-        The query heads that share a key head are further rows of it."""
-        is_within = sliding_window is None or self.length <= sliding_window
+    def mask(
+        self, first: int, last: int, heads_per_kv_head: int, sliding_window: int | None
+    ) -> Tensor | None:
+        """[batch, 1, heads_per_kv_head * queries, keys]: True where a query sees a key; None where
+        all queries see all keys."""
+        is_within = sliding_window is None or self.max_length <= sliding_window
         if self.query_len == 1 and self.is_even and is_within:
             return None
         return self._keep(
-            ("mask", first, group, sliding_window),
-            lambda: self._make_mask(first, last, group, sliding_window),
+            ("mask", first, heads_per_kv_head, sliding_window),
+            lambda: self._make_mask(first, last, heads_per_kv_head, sliding_window),
         )
 
-    def _make_mask(self, first: int, last: int, group: int, sliding_window: int | None) -> Tensor:
+    def _make_mask(
+        self, first: int, last: int, heads_per_kv_head: int, sliding_window: int | None
+    ) -> Tensor:
         device = self.seq_lens.device
-        position = (self.seq_lens - self.query_len)[:, None] + torch.arange(
-            first, last, device=device
-        )
+        queries = torch.arange(first, last, device=device)
+        position = (self.seq_lens - self.query_len)[:, None] + queries
         distance = position[:, :, None] - torch.arange(self.num_visible(last), device=device)
         mask = distance >= 0  # [batch, queries, keys]
         if sliding_window is not None:
             mask &= distance < sliding_window
-        return mask[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+        return mask[:, None].expand(-1, heads_per_kv_head, -1, -1).flatten(1, 2)[:, None]
 
 
 def _batches_of_similar_length(
-    rows: list[int], query_lens: list[int], lengths: list[int]
+    seqs: list[int], query_lens: list[int], lengths: list[int]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Group rows by number of queries, then split each group so that a batch is padded by at most
-    MAX_PADDING keys.
+    """Group sequences by number of queries, then split each group so that a batch is padded by at
+    most MAX_PADDING keys.
 
-    Yields (query_len, rows). With lengths [10, 90, 100], one query each and MAX_PADDING 50: [0],
+    Yields (query_len, seqs). With lengths [10, 90, 100], one query each and MAX_PADDING 50: [0],
     then [1, 2].
     """
     by_query_len: dict[int, list[int]] = defaultdict(list)
-    for row in rows:
-        by_query_len[query_lens[row]].append(row)
-    for query_len, rows in by_query_len.items():
-        most = max(lengths[row] for row in rows) * len(rows)
-        if most - sum(lengths[row] for row in rows) <= MAX_PADDING:
-            yield query_len, rows  # all together, in the step's own order
+    for seq in seqs:
+        by_query_len[query_lens[seq]].append(seq)
+    for query_len, group in by_query_len.items():
+        padded = max(lengths[seq] for seq in group) * len(group)
+        if padded - sum(lengths[seq] for seq in group) <= MAX_PADDING:
+            yield query_len, group  # all together, in the step's own order
             continue
         batch: list[int] = []
         total = 0
-        for row in sorted(rows, key=lengths.__getitem__):
-            if lengths[row] * len(batch) - total > MAX_PADDING:
+        for seq in sorted(group, key=lengths.__getitem__):
+            if lengths[seq] * len(batch) - total > MAX_PADDING:
                 yield query_len, batch
                 batch, total = [], 0
-            batch.append(row)
-            total += lengths[row]
+            batch.append(seq)
+            total += lengths[seq]
         yield query_len, batch
 
 
-def _attend(
+def _dense_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -493,11 +536,11 @@ def _attend(
     scale: float,
     logits_soft_cap: float | None,
 ) -> Tensor:
-    """Dense attention of a padded batch: query [batch, q, num_heads, dim] over keys and values
-    [batch, num_kv_heads, k, dim]. Returns [batch, q, num_heads, value_dim].
+    """Attention of a padded batch: query [batch, q, num_heads, dim] over keys and values [batch,
+    num_kv_heads, k, dim]. Returns [batch, q, num_heads, value_dim].
 
-    The query heads that share a key head (GQA) become further query rows of that head, so that
-    keys and values are never repeated in memory.
+    The query heads that share a key head (GQA) become further queries of that head, so that keys
+    and values are never repeated in memory.
     """
     num_queries, num_heads = query.shape[1:3]
     num_kv_heads = keys.shape[1]

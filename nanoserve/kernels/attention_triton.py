@@ -1,8 +1,8 @@
 """How does a GPU read scattered keys at the speed of its memory?
 
 One Triton kernel does all attention of a step: prefill, chunked prefill, decode, cached prefixes,
-draft verification. It is attention.py's `paged_attention_torch`, with the same signature and (but
-for rounding) the same result, in one pass over the keys and without writing the scores down.
+draft verification. Its result is that of attention.AttentionBackend, the definition, but for
+rounding. It reads the keys once, and never writes the scores to memory.
 
 *Tiles.* A program (a block of GPU threads) takes a tile of queries and walks over tiles of keys. 4
 queries over 4 keys with tiles of 2 x 2; "x" is seen, "." is masked by causality:
@@ -11,35 +11,35 @@ queries over 4 keys with tiles of 2 x 2; "x" is seen, "." is masked by causality
     queries  0            x . |            tile (0, 0): on the diagonal, masked
              1            x x |            tile (0, 1): wholly hidden, never visited
              ------------------------
-             2            x x | x .        tile (1, 0): wholly visible, no mask computed: in a long
-             3            x x | x x        tile (1, 1): masked       text nearly all tiles are so
+             2            x x | x .        tile (1, 0): wholly visible, no mask computed (in a long
+             3            x x | x x        tile (1, 1): masked       text, nearly all tiles)
 
-*Online softmax.* A row keeps three things of the keys it has met: the largest score m, the total of
-2^(score - m), and the equally weighted sum acc of the values. When a new tile raises m, what was
-summed so far is scaled by 2^(old m - new m). (Powers of 2, because the hardware has them; log2(e)
-is folded into the scale.) Query 3, with scores 1 3 | 4 2:
+*Online softmax.* A row keeps three numbers of the keys it has read: the largest score m, the total
+of 2^(score - m), and the sum acc of the values with the same weights. When a new tile raises m, the
+sums are scaled by 2^(old m - new m). (Powers of 2, because the hardware has them; log2(e) is folded
+into the scale.) Query 3, with scores 1 3 | 4 2:
 
     after tile 0:  m = 3   total = 1/4 + 1 = 5/4           acc = 1/4 v0 + v1
     after tile 1:  m = 4   total = 5/8 + 1 + 1/4 = 15/8    acc = 1/8 v0 + 1/2 v1 + v2 + 1/4 v3
     output         acc / total = (2 v0 + 8 v1 + 16 v2 + 4 v3) / 30, which is the softmax in full
 
 *Splits.* One sequence alone would keep one program per key head busy, on a GPU with room for
-hundreds. So the key range may be cut: each split gives its acc / total and lse = m + log2(total),
-and a second, small kernel adds them with weights 2^lse. Above: lse log2(10) and log2(20), so 1/3 of
+hundreds. So the key range may be cut: each split gives acc / total and lse = m + log2(total), and a
+second, small kernel adds the splits with weights 2^lse. Above: lse log2(10) and log2(20), so 1/3 of
 the first split's output and 2/3 of the second's.
 
 *Grouped-query heads.* All query heads that share a key head are rows of one tile, so that each key
-is loaded once for all of them: row = query * GROUP + head, BLOCK_M rows hold BLOCK_Q queries.
+is loaded once for all heads: row = query * GROUP + head, BLOCK_M rows hold BLOCK_Q queries.
 
 *Specialisations.* A decode wants small tiles and a deep queue of loads, a prefill large tiles for
-the tensor cores; one kernel that branches between them at run time is good at neither. The same
-source is compiled for each: `PER_SEQUENCE` (a program per sequence, for those with few queries) and
-tiled (a program per tile of queries), each with one split or several. A step that mixes long and
-short launches both over the whole batch, and each sequence is answered by just one of them. Which
-one is decided on the device, so that the launch depends on nothing but tensor shapes: it costs no
+the tensor cores; one kernel that branches between the two at run time is good at neither. The same
+source is compiled for each: `PER_SEQUENCE` (a program per sequence, for sequences with few queries)
+and tiled (a program per tile of queries), each with one split or several. A step with long and
+short sequences launches both over the whole batch, and just one of the two computes each sequence.
+The device decides which one, so that the launch depends on nothing but tensor shapes: it needs no
 synchronisation, and a CUDA graph can hold it.
 
-Left out: tiles chosen by trial (autotuning: it stalls a server, and cannot happen inside a graph),
+Left out: tiles chosen by trial (autotuning stalls a server, and cannot happen inside a graph),
 8-bit caches, tensor-memory-accelerator loads.
 
 vLLM: vllm/attention/ops/: prefix_prefill.py, csrc/attention/ (V0);
@@ -57,12 +57,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+
 LOG2_E = 1.4426950408889634
-PROGRAMS_PER_SM = 4  # so many decode programs hide each other's waits for memory
+PROGRAMS_PER_SM = 4  # decode programs: while one waits for memory, the others compute
 SHARED_MEMORY_RESERVE = 4096  # bytes: block ids, and what the compiler keeps there
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256  # shorter splits would spend their time on starting and merging
-OPTIONS = {"enable_fp_fusion": True}  # of the compiler, which Triton 3.10 turns off by default
+OPTIONS = {"enable_fp_fusion": True}  # of the compiler; off by default since Triton 3.10
 
 
 # -- the kernel --
@@ -70,14 +72,14 @@ OPTIONS = {"enable_fp_fusion": True}  # of the compiler, which Triton 3.10 turns
 
 @triton.jit
 def _load(pointers, mask, IS_MASKED: tl.constexpr):
-    """tl.load, with a mask (and 0 where it is False) only if it is needed."""
+    """tl.load; with IS_MASKED, 0 where the mask is False."""
     if IS_MASKED:
         return tl.load(pointers, mask=mask, other=0.0)
     return tl.load(pointers)
 
 
 @triton.jit
-def _walk(
+def _attend_tiles(
     state,
     query,  # [BLOCK_M, BLOCK_D]
     first_tile,
@@ -105,7 +107,7 @@ def _walk(
 ):
     """Online softmax over key tiles [first_tile, end_tile); `state` is (m, total, acc).
 
-    IS_MASKED: some row of some of these tiles may not see some key, or keys end within them.
+    IS_MASKED: in some of these tiles there is a key that a row may not see, or the keys end.
     """
     m, total, acc = state
     dims = tl.arange(0, BLOCK_D)
@@ -141,14 +143,14 @@ def _walk(
 
         new_m = tl.maximum(m, tl.max(score, axis=1))
         shift = new_m
-        if IS_MASKED:  # a row that has met no visible key yet: -inf - -inf would be NaN
+        if IS_MASKED:  # a row that has read no visible key yet: -inf - -inf would be NaN
             shift = tl.where(new_m == float("-inf"), 0.0, new_m)
         weight = tl.exp2(score - shift[:, None])
         shrink = tl.exp2(m - shift)
         total = total * shrink + tl.sum(weight, axis=1)
         m = new_m
 
-        # Slots past the end hold other requests' old numbers, and 0 * NaN is NaN: load 0 there.
+        # Slots past the end hold old numbers of other requests, and 0 * NaN is NaN: load 0 there.
         value_row = value_head + block * value_block_stride + slot * value_slot_stride
         value = _load(
             value_row[:, None] + value_dims[None, :],  # [BLOCK_N, BLOCK_V]
@@ -165,7 +167,8 @@ def _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
     """The sequence that program `tile` belongs to, and its first tile, when a sequence with queries
     [start, end) owns the tiles from start // BLOCK_Q + its index.
 
-    That gives each at least ceil(queries / BLOCK_Q) tiles and needs no table: a binary search.
+    That gives each sequence at least ceil(queries / BLOCK_Q) tiles. A binary search finds it, and
+    no table is needed.
     """
     low = 0
     high = num_seqs  # the answer is in [low, high)
@@ -198,7 +201,7 @@ def paged_attention_kernel(
     value_slot_stride,
     value_head_stride,
     table_stride,
-    max_short,  # PER_SEQUENCE answers sequences of up to so many queries, the tiled launch the rest
+    max_short,  # PER_SEQUENCE computes sequences of up to so many queries, the tiled launch others
     scale_log2,  # scale * log2(e); with a soft cap divided by it
     soft_cap_log2,  # soft cap * log2(e)
     NUM_HEADS: tl.constexpr,
@@ -217,8 +220,8 @@ def paged_attention_kernel(
 ):
     """Attention of one tile of queries, one key head, one split. Grid: (tiles, kv heads, splits).
 
-    Tiles are counted from the end: under causality the last ones are the longest to compute, and
-    what starts last should be short.
+    Tiles are counted from the end: under causality the last tiles take longest, and the programs
+    that start last should be short.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -232,7 +235,7 @@ def paged_attention_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
 
-    # Which of its queries are ours: of a whole sequence all, tile by tile; else those of one tile.
+    # The queries of this program: all of a sequence, tile by tile, or those of one tile.
     first_query = (tile - first_tile_of_seq) * BLOCK_Q
     if PER_SEQUENCE:
         end_query = tl.where(query_len <= max_short, query_len, 0)
@@ -256,7 +259,8 @@ def paged_attention_kernel(
         first_position = seq_len - query_len + start
         last_position = seq_len - query_len + end - 1
 
-        # Key tiles [begin, stop) hold what any row sees; [full, full_stop) what all rows see.
+        # Key tiles [begin, stop) hold the keys that any row sees; [full, full_stop) those that all
+        # rows see.
         begin = 0
         full = 0
         if WINDOW > 0:
@@ -285,7 +289,7 @@ def paged_attention_kernel(
             tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
         )
         for phase in tl.static_range(0 if WINDOW > 0 else 1, 3):
-            m, total, acc = _walk(
+            m, total, acc = _attend_tiles(
                 state,
                 loaded,
                 begin if phase == 0 else (full if phase == 1 else full_stop),
@@ -316,14 +320,14 @@ def paged_attention_kernel(
         m, total, acc = state
         # total is 0 where a split had no keys
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        place = (token * NUM_HEADS + row_head) * NUM_SPLITS + split
+        index = (token * NUM_HEADS + row_head) * NUM_SPLITS + split
         tl.store(
-            output + place[:, None] * VALUE_DIM + value_dims[None, :],
+            output + index[:, None] * VALUE_DIM + value_dims[None, :],
             result.to(output.dtype.element_ty),
             mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
         )
         if NUM_SPLITS > 1:
-            tl.store(lse + place, m + tl.log2(total), mask=is_row)  # -inf where total is 0
+            tl.store(lse + index, m + tl.log2(total), mask=is_row)  # -inf where total is 0
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -340,20 +344,20 @@ def merge_splits_kernel(
     """Add one head's splits with weights 2^lse. Grid: (num_tokens, num_heads)."""
     token = tl.program_id(0)
     if token >= tl.load(query_start_loc + num_seqs):
-        return  # padding: nobody wrote its splits
-    place = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        return  # padding: its splits were not written
+    row = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, BLOCK_V)
-    its_lse = tl.load(lse + place * NUM_SPLITS + splits)
-    weight = tl.exp2(its_lse - tl.max(its_lse, axis=0))  # 0 for a split without keys
+    split_lse = tl.load(lse + row * NUM_SPLITS + splits)
+    weight = tl.exp2(split_lse - tl.max(split_lse, axis=0))  # 0 for a split without keys
     part = tl.load(
-        partial + (place * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :],
+        partial + (row * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :],
         mask=(weight > 0.0)[:, None] & (dims < VALUE_DIM)[None, :],
         other=0.0,
     )
     merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(
-        output + place * VALUE_DIM + dims,
+        output + row * VALUE_DIM + dims,
         merged.to(output.dtype.element_ty),
         mask=dims < VALUE_DIM,
     )
@@ -401,7 +405,38 @@ def store_kv_kernel(
     tl.store(target + head * value_cache_head_stride + dim, tl.load(source, mask), mask)
 
 
-# -- how it is launched --
+# -- the launches --
+
+
+class TritonBackend(AttentionBackend):
+    """The two kernels' launches, as functions below. They need no plan."""
+
+    name = "triton"
+    supports_cuda_graphs = True
+
+    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
+        store_kv_triton(key, value, *kv_cache, metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: Tensor,
+        kv_cache: KVCache,
+        metadata: StepMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> Tensor:
+        return paged_attention_triton(
+            query,
+            *kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            scale=scale,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
 
 
 class Tiles(NamedTuple):
@@ -413,19 +448,19 @@ class Tiles(NamedTuple):
     num_stages: int  # key tiles on their way from memory while one is computed, plus one
 
 
-class Chip(NamedTuple):
-    """What the choice of tiles asks of a GPU."""
+class GpuInfo(NamedTuple):
+    """The properties of a GPU that the choice of tiles depends on."""
 
     capability: int  # 80 for an A100, 90 for an H100 or H200
     num_sms: int  # streaming multiprocessors
     shared_memory: int  # bytes that one program may have
 
 
-ANY_CHIP = Chip(80, 108, 99 * 1024)  # the interpreter's: an A100 with a small card's shared memory
+INTERPRETER = GpuInfo(80, 108, 99 * 1024)  # an A100 with the shared memory of a small GPU
 
 
 def choose_tiles(
-    per_sequence: bool, group: int, head_dim: int, value_dim: int, num_bytes: int, chip: Chip
+    per_sequence: bool, group: int, head_dim: int, value_dim: int, num_bytes: int, gpu: GpuInfo
 ) -> Tiles:
     """Tile sizes from shapes alone. `num_bytes` is an element's.
 
@@ -433,35 +468,35 @@ def choose_tiles(
     rows), so that registers and shared memory go to many programs with loads in flight. Prefill is
     bound by arithmetic: as many rows as registers hold, because a key is loaded once for all rows.
 
-    A key's address needs a block id, itself loaded: two loads in a row. So of 3 stages one tile of
-    keys is on its way while one is computed (of 5, two; an even number adds nothing).
+    The address of a key needs a block id, which is loaded too: two loads in a row. So with 3 stages
+    one tile of keys is loading while another is computed (with 5, two; even numbers add nothing).
     """
-    block_d, block_v = block_of(head_dim), block_of(value_dim)
+    block_d, block_v = padded_dim(head_dim), padded_dim(value_dim)
     widest = max(block_d, block_v)
     if per_sequence:
         block_m, block_n, num_warps = 16, 64 if widest <= 128 else 32, 4
     elif num_bytes == 4:  # float32 runs without tensor cores: every product wants registers
         block_m, block_n, num_warps = 32, 32, 4 if widest <= 128 else 8
     elif widest <= 128:  # Hopper's and datacenter Blackwell's tensor cores read shared memory
-        reads_shared = 90 <= chip.capability < 120
+        reads_shared = 90 <= gpu.capability < 120
         block_m, block_n, num_warps = 128, 64 if reads_shared else 32, 4 if widest < 128 else 8
     else:
         block_m, block_n, num_warps = 64, 32, 8
     block_m = max(block_m, triton.next_power_of_2(group))
     queries_and_output = block_m * (block_d + block_v) * num_bytes
     per_key = (block_d + block_v) * num_bytes  # one tile of keys and values is kept
-    room = chip.shared_memory - queries_and_output - SHARED_MEMORY_RESERVE
+    room = gpu.shared_memory - queries_and_output - SHARED_MEMORY_RESERVE
     while block_n > 16 and block_n * per_key > room:
         block_n //= 2
     return Tiles(block_m, block_n, num_warps, num_stages=3)
 
 
-def block_of(dim: int) -> int:
+def padded_dim(dim: int) -> int:
     """The tile width for `dim` numbers: a power of 2, and of 16 at least (tensor cores)."""
     return max(16, triton.next_power_of_2(dim))
 
 
-def choose_num_splits(num_programs: int, max_seq_len: int, chip: Chip) -> int:
+def choose_num_splits(num_programs: int, max_seq_len: int, gpu: GpuInfo) -> int:
     """Cut the key range until each multiprocessor has PROGRAMS_PER_SM, or pieces get short.
 
     A power of 2. Depends on shapes only: `max_seq_len` is what the block table has room for.
@@ -469,19 +504,19 @@ def choose_num_splits(num_programs: int, max_seq_len: int, chip: Chip) -> int:
     num_splits = 1
     while (
         num_splits < MAX_SPLITS
-        and num_programs * num_splits < PROGRAMS_PER_SM * chip.num_sms
+        and num_programs * num_splits < PROGRAMS_PER_SM * gpu.num_sms
         and max_seq_len >= 2 * num_splits * MIN_SPLIT_KEYS
     ):
         num_splits *= 2
     return num_splits
 
 
-def get_chip(device: torch.device) -> Chip:
-    """The GPU that `device` is; ANY_CHIP for a CPU, where Triton interprets."""
+def get_gpu_info(device: torch.device) -> GpuInfo:
+    """The properties of `device`; INTERPRETER for a CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
-        return ANY_CHIP
+        return INTERPRETER
     properties: Any = torch.cuda.get_device_properties(device)
-    return Chip(
+    return GpuInfo(
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
@@ -501,11 +536,11 @@ def paged_attention_triton(
     logits_soft_cap: float | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """attention.paged_attention_torch on a GPU: the same arguments, shapes and result.
+    """attention_cpu.paged_attention_torch on a GPU: the same arguments, shapes and result.
 
     The last dimension of `query` and of the caches must be contiguous. `num_splits` (a power of 2)
-    is for tests; None: choose_num_splits. Tokens past query_start_loc[-1] (padding) are not
-    written.
+    is for tests; None: choose_num_splits. The output of tokens past query_start_loc[-1] (padding)
+    is not written.
     """
     num_tokens, num_heads, _ = query.shape
     value_dim = value_cache.shape[-1]
@@ -513,8 +548,8 @@ def paged_attention_triton(
     num_seqs = block_table.shape[0]
     if num_tokens == 0 or num_seqs == 0:
         return output
-    chip = get_chip(query.device)
-    launches = plan_launches(query, key_cache, value_cache, block_table, chip, num_splits)
+    gpu = get_gpu_info(query.device)
+    launches = plan_launches(query, key_cache, value_cache, block_table, gpu, num_splits)
     num_splits = launches[0].num_splits
     written, lse = output, output
     if num_splits > 1:
@@ -546,7 +581,7 @@ def paged_attention_triton(
             **launch.constants,
         )
     if num_splits > 1:
-        block_v = block_of(value_dim)
+        block_v = padded_dim(value_dim)
         merge_splits_kernel[(num_tokens, num_heads)](
             written,
             lse,
@@ -568,7 +603,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int, int]
     num_splits: int
     max_short: int
-    constants: dict[str, Any]  # its compile-time arguments that shapes decide
+    constants: dict[str, Any]  # compile-time arguments that depend on shapes
 
 
 def plan_launches(
@@ -576,15 +611,15 @@ def plan_launches(
     key_cache: Tensor,
     value_cache: Tensor,
     block_table: Tensor,
-    chip: Chip,
+    gpu: GpuInfo,
     num_splits: int | None = None,
 ) -> list[Launch]:
-    """Which specialisations answer this batch, from tensor shapes alone.
+    """Which specialisations compute this batch, from tensor shapes alone.
 
-    No more tokens than sequences: a decode, one launch with a program per sequence. More: that
-    launch answers the sequences with few queries, and a tiled one the others. (Were the few tokens
-    of a "decode" all of one sequence, the result would still be right: its program takes all of
-    them in turn.)
+    No more tokens than sequences: a decode, one launch with a program per sequence. More tokens:
+    that launch computes the sequences with few queries, and a tiled launch the others. (If all
+    tokens of a "decode" belong to one sequence, the result is still right: the program of that
+    sequence takes its tokens in turn.)
     """
     num_tokens, num_heads, _ = query.shape
     num_seqs, max_blocks = block_table.shape
@@ -592,19 +627,19 @@ def plan_launches(
     group = num_heads // num_kv_heads
     max_seq_len = max_blocks * key_cache.shape[1]
     sizes = (group, head_dim, value_cache.shape[-1], query.element_size())
-    short, long = (choose_tiles(per_sequence, *sizes, chip) for per_sequence in (True, False))
+    short, long = (choose_tiles(per_sequence, *sizes, gpu) for per_sequence in (True, False))
     is_decode = num_tokens <= num_seqs
     num_full_tiles = num_tokens // (long.block_m // group)
     if num_splits is None:
         num_tiles = num_seqs if is_decode else num_full_tiles + 1
-        num_splits = choose_num_splits(num_tiles * num_kv_heads, max_seq_len, chip)
+        num_splits = choose_num_splits(num_tiles * num_kv_heads, max_seq_len, gpu)
     constants = {
         "NUM_HEADS": num_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_cache.shape[-1],
-        "BLOCK_D": block_of(head_dim),
-        "BLOCK_V": block_of(value_cache.shape[-1]),
+        "BLOCK_D": padded_dim(head_dim),
+        "BLOCK_V": padded_dim(value_cache.shape[-1]),
         "BLOCK_SIZE": key_cache.shape[1],
         "NUM_SPLITS": num_splits,
     }
@@ -633,7 +668,7 @@ def plan_launches(
 def store_kv_triton(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """attention.store_kv_torch on a GPU. The last dimension of all must be contiguous."""
+    """attention_cpu.store_kv_torch on a GPU. The last dimension of all must be contiguous."""
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[-1]
     if num_tokens == 0:

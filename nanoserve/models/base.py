@@ -1,7 +1,7 @@
 """What does the runner need of a model?
 
-A forward pass from token ids to hidden states, logits of the rows that are asked for, what each
-layer keeps per token (KVCacheSpec), and which checkpoint tensors fill its weights (Shard).
+A forward pass from token ids to hidden states, logits of chosen hidden states, what each layer
+keeps per token (KVCacheSpec), and which checkpoint tensors fill its weights (Shard).
 
 vLLM: vllm/model_executor/models/interfaces_base.py (V0 and V1).
 """
@@ -12,28 +12,25 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from nanoserve.attention import KVCache, KVCacheSpec, StepMetadata
-from nanoserve.layers import Norm, Packable, Shard
+from nanoserve.attention import KVCache, StepMetadata
+from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.layers import LinearBase, Shard
 
 
 class Model(nn.Module):
     """What the model runner and the loader need of a model: the base of CausalLM, and of yours.
 
     A subclass is built as cls(config, max_model_len, layer_config), with unfilled parameters, and
-    has the two methods below. The two after them find what its modules say: `kv_cache_spec` of
-    those that attend, `shards` of those that have weights (the layers of layers.py all do).
+    has the first two methods below. The next two collect what its modules say: `kv_cache_spec` of
+    modules that attend, `shards` of modules that have weights (all layers of layers.py have it).
     """
 
-    library = "nanoserve"  # whose code it is
-    supports_cuda_graphs = True  # no number is read on the host, no shape depends on one
+    library = "nanoserve"  # the library that has the model's code
+    supports_cuda_graphs = True  # the forward pass reads no tensor's contents on the CPU
     is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         raise NotImplementedError
@@ -48,19 +45,17 @@ class Model(nn.Module):
         return [spec for spec in specs if spec is not None]
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
-        """(checkpoint name, place to fill) for every weight."""
+        """(checkpoint name, place to fill) for every weight; one name may fill several places."""
         for name, module in self.named_modules():
             if module is not self and hasattr(module, "shards"):
                 yield from module.shards(name)
 
     def num_bytes(self) -> int:
-        """What its weights take, on this rank."""
-        packed = [module.packed for module in self.modules() if isinstance(module, Packable)]
-        tensors = [*self.parameters(), *(tensor for tensor in packed if tensor is not None)]
-        return sum(tensor.nbytes for tensor in tensors)
+        """Bytes of the weights on this rank."""
+        return sum(tensor.nbytes for tensor in [*self.parameters(), *self.buffers()])
 
-    def pack(self) -> None:
-        """The weights are filled: bring them into the layout that is multiplied fastest."""
+    def process_weights_after_loading(self) -> None:
+        """To be called once, when all weights are filled: each linear method may pack its own."""
         for module in self.modules():
-            if isinstance(module, Packable | Norm):
-                module.pack()
+            if isinstance(module, LinearBase):
+                module.linear_method.process_weights_after_loading(module)

@@ -1,20 +1,20 @@
-"""Which architectures, and how are they registered?
+"""How does a transformer get from token ids to logits?
 
-One decoder serves the Llama family: Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts
+One decoder runs the whole Llama family: Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts
 differ in a handful of choices (which projections have a bias, whether queries and keys are
-normalised, which layers look back only so far, which have experts), which a `Family` reads from
-config.json. The module tree has the checkpoint's own names, so loading needs no table of renamings.
+normalised, which layers have a sliding window, which have experts). A `Family` holds these choices,
+read from config.json. The module tree has the checkpoint's own names, so loading needs no table of
+renamings.
 
     token ids -> embed_tokens -> [ norm -> attention -> + -> norm -> MLP -> + ] x layers -> norm
                                                                                               |
-                                              logits of the rows asked for <- lm_head <-------+
+                                             logits of the chosen tokens <- lm_head <---------+
 
-The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, metadata), and
-model.compute_logits(hidden[rows]), because drafts, forks and prompt logprobs want other rows than
-each sequence's last.
+The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, metadata), then
+model.compute_logits(hidden[tokens]), because drafts, several completions and prompt logprobs need
+the logits of other tokens than each sequence's last.
 
-ModelRegistry maps the architecture that config.json names to a class; `register` adds yours (the
-README has one). What is not in it runs through transformers_fallback.py, if it can.
+Left out: layers on different devices (pipeline parallelism).
 
 vLLM: vllm/model_executor/models/: llama.py, mixtral.py, qwen2.py, registry.py (V0 and V1),
 qwen3.py, qwen3_moe.py (V1).
@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from nanoserve.attention import KVCache, KVCacheSpec, StepMetadata
+from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import ModelConfig
+from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import (
     ColumnParallelLinear,
     LayerConfig,
@@ -44,17 +45,19 @@ from nanoserve.models.base import Model
 from nanoserve.models.moe import ExpertsConfig, MixtureOfExperts
 from nanoserve.models.rope import rope_frequencies
 
+Rope = tuple[Tensor, Tensor]  # cos and signed sin of each token, as RotaryEmbedding gives them
+
 
 @dataclass(frozen=True)
 class Family:
-    """In what the members of the Llama family differ."""
+    """The choices in which the members of the Llama family differ."""
 
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on each head of queries and keys, before rope
     windows: tuple[int | None, ...] = ()  # per layer: sliding window, or None for full attention
-    experts: tuple[ExpertsConfig | None, ...] = ()  # per layer: None, or all empty: an MLP
+    experts: tuple[ExpertsConfig | None, ...] = ()  # per layer, or empty; None: an MLP
 
 
 def llama(config: ModelConfig) -> Family:
@@ -95,16 +98,16 @@ def mixtral(config: ModelConfig) -> Family:
 
 
 def qwen3_moe(config: ModelConfig) -> Family:
-    """Experts in every decoder_sparse_step-th layer, but for those that are listed as without."""
-    hf = config.hf_config
+    """Experts in every decoder_sparse_step-th layer, except in those of mlp_only_layers."""
+    hf_config = config.hf_config
     experts = ExpertsConfig(
         num_experts=_num_experts(config, 128),
-        top_k=hf.get("num_experts_per_tok", 8),
-        intermediate_size=hf.get("moe_intermediate_size", 768),
-        normalize=hf.get("norm_topk_prob", False),
+        top_k=hf_config.get("num_experts_per_tok", 8),
+        intermediate_size=hf_config.get("moe_intermediate_size", 768),
+        normalize=hf_config.get("norm_topk_prob", False),
     )
-    step, without = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    step, without = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
     return replace(
         qwen3(config),
         windows=(window,) * config.num_layers,
@@ -116,19 +119,18 @@ def qwen3_moe(config: ModelConfig) -> Family:
 
 
 def _num_experts(config: ModelConfig, default: int) -> int:
-    """Under either of the names that transformers has given it."""
-    return (
-        config.hf_config.get("num_experts") or config.hf_config.get("num_local_experts") or default
-    )
+    """The number of experts, under either of the names that transformers has given it."""
+    hf_config = config.hf_config
+    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or default
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Full attention in the first max_window_layers layers, a window in the rest; older configs
-    lack the list layer_types that says so."""
-    hf = config.hf_config
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    kinds = hf.get("layer_types") or [
-        "full_attention" if layer < hf.get("max_window_layers", 28) else "sliding_attention"
+    """The list layer_types says which layers have a window. Older configs have no such list: the
+    first max_window_layers layers have full attention, the others a window."""
+    hf_config = config.hf_config
+    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
+    kinds = hf_config.get("layer_types") or [
+        "full_attention" if layer < hf_config.get("max_window_layers", 28) else "sliding_attention"
         for layer in range(config.num_layers)
     ]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -142,10 +144,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         head_dim, hidden = config.head_dim, config.hidden_size
-        _, self.num_heads = layer_config.parallel.shard_range(config.num_heads, "attention heads")
-        _, num_kv_heads = layer_config.parallel.shard_range(
-            config.num_kv_heads, "key and value heads", 1
-        )
+        shard_range = layer_config.parallel.shard_range
+        _, self.num_heads = shard_range(config.num_heads, "attention heads")
+        _, num_kv_heads = shard_range(config.num_kv_heads, "key and value heads", 1)
         self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, window)
         self.backend = layer_config.attention
         self.scale = head_dim**-0.5
@@ -157,24 +158,16 @@ class Attention(nn.Module):
             layer_config=layer_config,
             unit=head_dim,
         )
-        self.o_proj = RowParallelLinear(
-            q_size, hidden, bias=family.o_bias, layer_config=layer_config
-        )
+        o_bias = family.o_bias
+        self.o_proj = RowParallelLinear(q_size, hidden, bias=o_bias, layer_config=layer_config)
+        self.qk_norm: QKNorm | None = None
         if family.qk_norm:
-            self.qk_norm: QKNorm | None = QKNorm(
-                self.num_heads, num_kv_heads, head_dim, config.rms_norm_eps, layer_config
-            )
-        else:
-            self.qk_norm = None
+            sizes = (self.num_heads, num_kv_heads, head_dim)
+            self.qk_norm = QKNorm(*sizes, config.rms_norm_eps, layer_config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-    ) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]; writes this step's K and V first."""
+    def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]. The keys and values of this step are stored
+        first, because its queries see them too."""
         spec = self.kv_cache_spec
         heads = (self.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         qkv = self.qkv_proj(x, metadata).view(-1, sum(heads), spec.key_dim)
@@ -214,24 +207,17 @@ class DecoderLayer(nn.Module):
         super().__init__()
         window = family.windows[layer]
         experts = family.experts[layer] if family.experts else None
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, layer_config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, layer_config)
         self.self_attn = Attention(config, family, window, layer_config)
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, layer_config
-        )
+        self.post_attention_layernorm = RMSNorm(hidden, eps, layer_config)
         self.mlp: MLP | MixtureOfExperts
         if experts is None:
             self.mlp = MLP(config, family, layer_config)
         else:
-            self.mlp = MixtureOfExperts(config.hidden_size, experts, layer_config)
+            self.mlp = MixtureOfExperts(hidden, experts, layer_config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor],
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         x = self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata).add_(x)
         return self.mlp(self.post_attention_layernorm(x), metadata).add_(x)
@@ -244,24 +230,19 @@ class Decoder(nn.Module):
         self, config: ModelConfig, family: Family, max_model_len: int, layer_config: LayerConfig
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, layer_config
-        )
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden, layer_config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, family, layer, layer_config) for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, layer_config)
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
         rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
         rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
         frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
         self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         x = self.embed_tokens(input_ids)
@@ -277,8 +258,8 @@ class CausalLM(Model):
     read_family: Callable[[ModelConfig], Family]  # of each architecture below
 
     def __init__(self, config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> None:
-        """Raises ValueError for an activation that is not here, and head counts that do not
-        divide."""
+        """Raises ValueError for an activation that is not supported, and for a number of attention
+        heads that its key and value heads do not divide."""
         super().__init__()
         if (activation := config.hf_config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
@@ -290,18 +271,14 @@ class CausalLM(Model):
         family = type(self).read_family(config)
         self.model = Decoder(config, family, max_model_len, layer_config)
         self.is_tied = config.tie_word_embeddings
-        self.model.embed_tokens.is_multiplied_by = self.is_tied
+        self.model.embed_tokens.is_lm_head = self.is_tied
         if not self.is_tied:
-            self.lm_head = VocabParallelEmbedding(
-                config.vocab_size, config.hidden_size, layer_config
-            )
+            sizes = (config.vocab_size, config.hidden_size)
+            self.lm_head = VocabParallelEmbedding(*sizes, layer_config)
+            self.lm_head.is_embedding = False
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         return self.model(input_ids, positions, kv_caches, metadata)

@@ -1,9 +1,9 @@
 """How do checkpoint names become these weights?
 
-The model says what it wants: for each checkpoint tensor a Shard, a view of a parameter and which
-slice fills it. The loader goes through the safetensors files, copies each slice to its place and
-compares the books: a missing, surplus or misshapen tensor is an error that names it, because a
-model with one unfilled matrix still talks, only nonsense.
+The model yields pairs of a checkpoint name and a Shard: a view of a parameter, and the slice of the
+checkpoint tensor that fills it. The loader goes through the safetensors files and copies each slice
+to its place. A missing, unexpected or mismatched tensor is an error that names it, because a model
+with one unfilled matrix still talks, only nonsense.
 
     model.layers.0.self_attn.k_proj.weight  ->  rows 64..95 of layers[0].self_attn.qkv_proj.weight
 
@@ -17,6 +17,7 @@ weight_utils.py (V1).
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from nanoserve.models.registry import ModelRegistry, build_model
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Written by some exporters though they are computed, not learnt.
+# Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 
 
@@ -43,16 +44,16 @@ def load_model(
 ) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
 
-    Ours if ModelRegistry has its architecture, else transformers' own, unless `model_impl` says
-    otherwise.
+    nanoserve's own model if ModelRegistry has its architecture, else that of transformers, unless
+    `model_impl` says otherwise.
 
     Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
     not match the model.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    is_ours = ModelRegistry.get(model_config.architecture) is not None
-    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_ours):
-        # Here, because importing transformers' models takes seconds that a Llama need not wait.
+    is_native = ModelRegistry.get(model_config.architecture) is not None
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
+        # Imported here, because it takes seconds, and native models do not need it.
         from nanoserve.models.transformers_fallback import load_with_transformers
 
         if config.load_format != "dummy":
@@ -63,14 +64,14 @@ def load_model(
         fill_randomly(model, config.seed)
     else:
         fill_from_checkpoint(model, model_config.path, use_tqdm)
-    model.pack()
+    model.process_weights_after_loading()
     return model.eval()
 
 
 def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> None:
     """Copy every weight from `folder`. Raises ValueError, naming the tensors, if any do not fit."""
-    missing = dict(model.shards())
-    surplus: list[str] = []
+    missing = shards_by_name(model)
+    unexpected: list[str] = []
     files = find_files(folder)
     with tqdm(
         total=len(missing), desc="Loading weights", unit="tensor", disable=not use_tqdm
@@ -78,36 +79,46 @@ def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> N
         for file in files:
             for name, source in _open(file):
                 if name in missing:
-                    _copy(source, missing.pop(name), name, file)
+                    for shard in missing.pop(name):
+                        _copy(source, shard, name, file)
                     bar.update()
-                elif not _may_be_left(model, name):
-                    surplus.append(name)
-    if missing or surplus:
+                elif not _is_ignorable(model, name):
+                    unexpected.append(name)
+    if missing or unexpected:
         problems = [f"missing: {_listing(list(missing))}"] * bool(missing)
-        problems += [f"surplus: {_listing(surplus)}"] * bool(surplus)
+        problems += [f"unexpected: {_listing(unexpected)}"] * bool(unexpected)
         raise ValueError(
             f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
             "Is the download complete, and do the two belong together?"
         )
 
 
-def fill_randomly(model: Model, seed: int) -> None:
-    """Small normal weights, norms near 1: the right shapes and speeds, and no checkpoint.
+def shards_by_name(model: Model) -> dict[str, list[Shard]]:
+    """All places that each checkpoint tensor fills."""
+    shards: dict[str, list[Shard]] = defaultdict(list)
+    for name, shard in model.shards():
+        shards[name].append(shard)
+    return shards
 
-    Each rank draws whole tensors and keeps its slices: one seed is one model, on any number of
-    ranks.
+
+def fill_randomly(model: Model, seed: int) -> None:
+    """Small normal weights, norms near 1: the right shapes and speeds without a checkpoint.
+
+    Each rank draws whole tensors and keeps its slices, so that one seed gives one model on any
+    number of ranks.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, shard in model.shards():
-        noise = torch.randn(shard.full_shape, generator=generator)[shard.slices] * 0.02
-        shard.target.copy_(noise + 1 if "norm" in name else noise)
+    for name, shards in shards_by_name(model).items():
+        noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
+        for shard in shards:
+            shard.target.copy_(noise[shard.slices] + 1 if "norm" in name else noise[shard.slices])
 
 
 def find_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: the single file of the usual name, or those that its
-    index names, or all in the folder; what else lies beside them is not read.
+    """The checkpoint's safetensors files: the single file of the usual name, or the files that the
+    index names, or all in the folder. Other files are not read.
 
-    Raises ValueError if there are none, or if the index names one that is not there.
+    Raises ValueError if there are none, or if the index names a file that does not exist.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.exists():
@@ -153,8 +164,9 @@ def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
     shard.target.copy_(source[shard.slices])  # type: ignore[index]
 
 
-def _may_be_left(model: Model, name: str) -> bool:
-    """True for tensors a model rightly does not want: computed ones, and a tied head."""
+def _is_ignorable(model: Model, name: str) -> bool:
+    """True for tensors that a checkpoint may have and no model needs: computed tensors, and the
+    head of a model that uses its embedding as head."""
     return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
 
 

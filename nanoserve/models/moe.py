@@ -8,17 +8,21 @@ whatever the number of experts. Three tokens, top_k 2, experts A B C D:
              t1 -> C .6  B .4     offsets (ends)     2          3       6             6
              t2 -> C .9  A .1     grouped product    one per group of rows; D costs nothing
 
-The same thing thrice: `run_experts_loop` is the specification, a loop over the experts; the two
-others sort the (token, expert) pairs and multiply group by group. How large the groups are stands
-in `offsets`, on the device; the host never reads it (it would wait for the GPU, and a CUDA graph
-could not hold the step). `grouped_matmul_torch` is torch's grouped_mm. On a GPU that is such a
-product only for bfloat16 on compute capability 9 or 10 (H100, B200), and a loop that reads the
-offsets otherwise, so there `grouped_matmul_blocks` takes its place: blocks of rows of one expert,
-in a batched product, as many as there may be in the worst case.
+There are three implementations. `run_experts_loop` is the definition, a loop over the experts.
+`run_experts_grouped` sorts the (token, expert) pairs and multiplies group by group, with either of
+two products. The sizes of the groups are in `offsets`, on the device; the CPU never reads them,
+because it would wait for the GPU, and a CUDA graph could not hold the step.
 
-For tensor parallelism every rank has a part of every expert: the rows of gate and up, the columns
-of down, as in models.MLP. One sum over ranks follows. Left out: expert parallelism (each rank has
-some whole experts), shared experts, and a router that goes by groups (both in DeepSeek: fallback).
+`grouped_matmul_torch` is PyTorch's grouped_mm. On a GPU that is one product only for bfloat16 on
+compute capability 9 or 10 (H100, B200); otherwise PyTorch runs a loop that reads the offsets. There
+`grouped_matmul_blocks` replaces it: a batched product of blocks, each of rows of one expert, with
+as many blocks as the worst case needs.
+
+For tensor parallelism every rank has a part of every expert: some rows of gate and up, some columns
+of down, as in decoder.MLP. One sum over ranks follows.
+
+Left out: expert parallelism (each rank has some whole experts), shared experts, and a router with
+groups of experts (both in DeepSeek, which runs through the fallback).
 
 vLLM: vllm/model_executor/layers/fused_moe/layer.py, fused_moe.py (V0 and V1). Papers: arXiv
 1701.06538 (the idea), 2401.04088 (Mixtral).
@@ -39,19 +43,19 @@ from nanoserve.layers import LayerConfig, Shard, silu_and_mul
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-ALIGNMENT = 16  # bytes: torch's grouped_mm wants every row of a matrix to begin at a multiple
-BLOCK_BATCH = 8  # blocks multiplied at once by grouped_matmul_blocks: so many experts are copied
+ALIGNMENT = 16  # bytes: grouped_mm wants every row of a matrix to begin at a multiple of this
+BLOCK_BATCH = 8  # blocks in one product of grouped_matmul_blocks: as many experts are copied
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """What a family says about its experts."""
+    """The choices of a family that concern its experts."""
 
     num_experts: int
     top_k: int  # experts per token
     intermediate_size: int  # of one expert
-    normalize: bool  # weights of the chosen are divided by their sum
-    # How the checkpoint calls the block beside the attention, and an expert's three matrices.
+    normalize: bool  # True: the weights of the chosen experts are divided by their sum
+    # The checkpoint's names of the block and of the three matrices of an expert.
     block_name: str = "mlp"
     gate_name: str = "gate_proj"
     up_name: str = "up_proj"
@@ -76,7 +80,7 @@ def route(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
 def run_experts_loop(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Each expert on the tokens that chose it, one after the other: the specification.
+    """Each expert on the tokens that chose it, one after the other: the definition.
 
     x           [num_tokens, hidden]
     gate_up     [num_experts, 2 * size, hidden]: the expert's gate, then its up matrix
@@ -87,7 +91,7 @@ def run_experts_loop(
     """
     output = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(gate_up.shape[0]):
-        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)  # the host waits here
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)  # the CPU waits here
         y = F.linear(silu_and_mul(F.linear(x[tokens], gate_up[expert])), down[expert])
         output.index_add_(0, tokens, y * weights[tokens, places, None])
     return output.to(x.dtype)
@@ -101,7 +105,7 @@ def run_experts_grouped(
     expert_ids: Tensor,
     matmul: GroupedMatmul,
 ) -> Tensor:
-    """The same numbers as run_experts_loop, and no number read on the host."""
+    """The same result as run_experts_loop; the CPU reads no number."""
     num_tokens, top_k = expert_ids.shape
     sorted_ids, order = expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k] each
     experts = torch.arange(gate_up.shape[0], device=x.device)
@@ -113,19 +117,20 @@ def run_experts_grouped(
 
 
 def grouped_matmul_torch(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """rows [num_rows, in], sorted by expert, times each one's weight [experts, out, in] transposed;
-    expert e's rows end before offsets[e] (int32). Row strides must be multiples of ALIGNMENT."""
+    """rows [num_rows, in], sorted by expert, times weight [experts, out, in] transposed, each row
+    times that of its expert. The rows of expert e end before offsets[e] (int32). Row strides must
+    be multiples of ALIGNMENT."""
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
 
 
 def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """As grouped_matmul_torch, on any device, for any dtype and shape.
 
-    Every group is cut into blocks of `size` rows, its last one partly filled. n groups of together
-    num_rows rows have at most (num_rows + n * (size - 1)) // size blocks: that many are multiplied,
-    those that do not exist write to a row that is thrown away. 6 rows, groups of 2, 1 and 3, size
-    2: blocks [0 1] [2 .] [3 4] [5 .], and (6 + 3) // 2 = 4. With `size` about num_rows / experts
-    there are at most about two blocks for each expert, and for few rows not more than rows.
+    Every group is cut into blocks of `size` rows; its last block may be partly filled. n groups of
+    num_rows rows in all have at most (num_rows + n * (size - 1)) // size blocks. That many blocks
+    are multiplied; blocks that do not exist write to a row that is thrown away. 6 rows, groups of
+    2, 1 and 3, size 2: blocks [0 1] [2 .] [3 4] [5 .], and (6 + 3) // 2 = 4. With `size` about
+    num_rows / experts there are about two blocks for each expert at most.
     """
     (num_rows, _), (num_experts, num_outputs, _) = rows.shape, weight.shape
     size = max(1, num_rows // num_experts)
@@ -137,7 +142,7 @@ def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tens
     expert = torch.searchsorted(block_ends, blocks, right=True).clamp(max=num_experts - 1)
     first = starts[expert] + (blocks - (block_ends - blocks_of)[expert]) * size
     index = first[:, None] + torch.arange(size, device=rows.device)  # [num_blocks, size]
-    index = torch.where(index < offsets[expert, None], index, num_rows)  # beyond: nobody's row
+    index = torch.where(index < offsets[expert, None], index, num_rows)  # beyond: a spare row
     rows = F.pad(rows, (0, 0, 0, 1))
     output = rows.new_empty(num_rows + 1, num_outputs)
     for at in range(0, num_blocks, BLOCK_BATCH):
@@ -148,7 +153,7 @@ def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 
 def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMatmul:
-    """torch's own wherever it does not make the host wait."""
+    """grouped_mm, except where it makes the CPU wait for the GPU."""
     if device.type != "cuda":
         return grouped_matmul_torch
     is_hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -158,7 +163,7 @@ def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMa
 
 
 class MixtureOfExperts(nn.Module):
-    """A router and its experts, in the place of an MLP."""
+    """A router and its experts; replaces an MLP."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, layer_config: LayerConfig) -> None:
         super().__init__()
@@ -174,9 +179,9 @@ class MixtureOfExperts(nn.Module):
                 f"hidden_size is {hidden_size}; with experts in {layer_config.dtype} it must be a "
                 f"multiple of {per_row}."
             )
-        # Rows and columns of zeros make a part of any size fit: silu(0) * 0 = 0 adds nothing.
+        # A part of any size is padded with rows and columns of zeros: silu(0) * 0 = 0 adds nothing.
         padded = -(-self.size // per_row) * per_row
-        self.router = layer_config.empty(config.num_experts, hidden_size)  # whole on every rank
+        self.router = layer_config.empty(config.num_experts, hidden_size)  # the same on every rank
         self.gate_up = layer_config.empty(config.num_experts, 2 * padded, hidden_size)
         self.down = layer_config.empty(config.num_experts, hidden_size, padded)
         if padded != self.size:

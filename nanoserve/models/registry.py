@@ -1,7 +1,7 @@
 """Which class runs which architecture?
 
-ModelRegistry maps the architecture that config.json names to a class; `register` adds yours (the
-README has one). What is not in it runs through transformers_fallback.py, if it can.
+ModelRegistry maps the architecture that config.json names to a class; `register` adds your own (the
+README has an example). Other architectures run through transformers_fallback.py, where possible.
 
 vLLM: vllm/model_executor/models/registry.py (V0 and V1).
 """
@@ -24,7 +24,7 @@ from nanoserve.models.decoder import (
 
 
 class ModelRegistry:
-    """Which class runs which architecture. Holds classes only, never anything of an engine."""
+    """Which class runs which architecture. Holds classes only, nothing of an engine."""
 
     CLASSES: ClassVar[dict[str, type[Model]]] = {
         cls.__name__: cls
@@ -42,9 +42,9 @@ class ModelRegistry:
     def register(cls, architecture: str, model_cls: type[Model]) -> None:
         """Let `model_cls` run checkpoints whose config.json names `architecture`.
 
-        An architecture that is already there gets the new class, in engines built from now on.
-        Ranks in other processes are told, if they can import it (it is not the script's own).
-        Raises TypeError for what is not a subclass of Model.
+        A registered architecture gets the new class, in engines built from now on. Ranks in other
+        processes use the class too, and must be able to import it: it may not be defined in the
+        script itself. Raises TypeError for anything but a subclass of Model.
         """
         if not isinstance(architecture, str) or not architecture:
             raise TypeError(
@@ -60,17 +60,18 @@ class ModelRegistry:
 
     @classmethod
     def get(cls, architecture: str) -> type[Model] | None:
-        """The class for an architecture; None if there is none."""
+        """The class for an architecture; None if the architecture is not registered."""
         return cls.CLASSES.get(architecture)
 
     @classmethod
     def architectures(cls) -> list[str]:
-        """All that are registered, in order of registration."""
+        """All registered architectures, in order of registration."""
         return list(cls.CLASSES)
 
 
 def build_model(config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> Model:
-    """The unfilled model that config.json describes. Raises ValueError if it is not registered."""
+    """The model that config.json describes, its weights unfilled. Raises ValueError if the
+    architecture is not registered."""
     model_cls = ModelRegistry.get(config.architecture)
     if model_cls is None:
         raise ValueError(

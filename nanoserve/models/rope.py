@@ -22,9 +22,9 @@ from torch import Tensor
 def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
     """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
 
-    Two types depend on the length of the text, "dynamic" and "longrope". transformers takes the
-    longest row of the batch at hand, so that a request's output depends on its neighbours; like
-    vLLM we fix them by max_model_len. Raises ValueError for a type not listed here.
+    The types "dynamic" and "longrope" depend on the length of the text. transformers takes the
+    length of the longest text in the batch, so that the output of a request depends on others in
+    the batch. Here, as in vLLM, max_model_len takes its place. Raises ValueError for other types.
     """
     base = float(rope["rope_theta"])
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim

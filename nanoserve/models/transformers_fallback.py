@@ -1,26 +1,26 @@
-"""What runs a model that nobody has written for nanoserve?
+"""How does a model run that nanoserve has no code for?
 
-transformers has, and most of its decoder-only models ask a function of our choice for attention.
-So a model that is not in ModelRegistry is transformers' own, with paged attention in that place:
+Its code is in transformers, and most decoder-only models there call an attention function of our
+choice. So a model that is not in ModelRegistry is that of transformers, with paged attention:
 
     model(input_ids [1, num_tokens], position_ids, ..., nanoserve_step=step)
       └─ layer 0 ─ ... ─ attend(module, query, key, value, ..., nanoserve_step=step)
                            key, value -> the layer's paged cache; attention over block tables
 
-The step's tokens are one row, laid end to end: everything but attention works token by token and
-needs no more than each token's position. Which caches and which metadata belong to a step goes down
-with transformers' own keyword arguments: the function is registered once, and holds nothing. For a
-family that does not hand them down (Nemotron), the step is, while it lasts, an attribute of the
-model's own attention modules.
+The tokens of the step are one batch row, laid end to end: everything but attention works token by
+token and needs no more than each token's position. The caches and the metadata of the step travel
+down as a keyword argument, which transformers hands on to attention: the function is registered
+once, and keeps nothing. Some families do not hand on keyword arguments (Nemotron). There the step
+is, while it lasts, an attribute of the model's attention modules.
 
-What a model's attention asks for is found out by asking it: `probe` runs two tokens through the
-model and notes each call (heads, head sizes, window, scale, soft cap). What attention can't give
-(a bias, a mask, a state beside the keys and values) shows there, and is refused with a sentence,
-because a model that runs without it still talks, only nonsense.
+A trial run shows what a model needs of attention: `run_probe` runs two tokens through the model and
+records each call (heads, head sizes, window, scale, soft cap). A model that needs what paged
+attention lacks (a bias, a mask, a state beside the keys and values) is refused with a sentence that
+says so, because without it the model still talks, only nonsense.
 
 Left out: tensor parallelism, CUDA graphs, code that comes with a checkpoint.
 
-vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 had none yet.
+vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from nanoserve.attention import AttentionBackend, KVCache, KVCacheSpec, StepMetadata
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry
 
 ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
-# What families pass to attention beside the arguments of `attend`, and what changes nothing here:
-# positions are in the keys already, and outputs are chosen elsewhere.
-HARMLESS = frozenset(
+# Keyword arguments of attention that change nothing here: positions are in the keys already, and
+# outputs are chosen elsewhere.
+IGNORED_KWARGS = frozenset(
     {
-        "attention_mask",  # checked by itself, as is is_causal
+        "attention_mask",  # the probe checks this one and is_causal separately
         "cache_position",
         "dropout",
         "is_causal",
@@ -61,12 +62,12 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap"})
+SUPPORTED_KWARGS = frozenset({"scaling", "sliding_window", "softcap"})
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a layer asks of attention, the same in every step."""
+    """The arguments of one layer's attention that are the same in every step."""
 
     num_heads: int
     spec: KVCacheSpec
@@ -74,11 +75,11 @@ class AttentionCall:
     logits_soft_cap: float | None
 
 
-class StepLike(Protocol):
-    """What goes down to `attend`: a Probe while the model is built, then a Step."""
+class AttentionSink(Protocol):
+    """What travels down to `attend`: a Probe while the model is built, then an AttentionStep."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor: ...
 
 
@@ -88,29 +89,29 @@ def attend(
     key: Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
     value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: Tensor | None,
-    nanoserve_step: StepLike | None = None,
-    **asked: Any,
+    nanoserve_step: AttentionSink | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer; returns [1, num_tokens, num_heads, value_dim]."""
+    """transformers calls this in every layer. Returns [1, num_tokens, num_heads, value_dim]."""
     step = nanoserve_step or getattr(module, "nanoserve_step", None)
     if step is None:
         raise StepIsMissing
-    asked["attention_mask"] = attention_mask
+    kwargs["attention_mask"] = attention_mask
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return step.attend(module, q, k, v, asked)[None], None
+    return step.attend(module, q, k, v, kwargs)[None], None
 
 
 class Unsupported(Exception):
-    """Why a model can't run on paged attention, as the end of a sentence that begins with it."""
+    """A model can't run on paged attention. The text ends a sentence that begins with its name."""
 
 
 class StepIsMissing(Unsupported):
-    """The family drops keyword arguments on the way down to attention."""
+    """The family does not hand on keyword arguments to attention."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One step on its way down to the layers."""
+class AttentionStep:
+    """What the attention of all layers needs of one step."""
 
     layer_of: dict[nn.Module, int]
     calls: list[AttentionCall]
@@ -119,9 +120,9 @@ class Step:
     backend: AttentionBackend
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Store and attend, as models.Attention does; tensors [num_tokens, heads, dim]."""
+        """Store and attend, as decoder.Attention does; tensors [num_tokens, heads, dim]."""
         layer = self.layer_of[module]
         call, cache, metadata = self.calls[layer], self.kv_caches[layer], self.metadata
         dtype = cache[0].dtype
@@ -140,28 +141,30 @@ class Step:
 
 @dataclass
 class Probe:
-    """Notes what each layer asks of attention; answers with zeros."""
+    """Records how each layer calls attention, and returns zeros."""
 
     layer_of: dict[nn.Module, int] = field(default_factory=dict)
     calls: list[AttentionCall] = field(default_factory=list)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
         if module in self.layer_of:
             raise Unsupported("uses one attention layer several times in a step")
-        if asked.get("is_causal", getattr(module, "is_causal", True)) is False:
+        if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
             raise Unsupported("lets tokens attend to later ones")
-        if asked["attention_mask"] is not None:
+        if kwargs["attention_mask"] is not None:
             raise Unsupported("adds a mask or a bias (such as ALiBi) to attention")
-        surplus = [
+        unknown = [
             name
-            for name, wish in asked.items()
-            if name not in HARMLESS | UNDERSTOOD and wish is not None and wish is not False
+            for name, value in kwargs.items()
+            if name not in IGNORED_KWARGS | SUPPORTED_KWARGS
+            and value is not None
+            and value is not False
         ]
-        if surplus:
-            raise Unsupported(f"asks attention for {', '.join(surplus)}, which is not there")
-        window, scale = asked.get("sliding_window"), asked.get("scaling")
+        if unknown:
+            raise Unsupported(f"passes {', '.join(unknown)} to attention, which it does not take")
+        window, scale = kwargs.get("sliding_window"), kwargs.get("scaling")
         spec = KVCacheSpec(key.shape[1], key.shape[2], value.shape[2], window or None)
         self.layer_of[module] = len(self.calls)
         self.calls.append(
@@ -169,17 +172,17 @@ class Probe:
                 num_heads=query.shape[1],
                 spec=spec,
                 scale=key.shape[2] ** -0.5 if scale is None else float(scale),
-                logits_soft_cap=asked.get("softcap"),
+                logits_soft_cap=kwargs.get("softcap"),
             )
         )
         return value.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class HiddenStates(nn.Module):
-    """In the place of a language model's body: takes what the body has computed as its embeddings.
+    """Replaces the body of a language model, and returns its input embeddings as they are.
 
-    What transformers' forward does after the body (the head, a scale, a soft cap of the logits) is
-    then a function of hidden states, of whatever rows we want.
+    Given hidden states as embeddings, the forward pass of transformers then does what follows the
+    body only: the head, a scale, a soft cap of the logits.
     """
 
     @property
@@ -190,15 +193,15 @@ class HiddenStates(nn.Module):
     def forward(
         self, *_: Any, inputs_embeds: Tensor, **__: Any
     ) -> MoEModelOutputWithPastAndCrossAttentions:
-        """[1, num_rows, hidden], wrapped."""
+        """[1, num_rows, hidden], in the type that transformers expects."""
         return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
 
 
 class TransformersForCausalLM(Model):
-    """A causal language model of transformers, as the model runner wants it."""
+    """A causal language model of transformers, with the interface of Model."""
 
     library = "transformers"
-    supports_cuda_graphs = False  # some families do, but nobody promises it
+    supports_cuda_graphs = False  # some families do, but transformers does not guarantee it
 
     def __init__(self, causal_lm: Any, max_model_len: int, backend: AttentionBackend) -> None:
         """`causal_lm` was built with attn_implementation=ATTENTION_NAME. Raises Unsupported."""
@@ -207,27 +210,25 @@ class TransformersForCausalLM(Model):
         self.body = causal_lm.base_model
         if self.body is causal_lm:
             raise Unsupported("has no body apart from its head")
-        self.marked: tuple[nn.Module, ...] = ()  # given the step as an attribute, if any need it
+        # Modules that get the step as an attribute, in a family that needs this.
+        self.modules_with_step: tuple[nn.Module, ...] = ()
         try:
-            found = probe(self.body, causal_lm.config, max_model_len)
+            probe = run_probe(self.body, causal_lm.config, max_model_len)
         except StepIsMissing:
-            found = probe(self.body, causal_lm.config, max_model_len, tuple(self.body.modules()))
-            self.marked = tuple(found.layer_of)
-        self.layer_of, self.calls = found.layer_of, found.calls
+            modules = tuple(self.body.modules())
+            probe = run_probe(self.body, causal_lm.config, max_model_len, modules)
+            self.modules_with_step = tuple(probe.layer_of)
+        self.layer_of, self.calls = probe.layer_of, probe.calls
         fix_rope(self.body)
         setattr(causal_lm, causal_lm.base_model_prefix, HiddenStates())
         self.head = causal_lm
 
     def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
-        step = Step(self.layer_of, self.calls, kv_caches, metadata, self.backend)
-        return run_body(self.body, input_ids, positions, step, self.marked)
+        step = AttentionStep(self.layer_of, self.calls, kv_caches, metadata, self.backend)
+        return run_body(self.body, input_ids, positions, step, self.modules_with_step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
@@ -242,12 +243,12 @@ def run_body(
     body: nn.Module,
     input_ids: Tensor,
     positions: Tensor,
-    step: StepLike,
-    marked: tuple[nn.Module, ...] = (),
+    step: AttentionSink,
+    modules_with_step: tuple[nn.Module, ...] = (),
 ) -> Tensor:
     """[num_tokens] each -> hidden states [num_tokens, hidden]. transformers caches nothing, and
-    builds no mask, as it knows none for our name."""
-    for module in marked:
+    builds no mask, because ATTENTION_NAME has no mask function."""
+    for module in modules_with_step:
         vars(module)["nanoserve_step"] = step
     try:
         output = body(
@@ -257,59 +258,61 @@ def run_body(
             nanoserve_step=step,
         )
     finally:
-        for module in marked:
+        for module in modules_with_step:
             del vars(module)["nanoserve_step"]
     return output.last_hidden_state[0]
 
 
 @torch.inference_mode()
-def probe(
+def run_probe(
     body: nn.Module,
     config: Any,
     max_model_len: int,
-    marked: tuple[nn.Module, ...] = (),
+    modules_with_step: tuple[nn.Module, ...] = (),
 ) -> Probe:
-    """Run two tokens, the first and the last there may be, and note every call of attention.
+    """Run tokens at the first and the last possible position; record every call of attention.
 
-    Raises Unsupported for a model that paged attention would not be all of.
+    Raises Unsupported for a model that needs more than paged attention.
     """
-    found = Probe()
+    probe = Probe()
     device = next(body.parameters()).device
     positions = torch.tensor([0, max_model_len - 1], device=device)
     try:
-        run_body(body, torch.zeros_like(positions), positions, found, marked)
+        run_body(body, torch.zeros_like(positions), positions, probe, modules_with_step)
     except Unsupported:
         raise
-    except Exception as error:  # transformers' own code, of any model: whatever it may be
+    except Exception as error:  # code of transformers, of any model: it may raise anything
         raise Unsupported(f"fails on two tokens ({type(error).__name__}: {error})") from error
-    if not found.calls:
+    if not probe.calls:
         raise Unsupported("does not use transformers' attention interface")
     num_layers = config.num_hidden_layers
-    if len(found.calls) != num_layers:
-        raise Unsupported(f"attends in {len(found.calls)} of its {num_layers} layers only")
-    check_windows(config, [call.spec.sliding_window for call in found.calls])
-    return found
+    if len(probe.calls) != num_layers:
+        raise Unsupported(f"attends in {len(probe.calls)} of its {num_layers} layers only")
+    check_windows(config, [call.spec.sliding_window for call in probe.calls])
+    return probe
 
 
 def check_windows(config: Any, windows: list[int | None]) -> None:
-    """What the config says of each layer's reach, the layer must have told attention; transformers'
-    own masks, which would have seen to it, are not built."""
+    """Each layer must have passed to attention the sliding window that the config gives it. (In
+    transformers the masks would apply the window, and they are not built here.)"""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         expected = {"full_attention": False, "sliding_attention": True}
         for kind, window in zip(kinds, windows, strict=True):
             if expected.get(kind) != (window is not None):
-                raise Unsupported(f"has layers of type {kind}, and tells attention window={window}")
+                raise Unsupported(
+                    f"has layers of type {kind}, and passes window={window} to attention"
+                )
         return
     has_window = getattr(config, "use_sliding_window", True)
     if has_window and getattr(config, "sliding_window", None) and not any(windows):
-        raise Unsupported("has a sliding window that it does not tell attention")
+        raise Unsupported("has a sliding window that it does not pass to attention")
 
 
 def fix_rope(body: nn.Module) -> None:
-    """Stop rope types that follow the length of the text (dynamic, longrope) where the probe, at
-    the last position there may be, has brought them: a request must not see its neighbours'
-    lengths. rope.rope_frequencies does the same."""
+    """Stop rope types that follow the length of the text (dynamic, longrope) in the state that the
+    probe, with the last possible position, has brought about: the output of a request must not
+    depend on the lengths of others. rope.rope_frequencies does the same."""
     for module in body.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
@@ -323,7 +326,7 @@ def load_with_transformers(
 ) -> TransformersForCausalLM:
     """The model in `model_config.path`, built and loaded (or dummy) by transformers.
 
-    Raises ValueError if it can't run here, or if the weights do not match.
+    Raises ValueError if the model can't run here, or if the weights do not match.
     """
     assert config.max_model_len, "EngineConfig not resolved"
     architecture = model_config.architecture
@@ -334,7 +337,7 @@ def load_with_transformers(
     model_cls = getattr(transformers, architecture)
     try:
         hf_config = model_cls.config_class.from_pretrained(model_config.path)
-    except Exception as error:  # each family checks its own
+    except Exception as error:  # each family has its own checks
         refuse(architecture, f"transformers can't read its config.json ({error})")
     AttentionInterface.register(ATTENTION_NAME, attend)
     try:
@@ -347,7 +350,7 @@ def load_with_transformers(
         return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
     except Unsupported as error:
         refuse(architecture, f"it {error}")
-    except KeyError as error:  # a family with a table of its own: none of our name in it
+    except KeyError as error:  # a family with its own table of attention functions
         if ATTENTION_NAME not in error.args:
             raise
         refuse(architecture, "it does not use transformers' attention interface")
@@ -359,7 +362,7 @@ def _causal_lm_names() -> Iterator[str]:
 
 
 def refuse(architecture: str, reason: str) -> NoReturn:
-    """Raise the ValueError that says what can run instead."""
+    """Raise a ValueError that gives the reason, and says what can run."""
     raise ValueError(
         f"architecture {architecture} is not supported: {reason}. Supported natively: "
         f"{', '.join(ModelRegistry.architectures())}; and, through transformers on one rank, "
@@ -369,7 +372,7 @@ def refuse(architecture: str, reason: str) -> NoReturn:
 
 
 def check_config(model_cls: Any, hf_config: Any) -> None:
-    """Refuse, before any weight is read, what the probe would not see."""
+    """Refuse, before any weight is read, models whose trouble the probe would not show."""
     if getattr(hf_config, "is_encoder_decoder", False):
         raise Unsupported("has an encoder")
     if getattr(model_cls, "_is_stateful", False):
@@ -383,8 +386,8 @@ def check_config(model_cls: Any, hf_config: Any) -> None:
 
 
 def build_dummy(hf_config: Any, dtype: torch.dtype, seed: int) -> Any:
-    """Small normal weights, those of norms near 1, as loader.fill_randomly has them."""
-    with torch.random.fork_rng(devices=[]):  # transformers draws weights of its own first
+    """Small normal weights, norms near 1, as in loader.fill_randomly."""
+    with torch.random.fork_rng(devices=[]):  # transformers draws its own weights first
         causal_lm = AutoModelForCausalLM.from_config(
             hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
@@ -398,7 +401,7 @@ def build_dummy(hf_config: Any, dtype: torch.dtype, seed: int) -> Any:
 
 
 def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """Weights from safetensors files. Raises ValueError, naming the tensors, if any do not fit."""
+    """Weights from safetensors files. Raises ValueError, naming the tensors, if some do not fit."""
     try:
         causal_lm, loading = model_cls.from_pretrained(
             folder,
@@ -408,7 +411,7 @@ def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.d
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # named below instead
         )
     except (OSError, RuntimeError) as error:
         raise ValueError(
@@ -416,13 +419,9 @@ def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.d
             "safetensors only, in one file model.safetensors or several with an index."
         ) from error
     problems = [
-        f"{kind}: {', '.join([str(name) for name in loading[key]][:5])}"
-        for kind, key in (
-            ("missing", "missing_keys"),
-            ("surplus", "unexpected_keys"),
-            ("misshapen", "mismatched_keys"),
-        )
-        if loading[key]
+        f"{kind}: {', '.join([str(name) for name in names][:5])}"
+        for kind in ("missing", "unexpected", "mismatched")
+        if (names := loading[f"{kind}_keys"])
     ]
     if problems:
         raise ValueError(

@@ -1,0 +1,71 @@
+"""Which implementation runs on this device?
+
+The flat modules hold the plain ways; the fast ones are in this folder. One function chooses among
+them for a model that is to be built:
+
+    device, dtype        attention   linear layers         norm
+    CPU, float32         torch       PackedLinearMethod    rms_norm_cpu
+    CPU, other dtypes    torch       LinearMethod          rms_norm
+    CUDA                 triton      LinearMethod          rms_norm
+
+vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanoserve.attention import AttentionBackend
+from nanoserve.kernels.attention_cpu import TorchBackend
+from nanoserve.kernels.linear_cpu import PackedLinearMethod, rms_norm_cpu
+from nanoserve.layers import LayerConfig
+from nanoserve.parallel import ParallelState
+
+
+def make_layer_config(
+    device: torch.device,
+    dtype: torch.dtype,
+    parallel: ParallelState,
+    attention_backend: str | AttentionBackend = "auto",
+) -> LayerConfig:
+    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
+    attention = get_attn_backend(attention_backend, device)
+    if device.type == "cpu" and dtype == torch.float32:
+        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), rms_norm_cpu)
+    return LayerConfig(dtype, device, parallel, attention)
+
+
+def get_attn_backend(wanted: str | AttentionBackend, device: torch.device) -> AttentionBackend:
+    """The backend of a name, or the instance of AttentionBackend itself.
+
+    "auto" is "triton" on a CUDA GPU where Triton is installed, and "torch" elsewhere. Raises
+    ValueError for "triton" where Triton cannot run. On a CPU that takes Triton's interpreter, which
+    TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
+    """
+    if isinstance(wanted, AttentionBackend):
+        return wanted
+    if wanted == "reference":
+        return AttentionBackend()
+    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
+        return TorchBackend()
+    if wanted not in ("auto", "triton"):
+        raise ValueError(
+            f"attention_backend is {wanted!r}; allowed: auto, reference, torch, triton, or an "
+            "instance of AttentionBackend."
+        )
+    try:
+        import triton  # here, because a Mac has no Triton, and a CPU run needs none
+    except ImportError:
+        if wanted == "auto":
+            return TorchBackend()
+        raise ValueError(
+            "attention_backend is 'triton', but Triton is not installed here. Use 'auto'."
+        ) from None
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise ValueError(
+            "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
+            "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
+        )
+    from nanoserve.kernels.attention_triton import TritonBackend
+
+    return TritonBackend()
