@@ -33,33 +33,6 @@ from nanoserve.sequence import BlockPair
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 
 
-class ProfiledModel(Protocol):
-    """The part of models.base.Model that a profile run needs."""
-
-    def __call__(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
-    ) -> Tensor: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-    def kv_cache_specs(self) -> list[KVCacheSpec]: ...
-
-
-def allocate_kv_caches(
-    specs: list[KVCacheSpec],
-    block_size: int,
-    dtype: torch.dtype,
-    num_blocks: int,
-    device: torch.device,
-) -> list[KVCache]:
-    """One (key, value) pair of zeroed tensors for each layer."""
-    return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
-
-
 @dataclass(frozen=True)
 class KVCacheSpec:
     """What one layer keeps per token."""
@@ -86,6 +59,33 @@ class KVCacheSpec:
             lazy_zeros((*shape, self.key_dim), dtype, device).transpose(1, 2),
             lazy_zeros((*shape, self.value_dim), dtype, device).transpose(1, 2),
         )
+
+
+class ProfiledModel(Protocol):
+    """The part of models.base.Model that a profile run needs."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        metadata: StepMetadata,
+    ) -> Tensor: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]: ...
+
+
+def allocate_kv_caches(
+    specs: list[KVCacheSpec],
+    block_size: int,
+    dtype: torch.dtype,
+    num_blocks: int,
+    device: torch.device,
+) -> list[KVCache]:
+    """One (key, value) pair of zeroed tensors for each layer."""
+    return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
 
 
 def copy_blocks(
