@@ -70,7 +70,6 @@ class LLMEngine:
         scheduler_cls: type[Scheduler] = Scheduler,
         block_manager_cls: type[BlockManager] = BlockManager,
         executor_cls: Callable[..., Any] | None = None,
-        attention_backend: Any = "auto",
     ) -> None:
         """Read the checkpoint and build every part. Raises ValueError for what does not fit.
 
@@ -82,7 +81,7 @@ class LLMEngine:
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
-        self.executor = make_executor(self.config, self.model_config, attention_backend)
+        self.executor = make_executor(self.config, self.model_config, config.attention_backend)
         self._check_can_overlap()
         num_kv_blocks = self.executor.num_kv_blocks
         self.block_manager = block_manager_cls(
