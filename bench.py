@@ -22,13 +22,11 @@ import sys
 import tempfile
 from ast import literal_eval
 from collections.abc import Callable
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanoserve import LLM
 from nanoserve.bench import control, inside, kernels, plot, readme, report, suites
 from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEERS
@@ -162,8 +160,7 @@ def preset_gpu(args: argparse.Namespace, is_toy: bool) -> None:
     args.temperature = 0.6 if args.temperature is None else args.temperature
     if not args.model:
         args.dummy = args.dummy or ("qwen3-tiny" if is_toy else "qwen3-0.6b")
-    options = signature(LLM).parameters
-    if "async_scheduling" in options and not args.variant:
+    if not args.variant:
         args.variant = ["overlapped:async_scheduling=True", "eager:enforce_eager=True"]
     if is_toy:
         args.num_requests, args.min_len, args.max_len = args.num_requests or 4, 8, 16

@@ -6,6 +6,7 @@
 Importing the package is cheap: torch is loaded when the first LLM is built.
 """
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.llm import LLM
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineConfig",
     "LLMEngine",
     "RequestOutput",
     "RequestOutputKind",

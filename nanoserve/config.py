@@ -11,7 +11,7 @@ Everything else is made from the declaration:
     check                EngineConfig(max_num_seqs=0)    ValueError: ... allowed: 1 or more.
     Python argument      LLM(max_num_seqs=8)
     command line         python example.py --max-num-seqs 8
-    README's table       describe_options()
+    README's table       OPTIONS
 
 config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
 torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
@@ -33,7 +33,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -170,7 +169,7 @@ class EngineConfig:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # torch.float16
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
-        for each in describe_options():
+        for each in OPTIONS:
             each.check(getattr(self, each.name))
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
@@ -188,7 +187,7 @@ class EngineConfig:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ..."""
         group = parser.add_argument_group("engine options")
-        for each in describe_options():
+        for each in OPTIONS:
             if each.kind is bool:
                 how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
             else:
@@ -203,7 +202,7 @@ class EngineConfig:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineConfig:
         """The config that the flags of add_cli_args describe; other arguments are left alone."""
-        names = [each.name for each in describe_options()]
+        names = [each.name for each in OPTIONS]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
@@ -236,9 +235,8 @@ class EngineConfig:
         )
 
 
-@lru_cache(maxsize=1)
-def describe_options() -> tuple[Option, ...]:
-    """Every engine option, in the order of declaration."""
+def _read_options() -> tuple[Option, ...]:
+    """Every field of EngineConfig, in the order of declaration."""
     hints, help_texts = get_type_hints(EngineConfig), _read_help_texts(EngineConfig)
     options = []
     for each in fields(EngineConfig):
@@ -247,15 +245,6 @@ def describe_options() -> tuple[Option, ...]:
         kind = str if choices else (get_args(hint) or (hint,))[0]  # of `int | None`: int
         options.append(Option(each.name, kind, each.default, help_texts[each.name], choices))
     return tuple(options)
-
-
-def check_names(call: str, names: Iterable[str]) -> None:
-    """Raise the TypeError that Python raises for an unknown keyword argument of `call`, and name
-    the nearest option."""
-    known = [each.name for each in describe_options()]
-    for name in set(names).difference(known):
-        nearest = "".join(f" Did you mean {n!r}?" for n in get_close_matches(name, known, n=1))
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}.{nearest}")
 
 
 def _read_help_texts(cls: type) -> dict[str, str]:
@@ -268,6 +257,18 @@ def _read_help_texts(cls: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
                 texts[name] = " ".join(text.split())
     return texts
+
+
+OPTIONS = _read_options()
+
+
+def check_names(call: str, names: Iterable[str]) -> None:
+    """Raise the TypeError that Python raises for an unknown keyword argument of `call`, and name
+    the nearest option."""
+    known = [each.name for each in OPTIONS]
+    for name in set(names).difference(known):
+        nearest = "".join(f" Did you mean {n!r}?" for n in get_close_matches(name, known, n=1))
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}.{nearest}")
 
 
 @dataclass(frozen=True)
