@@ -50,9 +50,7 @@ def check_bool(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
-def check_number(
-    name: str, value: Any, kind: type, low: float, high: float, allowed: str = ""
-) -> None:
+def check_number(name: str, value: Any, kind: type, low: float, high: float, allowed: str) -> None:
     """Raise unless `value` is a number with low <= value <= high (NaN never is). With kind=int it
     must be an int. `allowed` says the range in words."""
     noun, kinds = ("an int", int) if kind is int else ("a number", (int, float))
