@@ -1,7 +1,9 @@
-"""The first thing to run: `python example.py` loads the embedded demo model and lets it speak.
+"""The first thing to run. `python example.py` loads the embedded demo model. The model completes
+two stories and answers four questions.
 
 `python example.py --model Qwen/Qwen3-0.6B` does the same with a model of your choice (an id on the
-Hugging Face hub, or a folder); `--help` lists the options.
+Hugging Face hub, or a folder). Every engine option is a flag, such as `--max-num-seqs 8`; `--help`
+lists the flags.
 
 On two GPUs, or on two processes of a CPU: `python example.py --tensor-parallel-size 2`; or, on one
 machine or several: `torchrun --nproc-per-node 2 example.py --tensor-parallel-size 2`.
@@ -10,7 +12,7 @@ machine or several: `torchrun --nproc-per-node 2 example.py --tensor-parallel-si
 import argparse
 import sys
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, EngineConfig, SamplingParams
 
 STORIES = ["Once upon a time", "One day a clever fox named Ben"]
 QUESTIONS = [
@@ -23,18 +25,16 @@ QUESTIONS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Complete two stories, answer a few questions.")
-    parser.add_argument("--model", help="folder or Hugging Face id (default: the demo model)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
     parser.add_argument("--max-tokens", type=int, default=200, help="per answer")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="ranks that share the model"
-    )
+    EngineConfig.add_cli_args(parser)
     args = parser.parse_args()
 
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    # Under torchrun, ranks above 0 do not come out of this line: they serve rank 0, then exit.
-    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size) as llm:
+    config = EngineConfig.from_cli_args(args)
+    # Under torchrun, the processes of ranks above 0 work for rank 0 in this line, and exit there.
+    with LLM(**vars(config)) as llm:
         for output in llm.generate(STORIES, params):
             print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}")
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]

@@ -8,6 +8,7 @@ Importing the package is cheap: torch is loaded when the first LLM is built.
 
 from typing import TYPE_CHECKING
 
+from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
@@ -21,6 +22,7 @@ __all__ = [
     "LLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "EngineConfig",
     "LLMEngine",
     "RequestOutput",
     "RequestOutputKind",

@@ -1,99 +1,179 @@
 """What can be set?
 
-Two frozen dataclasses. EngineConfig holds what the user chose; ModelConfig what the checkpoint's
-config.json says. Nothing is changed in place: where "auto" or None is resolved, a new object is
-made, so that whoever holds a config can trust it.
+Two frozen dataclasses. EngineConfig holds what the user chose; ModelConfig holds what the
+checkpoint's config.json says. A config never changes. Where "auto" or None is resolved, a new
+object is made.
 
-config.json is read as plain JSON, not through transformers' AutoConfig: that would import torch
-into the control plane, and it hides which of the two layouts (rope_theta beside rope_scaling, or
-both inside rope_parameters) a checkpoint uses.
+Each engine option is declared once, as a field of EngineConfig with its help text below it.
+Everything else is made from the declaration:
+
+    declaration          max_num_seqs: int | None = None
+    check                EngineConfig(max_num_seqs=0)    ValueError: ... allowed: 1 or more.
+    Python argument      LLM(max_num_seqs=8)
+    command line         python example.py --max-num-seqs 8
+    README's table       OPTIONS
+
+config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
+torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
+rope_scaling, or both inside rope_parameters).
 
 Left out: hybrid and multimodal configs, trust_remote_code (on purpose: no checkpoint runs code).
 
-vLLM: vllm/config.py, vllm/engine/arg_utils.py (V0); vllm/config/ (V1).
+vLLM: vllm/config.py, vllm/engine/arg_utils.py (V0); vllm/config/, vllm/engine/arg_utils.py (V1).
 """
 
 from __future__ import annotations
 
+import argparse
+import ast
+import inspect
 import json
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 DEMO_MODEL = Path(__file__).parent / "demo"
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-# On a CPU a step of 8192 tokens has activations so large that each is new memory from the system,
-# and making its pages took up to a quarter of the step's time.
-GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens
+GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
+SEED_LIMIT = 2**63 - 1
+ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def check_number(name: str, value: Any, kind: type, low: float, high: float, allowed: str) -> None:
+    """Raise unless `value` is a number with low <= value <= high (NaN never is). With kind=int it
+    must be an int. `allowed` says the range in words."""
+    noun, kinds = ("an int", int) if kind is int else ("a number", (int, float))
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {noun}, got {value!r}; allowed: {allowed}.")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+class Option(NamedTuple):
+    """One engine option, as EngineConfig declares it."""
+
+    name: str  # such as "max_num_seqs"
+    kind: Any  # bool, int, float or str; Any: the module that uses the option checks it
+    default: Any  # if this is None, None is allowed
+    help: str
+    choices: tuple[str, ...]  # the allowed strings; (): not a choice among a few
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line, such as "--max-num-seqs"."""
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any) -> None:
+        """Raise TypeError or ValueError, with the option's name, unless `value` is allowed."""
+        if self.kind is Any or (value is None and self.default is None):
+            return
+        if self.kind is bool:
+            check_bool(self.name, value)
+        elif self.kind in (int, float):
+            check_number(self.name, value, self.kind, *RANGES.get(self.name, POSITIVE))
+        elif self.choices and value not in self.choices:
+            raise ValueError(f"{self.name} is {value!r}; allowed: {', '.join(self.choices)}.")
+        elif not isinstance(value, (str, Path)):
+            raise TypeError(f"{self.name} must be a string, got {value!r}.")
+
+
+# Smallest number, largest number, and the range in words. POSITIVE is for numbers not in RANGES.
+POSITIVE = (1, math.inf, "1 or more")
+RANGES = {
+    "gpu_memory_utilization": (ABOVE_ZERO, 1, "more than 0, up to 1"),
+    "long_prefill_token_threshold": (0, math.inf, "0 or more"),
+    "max_logprobs": (-1, math.inf, "-1 or more"),
+    "seed": (0, SEED_LIMIT, "0 to 2**63 - 1"),
+}
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user can set. Raises ValueError at construction for a value out of range."""
+    """What the user can set: vLLM's EngineArgs. The fields are the options of LLM, too.
 
-    model: str | None = None  # folder or Hugging Face id; None: the embedded demo model
-    tokenizer: str | None = None  # the same for the tokenizer; None: the model's own
-    dtype: str = "auto"  # of weights and KV cache; auto: float32 on a CPU, else the checkpoint's
-    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: a GPU if there is one
-    max_model_len: int | None = None  # tokens, prompt and output; None: what the model allows
-    max_num_seqs: int | None = None  # sequences in one step at most; None: 256
-    max_num_batched_tokens: int | None = None  # token budget of one step; None: see resolve
-    tensor_parallel_size: int = 1  # ranks (processes, GPUs) among which each layer is divided
-    block_size: int = 16  # tokens in one KV block
-    num_kv_blocks: int | None = None  # KV blocks; None: as many as the memory below holds
-    kv_cache_memory: int | None = None  # bytes for the KV cache of a rank; None: from free memory
-    gpu_memory_utilization: float = 0.9  # share of a GPU's memory the engine may fill
-    enable_prefix_caching: bool = True  # let requests share the KV blocks of equal prefixes
-    enable_chunked_prefill: bool = True  # let a prompt be computed over several steps
-    preemption_mode: str = "recompute"  # or "swap": preempted KV moves to CPU blocks and back
-    num_cpu_blocks: int | None = None  # CPU blocks to swap to; None: as many as KV blocks
-    long_prefill_token_threshold: int = 0  # tokens of one sequence in one step at most; 0: no limit
-    scheduling_policy: str = "fcfs"  # "fcfs", or "priority": lower priority values run first
-    seed: int = 0  # of the seeds of requests that bring none
-    load_format: str = "auto"  # "auto": safetensors; "dummy": random weights from config.json alone
-    model_impl: str = "auto"  # "nanoserve": our model; "transformers": theirs; auto: ours if any
-    enforce_eager: bool = False  # never use CUDA graphs (a CPU never does)
-    async_scheduling: bool = False  # launch a step before the last one's tokens are read
-    max_logprobs: int = 20  # most logprobs a request may ask for; -1: no limit
+    The string below a field is its help text. Raises ValueError or TypeError at construction for a
+    value that is not allowed.
+    """
+
+    model: str | Path | None = None
+    """Folder in Hugging Face format, or Hugging Face id; None: the embedded demo model."""
+    tokenizer: str | Path | None = None
+    """Folder or Hugging Face id of the tokenizer; None: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto: a CUDA GPU if there is one."""
+    max_model_len: int | None = None
+    """Tokens of one request at most, prompt and output; None: what the model was made for."""
+    max_num_seqs: int | None = None
+    """Sequences in one step at most; None: 256, or the token budget if that is less."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; None: 8192 (2048 on a CPU), or more if max_num_seqs or a prompt
+    that may not be split needs it."""
+    tensor_parallel_size: int = 1
+    """Ranks among which each layer is divided: GPUs, or processes on a CPU."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_kv_blocks: int | None = None
+    """KV blocks; None: as many as the memory holds, up to max_num_seqs sequences of full length."""
+    kv_cache_memory: int | None = None
+    """Bytes for the KV cache of each rank; None: from free memory. On a CPU, decoding sequences
+    have a second copy of their own part, outside this memory."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that the engine may fill."""
+    enable_prefix_caching: bool = True
+    """Requests share the KV blocks of equal prefixes."""
+    enable_chunked_prefill: bool = True
+    """A prompt may be computed over several steps."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one sequence in one step at most; 0: no limit."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """fcfs: first come, first served; priority: lower values of a request's priority first."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """recompute: the KV cache of a preempted sequence is dropped and computed again; swap: its KV
+    cache moves to CPU blocks and back."""
+    num_cpu_blocks: int | None = None
+    """CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none."""
+    seed: int = 0
+    """Source of the seeds of requests that have none of their own."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """auto: safetensors; dummy: random weights from config.json alone."""
+    model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
+    """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
+    attention_backend: Any = "auto"
+    """reference, torch, triton (a GPU, or TRITON_INTERPRET=1), or in Python an AttentionBackend of
+    your own; auto: triton on a GPU, else torch."""
+    enforce_eager: bool = False
+    """Never use CUDA graphs (a CPU never does)."""
+    async_scheduling: bool = False
+    """Launch a step before the tokens of the last one are read: the same tokens, known one step()
+    later."""
+    max_logprobs: int = 20
+    """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
     def __post_init__(self) -> None:
         """Check each field on its own, then the pairs that must agree."""
-        positive = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks")
-        for name in (*positive, "num_cpu_blocks", "kv_cache_memory"):
-            if getattr(self, name) is not None:
-                _check_at_least(name, getattr(self, name), 1)
-        _check_at_least("block_size", self.block_size, 1)
-        _check_at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        _check_at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        _check_at_least("max_logprobs", self.max_logprobs, -1)
-        _check_at_least("seed", self.seed, 0)
-        if self.seed > 2**63 - 1:
-            raise ValueError(f"seed is {self.seed}; allowed: 0 to 2**63 - 1.")
-        switches = ("enable_prefix_caching", "enable_chunked_prefill")
-        for name in (*switches, "enforce_eager", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
-        _check_choice("load_format", self.load_format, ("auto", "dummy"))
-        _check_choice("model_impl", self.model_impl, ("auto", "nanoserve", "transformers"))
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # torch.float16
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
-        if self.tensor_parallel_size > 1 and ":" in str(self.device):
+        for each in OPTIONS:
+            each.check(getattr(self, each.name))
+        if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
                 f"{self.tensor_parallel_size}. Use 'cuda' (CUDA_VISIBLE_DEVICES chooses which)."
             )
-        if not isinstance(self.gpu_memory_utilization, int | float):
-            given = self.gpu_memory_utilization
-            raise TypeError(f"gpu_memory_utilization must be a number, got {given!r}.")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            given = self.gpu_memory_utilization
-            raise ValueError(f"gpu_memory_utilization is {given!r}; allowed: more than 0, up to 1.")
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
             raise ValueError(
@@ -101,9 +181,34 @@ class EngineConfig:
                 "sequence needs a token a step. Raise the first or lower the second."
             )
 
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ..."""
+        group = parser.add_argument_group("engine options")
+        for each in OPTIONS:
+            if each.kind is bool:
+                how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+            else:
+                kind = str if each.kind is Any else each.kind
+                how = {"type": kind, "choices": each.choices or None}
+                how["metavar"] = None if each.choices else kind.__name__.upper()
+            action = group.add_argument(each.flag, default=each.default, **how)
+            # Not given above: the action of a bool may add the default itself, or may not.
+            action.help = f"{each.help} (default: {each.default})"
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineConfig:
+        """The config that the flags of add_cli_args describe; other arguments are left alone."""
+        names = [each.name for each in OPTIONS]
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
     def resolve(self, model: ModelConfig) -> EngineConfig:
-        """A new config in which max_model_len, max_num_seqs and the budget are numbers. A `device`
-        of "auto" counts as a GPU: the engine asks when it knows."""
+        """A new config in which max_model_len, max_num_seqs and max_num_batched_tokens are numbers.
+
+        The default budget depends on the device: LLMEngine replaces device "auto" by a real device
+        before it calls resolve. A `device` that is still "auto" gets the budget of a GPU.
+        """
         max_model_len = self.max_model_len or model.max_model_len
         if max_model_len > model.max_model_len:
             raise ValueError(
@@ -128,25 +233,54 @@ class EngineConfig:
         )
 
 
-def _check_at_least(name: str, value: Any, low: int) -> None:
-    """Raise unless `value` is an int of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
-    if value < low:
-        raise ValueError(f"{name} is {value}; allowed: {low} or more.")
+def _read_options() -> tuple[Option, ...]:
+    """Every field of EngineConfig, in the order of declaration."""
+    hints, help_texts = get_type_hints(EngineConfig), _read_help_texts(EngineConfig)
+    options = []
+    for each in fields(EngineConfig):
+        hint = hints[each.name]
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        kind = str if choices else (get_args(hint) or (hint,))[0]  # of `int | None`: int
+        options.append(
+            Option(each.name, kind, each.default, help_texts.get(each.name, ""), choices)
+        )
+    return tuple(options)
 
 
-def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}.")
+def _read_help_texts(cls: type) -> dict[str, str]:
+    """The string below each field of `cls`. Python drops these strings, so they are read from the
+    source, as vLLM does; an installation without source files has no help texts."""
+    try:
+        [definition] = ast.parse(inspect.getsource(cls)).body
+    except OSError:
+        return {}
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for pair in pairwise(definition.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+OPTIONS = _read_options()
+
+
+def check_names(call: str, names: Iterable[str]) -> None:
+    """Raise the TypeError that Python raises for an unknown keyword argument of `call`, and name
+    the nearest option."""
+    known = [each.name for each in OPTIONS]
+    for name in set(names).difference(known):
+        nearest = "".join(f" Did you mean {n!r}?" for n in get_close_matches(name, known, n=1))
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}.{nearest}")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """What config.json and generation_config.json say, in one vocabulary.
 
-    What only one family of models knows (which biases, which layers have a window) stays in
-    `hf_config`, for the models to read.
+    Settings of a single family of models (which biases, which layers have a window) stay in
+    `hf_config`. The module of the family reads them there.
     """
 
     path: Path  # folder of the checkpoint
@@ -161,9 +295,9 @@ class ModelConfig:
     max_position_embeddings: int  # tokens
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope_parameters: Mapping[str, Any]  # rope_type, rope_theta, and what the type needs
+    rope_parameters: Mapping[str, Any]  # rope_type, rope_theta, and the type's own keys
     dtype: str  # of the checkpoint, such as "bfloat16"
-    eos_token_ids: frozenset[int]  # all of them: config.json's and generation_config.json's
+    eos_token_ids: frozenset[int]  # of config.json and of generation_config.json
     generation_defaults: Mapping[str, Any]  # generation_config.json
     hf_config: Mapping[str, Any] = field(repr=False)  # config.json itself
 
@@ -216,8 +350,8 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
-# Names that older families have for what most call by the first one.
-OTHER_NAMES = {
+# Names that older families use in config.json for the key at the left.
+KEY_ALIASES = {
     "hidden_size": ("n_embd",),
     "intermediate_size": ("n_inner", "ffn_dim"),
     "num_hidden_layers": ("n_layer",),
@@ -227,8 +361,9 @@ OTHER_NAMES = {
 
 
 def _get(hf: Mapping[str, Any], key: str) -> Any:
-    """hf[key], under whichever name. GPT-2 and its kin may leave the size of the MLP out."""
-    for name in (key, *OTHER_NAMES[key]):
+    """hf[key], or the value of one of its aliases. GPT-2's family may leave intermediate_size out:
+    the default is 4 * n_embd."""
+    for name in (key, *KEY_ALIASES[key]):
         if hf.get(name) is not None:
             return hf[name]
     if key == "intermediate_size" and "n_embd" in hf:
@@ -237,10 +372,10 @@ def _get(hf: Mapping[str, Any], key: str) -> Any:
 
 
 def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope settings of a config.json in one layout, whichever it is written in.
+    """The rope settings of a config.json in one layout; config.json has one of two.
 
-    transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}`; before, `rope_theta`
-    stood beside `rope_scaling: {type or rope_type, ...}`. Both give
+    transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}`. Earlier versions write
+    `rope_theta` beside `rope_scaling: {type or rope_type, ...}`. Both give
     {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}.
     """
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
@@ -279,7 +414,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def resolve_folder(model: str | Path | None) -> Path:
     """The folder that holds `model`: the demo model (None), a local folder, or a download.
 
-    Raises ValueError if it is neither a folder nor something the Hugging Face hub delivers.
+    Raises ValueError if `model` is not a folder and the Hugging Face hub does not deliver it.
     """
     if model is None:
         return DEMO_MODEL
@@ -297,7 +432,7 @@ def resolve_folder(model: str | Path | None) -> Path:
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
-    except Exception as error:  # the hub's own errors are many; all mean: not to be had
+    except Exception as error:  # one of the hub's many: no model
         raise ValueError(
             f"model {str(model)!r} is not a local folder, and the Hugging Face hub did not deliver "
             f"it ({type(error).__name__}: {error}). Check the name and the connection, or give a "

@@ -102,7 +102,6 @@ class LLMEngine:
         block_manager_cls: type[BlockManager] = BlockManager,
         executor_cls: Callable[..., Any] | None = None,
         runner_cls: Any = None,
-        attention_backend: Any = "auto",
     ) -> None:
         """Read the checkpoint and build every part. Raises ValueError for what does not fit.
 
@@ -115,7 +114,9 @@ class LLMEngine:
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
-        self.executor = make_executor(self.config, self.model_config, attention_backend, **options)
+        self.executor = make_executor(
+            self.config, self.model_config, config.attention_backend, **options
+        )
         self._check_can_overlap()
         self.block_manager = block_manager_cls(
             self.executor.num_kv_blocks,

@@ -1,13 +1,15 @@
 """What must be true of a request before it is queued?
 
-The InputProcessor turns a prompt into token ids, checks whatever could go wrong later, and makes a
-Sequence of it:
+The InputProcessor turns a prompt into token ids, refuses what would fail later, and makes a
+Sequence:
 
     "Once upon a time", SamplingParams(max_tokens=50)
     -> prompt_token_ids [12, 7, 4, 31]      each one in the vocabulary
        max_tokens min(50, what fits)        in max_model_len and in the whole KV cache
        stop_token_ids {1}                   the model's EOS tokens and the request's own
-       seed, seq_id                         drawn here, so that a seed gives the same text anywhere
+       seed, seq_id                         drawn here: a seed gives the same text in any batch
+
+Any thread may call the InputProcessor at any time, also while the engine runs a step.
 
 Left out: tokenizers that are not backed by the `tokenizers` library.
 
@@ -18,6 +20,7 @@ vllm/v1/engine/input_processor.py (V1).
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -28,15 +31,13 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
 Prompt = str | list[int]  # text, or token ids
-
-
+Message = dict[str, Any]  # {"role": "user", "content": "..."}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
-    """The tokenizer in `folder`, or None if there is none and none was asked for.
-
-    Raises ValueError if it cannot be read.
+    """The tokenizer in `folder`. None if `folder` has none, unless the user named the folder
+    (`explicit`). Raises ValueError if the tokenizer cannot be read.
     """
     if not explicit and not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
@@ -44,20 +45,21 @@ def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # many kinds; all mean: no tokenizer
+    except Exception as error:  # of many types, with one meaning: no tokenizer
         raise ValueError(f"no tokenizer can be read from {folder} ({error}).") from error
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(
-            f"{type(tokenizer).__name__} in {folder} is not backed by the tokenizers library, as "
-            "incremental detokenization needs it to be. Save it as a tokenizer.json."
+            f"{type(tokenizer).__name__} in {folder} is not backed by the tokenizers library, and "
+            "incremental detokenization needs that library. Save it as a tokenizer.json."
         )
     return tokenizer
 
 
 class InputProcessor:
-    """Prompts and parameters in, checked Sequences out.
+    """Prompts and parameters in, checked Sequences out. Safe to call from several threads at once.
 
-    Invariant: a Sequence that leaves here can be served: its tokens exist, it fits, it will end.
+    Invariant: a returned Sequence can run to its end. Its token ids are in the vocabulary, prompt
+    and output fit into the KV cache, and the output has a limit.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len
         self.kv_capacity = num_kv_blocks * config.block_size  # tokens
+        self._lock = threading.Lock()  # guards the next two; nothing else ever changes
         self._next_seq_id = 0
         self._seeds = random.Random(config.seed)
 
@@ -84,7 +87,8 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Sequence:
-        """A Sequence for one request. Raises ValueError or TypeError if it cannot be served."""
+        """A Sequence for one request. Raises ValueError or TypeError for a request that this engine
+        can never run to its end."""
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a non-empty string, got {request_id!r}.")
         if not isinstance(sampling_params, SamplingParams):
@@ -103,41 +107,67 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Sequence:
-        """A Sequence with parameters that need no check; the prompt is checked here."""
+        """A Sequence with trusted parameters. Only the prompt is checked."""
         prompt_token_ids = self.tokenize(prompt)
         room = self._room_after(len(prompt_token_ids))
+        bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
-        seed = sampling_params.seed
-        num_branches = sampling_params.n
         return Sequence(
-            seq_id=self.next_seq_ids(num_branches),
+            seq_id=self.next_seq_ids(sampling_params.n),
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             sampling_params=sampling_params,
             max_tokens=min(sampling_params.max_tokens or room, room),
             stop_token_ids=stop_token_ids,
-            seed=self._seeds.getrandbits(63) if seed is None else seed,
+            seed=self._draw_seed() if sampling_params.seed is None else sampling_params.seed,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             priority=priority,
             cache_salt=cache_salt,
-            bad_word_ids=self._tokenize_bad_words(sampling_params.bad_words or ()),
-            num_pending_forks=num_branches - 1,
+            bad_word_ids=bad_word_ids,
+            num_pending_forks=sampling_params.n - 1,
         )
 
     def next_seq_ids(self, number: int = 1) -> int:
         """Take `number` consecutive seq_ids; return the first."""
-        first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
+        with self._lock:
+            first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
         return first
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, each checked to be in the vocabulary."""
+    def _draw_seed(self) -> int:
+        """The next number that follows from EngineConfig.seed."""
+        with self._lock:
+            return self._seeds.getrandbits(63)
+
+    def render_chat(self, messages: Any, options: dict[str, Any]) -> str:
+        """The text of a conversation, made by the tokenizer's chat template. `options` go to the
+        template: add_generation_prompt, tools, ...
+
+        >>> processor.render_chat([{"role": "user", "content": "Hello"}], {})
+        "<|im_start|>user\\nHello<|im_end|>\\n"
+        """
+        tokenizer = self.require_tokenizer("chat")
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "this model's tokenizer has no chat template. Use generate with a prompt of your "
+                "own, or a model that was trained to chat."
+            )
+        if not messages or not all(isinstance(message, dict) for message in messages):
+            raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except Exception as error:  # a template may raise anything: a missing key, an odd role
+            raise ValueError(f"the chat template refuses {messages!r}: {error}.") from error
+
+    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, each in the vocabulary. A text from render_chat contains its
+        special tokens already (give add_special_tokens=False with it)."""
         if isinstance(prompt, str):
             tokenizer = self.require_tokenizer("a text prompt")
             try:
-                token_ids = tokenizer.encode(prompt)
-            except Exception as error:  # a lone surrogate, say
+                token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            except Exception as error:  # for example a lone surrogate
                 raise ValueError(f"the tokenizer cannot encode {prompt!r}: {error}.") from error
         elif isinstance(prompt, (list, tuple)):
             token_ids = list(prompt)
@@ -166,7 +196,7 @@ class InputProcessor:
         return self.tokenizer
 
     def _room_after(self, num_prompt_tokens: int) -> int:
-        """Output tokens that fit. Raises ValueError if not even one does."""
+        """The number of output tokens that fit. Raises ValueError if it is 0."""
         limit = min(self.max_model_len, self.kv_capacity)
         if num_prompt_tokens < limit:
             return limit - num_prompt_tokens
@@ -186,12 +216,13 @@ class InputProcessor:
             raise TypeError(f"priority must be an int, got {priority!r}.")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(
-                f"priority is {priority}, but the engine serves first come, first served. Build it "
-                "with scheduling_policy='priority'."
+                f"priority is {priority}, but this engine runs requests first come, first served. "
+                "Build it with scheduling_policy='priority'."
             )
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        """What depends on the engine; the rest SamplingParams has checked itself."""
+        """Refuse values that this engine or model does not allow. SamplingParams has checked the
+        rest."""
         if params.stop:
             self.require_tokenizer("a stop string")
         if params.n > (self.config.max_num_seqs or params.n):
@@ -220,10 +251,10 @@ class InputProcessor:
     def _tokenize_bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the beginning of a text and within it.
 
-        Most tokenizers write a word differently behind a space. vLLM's rule, and ours: the second
-        spelling counts only if it has as many tokens as the first and begins with another one. So
-        a word that is one token behind a space and two without it is forbidden only in the latter
-        spelling; to forbid both, give " word" as a logit_bias or logits processor.
+        Most tokenizers write a word differently after a space. vLLM's rule: the spelling after a
+        space counts only if it has as many tokens as the spelling alone and begins with another
+        token. So a word with one token after a space and two tokens alone is forbidden in the
+        second spelling only. To forbid both, use logit_bias or a logits processor.
         """
         spellings: list[tuple[int, ...]] = []
         for word in words:
@@ -231,8 +262,8 @@ class InputProcessor:
             alone = tuple(encode(word.lstrip(), add_special_tokens=False))
             if not alone:
                 raise ValueError(f"bad_words holds {word!r}, which has no tokens.")
-            behind_space = tuple(encode(" " + word.lstrip(), add_special_tokens=False))
+            after_space = tuple(encode(" " + word.lstrip(), add_special_tokens=False))
             spellings.append(alone)
-            if len(behind_space) == len(alone) and behind_space[0] != alone[0]:
-                spellings.append(behind_space)
+            if len(after_space) == len(alone) and after_space[0] != alone[0]:
+                spellings.append(after_space)
         return tuple(spellings)

@@ -26,14 +26,12 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, check_names
 from nanoserve.engine import LLMEngine, delayed_interrupt
-from nanoserve.input_processor import Prompt
+from nanoserve.input_processor import Message, Prompt
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
-
-Message = dict[str, Any]  # {"role": "user", "content": "..."}
 
 
 class LLM:
@@ -42,75 +40,28 @@ class LLM:
     >>> with LLM() as llm:
     ...     llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=50))
 
-    Every option is spelled out, so that a misspelt one is Python's own TypeError; EngineConfig says
-    what each means. Not thread-safe.
+    `options` are the fields of EngineConfig; a misspelt one is a TypeError. The other keyword
+    arguments are the seams: a class of your own takes the place of the engine's. Not thread-safe.
     """
 
     def __init__(
         self,
         model: str | Path | None = None,
         *,
-        tokenizer: str | Path | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        tensor_parallel_size: int = 1,
-        block_size: int = 16,
-        num_kv_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        long_prefill_token_threshold: int = 0,
-        scheduling_policy: str = "fcfs",
-        preemption_mode: str = "recompute",
-        num_cpu_blocks: int | None = None,
-        seed: int = 0,
-        load_format: str = "auto",
-        model_impl: str = "auto",
-        enforce_eager: bool = False,
-        async_scheduling: bool = False,
-        max_logprobs: int = 20,
         scheduler_cls: type[Scheduler] = Scheduler,
         block_manager_cls: type[BlockManager] = BlockManager,
         executor_cls: Callable[..., Any] | None = None,
-        attention_backend: Any = "auto",
+        runner_cls: Callable[..., Any] | None = None,
+        **options: Any,
     ) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
-        config = EngineConfig(
-            model=None if model is None else str(model),
-            tokenizer=None if tokenizer is None else str(tokenizer),
-            dtype=str(dtype).removeprefix("torch."),
-            device=device,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-            block_size=block_size,
-            num_kv_blocks=num_kv_blocks,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_chunked_prefill=enable_chunked_prefill,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            scheduling_policy=scheduling_policy,
-            preemption_mode=preemption_mode,
-            num_cpu_blocks=num_cpu_blocks,
-            seed=seed,
-            load_format=load_format,
-            model_impl=model_impl,
-            enforce_eager=enforce_eager,
-            async_scheduling=async_scheduling,
-            max_logprobs=max_logprobs,
-        )
+        check_names("LLM", options)
         self.engine = LLMEngine(
-            config,
+            EngineConfig(model=model, **options),
             scheduler_cls=scheduler_cls,
             block_manager_cls=block_manager_cls,
             executor_cls=executor_cls,
-            attention_backend=attention_backend,
+            runner_cls=runner_cls,
         )
         self._request_counter = count()
 
@@ -200,9 +151,9 @@ class LLM:
         """Answer one conversation, or a list of them, through the model's chat template.
 
         A message is {"role": "user", "content": "..."}. add_generation_prompt opens the
-        assistant's turn; continue_final_message goes on within the last message instead (give
-        add_generation_prompt=False with it); tools (JSON schemas) and chat_template_kwargs (such as
-        {"enable_thinking": False}) are handed to the template.
+        assistant's turn. continue_final_message continues the last message instead (give
+        add_generation_prompt=False with it). The template gets tools (JSON schemas) and
+        chat_template_kwargs (such as {"enable_thinking": False}).
         """
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
@@ -216,8 +167,9 @@ class LLM:
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        texts = [self._render(conversation, options) for conversation in conversations]
-        prompts: list[Prompt] = [self._encode_rendered(text) for text in texts]
+        processor = self.engine.input_processor
+        texts = [processor.render_chat(conversation, options) for conversation in conversations]
+        prompts: list[Prompt] = [processor.tokenize(t, add_special_tokens=False) for t in texts]
         results = self.generate(prompts, sampling_params, use_tqdm, priority, cache_salt)
         return [replace(result, prompt=text) for result, text in zip(results, texts, strict=True)]
 
@@ -307,29 +259,9 @@ class LLM:
             if not self.engine.is_unfinished(request_id):
                 return request_id
 
-    def _render(self, messages: Any, options: dict[str, Any]) -> str:
-        """The text of a conversation, by the tokenizer's chat template."""
-        tokenizer = self.engine.input_processor.require_tokenizer("chat")
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "this model's tokenizer has no chat template. Use generate with a prompt of your "
-                "own, or a model that was trained to chat."
-            )
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # templates raise what they like: a missing key, an odd role
-            raise ValueError(f"the chat template refuses {messages!r}: {error}.") from error
-
-    def _encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered template, which has its special tokens already."""
-        return self.get_tokenizer().encode(text, add_special_tokens=False)
-
 
 def _as_list_of_prompts(prompts: Any) -> list[Prompt]:
-    """A list of prompts, from one or from several. A bare string is one prompt, as is a bare list
-    of token ids."""
+    """The prompts as a list. One string is one prompt; one list of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -340,7 +272,7 @@ def _as_list_of_prompts(prompts: Any) -> list[Prompt]:
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
-    """`given` repeated, or checked to be a list of `number` items."""
+    """A list of `number` items: `given` itself if it is a list, else `given` repeated."""
     if not isinstance(given, (list, tuple)):
         return [given] * number
     if len(given) != number:

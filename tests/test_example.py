@@ -18,8 +18,8 @@ def run_example(*arguments: str) -> str:
 
 
 def test_the_demo_model_speaks() -> None:
-    """A story that goes on, and answers that are right."""
-    output = run_example("--max-tokens", "30")
+    """A story that is continued, and right answers, with an engine option as a flag."""
+    output = run_example("--max-tokens", "30", "--max-num-seqs", "3")
     story = next(line for line in output.splitlines() if line.startswith("Once upon a time"))
     assert len(story) > 60
     assert "What is 17 + 25?" in output
@@ -29,5 +29,5 @@ def test_the_demo_model_speaks() -> None:
 
 def test_help_lists_the_options() -> None:
     output = run_example("--help")
-    for option in ("--model", "--temperature", "--max-tokens"):
+    for option in ("--temperature", "--max-tokens", "--model", "--tensor-parallel-size"):
         assert option in output

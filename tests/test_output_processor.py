@@ -1,4 +1,4 @@
-"""Text in and out: incremental detokenization, stop strings, what may be shown already."""
+"""Tokens to text: incremental detokenization, stop strings, the text that is safe to show."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+from fakes import make_sequence
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
-from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.input_processor import InputProcessor, load_tokenizer
+from nanoserve.config import DEMO_MODEL
+from nanoserve.input_processor import load_tokenizer
 from nanoserve.output_processor import Detokenizer, OutputProcessor, find_stop_string
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import SequenceStatus, SequenceUpdate
@@ -36,13 +37,13 @@ def demo_tokenizer() -> Any:
 def pieces_of(
     tokenizer: Any, prompt: list[int], output: list[int], skip_special_tokens: bool = True
 ) -> list[str]:
-    """What a Detokenizer hands out for each output token, and at the end."""
+    """The text that a Detokenizer returns for each output token, and at the end."""
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens)
     return [*(detokenizer.append(token_id) for token_id in output), detokenizer.flush()]
 
 
 def test_a_character_of_several_tokens_comes_whole() -> None:
-    """The demo tokenizer writes 你 as three tokens, one a byte."""
+    """The demo tokenizer writes 你 as three tokens, one for each byte."""
     tokenizer = demo_tokenizer()
     assert len(tokenizer.encode("你")) == 3
     assert pieces_of(tokenizer, tokenizer.encode("a"), tokenizer.encode("你b")) == [
@@ -67,7 +68,7 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
 @example(text="你", cut=0)  # no context at all
 @example(text="a\u0301", cut=1)  # a mark on a letter of the prompt
 def test_pieces_of_any_text_join_to_the_text(text: str, cut: int) -> None:
-    """Wherever the prompt ends, if need be within a character; and no half character is shown."""
+    """The prompt may end anywhere, also within a character. No half character is shown."""
     tokenizer = demo_tokenizer()
     token_ids = tokenizer.encode(text)
     prompt, output = token_ids[:cut], token_ids[cut:]
@@ -81,7 +82,7 @@ def test_pieces_of_any_text_join_to_the_text(text: str, cut: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_tokens_join_to_their_text(data: st.DataObject, skip: bool) -> None:
-    """Models also write nonsense: broken bytes, special tokens in mid-sentence."""
+    """Models also write broken bytes, and special tokens within a sentence."""
     tokenizer = demo_tokenizer()
     any_token = st.one_of(
         st.integers(0, len(tokenizer) - 1),
@@ -94,7 +95,7 @@ def test_pieces_of_any_tokens_join_to_their_text(data: st.DataObject, skip: bool
     assert "".join(pieces) == tokenizer.decode(output, skip_special_tokens=skip)
 
 
-def test_special_tokens_are_left_out_or_shown() -> None:
+def test_special_tokens_are_hidden_or_shown() -> None:
     tokenizer = demo_tokenizer()
     output = tokenizer.encode("a<|im_end|>b")
     assert "".join(pieces_of(tokenizer, [5], output, skip_special_tokens=True)) == "ab"
@@ -102,7 +103,7 @@ def test_special_tokens_are_left_out_or_shown() -> None:
     assert "".join(shown) == "a<|im_end|>b"
 
 
-# -- tokenizers that write spaces as part of words, as SentencePiece does --
+# -- tokenizers with spaces as part of words, as in SentencePiece --
 
 
 def as_transformers(backend: Any) -> Any:
@@ -113,8 +114,8 @@ def as_transformers(backend: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def llama_like_tokenizer() -> Any:
-    """BPE with "▁" for a space and bytes for unknown characters, as Llama 2's: the first space of
-    a text is dropped, so what a token reads as depends on whether it is the first."""
+    """BPE with "▁" for a space and bytes for unknown characters, as in Llama 2. The first space of
+    a text is dropped, so the text of a token depends on its place: first, or later."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
@@ -160,7 +161,7 @@ def test_spaces_between_words_survive(make_tokenizer: Any) -> None:
 @settings(max_examples=100, deadline=None)
 @given(text=st.text("abcdefgh  ", min_size=1, max_size=30), cut=st.integers(1, 29))
 def test_prompt_and_pieces_join_to_the_text(make_tokenizer: Any, text: str, cut: int) -> None:
-    """Wherever the prompt ends: the output begins with a space exactly if the text has one."""
+    """The prompt may end anywhere. The output begins with a space exactly if the text has one."""
     tokenizer = make_tokenizer()
     token_ids = tokenizer.encode(text)
     prompt, output = token_ids[:cut], token_ids[cut:]
@@ -176,7 +177,7 @@ def test_bytes_of_a_llama_like_tokenizer_become_characters(text: str, cut: int) 
     token_ids = tokenizer.encode(text)
     prompt, output = token_ids[:cut], token_ids[cut:]
     if tokenizer.decode(prompt).endswith("\ufffd"):
-        return  # what half a character reads as is nobody's promise
+        return  # the text of half a character is not defined
     pieces = pieces_of(tokenizer, prompt, output)
     assert tokenizer.decode(prompt) + "".join(pieces) == tokenizer.decode(token_ids)
     assert "\ufffd" not in "".join(pieces)
@@ -189,7 +190,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 def find_by_brute_force(text: str, stops: list[str], num_new: int) -> tuple[int, str] | None:
-    """Look at every position for every stop string that ends within the new characters."""
+    """Try every position, for every stop string that ends within the new characters."""
     found = [
         (position, stop)
         for position in range(len(text))
@@ -202,7 +203,7 @@ def find_by_brute_force(text: str, stops: list[str], num_new: int) -> tuple[int,
 
 def test_where_a_stop_string_starts() -> None:
     assert find_stop_string("a END b", ["END"], 4) == (2, "END")
-    assert find_stop_string("a END b", ["END"], 2) is None  # it was there before
+    assert find_stop_string("a END b", ["END"], 2) is None  # END is older than the new characters
     assert find_stop_string("a END b", ["b", "END"], 7) == (2, "END")  # the first one in the text
     assert find_stop_string("a END b", [], 7) is None
 
@@ -212,14 +213,6 @@ def test_where_a_stop_string_starts() -> None:
 def test_stop_strings_as_by_brute_force(text: str, stops: list[str], num_new: int) -> None:
     num_new = min(num_new, len(text))
     assert find_stop_string(text, stops, num_new) == find_by_brute_force(text, stops, num_new)
-
-
-@lru_cache(maxsize=1)
-def processors() -> tuple[InputProcessor, OutputProcessor]:
-    model_config = ModelConfig.from_folder(DEMO_MODEL)
-    config = EngineConfig(max_model_len=256).resolve(model_config)
-    tokenizer = demo_tokenizer()
-    return InputProcessor(config, model_config, tokenizer, 64), OutputProcessor(tokenizer)
 
 
 @settings(max_examples=200, deadline=None)
@@ -236,19 +229,15 @@ def processors() -> tuple[InputProcessor, OutputProcessor]:
 def test_what_is_shown_is_never_taken_back(
     text: str, stops: list[str], include: bool, num_missing: int
 ) -> None:
-    """At each step the text so far is a prefix of the final one, which is the text, cut at the
-    first stop string; deltas and cumulative outputs agree."""
-    input_processor, output_processor = processors()
-    seqs = [
-        input_processor.process(
-            kind.name,
-            [5],
-            SamplingParams(
-                max_tokens=99, stop=stops, include_stop_str_in_output=include, output_kind=kind
-            ),
+    """At each step the text so far is a prefix of the final text, which is the decoded text up to
+    the first stop string. Deltas and cumulative outputs agree."""
+    output_processor = OutputProcessor(demo_tokenizer())
+    seqs = []
+    for seq_id, kind in enumerate((RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)):
+        params = SamplingParams(
+            max_tokens=99, stop=stops, include_stop_str_in_output=include, output_kind=kind
         )
-        for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)
-    ]
+        seqs.append(make_sequence(seq_id, [5], sampling_params=params))
     token_ids = demo_tokenizer().encode(text)
     token_ids = token_ids[: max(1, len(token_ids) - num_missing)]
     decoded = demo_tokenizer().decode(token_ids)
@@ -283,45 +272,3 @@ def test_what_is_shown_is_never_taken_back(
         assert final == decoded
     if not include:
         assert not any(stop in final for stop in stops)
-
-
-# -- requests in --
-
-
-def test_a_request_becomes_a_sequence() -> None:
-    """Its end is decided here: what fits, the model's EOS ids, its own stop tokens."""
-    input_processor, _ = processors()
-    params = SamplingParams(max_tokens=500, stop_token_ids=[7], seed=3)
-    seq = input_processor.process("a", "One day", params, cache_salt="mine")
-    assert seq.prompt_token_ids == demo_tokenizer().encode("One day")
-    assert seq.max_tokens == 256 - len(seq.prompt_token_ids)
-    eos_token_ids = input_processor.model_config.eos_token_ids
-    assert seq.stop_token_ids == eos_token_ids | {7}
-    assert (seq.seed, seq.cache_salt, seq.status) == (3, "mine", SequenceStatus.WAITING)
-    ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[7])
-    assert input_processor.process("b", [5], ignoring).stop_token_ids == {7}
-
-
-def test_sequences_do_not_share_the_callers_list() -> None:
-    """What the caller does to the list afterwards is the caller's own business."""
-    input_processor, _ = processors()
-    prompt = [5, 6]
-    seq = input_processor.process("a", prompt, SamplingParams())
-    prompt.append(7)
-    assert seq.prompt_token_ids == seq.token_ids == [5, 6]
-    seq.token_ids.append(8)
-    assert seq.prompt_token_ids == [5, 6]
-
-
-def test_seeds_of_requests_without_one_differ_and_repeat() -> None:
-    """Drawn from the engine's seed, in order of arrival."""
-    model_config = ModelConfig.from_folder(DEMO_MODEL)
-
-    def seeds(seed: int) -> list[int]:
-        config = EngineConfig(seed=seed).resolve(model_config)
-        processor = InputProcessor(config, model_config, None, 64)
-        return [processor.process("a", [5], SamplingParams()).seed for _ in range(5)]
-
-    assert seeds(0) == seeds(0)
-    assert len({*seeds(0), *seeds(1)}) == 10
-    assert all(0 <= seed < 2**63 for seed in seeds(0))
