@@ -10,7 +10,6 @@ tables, names in backticks are names in the code.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import configparser
 import importlib
@@ -28,7 +27,6 @@ from typing import Any
 import pytest
 from test_architecture import DOZEN, FILES
 
-import nanoserve
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import OPTIONS
 
@@ -37,7 +35,7 @@ ENGLISH, CHINESE = NAMES = ["README.md", "README.zh-CN.md"]
 FOLDERS = {name.split(".")[0] for name in FILES if "." in name}
 MODULES = {name for name in FILES if name.split(".")[0] != "demo" and "__" not in name}
 # Folders of vLLM's own packages, where somebody has them: the names of its files are checked, too.
-VLLM = {"0.6": os.environ.get("VLLM_0_6"), "0.32": os.environ.get("VLLM_0_32")}
+VLLM = [os.environ.get(name, "") for name in ("VLLM_0_6", "VLLM_0_32")]
 
 both = pytest.mark.parametrize("name", NAMES)
 
@@ -79,43 +77,33 @@ def table(text: str) -> list[list[str]]:
 # -- looking into the code --
 
 
-def split_name(dotted: str) -> tuple[str, list[str]]:
-    """The module that a name begins with, and the names in it: "models.decoder.MLP.forward" ->
-    ("models.decoder", ["MLP", "forward"]). No module: ""."""
+def module_of(dotted: str) -> str:
+    """The module that a name begins with: "models.decoder.MLP.forward" -> "models.decoder"."""
     names = dotted.split(".")
-    ends = [end for end in range(1, len(names) + 1) if ".".join(names[:end]) in MODULES]
-    end = max(ends, default=0)
-    return ".".join(names[:end]), names[end:]
+    starts = [".".join(names[:end]) for end in range(len(names) + 1)]
+    return max((start for start in starts if start in MODULES), key=len, default="")
 
 
-def exists(dotted: str) -> bool:
-    """Is there such a name in the package? "sequence.Sequence.num_tokens": fields count, too."""
-    module, names = split_name(dotted)
-    found: Any = importlib.import_module(f"nanoserve.{module}") if module else nanoserve
-    for name in names:
-        if not hasattr(found, name):
-            return name == names[-1] and name in getattr(found, "__annotations__", {})
+def find(dotted: str) -> Any:
+    """The object of this name. Raises AttributeError if there is none. None: a field without
+    default."""
+    module = module_of(dotted)
+    found: Any = importlib.import_module(f"nanoserve.{module}".rstrip("."))
+    *path, last = dotted.removeprefix(f"{module}.").split(".")
+    for name in path:
         found = getattr(found, name)
-    return bool(module and names)
+    return None if last in getattr(found, "__annotations__", {}) else getattr(found, last)
 
 
-def homes_of_classes() -> dict[str, str]:
-    """Class name -> module, for every class of the package."""
-    return {
-        node.name: module
-        for module in MODULES
-        for node in ast.parse(FILES[module].read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
-
-
-def code_of(dotted: str) -> Any:
-    """The code object of module.function or module.Class.method."""
-    module, names = split_name(dotted)
-    found: Any = importlib.import_module(f"nanoserve.{module}")
+def missing(names: list[str]) -> list[str]:
+    """Those of these names that the package does not have."""
+    wrong = []
     for name in names:
-        found = getattr(found, name)
-    return inspect.unwrap(found).__code__
+        try:
+            find(name)
+        except AttributeError:
+            wrong.append(name)
+    return wrong
 
 
 def first_calls(action: Callable[[], object]) -> list[Any]:
@@ -126,12 +114,11 @@ def first_calls(action: Callable[[], object]) -> list[Any]:
         if event == "call":
             seen.setdefault(frame.f_code)
 
-    previous = sys.getprofile()
     sys.setprofile(note)
     try:
         action()
     finally:
-        sys.setprofile(previous)
+        sys.setprofile(None)
     return list(seen)
 
 
@@ -216,7 +203,7 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
         starred += [module] * bool(star)
         symbols = spans(row[-1])
         assert symbols, module
-        assert [symbol for symbol in symbols if not exists(f"{module}.{symbol}")] == [], module
+        assert missing([f"{module}.{symbol}" for symbol in symbols]) == []
     files = {module for module in MODULES - FOLDERS if not module.startswith("bench.")}
     assert set(modules) == {*files, "bench"}
     assert set(starred) == DOZEN
@@ -225,15 +212,17 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
 
 def test_names_with_a_dot_exist() -> None:
     """`scheduler.Scheduler.add` and `LLM.chat`, wherever they stand in the text."""
-    wrong, homes = [], homes_of_classes()
+    classes = re.compile(r"(?m)^class (\w+)")
+    homes = {name: m for m in MODULES for name in classes.findall(FILES[m].read_text("utf-8"))}
+    ours = homes.keys() | {module.split(".")[0] for module in MODULES}
+    dotted = []
     for span in spans(read(ENGLISH)):
         first, *rest = span.removesuffix("()").split(".")
-        if not rest or not all(word.isidentifier() for word in rest) or rest[-1] in ("py", "json"):
-            continue
-        dotted = ".".join((homes[first], first, *rest) if first in homes else (first, *rest))
-        is_ours = first in homes or first in {name.split(".")[0] for name in MODULES}
-        wrong += [span] * (is_ours and not exists(dotted))
-    assert wrong == []
+        is_name = rest and all(word.isidentifier() for word in rest) and rest[-1] != "py"
+        if is_name and first in ours:
+            dotted.append(f"{homes.get(first, '')}.{span}".strip(".").removesuffix("()"))
+    assert len(dotted) > 100
+    assert missing(dotted) == []
 
 
 @both
@@ -243,14 +232,15 @@ def test_the_life_of_a_request_is_told_in_the_order_in_which_it_runs(
     """Every function that the eight steps name is called, each for the first time after the one
     before it."""
     steps = re.findall(r"(?m)^\d\. .*", part(read(name), "life"))
-    named = [[span for span in spans(step) if split_name(span)[0]] for step in steps]
+    named = [[span for span in spans(step) if module_of(span)] for step in steps]
     assert len(steps) == 8
     assert all(named)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     calls = first_calls(lambda: demo_llm.generate("Once upon a time", params, use_tqdm=False))
     order = [span for step in named for span in step]
-    assert [span for span in order if code_of(span) not in calls] == []
-    assert sorted(order, key=lambda span: calls.index(code_of(span))) == order
+    codes = [inspect.unwrap(find(span)).__code__ for span in order]
+    assert [span for span, code in zip(order, codes, strict=True) if code not in calls] == []
+    assert sorted(codes, key=calls.index) == codes, order
 
 
 @both
@@ -273,12 +263,10 @@ def test_every_feature_has_a_place_and_a_test() -> None:
     for feature, places, tests in rows:
         assert spans(places), feature
         assert spans(tests), feature
-        wrong += [place for place in spans(places) if not exists(place)]
+        wrong += missing(spans(places))
         for test in spans(tests):
             file, _, function = test.partition("::")
-            path = ROOT / "tests" / file
-            source = path.read_text(encoding="utf-8") if path.is_file() else ""
-            wrong += [test] * (not re.search(rf"(?m)^def {function}\(", source))
+            wrong += [test] * (not re.search(rf"(?m)^def {function}\(", read(f"tests/{file}")))
     assert wrong == []
     listed = {span for row in rows for span in spans(row[0])}
     assert [field.name for field in fields(SamplingParams) if field.name not in listed] == []
@@ -306,7 +294,7 @@ def test_every_architecture_and_rope_type_is_listed() -> None:
 
 
 def test_the_words_of_the_glossary_are_words_of_the_code() -> None:
-    code = " ".join(FILES[module].read_text(encoding="utf-8") for module in MODULES)
+    code = " ".join(FILES[module].read_text("utf-8") for module in MODULES)
     words = [word for row in table(part(read(ENGLISH), "glossary")) for word in spans(row[0])]
     assert len(words) > 10
     assert [word for word in words if not re.search(rf"\b{re.escape(word)}\b", code)] == []
@@ -346,11 +334,11 @@ def test_commands_and_versions_are_those_of_the_package(name: str) -> None:
     assert f"Python {setup['options']['python_requires'].removeprefix('>=')}" in text
 
 
-@pytest.mark.skipif(not all(VLLM.values()), reason="VLLM_0_6 and VLLM_0_32 name no folders")
+@pytest.mark.skipif(not all(VLLM), reason="VLLM_0_6 and VLLM_0_32 name no folders")
 def test_vllm_has_the_files_and_symbols_named() -> None:
     """A cell of the map lists `a/file.py` `symbol` `symbol` `another/file.py` `symbol` ..."""
     wrong = []
-    folders = [Path(folder or "") for folder in VLLM.values()]
+    folders = list(map(Path, VLLM))
     for row in table(part(read(ENGLISH), "reading-map")):
         for folder, cell in zip(folders, row[3:5], strict=True):
             source = ""
@@ -420,7 +408,5 @@ def test_the_twin_has_the_same_code_names_and_sections() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Keep the READMEs true.")
-    parser.add_argument("--update", action="store_true", help="rewrite what is generated")
-    if parser.parse_args().update:
+    if sys.argv[1:] == ["--update"]:
         update()
