@@ -25,9 +25,9 @@ from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams, kv_cache
+from nanoserve.distributed import multiproc as executor
 from nanoserve.attention import TORCH_BACKEND, paged_attention_torch
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.distributed import multiproc as executor
 from nanoserve.distributed.multiproc import MultiprocExecutor, for_other_ranks
 from nanoserve.distributed.ranks import StartedRanks, share_cores
 from nanoserve.executor import UniprocExecutor
