@@ -200,15 +200,6 @@ def test_a_wholly_cached_prompt_gives_the_same_tokens(num_tokens: int) -> None:
         assert seq.output_token_ids == reference_output(list(range(num_tokens)), 6)
 
 
-def test_a_recycled_block_is_not_found_under_its_old_content() -> None:
-    """The new owner overwrites the block, so the hash of the old content is dropped."""
-    manager = BlockManager(2, BLOCK_SIZE)
-    manager.free(admit(manager, 0, "abcd efgh"))
-    admit(manager, 1, "xxxx yyyy")
-    assert hits(manager, "abcd efgh i") == []
-    assert hits(manager, "xxxx y") == [manager.block_tables[1][0]]
-
-
 def test_two_requests_of_one_step_share() -> None:
     """A block can be found from the moment when it is allocated for tokens of the coming step."""
     engine = FakeEngine(block_size=BLOCK_SIZE)
@@ -231,14 +222,6 @@ def test_the_second_turn_of_a_chat_hits_the_whole_first_turn() -> None:
     engine.run()
     assert second.num_cached_tokens == 16
     assert second.output_token_ids == reference_output([*history, 7, 8, 9], 3)
-
-
-def test_a_hit_needs_the_whole_prefix() -> None:
-    """Equal tokens after different tokens are different content."""
-    manager = BlockManager(8, BLOCK_SIZE)
-    admit(manager, 0, "abcd efgh")
-    assert hits(manager, "efgh i") == []
-    assert len(hits(manager, "abcd xxxx efgh i")) == 1
 
 
 def test_a_cache_salt_separates() -> None:
@@ -333,27 +316,6 @@ def test_a_copy_and_new_blocks_at_once() -> None:
     assert manager.block_tables[1] == [manager.block_tables[0][0], *new_block_ids]
 
 
-def test_a_full_block_is_never_copied() -> None:
-    """No sequence writes into a full block again: the next token goes to a new block."""
-    manager = BlockManager(8, BLOCK_SIZE)
-    parent = admit(manager, 0, "abcd efgh")
-    child = fork(manager, parent, 1, "y")
-    assert len(compute(manager, child)) == 1
-    assert manager.block_tables[1][:2] == manager.block_tables[0]
-    assert manager.take_copies().copy_on_write == ()
-
-
-def test_the_copy_needs_a_block() -> None:
-    """can_append counts it: no block is free, and the next token needs a copy of the last one."""
-    manager = BlockManager(3, BLOCK_SIZE)
-    parent = admit(manager, 0, "abcd efgh ij")
-    child = fork(manager, parent, 1, "y")
-    assert not manager.can_append(child, 1)
-    manager.free(parent)
-    assert manager.can_append(child, 1)
-    assert manager.copy_on_write(child) is False
-
-
 def test_what_a_branch_fills_can_be_found() -> None:
     """By the tokens of the parent, then those of the branch."""
     manager = BlockManager(8, BLOCK_SIZE)
@@ -387,20 +349,6 @@ def test_swap_out_and_in() -> None:
     assert seq.num_computed_tokens == 10
 
 
-def test_swapping_a_branch_leaves_the_other_its_blocks() -> None:
-    """A shared block is copied, and loses only the reference of the swapped sequence."""
-    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=4)
-    child = fork(manager, admit(manager, 0, "abcd ef"), 1, "y")
-    block_table = list(manager.block_tables[0])
-    manager.swap_out(child)
-    manager.check()
-    assert [block for block, _ in manager.take_copies().swap_out] == block_table
-    assert manager.block_tables == {0: block_table}
-    assert [manager.pool.ref_counts[i] for i in block_table] == [1, 1]
-    manager.swap_in(child)
-    assert not set(manager.block_tables[1]) & set(block_table), "nothing is shared any more"
-
-
 def test_of_two_copies_into_one_cpu_block_the_last_one_counts() -> None:
     """The first sequence ended while its copy was pending, and the second got its CPU block."""
     manager = BlockManager(2, BLOCK_SIZE, num_cpu_blocks=1)
@@ -423,16 +371,6 @@ def test_can_swap_counts_the_blocks_of_the_other_pool() -> None:
     assert manager.can_swap_in(seq)
     admit(manager, 2, "x")
     assert not manager.can_swap_in(seq)
-
-
-def test_freeing_a_swapped_sequence_frees_its_cpu_blocks() -> None:
-    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=2)
-    seq = admit(manager, 0, "abcd efgh")
-    manager.swap_out(seq)
-    assert manager.cpu_pool.num_free_blocks == 0
-    manager.free(seq)
-    manager.check()
-    assert manager.cpu_pool.num_free_blocks == 2
 
 
 # -- check() --

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from fakes import FakeEngine, LateSequence
+from fakes import FakeEngine, LateSequence, num_tokens_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,8 +49,15 @@ def test_a_swapped_sequence_needs_blocks_and_a_place() -> None:
     assert why_waiting(engine.scheduler, second.seq_id) == NOTHING
 
 
-def test_a_preempted_sequence_with_a_token_in_flight_is_not_ready() -> None:
-    """Also if the sequence was swapped out: the scheduler waits for the token."""
+def test_a_sequence_is_not_ready() -> None:
+    """Sequences behind it do not wait for it."""
+    engine = FakeEngine()
+    late, other = engine.add([1], cls=LateSequence), engine.add([2])
+    assert why_waiting(engine.scheduler, late.seq_id) == "the sequence is not ready"
+    assert why_waiting(engine.scheduler, other.seq_id) == NOTHING
+
+
+def test_a_swapped_sequence_with_a_token_in_flight_is_not_ready() -> None:
     engine = FakeEngine(num_blocks=3, block_size=4, preemption_mode="swap")
     engine.add(range(4), max_tokens=2)
     second = engine.add([7, 8, 9], max_tokens=5)
@@ -59,14 +68,6 @@ def test_a_preempted_sequence_with_a_token_in_flight_is_not_ready() -> None:
     assert why_waiting(engine.scheduler, second.seq_id) == "the sequence is not ready"
     engine.execute(in_flight)
     assert why_waiting(engine.scheduler, second.seq_id) == NOTHING
-
-
-def test_a_sequence_that_is_not_ready() -> None:
-    """Sequences behind it do not wait for it."""
-    engine = FakeEngine()
-    late, other = engine.add([1], cls=LateSequence), engine.add([2])
-    assert why_waiting(engine.scheduler, late.seq_id) == "the sequence is not ready"
-    assert why_waiting(engine.scheduler, other.seq_id) == NOTHING
 
 
 def test_pending_branches_count_for_max_num_seqs() -> None:
@@ -97,50 +98,36 @@ def test_the_token_budget_of_the_last_step(chunked: bool, prompt_lens: tuple[int
 
 
 @given(
-    num_blocks=st.integers(4, 20),
-    max_num_seqs=st.integers(1, 4),
-    budget=st.integers(4, 12),
-    mode=st.sampled_from(["swap", "recompute"]),
-    policy=st.sampled_from(["fcfs", "priority"]),
-    arrivals=st.lists(
-        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(0, 2)),
-        min_size=2,
-        max_size=8,
+    options=st.fixed_dictionaries(
+        {
+            "num_blocks": st.integers(4, 20),
+            "max_num_seqs": st.integers(1, 4),
+            "max_num_batched_tokens": st.integers(4, 12),
+            "preemption_mode": st.sampled_from(["swap", "recompute"]),
+            "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        }
+    ),
+    lengths=st.lists(
+        st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4)), min_size=2, max_size=8
     ),
 )
 def test_the_reason_agrees_with_the_next_step(
-    num_blocks: int,
-    max_num_seqs: int,
-    budget: int,
-    mode: str,
-    policy: str,
-    arrivals: list[tuple[int, int, int, int]],
+    options: dict[str, Any], lengths: list[tuple[int, int, int]]
 ) -> None:
-    """A sequence that joins the next step waited for nothing, or for others that join too. If
-    nothing is running, the sequence that waits for nothing joins."""
-    engine = FakeEngine(
-        num_blocks=num_blocks,
-        block_size=4,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=budget,
-        preemption_mode=mode,
-        scheduling_policy=policy,
-    )
+    """The most urgent sequence joins the next step only if it waits for nothing, and must join
+    if nothing is running. Each sequence behind it names the number of sequences before it."""
+    engine = FakeEngine(block_size=4, **options)
     scheduler = engine.scheduler
-    pending = list(arrivals)
-    while pending or scheduler.has_unfinished():
-        for prompt_len, max_tokens, n, priority in pending[:2]:
-            n = min(n, max_num_seqs)
-            engine.add(range(prompt_len), max_tokens, n=n, priority=priority)
-        del pending[:2]
-        was_idle = not scheduler.running
-        reasons = {
-            seq.seq_id: why_waiting(scheduler, seq.seq_id)
-            for seq in sorted(scheduler.waiting + scheduler.swapped, key=scheduler.urgency)
-        }
-        numbers = [f"{i} more urgent sequences wait too" for i in range(1, len(reasons))]
-        assert list(reasons.values())[1:] == numbers
-        joined = reasons.keys() & {item.seq_id for item in engine.step().scheduled}
-        first_reason = next(iter(reasons.values()), "")
-        assert not joined or first_reason == NOTHING
-        assert joined or not (was_idle and reasons)
+    while lengths or scheduler.has_unfinished():
+        for prompt_len, max_tokens, n in lengths[:2]:  # two arrivals a step
+            n = min(n, scheduler.max_num_seqs)
+            engine.add(range(prompt_len), max_tokens, n=n, priority=max_tokens % 3)
+        lengths = lengths[2:]
+        is_idle = not scheduler.running
+        waiting = sorted(scheduler.waiting + scheduler.swapped, key=scheduler.urgency)
+        reasons = [why_waiting(scheduler, seq.seq_id) for seq in waiting]
+        behind = [f"{i} more urgent sequences wait too" for i in range(1, len(reasons))]
+        assert reasons[1:] == behind
+        joined = {seq.seq_id for seq in waiting} & num_tokens_of(engine.step()).keys()
+        assert not joined or reasons[0] == NOTHING
+        assert joined or not (is_idle and waiting)
