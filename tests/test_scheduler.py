@@ -450,6 +450,17 @@ def test_preemption_around_a_block_boundary(num_tokens: int) -> None:
     assert seq.num_cached_tokens == 0, "only a hit of the first admission counts"
 
 
+def test_a_step_that_preempts_admits_no_sequence() -> None:
+    """The freed blocks are for the running sequences: a more urgent arrival waits for one step."""
+    engine = FakeEngine(num_blocks=5, block_size=4, scheduling_policy="priority")
+    engine.add(range(7), priority=0)
+    engine.add(range(100, 110), priority=2)
+    engine.step()
+    engine.add([1, 2], priority=1)
+    steps = [num_tokens_of(engine.step()) for _ in range(3)]
+    assert steps == [{0: 1, 1: 1}, {0: 1}, {0: 1, 2: 2}]
+
+
 # -- n completions --
 
 
@@ -562,6 +573,16 @@ def test_swap_falls_back_to_recompute(num_cpu_blocks: int, status: str) -> None:
         assert seq.output_token_ids == reference_output(seq.prompt_token_ids, 9)
 
 
+def test_a_swapped_sequence_needs_a_slot() -> None:
+    """There are enough blocks, but more urgent sequences took the slots."""
+    engine, [first, second], _ = preempt_by_swap(scheduling_policy="priority", max_num_seqs=2)
+    engine.abort(first)
+    urgent = [engine.add([i], max_tokens=3, priority=-1) for i in (1, 2)]
+    for _ in range(2):
+        assert num_tokens_of(engine.step()).keys() == {seq.seq_id for seq in urgent}
+        assert engine.block_manager.can_swap_in(second)
+
+
 def test_pending_copies_wait_for_the_next_step_with_work() -> None:
     """One schedule() preempts the second sequence and schedules nothing, because the last token of
     the first is in flight. The next step swaps the blocks out, and in again."""
@@ -571,7 +592,8 @@ def test_pending_copies_wait_for_the_next_step_with_work() -> None:
     in_flight = engine.scheduler.schedule()
     pending = engine.executor.launch(in_flight)
     [kv_block] = engine.block_manager.block_tables[second.seq_id]
-    assert engine.scheduler.schedule().is_empty
+    for _ in range(2):  # a token of the second is in flight, so the second is not swapped in yet
+        assert engine.scheduler.schedule().is_empty
     assert second.status is SequenceStatus.SWAPPED
     [cpu_block] = engine.block_manager.swapped_tables[second.seq_id]
     engine.scheduler.update_from_output(in_flight, pending.result())
