@@ -45,7 +45,7 @@ from nanoserve.parallel import ParallelState
 
 
 def make_config(dtype: torch.dtype = torch.float32) -> LayerConfig:
-    """As on a CPU: in float32 with packed weights and rms_norm_cpu."""
+    """As on a CPU: in float32 with packed weights and RMSNormCPU."""
     return make_layer_config(torch.device("cpu"), dtype, ParallelState())
 
 
