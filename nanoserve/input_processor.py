@@ -18,6 +18,7 @@ vllm/v1/engine/input_processor.py (V1).
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -74,6 +75,7 @@ class InputProcessor:
         self.max_model_len = config.max_model_len
         self.kv_capacity = num_kv_blocks * config.block_size  # tokens
         self._next_seq_id = 0
+        self._seq_id_lock = threading.Lock()  # requests are made in their callers' threads
         self._seeds = random.Random(config.seed)
 
     def process(
@@ -128,7 +130,8 @@ class InputProcessor:
 
     def next_seq_ids(self, number: int = 1) -> int:
         """Take `number` consecutive seq_ids; return the first."""
-        first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
+        with self._seq_id_lock:
+            first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
         return first
 
     def tokenize(self, prompt: Prompt) -> list[int]:
