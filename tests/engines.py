@@ -29,7 +29,7 @@ ROOT = TemporaryDirectory(prefix="fake-checkpoints-")  # removed when the proces
 
 
 @lru_cache
-def checkpoint(vocab_size: int, eos_token_id: int) -> str:
+def checkpoint(vocab_size: int, eos_token_ids: tuple[int, ...]) -> str:
     """The folder of a checkpoint that consists of a config.json."""
     hf = {
         "architectures": ["LlamaForCausalLM"],
@@ -39,16 +39,16 @@ def checkpoint(vocab_size: int, eos_token_id: int) -> str:
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": MAX_MODEL_LEN,
-        "eos_token_id": eos_token_id,
+        "eos_token_id": list(eos_token_ids),
     }
-    folder = Path(ROOT.name, f"{vocab_size}-{eos_token_id}")
+    folder = Path(ROOT.name, f"{vocab_size}-{len(eos_token_ids)}")
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     return str(folder)
 
 
 def make_engine(
-    *, vocab_size: int = VOCAB_SIZE, eos_token_id: int = EOS, **options: Any
+    *, vocab_size: int = VOCAB_SIZE, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any
 ) -> LLMEngine:
     """An engine over the fake model. `options` are EngineConfig's, or a seam such as scheduler_cls.
 
@@ -56,7 +56,7 @@ def make_engine(
     """
     seams = {name: options.pop(name) for name in list(options) if name.endswith("_cls")}
     fields = {"num_kv_blocks": 64, "block_size": 4, **options}
-    config = EngineConfig(model=checkpoint(vocab_size, eos_token_id), **fields)
+    config = EngineConfig(model=checkpoint(vocab_size, eos_token_ids), **fields)
     return LLMEngine(config, **{"executor_cls": FakeExecutor, **seams})
 
 
