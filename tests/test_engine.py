@@ -423,8 +423,6 @@ def test_a_request_that_fails_in_the_executor(
     engine.add_request("good", [4, 5, 6], params(n=2))
     engine.add_request("bad", [1, 2, 3], params(n=n, output_kind=kind))
     search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(2, 5))
-    alone = engines.make_engine()
-    alone.input_processor._seeds.setstate(engine.input_processor._seeds.getstate())
     fail_in_executor(engine, "bad", num_output_tokens)
     outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
     assert_idle(engine)
