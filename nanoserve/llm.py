@@ -246,6 +246,7 @@ class LLM:
             while any(engine.is_serving(request) for request in requests):
                 engine.run_step()
                 yield from engine.take_outputs(request_ids)
+            yield from engine.take_outputs(request_ids)  # the last completion was aborted
         finally:
             with delayed_interrupt():
                 for request in filter(engine.is_serving, requests):
