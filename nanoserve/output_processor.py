@@ -250,6 +250,9 @@ class RequestState:
 
     def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
         """Append the new tokens, finish what a stop string ends, and build the output."""
+        for update in updates:  # before anything can fail: `sequences` must name new branches too
+            if update.sequence.branch not in self.branches:
+                self._add_branch(update.sequence)
         changed: list[Sequence] = []
         for update in updates:
             stop = self._append(update)
@@ -260,8 +263,10 @@ class RequestState:
         return self._build_output(changed) if changed else None
 
     def fail(self, message: str) -> RequestOutput | None:
-        """The last output: what was generated before the error."""
-        return self._build_output(self.sequences)
+        """The last output: what was generated before the error. A completion that had finished in
+        an earlier step keeps its finish_reason."""
+        failed = SequenceStatus.FINISHED_ERROR
+        return self._build_output([seq for seq in self.sequences if seq.status is failed])
 
     def _append(self, update: SequenceUpdate) -> str | None:
         """Take in one sequence's new tokens. Returns the stop string that ends it, if there is
@@ -271,20 +276,19 @@ class RequestState:
             for position, entry in enumerate(entries, start=start):
                 self.prompt_logprobs[position] = self._name_logprobs(entry)
         seq = update.sequence
-        branch = self.branches.get(seq.branch) or self._add_branch(seq)
+        branch = self.branches[seq.branch]
         for entry in update.logprobs:
             branch.logprobs.append(self._name_logprobs(entry))
             branch.cumulative_logprob += entry.logprobs[0]
         return branch.append(update.new_token_ids)
 
-    def _add_branch(self, sequence: Sequence) -> BranchState:
+    def _add_branch(self, sequence: Sequence) -> None:
         params, detokenizer = sequence.sampling_params, None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(
                 self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
             )
-        branch = self.branches[sequence.branch] = BranchState(sequence, detokenizer)
-        return branch
+        self.branches[sequence.branch] = BranchState(sequence, detokenizer)
 
     def _build_output(self, changed: list[Sequence]) -> RequestOutput | None:
         """The RequestOutput for a step in which these sequences changed. A delta holds these alone,
@@ -362,6 +366,8 @@ class OutputProcessor:
                 outputs.append(request.process(its_updates))
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
+                for update in its_updates:  # also the sequences that this very step finished
+                    _finish(update.sequence, self.finish, SequenceStatus.FINISHED_ERROR, message)
                 outputs.append(self.fail_request(request_id, message, error))
             if request.is_finished:
                 self.requests.pop(request_id, None)
@@ -373,15 +379,19 @@ class OutputProcessor:
         """End a request with finish_reason "error". The traceback goes to the log."""
         logger.error("request %r failed: %s", request_id, message, exc_info=error)
         request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
-        return request.fail(message)
+        try:
+            return request.fail(message)
+        except Exception:
+            logger.exception("request %r has no last output", request_id)
+            return None
 
     def end_request(
         self, request_id: str, status: SequenceStatus, stop_reason: str | None = None
     ) -> RequestConsumer:
-        """Finish all sequences of a request, and expect no more updates."""
+        """Finish the unfinished sequences of a request, and expect no more updates."""
         request = self.requests.pop(request_id)
         for sequence in request.sequences:
-            _finish(sequence, self.finish, status, stop_reason)
+            self.finish(sequence.seq_id, status, stop_reason)
         return request
 
 
