@@ -125,10 +125,9 @@ def assert_valid(request: Request, token_ids: list[int]) -> None:
     for i, token_id in enumerate(token_ids):
         allowed = allowed_tokens(logits[len(prompt) - 1 + i], params, len(prompt) + i)
         assert token_id in allowed, f"token {i} is {token_id}, allowed: {allowed}"
-    eos_token_ids = {reference_model(DEMO_MODEL).config.eos_token_id}
-    eos_token_ids |= set(
-        np.atleast_1d(reference_model(DEMO_MODEL).generation_config.eos_token_id).tolist()
-    )
+    model = reference_model(DEMO_MODEL)
+    eos_token_ids = {model.config.eos_token_id}
+    eos_token_ids |= set(np.atleast_1d(model.generation_config.eos_token_id).tolist())
     ends = [i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids]
     if ends and not params.ignore_eos:
         assert ends == [len(token_ids) - 1]

@@ -540,158 +540,87 @@ def test_a_closed_engine_says_so() -> None:
     llm.close()  # a second time is no error
 
 
-# -- bad input is refused with an explanation, and the engine goes on --
+# -- bad input is refused before any work; the other refusals are in test_input_processor.py --
 
 BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "empty_string": ("", ValueError, r"prompt is empty.*at least one token"),
-    "empty_list_in_list": ([[]], ValueError, r"prompt is empty.*at least one token"),
-    "empty_among_good": ([STORY, ""], ValueError, r"prompt is empty"),
-    "id_too_large": ([5, 10**6], ValueError, r"1000000 is out of range; allowed: 0 to \d+"),
-    "id_negative": ([5, -1], ValueError, r"-1 is out of range; allowed: 0 to \d+"),
-    "id_bool": ([True, False], TypeError, r"token ids must be ints, got True"),
-    "id_float": ([[5, 1.5]], TypeError, r"token ids must be ints, got 1\.5"),
-    "id_none": ([[5, None]], TypeError, r"token ids must be ints, got None"),
-    "id_string": ([[5, "a"]], TypeError, r"token ids must be ints, got 'a'"),
-    "bare_floats": ([1.5, 2.5], TypeError, r"prompt must be a string or a list of token ids.*1\.5"),
     "none": (None, TypeError, r"prompts must be a string, token ids, or a list of either: None"),
     "number": (5, TypeError, r"prompts must be a string, token ids, or a list of either: 5"),
+    "bools": ([True, False], TypeError, r"token ids must be ints, got True"),
+    "floats": ([1.5, 2.5], TypeError, r"prompt must be a string or a list of token ids.*1\.5"),
+    "empty_string": ("", ValueError, r"prompt is empty.*at least one token"),
+    "empty_among_good": ([STORY, ""], ValueError, r"prompt is empty"),
     "none_among_good": ([STORY, None], TypeError, r"prompt must be a string.*got None"),
-    "dict": ([{"prompt": STORY}], TypeError, r"prompt must be a string.*got \{'prompt'"),
-    "too_long": (
-        [[5], [5] * 90_000],
-        ValueError,
-        r"90000 tokens.*more than max_model_len=\d+\. Shorten it, or raise max_model_len",
-    ),
+    "too_long_among_good": ([[5], [5] * 90_000], ValueError, r"90000 tokens.*max_model_len=\d+"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_PROMPTS)
 def test_a_bad_prompt_is_refused(llm: LLM, name: str) -> None:
-    """By generate and by stream, at the call. One bad prompt refuses the good ones too."""
+    """By generate and by stream, at the call; one bad prompt among good ones starts none."""
     prompts, error, message = BAD_PROMPTS[name]
     for call in (llm.generate, llm.stream):
         with pytest.raises(error, match=message):
             call(prompts, GREEDY)
         assert_idle(llm)
+
+
+@pytest.mark.parametrize("name", ["sampling_params", "priority", "cache_salt"])
+def test_one_argument_for_all_or_one_each(llm: LLM, name: str) -> None:
+    for prompts, items in (([STORY] * 3, 2), ([STORY], 0), ("hello", 5)):
+        number = len(prompts) if isinstance(prompts, list) else 1  # a string is one prompt, not 5
+        message = rf"{name} has {items} items for {number} prompts\. Give one for all, or one each"
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompts, **{name: [None] * items})
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got None"):
+        generate(llm, [STORY, STORY], [GREEDY, None])
+    with pytest.raises(ValueError, match=r"priority is -1.*scheduling_policy='priority'"):
+        generate(llm, [STORY, STORY], priority=[0, -1])
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'temperature'"):
+        llm.generate(STORY, temperature=0)  # type: ignore[call-arg]
+
+
+def test_add_request_refuses_too(llm: LLM) -> None:
+    """And the engine still answers."""
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.add_request("a", [])
+    with pytest.raises(ValueError, match="logprobs is 21; this engine allows 20"):
+        llm.add_request("a", STORY, SamplingParams(logprobs=21))
     assert_serves(llm)
 
 
-BAD_PARAMETERS: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
-    "too_few_params": (
-        lambda llm: generate(llm, [STORY] * 3, [GREEDY] * 2),
-        ValueError,
-        r"sampling_params has 2 items for 3 prompts.*one each",
-    ),
-    "no_params": (lambda llm: generate(llm, [STORY], []), ValueError, r"0 items for 1 prompts"),
-    "params_for_letters": (  # a bare string is one prompt, not five
-        lambda llm: generate(llm, "hello", [GREEDY] * 5),
-        ValueError,
-        r"sampling_params has 5 items for 1 prompts",
-    ),
-    "too_many_priorities": (
-        lambda llm: generate(llm, [STORY], GREEDY, priority=[0, 0]),
-        ValueError,
-        r"priority has 2 items for 1 prompts",
-    ),
-    "no_priorities": (
-        lambda llm: generate(llm, [STORY], GREEDY, priority=[]),
-        ValueError,
-        r"priority has 0 items for 1 prompts",
-    ),
-    "priority_under_fcfs": (
-        lambda llm: generate(llm, STORY, GREEDY, priority=3),
-        ValueError,
-        r"priority is 3.*first come, first served.*scheduling_policy='priority'",
-    ),
-    "priority_of_one_under_fcfs": (
-        lambda llm: generate(llm, [STORY, STORY], GREEDY, priority=[0, -1]),
-        ValueError,
-        r"priority is -1",
-    ),
-    "priority_float": (
-        lambda llm: generate(llm, STORY, GREEDY, priority=1.0),
-        TypeError,
-        r"priority must be an int, got 1\.0",
-    ),
-    "priority_bool": (
-        lambda llm: generate(llm, STORY, GREEDY, priority=False),
-        TypeError,
-        r"priority must be an int, got False",
-    ),
-    "params_dict": (
-        lambda llm: generate(llm, STORY, {"temperature": 0}),
-        TypeError,
-        r"sampling_params must be SamplingParams, got \{'temperature'",
-    ),
-    "params_none_in_list": (
-        lambda llm: generate(llm, [STORY, STORY], [GREEDY, None]),
-        TypeError,
-        r"sampling_params must be SamplingParams, got None",
-    ),
-    "stop_token_unknown": (
-        lambda llm: generate(llm, STORY, SamplingParams(stop_token_ids=[10**6])),
-        ValueError,
-        r"stop_token_ids holds 1000000; the vocabulary has \d+ tokens: 0 to \d+",
-    ),
-    "unknown_parameter": (
-        lambda llm: llm.generate(STORY, temperature=0),
-        TypeError,
-        r"unexpected keyword argument 'temperature'",
-    ),
-    "add_request_empty": (lambda llm: llm.add_request("a", []), ValueError, r"prompt is empty"),
-    "add_request_none": (
-        lambda llm: llm.add_request("a", None),
-        TypeError,
-        r"prompt must be a string or a list of token ids, got None",
-    ),
-    "chat_string": (
-        lambda llm: llm.chat("hello", GREEDY),
-        TypeError,
-        r"messages must be a list of message dicts, got 'hello'",
-    ),
-    "chat_empty_conversation": (
-        lambda llm: llm.chat([SUM, []], GREEDY),
-        TypeError,
-        r"a conversation is a list of message dicts, got \[\]",
-    ),
-    "chat_without_content": (
-        lambda llm: llm.chat([{"role": "user"}], GREEDY),
-        ValueError,
-        r"chat template refuses \[\{'role': 'user'\}\].*content",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_PARAMETERS)
-def test_a_bad_call_is_refused(llm: LLM, name: str) -> None:
-    call, error, message = BAD_PARAMETERS[name]
-    with pytest.raises(error, match=message):
-        call(llm)
+def test_chat_refuses(llm: LLM) -> None:
+    for messages, error, message in (
+        ("hello", TypeError, r"messages must be a list of message dicts, got 'hello'"),
+        ([SUM, []], TypeError, r"a conversation is a list of message dicts, got \[\]"),
+        ([SUM, "hello"], TypeError, r"a conversation is a list of message dicts, got 'hello'"),
+        ([{"role": "user"}], ValueError, r"chat template refuses \[\{'role': 'user'\}\].*content"),
+    ):
+        with pytest.raises(error, match=message):
+            llm.chat(messages, GREEDY)
+    with pytest.raises(ValueError, match="chat template refuses"):
+        llm.chat(SUM, continue_final_message=True)  # add_generation_prompt is True by default
+    with pytest.raises(ValueError, match="holds 'tokenize', which chat sets itself"):
+        llm.chat(SUM, chat_template_kwargs={"tokenize": True})
+    assert llm.chat([], use_tqdm=False) == []
     assert_serves(llm)
 
 
-def test_a_prompt_as_long_as_the_model_allows_leaves_no_room() -> None:
-    """Prompt and one output token must fit into max_model_len: 40 tokens do not, 39 do."""
-    with LLM(max_model_len=40, num_kv_blocks=8) as llm:
-        with pytest.raises(ValueError, match=r"40 tokens; with one output .* max_model_len=40"):
-            generate(llm, [5] * 40)
-        assert len(generate(llm, [5] * 39)[0].outputs[0].token_ids) == 1
-        assert_serves(llm)
-
-
-def test_a_prompt_larger_than_the_cache_is_refused() -> None:
-    """40 tokens can never fit into 2 blocks, nor can 32 and one output token."""
-    with LLM(num_kv_blocks=2) as llm:
-        for length in (32, 40):
-            message = rf"{length} tokens.*whole KV cache holds \(32 tokens\).*num_kv_blocks"
-            with pytest.raises(ValueError, match=message):
-                generate(llm, [[5, 6], [5] * length])
-        [output] = generate(llm, [5] * 31)
-        assert len(output.outputs[0].token_ids) == 1
-        assert_idle(llm)
+def test_a_prompt_that_leaves_room_for_one_token() -> None:
+    """A longer prompt can never run: waiting would not help."""
+    for options, limit in (
+        ({"max_model_len": 40, "num_kv_blocks": 8}, 40),
+        ({"num_kv_blocks": 2}, 32),
+    ):
+        with LLM(**options) as llm:
+            with pytest.raises(ValueError, match=rf"{limit} tokens"):
+                generate(llm, [[5, 6], [5] * limit])
+            [output] = generate(llm, [5] * (limit - 1))
+            assert len(output.outputs[0].token_ids) == 1
+            assert_idle(llm)
 
 
 def test_chat_needs_a_template(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Without one, the format of the model's training data is unknown."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -708,7 +637,7 @@ def test_chat_needs_a_template(make_checkpoint: Callable[..., Path], tmp_path: P
 def test_a_checkpoint_without_tokenizer_takes_token_ids(
     make_checkpoint: Callable[..., Path],
 ) -> None:
-    """A text as prompt, stop string or bad word is refused, with a remedy."""
+    """No text in, no text out. The error for a text says what to do."""
     with LLM(make_checkpoint("llama"), num_kv_blocks=8) as llm:
         for call in (
             lambda: generate(llm, STORY),
@@ -716,7 +645,6 @@ def test_a_checkpoint_without_tokenizer_takes_token_ids(
             lambda: llm.chat(SUM, GREEDY),
             lambda: llm.get_tokenizer(),
             lambda: generate(llm, [5, 6], SamplingParams(stop="x")),
-            lambda: generate(llm, [5, 6], SamplingParams(bad_words=["x"])),
         ):
             with pytest.raises(ValueError, match=r"needs a tokenizer, and .* has none.*token ids"):
                 call()
@@ -729,7 +657,7 @@ def test_a_checkpoint_without_tokenizer_takes_token_ids(
 
 
 def test_a_tokenizer_of_another_folder(make_checkpoint: Callable[..., Path]) -> None:
-    """Its token ids may exceed a smaller model's vocabulary."""
+    """A larger tokenizer may produce ids outside of a smaller model's vocabulary."""
     with LLM(make_checkpoint("llama"), tokenizer=DEMO_MODEL, num_kv_blocks=8) as llm:
         assert generate(llm, [5, 6], SamplingParams(max_tokens=5, ignore_eos=True))
         with pytest.raises(ValueError, match=r"is out of range; allowed: 0 to 319"):
@@ -738,17 +666,17 @@ def test_a_tokenizer_of_another_folder(make_checkpoint: Callable[..., Path]) -> 
 
 
 def truncated(folder: Path, source: Path) -> Path:
-    """A copy of a checkpoint whose weight file is too short, as after a full disk."""
+    """A copy of a checkpoint whose weights were cut short, as by a full disk."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
     return folder
 
 
-def test_what_cannot_be_loaded(
+def test_a_checkpoint_or_option_that_does_not_fit(
     llm: LLM, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Each error names the problem and a remedy. An engine that runs is not disturbed."""
+    """Each error says what to do; a second engine in the process is not disturbed."""
     weightless = tmp_path / "weightless"
     shutil.copytree(make_checkpoint("llama"), weightless)
     (weightless / "model.safetensors").unlink()
@@ -763,14 +691,9 @@ def test_what_cannot_be_loaded(
             ValueError,
             r"model\.safetensors is damaged or cut short.*again",
         ),
-        ({"max_modle_len": 10}, TypeError, r"unexpected keyword argument 'max_modle_len'"),
         ({"tokenizer": empty}, ValueError, r"no tokenizer can be read from"),
         ({"max_model_len": 10**6}, ValueError, r"max_model_len is 1000000.*at most \d+ tokens"),
         ({"kv_cache_memory": 1000}, ValueError, r"needs \d+ MiB of KV cache.*Lower max_model_len"),
-        ({"dtype": "float64"}, ValueError, r"dtype is 'float64'; allowed: auto, float32"),
-        ({"scheduling_policy": "lifo"}, ValueError, r"'lifo'; allowed: fcfs, priority"),
-        ({"num_kv_blocks": 0}, ValueError, r"num_kv_blocks is 0; allowed: 1 or more"),
-        ({"block_size": "16"}, TypeError, r"block_size must be an int, got '16'"),
         ({"attention_backend": "flash"}, ValueError, r"attention_backend is 'flash'; allowed"),
     ]
     for options, error, message in cases:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
@@ -369,16 +368,6 @@ def test_logprobs_are_of_the_raw_logits(llm: LLM, tiny_llm: LLM, number: int) ->
         assert again.num_cached_tokens == 0  # a prompt with logprobs is computed in full
 
 
-def test_no_cap_on_logprobs_if_the_engine_is_told_so(llm: LLM, tiny_llm: LLM) -> None:
-    for name in ("logprobs", "prompt_logprobs"):
-        for number in (21, -1):
-            with pytest.raises(ValueError, match=rf"{name} is {number}; this engine allows 20.*-1"):
-                run(llm, STORY, SamplingParams(**{name: number}))
-        assert run(llm, STORY, SamplingParams(max_tokens=1, **{name: 20}))
-        with pytest.raises(ValueError, match=rf"{name} is 321; this engine allows 320"):
-            run(tiny_llm, [5], SamplingParams(**{name: 321}))
-
-
 # -- how a request ends --
 
 
@@ -555,23 +544,6 @@ def test_one_branch_may_be_aborted(llm: LLM, story_ids: list[int]) -> None:
     assert final.outputs[2].token_ids == expected.outputs[2].token_ids[:2]
     for index in (0, 1, 3):
         assert final.outputs[index] == expected.outputs[index]
-
-
-def test_aborting_the_last_branch_hands_out_the_others(llm: LLM, story_ids: list[int]) -> None:
-    """The request has ended then, and its output comes."""
-    params = replace(BRANCHED, n=2, output_kind=FINAL_ONLY)
-    [expected] = run(llm, story_ids, params)
-    stop = next(t for t in expected.outputs[0].token_ids if t not in expected.outputs[1].token_ids)
-    params = replace(params, stop_token_ids=[stop])
-    llm.add_request("mine", story_ids, params)
-    for _ in range(expected.outputs[0].token_ids.index(stop) + 1):
-        assert llm.step() == []
-    assert llm.abort_request("mine", 1)
-    assert llm.has_unfinished_requests()
-    [final] = llm.step()
-    assert final.finished
-    assert [c.finish_reason for c in final.outputs] == ["stop", "abort"]
-    assert not llm.abort_request("mine")
 
 
 # -- each as if it were alone --
@@ -780,12 +752,13 @@ def test_any_parameters_at_length(tiny_llm: LLM, **drawn: Any) -> None:
 # -- chat --
 
 
-def test_chat_opens_a_turn_or_goes_on_within_one(llm: LLM) -> None:
+def test_chat_opens_a_turn_or_continues_one(llm: LLM) -> None:
     """The prompt is the text that the template renders."""
     tokenizer = llm.get_tokenizer()
     greedy = SamplingParams(temperature=0, max_tokens=12)
     begun = [*SUM, {"role": "assistant", "content": "17 + 25"}]
     for messages, options in (
+        (SUM, {"add_generation_prompt": True}),
         (SUM, {"add_generation_prompt": False}),
         (begun, {"add_generation_prompt": False, "continue_final_message": True}),
     ):
@@ -795,14 +768,17 @@ def test_chat_opens_a_turn_or_goes_on_within_one(llm: LLM) -> None:
         assert output.prompt_token_ids == tokenizer.encode(text, add_special_tokens=False)
         assert output.outputs[0] == run_one(llm, output.prompt_token_ids, greedy)
     assert text.endswith("17 + 25")
-    both = llm.chat([SUM, begun], greedy, use_tqdm=False)
+    both = llm.chat([SUM, begun], greedy, use_tqdm=False, add_generation_prompt=False)
     assert [output.prompt for output in both] == [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for messages in (SUM, begun)
+        tokenizer.apply_chat_template(messages, tokenize=False) for messages in (SUM, begun)
     ]
+    assert llm.chat(SUM, greedy, use_tqdm=False)[0].prompt == tokenizer.apply_chat_template(
+        SUM, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_tools_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template renders them."""
     tokenizer = llm.get_tokenizer()
     template = "{%- if tools %}{{ tools | tojson }}{% endif %}{{ messages[0]['content'] }}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -814,14 +790,6 @@ def test_tools_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     [output] = llm.chat(SUM, one, use_tqdm=False, tools=[tool])
     assert '"name": "add"' in str(output.prompt)
     assert llm.chat(SUM, one, use_tqdm=False)[0].prompt == SUM[0]["content"]
-
-
-def test_chat_refuses_contradictions(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="chat template refuses"):
-        llm.chat(SUM, continue_final_message=True)  # and add_generation_prompt, by default
-    with pytest.raises(TypeError, match="list of message dicts"):
-        llm.chat([SUM, "hello"])
-    assert llm.chat([], use_tqdm=False) == []
 
 
 # -- errors --
@@ -885,43 +853,6 @@ def test_a_stream_ends_with_the_error_of_its_request(llm: LLM, story_ids: list[i
     assert [token_id for delta in good for token_id in delta.token_ids] == tokens
 
 
-@pytest.mark.parametrize("place", ["processor", "listener"])
-def test_ctrl_c_in_generate_aborts_its_own_requests_only(
-    llm: LLM, story_ids: list[int], place: str
-) -> None:
-    """In a logits processor or in a listener, at any step. Other requests lose no output, not even
-    one of that very step."""
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    expected = run_one(llm, story_ids, params).token_ids
-    for when in (0, 3, 7):
-        countdown = iter(range(when))
-
-        def interrupt(*arguments: Any, countdown: Iterator[int] = countdown) -> Any:
-            if next(countdown, None) is None:
-                raise KeyboardInterrupt
-            return arguments[-1]
-
-        llm.add_request("other", story_ids, params)
-        mine = params
-        if place == "processor":
-            processor = lambda output_token_ids, logits, f=interrupt: f(logits)  # noqa: E731
-            mine = replace(params, logits_processors=[processor])
-        else:
-            llm.engine.step_listeners.append(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(llm, ["One day", story_ids], mine)
-        llm.engine.step_listeners.clear()
-        left = {seq.request_id for seq in llm.engine.scheduler.sequences.values()}
-        assert left <= {"other"}
-        outputs = []
-        while llm.has_unfinished_requests():
-            outputs += llm.step()
-        assert {output.request_id for output in outputs} == {"other"}
-        assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 9))
-        assert outputs[-1].outputs[0].token_ids == expected
-        assert_idle(llm)
-
-
 @pytest.mark.parametrize("options", [FEW_BLOCKS, SWAP], ids=["recompute", "swap"])
 def test_failing_steps_in_a_crowd(
     mixed: Requests,
@@ -957,72 +888,6 @@ def test_failing_steps_in_a_crowd(
     for i, alone in enumerate(mixed_alone):
         assert_same_output(finals[str(i)], alone)
     assert (sum(bool(call.blocks_to_swap_out) for call in calls) > 2) == (options is SWAP)
-
-
-# -- threads, listeners, close --
-
-
-def test_other_threads_may_add_and_abort(llm: LLM, story_ids: list[int]) -> None:
-    """While one thread is inside a step. A second step is refused, and disturbs nothing."""
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    expected = run_one(llm, story_ids, params).token_ids
-    inside, done = threading.Event(), threading.Event()
-
-    def wait(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-        inside.set()
-        assert done.wait(20)
-        return logits
-
-    results: list[RequestOutput] = []
-    slow = replace(params, logits_processors=[wait])
-    thread = threading.Thread(target=lambda: results.extend(run(llm, story_ids, slow)))
-    thread.start()
-    assert inside.wait(20)
-    with pytest.raises(RuntimeError, match=r"another thread is running a step.*one thread"):
-        llm.step()
-    llm.add_request("added", story_ids, params)
-    llm.add_request("aborted", story_ids, params)
-    assert llm.abort_request("aborted")
-    with pytest.raises(ValueError, match="'added' is in use"):
-        llm.add_request("added", story_ids, params)
-    assert not llm.abort_request("unknown")
-    done.set()
-    thread.join(20)
-    assert results[0].outputs[0].token_ids == expected
-    outputs = []
-    while llm.has_unfinished_requests():
-        outputs += llm.step()
-    assert {output.request_id for output in outputs} == {"added"}
-    assert outputs[-1].outputs[0].token_ids == expected
-
-
-def test_a_listener_sees_all_tokens_and_may_abort(llm: LLM, story_ids: list[int]) -> None:
-    """Also the tokens of requests that hand out their final output alone."""
-    params = SamplingParams(
-        temperature=0, max_tokens=9, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
-    )
-    seen: dict[str, list[int]] = {"aborted": [], "other": []}
-
-    def listener(report: StepReport) -> None:
-        for update in report.updates:
-            assert report.sequences[update.sequence.seq_id] is update.sequence
-            seen[update.sequence.request_id] += update.new_token_ids
-        if len(seen["aborted"]) == 3:
-            assert llm.abort_request("aborted")
-            seen["aborted"].append(-1)
-        assert min(report.schedule_time, report.execute_time, report.update_time) > 0
-
-    llm.engine.step_listeners.append(listener)
-    for name in seen:
-        llm.add_request(name, story_ids, params)
-    outputs = []
-    while llm.has_unfinished_requests():
-        outputs += llm.step()
-    llm.engine.step_listeners.clear()
-    [output] = outputs
-    assert output.request_id == "other"
-    assert output.outputs[0].token_ids == seen["other"]
-    assert seen["aborted"] == [*seen["other"][:3], -1]
 
 
 def test_close_frees_everything_in_the_middle(
@@ -1066,36 +931,3 @@ def test_metrics_of_an_output_are_a_snapshot(llm: LLM, story_ids: list[int]) -> 
     assert moments == sorted(moments)  # type: ignore[type-var]
     assert [o.metrics.finished_time is None for o in outputs] == [True, True, True, False]
     assert len({output.metrics.first_token_time for output in outputs}) == 1
-
-
-# -- refusals that need the engine's settings --
-
-BAD: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
-    "n": ({"n": 300}, {}, ValueError, r"n is 300; this engine runs at most \d+.*max_num_seqs"),
-    "bias": ({"logit_bias": {9999: 1.0}}, {}, ValueError, r"logit_bias holds 9999; .* 0 to 2047"),
-    "allowed": ({"allowed_token_ids": [5, 2048]}, {}, ValueError, r"allowed_token_ids holds 2048"),
-    "stop_ids": ({"stop_token_ids": [2048]}, {}, ValueError, r"stop_token_ids holds 2048"),
-    "logprobs": ({"logprobs": 21}, {}, ValueError, r"logprobs is 21; this engine allows 20"),
-    "all": ({"logprobs": -1}, {}, ValueError, r"logprobs is -1; this engine allows 20"),
-    "prompt": ({"prompt_logprobs": 21}, {}, ValueError, r"prompt_logprobs is 21; .* allows 20"),
-    "salt": ({}, {"cache_salt": 5}, TypeError, r"cache_salt must be None or a non-empty.* got 5"),
-    "empty_salt": ({}, {"cache_salt": ""}, TypeError, r"cache_salt must be None or a non-empty"),
-    "salts": ({}, {"cache_salt": ["a", "b"]}, ValueError, r"cache_salt has 2 items for 1 prompts"),
-    "priority": ({}, {"priority": 1}, ValueError, r"priority is 1.*scheduling_policy='priority'"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_request_that_can_never_run_is_refused(llm: LLM, story_ids: list[int], name: str) -> None:
-    """The message has the given value, the allowed ones and a remedy. The engine goes on."""
-    given, options, error, message = BAD[name]
-    params = SamplingParams(**{"max_tokens": 3, **given})
-    for call in (llm.generate, llm.stream):
-        with pytest.raises(error, match=message):
-            call(story_ids, params, **options)
-    if not isinstance(options.get("cache_salt"), list):
-        with pytest.raises(error, match=message):
-            llm.add_request("mine", story_ids, params, **options)
-    assert_idle(llm)
-    greedy = SamplingParams(temperature=0)
-    assert "42" in llm.chat(SUM, greedy, use_tqdm=False)[0].outputs[0].text
