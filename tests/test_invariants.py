@@ -249,23 +249,6 @@ def test_preemption_changes_no_token(name: str, expected: list[list[int]]) -> No
         assert_all_same(outputs, expected)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_arrival_order_and_company_change_no_token(seed: int, expected: list[list[int]]) -> None:
-    """Any subset, in any order, under any priorities."""
-    chance = random.Random(seed)
-    chosen = chance.sample(range(len(expected)), chance.randrange(3, len(expected)))
-    requests = make_requests()
-    with LLM(num_kv_blocks=24, max_num_seqs=5, scheduling_policy="priority") as llm:
-        outputs = llm.generate(
-            [requests[i].prompt_token_ids for i in chosen],
-            [requests[i].params for i in chosen],
-            use_tqdm=False,
-            priority=[chance.randrange(-2, 3) for _ in chosen],
-        )
-        for i, output in zip(chosen, outputs, strict=True):
-            assert_same(requests[i], output.outputs[0].token_ids, expected[i])
-
-
 def test_seeds_drawn_by_the_engine_repeat_with_its_seed() -> None:
     """The engine draws the seeds of requests without one, so that runs can be repeated."""
 

@@ -380,11 +380,13 @@ def test_generate_inside_a_stream(llm: LLM) -> None:
 
 
 def test_aborting_a_streams_request_ends_the_stream(llm: LLM) -> None:
-    outputs = []
-    for output in llm.stream(STORY, GREEDY):
-        outputs.append(output)
-        llm.abort_request(output.request_id)
-    assert len(outputs) == 1
+    """At once; or, if its only completion is aborted, with an output that says so."""
+    for index, reasons in ((None, [None]), (0, [None, "abort"])):
+        outputs = []
+        for output in llm.stream(STORY, GREEDY):
+            outputs.append(output)
+            llm.abort_request(output.request_id, index)
+        assert [output.outputs[0].finish_reason for output in outputs] == reasons
 
 
 # -- requests side by side --

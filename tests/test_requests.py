@@ -452,7 +452,7 @@ def test_a_stop_string_counts_right_after_min_tokens(llm: LLM, story_ids: list[i
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("n", [1, 3])
-def test_every_kind_of_output_tells_the_same(
+def test_every_kind_of_output_brings_the_same(
     llm: LLM, story_ids: list[int], kind: RequestOutputKind, n: int
 ) -> None:
     """Deltas join to the final text; cumulative texts grow."""
