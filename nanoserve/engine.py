@@ -150,19 +150,22 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request. Raises ValueError or TypeError if it can never be served."""
-        self.add(self.make_request(request_id, prompt, sampling_params, priority, cache_salt))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self.add(self.make_request(request_id, prompt, params, priority, cache_salt))
 
     def make_request(
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestState:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        sequence = self.input_processor.process(request_id, prompt, params, priority, cache_salt)
+        self._check_open()
+        sequence = self.input_processor.process(
+            request_id, prompt, sampling_params, priority, cache_salt
+        )
         text = prompt if isinstance(prompt, str) else None
         return self.output_processor.make_state(sequence, text)
 
