@@ -33,6 +33,7 @@ from nanoserve.sequence import (
     Sequence,
     SequenceStatus,
     SequenceUpdate,
+    TokenLogprobs,
 )
 
 MAX_MODEL_LEN = 64
@@ -491,6 +492,7 @@ def test_the_prompt_of_n_completions_is_computed_once() -> None:
     engine.add(range(18), max_tokens=3, n=4)
     steps = engine.run()
     assert [step.total_num_scheduled_tokens for step in steps] == [8, 8, 2, 4, 4]
+    assert [step.needs_sync for step in steps] == [False, False, True, False, False]
     assert [new.num_samples for step in steps for new in step.new_sequences] == [4, 1, 1, 1]
     assert [new.branch for step in steps for new in step.new_sequences] == [0, 1, 2, 3]
     assert {len(new.block_ids) for new in steps[3].new_sequences} == {5}
@@ -643,8 +645,11 @@ def test_tokens_behind_a_stop_token_are_dropped(
     params = SamplingParams(stop_token_ids=[42])
     seq = engine.add([1, 2], sampling_params=params, stop_token_ids=frozenset({42, 7}))
     step = engine.scheduler.schedule()
-    [update] = engine.scheduler.update_from_output(step, ModelOutput({0: sampled}, {}))
+    logprobs = tuple(TokenLogprobs((token_id,), (0.0,), 1) for token_id in sampled)
+    model_output = ModelOutput({0: sampled}, {0: logprobs})
+    [update] = engine.scheduler.update_from_output(step, model_output)
     assert update.new_token_ids == output == tuple(seq.output_token_ids)
+    assert update.logprobs == logprobs[: len(output)]
     assert (seq.status.finish_reason, seq.stop_reason) == ("stop", stop_reason)
 
 
