@@ -31,11 +31,10 @@ from fakes import FakeEngine, StepFailed, add_beam_search, make_sequence, refere
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import BeamSearchParams, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve import LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.block_manager import BlockHash
 from nanoserve.config import EngineConfig
 from nanoserve.engine import StepReport
-from nanoserve.extras.beam_search import BeamSearch
 from nanoserve.sequence import RequestError, SchedulerOutput, Sequence, SequenceStatus
 
 make_engine = partial(engines.make_engine, async_scheduling=True)
@@ -130,7 +129,7 @@ def test_every_step_of_beams_needs_sync() -> None:
         engine = make_engine(async_scheduling=is_async, num_kv_blocks=12)
         steps: list[SchedulerOutput] = []
         engine.step_listeners.append(lambda report, s=steps: s.append(report.scheduler_output))
-        search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(3, 5))
+        search = add_beam_search(engine, "beams", [1, 2, 3], 3, 5)
         engine.add_request("beside", [1, 2, 3], params())
         assert finish(engine)["beside"].outputs[0].token_ids == expect([1, 2, 3])
         beams.append(search.get_output())
@@ -442,7 +441,7 @@ class Workload:
         self.engine = engine
         self.room = engine.executor.num_kv_blocks * engine.block_manager.block_size
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
-        self.searches: dict[str, BeamSearch] = {}
+        self.searches: dict[str, Any] = {}
         self.aborted: set[str] = set()
         self.bad: dict[str, str] = {}  # request that shall fail -> where, "executor" or "text"
         self.to_abort: list[str] = []  # inside the next step, by another thread
@@ -553,8 +552,7 @@ class Workload:
         elif what == "beams":
             beams = f"beams {len(self.searches)}"
             with contextlib.suppress(ValueError):  # too little room
-                search = BeamSearchParams(2, 3)
-                self.searches[beams] = add_beam_search(self.engine, beams, [1, 2, number], search)
+                self.searches[beams] = add_beam_search(self.engine, beams, [1, 2, number], 2, 3)
 
     def abort(self, name: str, index: int | None = None, in_other_thread: bool = False) -> None:
         call = partial(self.engine.abort_request, name, index)

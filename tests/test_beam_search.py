@@ -16,7 +16,7 @@ from fakes import StepFailed, add_beam_search, next_logprobs, num_tokens_of, ref
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import LLMEngine, RequestOutput
+from nanoserve import LLM, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.engine import StepReport
 from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence
 from nanoserve.sequence import SchedulerOutput, SequenceStatus
@@ -144,6 +144,17 @@ def test_bad_values_are_refused(name: str, value: Any, allowed: str) -> None:
 def test_a_misspelt_name_is_pythons_own_error() -> None:
     with pytest.raises(TypeError, match="num_beams"):
         BeamSearchParams(num_beams=2, max_tokens=4)  # type: ignore[call-arg]
+
+
+def test_other_parameters_are_refused() -> None:
+    """By LLM.beam_search, which needs no class of this chapter, and by the chapter itself."""
+    params: Any = SamplingParams()
+    for call in (
+        lambda: LLM.beam_search(None, [], params),  # type: ignore[arg-type]
+        lambda: BeamSearch("beams", [1], params, None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="params must be BeamSearchParams"):
+            call()
 
 
 @pytest.mark.parametrize(("beam_width", "num_candidates"), [(1, 2), (4, 8), (6, 11), (99, 11)])

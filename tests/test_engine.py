@@ -33,7 +33,7 @@ from engines import (
 )
 from fakes import FakeExecutor, StepFailed, add_beam_search
 
-from nanoserve import BeamSearchParams, LLMEngine, RequestOutput, RequestOutputKind
+from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve.block_manager import BlockManager
 from nanoserve.engine import StepReport
 from nanoserve.output_processor import RequestState
@@ -137,12 +137,12 @@ def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
     engine.add(request)
     with pytest.raises(ValueError, match="'a' is in use"):
         engine.add(request)
-    add_beam_search(engine, "beams", [1], BeamSearchParams(2, 3))
+    add_beam_search(engine, "beams", [1], 2, 3)
     for name in ("a", "beams"):
         with pytest.raises(ValueError, match=f"'{name}' is in use"):
             engine.add_request(name, [2], params())
         with pytest.raises(ValueError, match=f"'{name}' is in use"):
-            add_beam_search(engine, name, [2], BeamSearchParams(2, 3))
+            add_beam_search(engine, name, [2], 2, 3)
     assert tokens_of(finish(engine)["a"]) == [expect([1])]
     engine.add_request("a", [2], params())
     assert tokens_of(finish(engine)["a"]) == [expect([2])]
@@ -422,7 +422,7 @@ def test_a_request_that_fails_in_the_executor(
     engine = make_engine(preemption_mode="swap", num_kv_blocks=12)
     engine.add_request("good", [4, 5, 6], params(n=2))
     engine.add_request("bad", [1, 2, 3], params(n=n, output_kind=kind))
-    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(2, 5))
+    search = add_beam_search(engine, "beams", [1, 2, 3], 2, 5)
     fail_in_executor(engine, "bad", num_output_tokens)
     outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
     assert_idle(engine)
@@ -529,8 +529,8 @@ def test_a_consumer_that_cannot_tell_its_error(
 def test_a_beam_search_that_fails(make_engine: MakeEngine, width: int) -> None:
     """Its blocks are free; get_output says why; the others get their tokens."""
     engine = make_engine()
-    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(width, 6))
-    broken = add_beam_search(engine, "broken", [1, 2, 3], BeamSearchParams(width, 6))
+    search = add_beam_search(engine, "beams", [1, 2, 3], width, 6)
+    broken = add_beam_search(engine, "broken", [1, 2, 3], width, 6)
     engine.add_request("good", [4, 5, 6], params())
     fail_in_executor(engine, "beams", num_output_tokens=3)
 
@@ -578,7 +578,7 @@ def test_a_report_says_what_a_step_did(make_engine: MakeEngine) -> None:
     engine.step_listeners.append(reports.append)
     final_only = RequestOutputKind.FINAL_ONLY
     engine.add_request("a", [1, 2, 3], params(n=2, output_kind=final_only))
-    search = add_beam_search(engine, "beams", [4, 5], BeamSearchParams(3, 6, ignore_eos=True))
+    search = add_beam_search(engine, "beams", [4, 5], 3, 6, ignore_eos=True)
     outputs = finish(engine)
     assert len(reports) == engine.executor.num_launched
     tokens: dict[tuple[str, int], list[int]] = {}
@@ -812,7 +812,7 @@ def test_close(make_engine: MakeEngine) -> None:
     """All requests are aborted, and no more are taken. Closing twice is fine."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(n=2))
-    add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(2, 4))
+    add_beam_search(engine, "beams", [1, 2, 3], 2, 4)
     step(engine)
     engine.close()
     engine.close()
@@ -829,7 +829,7 @@ def test_close(make_engine: MakeEngine) -> None:
 def test_beam_search_beside_others(make_engine: MakeEngine) -> None:
     """step() advances it. Its results are in the object returned, not in RequestOutputs."""
     engine = make_engine(num_kv_blocks=8)
-    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(1, 4, ignore_eos=True))
+    search = add_beam_search(engine, "beams", [1, 2, 3], 1, 4, ignore_eos=True)
     [root] = engine.scheduler.waiting
     engine.add_request("a", [1, 2, 3], params())
     outputs = finish(engine)
@@ -847,7 +847,7 @@ def test_beam_search_can_be_aborted(
 ) -> None:
     """A search has no completions of its own: aborting one of its beams ends it, too."""
     engine = make_engine()
-    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(3, 4, ignore_eos=True))
+    search = add_beam_search(engine, "beams", [1, 2, 3], 3, 4, ignore_eos=True)
     for _ in range(num_steps):
         step(engine)
     assert engine.abort_request("beams", index)
@@ -858,10 +858,8 @@ def test_beam_search_can_be_aborted(
 
 def test_a_beam_search_that_cannot_be_served(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(TypeError, match="BeamSearchParams"):
-        add_beam_search(engine, "beams", [1], params())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
-        add_beam_search(engine, "beams", [], BeamSearchParams(2, 3))
+        add_beam_search(engine, "beams", [], 2, 3)
     assert not engine.is_unfinished("beams")
 
 
