@@ -377,12 +377,8 @@ class LLMEngine:
         return self.block_manager.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends for this model, over SamplingParams' defaults."""
-        recommended = self.model_config.generation_defaults
-        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams.from_generation_config(self.model_config.generation_defaults)
 
     def close(self) -> None:
         """Abort all requests and free the memory of the model and the KV cache."""

@@ -22,6 +22,16 @@ from nanoserve.layers import LayerConfig
 from nanoserve.parallel import ParallelState
 
 
+def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own."""
+    if wanted == "auto":
+        wanted = "float32" if device.type == "cpu" else checkpoint
+    dtype = getattr(torch, wanted, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {wanted!r} is not supported; use float32, bfloat16 or float16.")
+    return dtype
+
+
 def make_layer_config(
     device: torch.device,
     dtype: torch.dtype,

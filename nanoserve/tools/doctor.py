@@ -33,10 +33,10 @@ import torch
 from packaging.requirements import Requirement
 
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
+from nanoserve.kernels.selector import choose_dtype
 from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
 from nanoserve.layers import LayerConfig
 from nanoserve.llm import LLM
-from nanoserve.model_runner import choose_dtype
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.parallel import choose_device
 from nanoserve.sampling_params import SamplingParams
