@@ -240,12 +240,17 @@ class LLM:
         like this one. However this loop ends, the unfinished requests are aborted.
         """
         engine, request_ids = self.engine, {request.request_id for request in requests}
+        is_unfinished = bool(requests)
         try:
             for request in requests:
                 engine.add(request)
-            while any(engine.is_serving(request) for request in requests):
+            while is_unfinished:
                 engine.run_step()
-                yield from engine.take_outputs(request_ids)
+                outputs = engine.take_outputs(request_ids)
+                # Asked before the caller's code runs: a loop inside this one may finish requests,
+                # and their last outputs are taken by the next round.
+                is_unfinished = any(engine.is_serving(request) for request in requests)
+                yield from outputs
         finally:
             with delayed_interrupt():
                 for request in filter(engine.is_serving, requests):

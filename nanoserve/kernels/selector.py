@@ -4,7 +4,7 @@ The flat modules hold the plain ways; the fast ones are in this folder. One func
 them for a model that is to be built:
 
     device, dtype        attention   linear layers         norm
-    CPU, float32         torch       PackedLinearMethod    rms_norm_cpu
+    CPU, float32         torch       PackedLinearMethod    RMSNormCPU
     CPU, other dtypes    torch       LinearMethod          rms_norm
     CUDA                 triton      LinearMethod          rms_norm
 
@@ -17,7 +17,7 @@ import torch
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.kernels.attention_cpu import TorchBackend
-from nanoserve.kernels.linear_cpu import PackedLinearMethod, rms_norm_cpu
+from nanoserve.kernels.linear_cpu import PackedLinearMethod, RMSNormCPU
 from nanoserve.layers import LayerConfig
 from nanoserve.parallel import ParallelState
 
@@ -31,7 +31,7 @@ def make_layer_config(
     """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
     attention = get_attn_backend(attention_backend, device)
     if device.type == "cpu" and dtype == torch.float32:
-        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), rms_norm_cpu)
+        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), RMSNormCPU())
     return LayerConfig(dtype, device, parallel, attention)
 
 
