@@ -18,7 +18,8 @@ from nanoserve.sequence import SchedulerOutput, SequenceStatus
 
 
 def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | None = None) -> str:
-    """One sentence about an unfinished sequence. With `last_step`, a used-up token budget is told.
+    """One sentence about an unfinished sequence. Only with `last_step` can the answer be that the
+    token budget was used up.
 
     Raises KeyError if there is no unfinished sequence of this id.
     """
