@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import FakeEngine, LateSequence, num_tokens_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.sequence import SequenceStatus
@@ -97,6 +97,7 @@ def test_the_token_budget_of_the_last_step(chunked: bool, prompt_lens: tuple[int
     assert why_waiting(engine.scheduler, last.seq_id) == NOTHING
 
 
+@settings(max_examples=50)
 @given(
     options=st.fixed_dictionaries(
         {
