@@ -83,9 +83,9 @@ class LaunchedStep(NamedTuple):
     """A step between its launch and its result."""
 
     scheduler_output: SchedulerOutput
-    pending: Any  # result() waits for the ModelOutput
     schedule_time: float
     launched_at: float
+    pending: Any = None  # of an overlapped step: result() waits for the ModelOutput
 
 
 class LLMEngine:
@@ -257,13 +257,14 @@ class LLMEngine:
         """Run one step; its outputs wait for take_outputs."""
         with self._stepping():
             self._check_open()
-            is_overlapped = self.config.async_scheduling
-            run = self._run_overlapped_step if is_overlapped else self._run_plain_step
             try:
                 with delayed_interrupt():
                     self._drain_inbox()
                 try:
-                    run()
+                    if self.config.async_scheduling:
+                        self._run_overlapped_step()
+                    else:
+                        self._run_plain_step()
                 except RequestError as error:
                     self._recover(error)
             except BaseException:  # KeyboardInterrupt too
@@ -272,36 +273,37 @@ class LLMEngine:
 
     def _run_plain_step(self) -> None:
         """Schedule, execute, update."""
-        start = perf_counter()
-        with delayed_interrupt():
-            scheduler_output = self.scheduler.schedule()
-        if scheduler_output.is_empty:
-            return
-        launched_at = perf_counter()
-        step = LaunchedStep(scheduler_output, None, launched_at - start, launched_at)
-        model_output = self.executor.execute_model(scheduler_output)
-        self._update(step, model_output)
+        step = self._schedule()
+        if step is not None:
+            model_output = self.executor.execute_model(step.scheduler_output)
+            self._update(step, model_output)
 
     def _run_overlapped_step(self) -> None:
         """Schedule and launch the next step, then read the result of the one before.
 
         The new step is read too if the scheduler needs its tokens, or if no request is left.
         """
-        start = perf_counter()
-        with delayed_interrupt():
-            scheduler_output = self.scheduler.schedule()
-        if not scheduler_output.is_empty:
-            launched_at = perf_counter()
-            pending = self.executor.launch(scheduler_output)
-            step = LaunchedStep(scheduler_output, pending, launched_at - start, launched_at)
-            self._in_flight.append(step)
-        can_overlap = not scheduler_output.is_empty and not scheduler_output.needs_sync
+        step = self._schedule()
+        if step is not None:
+            pending = self.executor.launch(step.scheduler_output)
+            self._in_flight.append(step._replace(pending=pending))
+        can_overlap = step is not None and not step.scheduler_output.needs_sync
         while self._in_flight:
             max_in_flight = 1 if can_overlap and self.scheduler.has_unfinished() else 0
             if len(self._in_flight) <= max_in_flight:
                 return
-            step = self._in_flight.popleft()
-            self._update(step, step.pending.result())
+            oldest = self._in_flight.popleft()
+            self._update(oldest, oldest.pending.result())
+
+    def _schedule(self) -> LaunchedStep | None:
+        """The next step, about to be launched. None if no sequence can be scheduled."""
+        start = perf_counter()
+        with delayed_interrupt():
+            scheduler_output = self.scheduler.schedule()
+        end = perf_counter()
+        return (
+            None if scheduler_output.is_empty else LaunchedStep(scheduler_output, end - start, end)
+        )
 
     def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, make text of them, tell the listeners."""
