@@ -1,15 +1,15 @@
 """How does a decode step run without launching its kernels one by one?
 
-A decode step of a small model is some hundreds of kernels of a few microseconds each, and launching
-one from Python costs more than that: the GPU waits for the CPU. A CUDA graph is the launches of one
-forward pass, recorded once and replayed by a single call. It replays the very same launches: same
-grid sizes, same addresses. So
+A decode step of a small model is some hundreds of kernels of a few microseconds each. Launching a
+kernel from Python takes longer than running it: the GPU waits for the CPU. A CUDA graph holds the
+launches of one forward pass, recorded once and replayed by a single call. Every replay has the same
+launches, with the same grid sizes and the same addresses. So
 
 * a graph is recorded for each of some batch sizes, and a batch is padded to the next one. A padding
   sequence has no query (query_start_loc does not grow) and slot -1: the kernels read and store
   nothing for it.
-* inputs lie at fixed addresses (staging.py sends them to the same place in each step; the block
-  table, whose width varies, is copied into a fixed one), and so does the output.
+* inputs and output lie at fixed addresses. staging.py sends the inputs to the same place in each
+  step; the block table, whose width varies, is copied into a tensor of fixed size.
 * no launch may depend on the contents of the batch: kernels/attention_triton.py chooses its
   launches by shapes alone.
 
@@ -17,8 +17,8 @@ grid sizes, same addresses. So
     graph       1   2   4   4   8     8   16    16        and so on in steps of 8, then of 16
 
 Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
-shapes are never the same twice. All graphs share one memory pool, the largest recorded first: they
-never run at the same time, so they may use the same memory.
+shapes differ from step to step. All graphs share one memory pool, because no two graphs run at the
+same time. The largest graph is recorded first.
 
 vLLM: vllm/worker/model_runner.py CUDAGraphRunner (V0); vllm/compilation/cuda_graph.py
 CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
@@ -56,7 +56,7 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, forward: Forward) -> Tensor:
-        """See Graph. The first run is not recorded: it compiles kernels and sets libraries up."""
+        """See Graph. A first run, not recorded, compiles kernels and initializes libraries."""
         forward()
         torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=self._pool):  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ class DecodeGraphs:
         self.graph_cls = graph_cls
         self.graphs: dict[int, Graph] = {}
         self.outputs: dict[int, Tensor] = {}
-        self.num_bytes = 0  # of GPU memory, for all of them
+        self.num_bytes = 0  # of GPU memory, for all graphs
 
     def capture(self, make_forward: Callable[[int], Forward], use_tqdm: bool = True) -> None:
         """Record a graph of make_forward(size) for every size, the largest first."""
@@ -103,7 +103,7 @@ class DecodeGraphs:
         return self.sizes[index] if index < len(self.sizes) else None
 
     def replay(self, size: int) -> Tensor:
-        """Run the forward pass of that size on the inputs at its addresses."""
+        """Run the graph of this size on the present inputs; return the hidden states."""
         self.graphs[size].replay()
         return self.outputs[size]
 
@@ -115,5 +115,5 @@ def choose_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _free_gpu_memory() -> int:
-    """Bytes; 0 where there is no GPU in use."""
+    """In bytes; 0 without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0

@@ -83,9 +83,9 @@ class LaunchedStep(NamedTuple):
     """A step between its launch and its result."""
 
     scheduler_output: SchedulerOutput
-    pending: Any  # result() waits for the ModelOutput
     schedule_time: float
     launched_at: float
+    pending: Any = None  # of an overlapped step: result() waits for the ModelOutput
 
 
 class LLMEngine:
@@ -150,19 +150,22 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request. Raises ValueError or TypeError if it can never be served."""
-        self.add(self.make_request(request_id, prompt, sampling_params, priority, cache_salt))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        self.add(self.make_request(request_id, prompt, params, priority, cache_salt))
 
     def make_request(
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestState:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        sequence = self.input_processor.process(request_id, prompt, params, priority, cache_salt)
+        self._check_open()
+        sequence = self.input_processor.process(
+            request_id, prompt, sampling_params, priority, cache_salt
+        )
         text = prompt if isinstance(prompt, str) else None
         return self.output_processor.make_state(sequence, text)
 
@@ -174,9 +177,13 @@ class LLMEngine:
         self._check_open()
         with delayed_interrupt():
             self.output_processor.add(request)
-            for sequence in request.sequences:
-                self._inbox.append(partial(self.scheduler.add, sequence))
+            self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
+
+    def _queue(self, request: RequestConsumer) -> None:
+        """Give a request's sequences to the scheduler, unless it was aborted meanwhile."""
+        for sequence in request.sequences if self.is_serving(request) else ():
+            self.scheduler.add(sequence)
 
     def abort_request(self, request_id: str, index: int | None = None) -> bool:
         """End a request, at whatever stage, and free its blocks. False if there is none of this id.
@@ -205,7 +212,8 @@ class LLMEngine:
             self.take_outputs([request.request_id])  # an aborted request hands out nothing more
         elif seq is not None:
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
-            self._outputs += self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
+            outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
+            self._outputs += outputs
 
     def is_unfinished(self, request_id: str) -> bool:
         """True for a request that was added and has neither finished nor been aborted."""
@@ -217,9 +225,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """True while step() has something to compute or to hand out."""
-        return bool(
-            self._outputs or self._in_flight or self._inbox or self.scheduler.has_unfinished()
-        )
+        return bool(self._outputs or self._in_flight or self.output_processor.requests)
 
     # -- the step --
 
@@ -234,61 +240,70 @@ class LLMEngine:
 
     def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
         """The outputs that wait to be handed out: all, or only those of some requests."""
-        with self._lock:
-            outputs, self._outputs = self._outputs, []
-            if request_ids is None:
-                return outputs
-            self._outputs = [output for output in outputs if output.request_id not in request_ids]
-            return [output for output in outputs if output.request_id in request_ids]
+        taken: list[RequestOutput] = []
+        try:
+            with self._lock:
+                outputs = self._outputs
+                ids = {o.request_id for o in outputs} if request_ids is None else request_ids
+                wanted = [output for output in outputs if output.request_id in ids]
+                others = [output for output in outputs if output.request_id not in ids]
+                taken, self._outputs = wanted, others
+            return taken
+        except BaseException:  # Ctrl-C: the outputs wait for the next call
+            self._outputs = taken + self._outputs
+            raise
 
     def run_step(self) -> None:
         """Run one step; its outputs wait for take_outputs."""
         with self._stepping():
             self._check_open()
-            self._drain_inbox()
             try:
-                if self.config.async_scheduling:
-                    self._run_overlapped_step()
-                else:
-                    self._run_plain_step()
-            except RequestError as error:
-                self._recover(error)
+                with delayed_interrupt():
+                    self._drain_inbox()
+                try:
+                    if self.config.async_scheduling:
+                        self._run_overlapped_step()
+                    else:
+                        self._run_plain_step()
+                except RequestError as error:
+                    self._recover(error)
             except BaseException:  # KeyboardInterrupt too
                 self._recover()
                 raise
 
     def _run_plain_step(self) -> None:
         """Schedule, execute, update."""
-        start = perf_counter()
-        with delayed_interrupt():
-            scheduler_output = self.scheduler.schedule()
-        if scheduler_output.is_empty:
-            return
-        launched_at = perf_counter()
-        step = LaunchedStep(scheduler_output, None, launched_at - start, launched_at)
-        model_output = self.executor.execute_model(scheduler_output)
-        self._update(step, model_output)
+        step = self._schedule()
+        if step is not None:
+            model_output = self.executor.execute_model(step.scheduler_output)
+            self._update(step, model_output)
 
     def _run_overlapped_step(self) -> None:
         """Schedule and launch the next step, then read the result of the one before.
 
         The new step is read too if the scheduler needs its tokens, or if no request is left.
         """
-        start = perf_counter()
-        with delayed_interrupt():
-            scheduler_output = self.scheduler.schedule()
-        if not scheduler_output.is_empty:
-            launched_at = perf_counter()
-            pending = self.executor.launch(scheduler_output)
-            step = LaunchedStep(scheduler_output, pending, launched_at - start, launched_at)
-            self._in_flight.append(step)
-        can_overlap = not scheduler_output.is_empty and not scheduler_output.needs_sync
+        step = self._schedule()
+        if step is not None:
+            pending = self.executor.launch(step.scheduler_output)
+            self._in_flight.append(step._replace(pending=pending))
+        can_overlap = step is not None and not step.scheduler_output.needs_sync
         while self._in_flight:
             max_in_flight = 1 if can_overlap and self.scheduler.has_unfinished() else 0
             if len(self._in_flight) <= max_in_flight:
                 return
-            step = self._in_flight.popleft()
-            self._update(step, step.pending.result())
+            oldest = self._in_flight.popleft()
+            self._update(oldest, oldest.pending.result())
+
+    def _schedule(self) -> LaunchedStep | None:
+        """The next step, about to be launched. None if no sequence can be scheduled."""
+        start = perf_counter()
+        with delayed_interrupt():
+            scheduler_output = self.scheduler.schedule()
+        end = perf_counter()
+        return (
+            None if scheduler_output.is_empty else LaunchedStep(scheduler_output, end - start, end)
+        )
 
     def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, make text of them, tell the listeners."""
@@ -298,7 +313,8 @@ class LLMEngine:
         known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
         with delayed_interrupt():
             updates = self.scheduler.update_from_output(scheduler_output, model_output)
-            self._outputs += self.output_processor.process_outputs(updates)
+            outputs = self.output_processor.process_outputs(updates)
+            self._outputs += outputs
         execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
         times = (step.schedule_time, execute_time, update_time)
         report = StepReport(scheduler_output, updates, known, *times)
@@ -325,20 +341,27 @@ class LLMEngine:
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         """Hold the lock. Raises RuntimeError if another thread is inside a step."""
-        if not self._lock.acquire(blocking=False):
-            if self._is_stepping:
-                raise RuntimeError(
-                    "another thread is running a step of this engine. Call step(), generate() and "
-                    "the like from one thread, or give each thread an engine of its own; other "
-                    "threads may add and abort requests."
-                )
-            self._lock.acquire()  # another thread is adding a request: that takes microseconds
-        was_stepping, self._is_stepping = self._is_stepping, True
+        was_stepping: bool | None = None
         try:
+            with delayed_interrupt():
+                self._acquire_lock()
+                was_stepping, self._is_stepping = self._is_stepping, True
             yield
         finally:
-            self._is_stepping = was_stepping
-            self._lock.release()
+            if was_stepping is not None:
+                self._is_stepping = was_stepping
+                self._lock.release()
+
+    def _acquire_lock(self) -> None:
+        if self._lock.acquire(blocking=False):
+            return
+        if self._is_stepping:
+            raise RuntimeError(
+                "another thread is running a step of this engine. Call step(), generate() and "
+                "the like from one thread, or give each thread an engine of its own; other "
+                "threads may add and abort requests."
+            )
+        self._lock.acquire()  # another thread is adding a request: that takes microseconds
 
     def _drain_inbox(self) -> None:
         """Do what was asked for, unless another thread is inside a step: it does so next time."""
@@ -356,12 +379,8 @@ class LLMEngine:
         return self.block_manager.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What generation_config.json recommends for this model, over SamplingParams' defaults."""
-        recommended = self.model_config.generation_defaults
-        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams.from_generation_config(self.model_config.generation_defaults)
 
     def close(self) -> None:
         """Abort all requests and free the memory of the model and the KV cache."""

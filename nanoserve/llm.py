@@ -1,10 +1,10 @@
 """How does a user ask?
 
-LLM is the convenient interface in front of the engine (engine.py): it has an engine, and calls the
-engine's step() until the requests of a call have ended.
+LLM is the convenient interface in front of the engine (engine.py). An LLM has an engine, and calls
+the engine's step() until the requests of a call have ended.
 
     LLM().generate(["Once upon a time"], SamplingParams(temperature=0))    # all at once
-    LLM().stream(["Once upon a time"])                                     # as it comes
+    LLM().stream(["Once upon a time"])                                     # token by token
     LLM().chat([{"role": "user", "content": "What is 17 + 25?"}])          # a chat template
     LLM().beam_search(["Once upon a time"], BeamSearchParams(4, 20))       # the likeliest texts
 
@@ -76,7 +76,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue one request, to be served by step()."""
+        """Queue one request; calls of step() compute its tokens."""
         self.engine.add_request(
             request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
         )
@@ -107,8 +107,8 @@ class LLM:
 
         prompts: a string, a list of token ids, or a list of either. The other arguments are one for
         all, or a list of one each; None: the model's own recommendation, priority 0, no salt.
-        A request that fails on its way has an output with finish_reason "error".
-        Raises ValueError or TypeError, before any work, if one of them cannot be served.
+        A request that fails later has an output with finish_reason "error".
+        Raises ValueError or TypeError, before any work, if one of the requests can never be served.
         """
         requests = self._make_all(
             prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY
@@ -130,11 +130,11 @@ class LLM:
         cache_salt: str | list[str | None] | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> Iterator[RequestOutput]:
-        """Complete every prompt; yield what each step brings. The texts of a completion's outputs,
-        joined, are its whole text (with output_kind CUMULATIVE each output has all of it so far).
-        Leaving the loop early aborts the unfinished requests."""
+        """Complete every prompt; yield the new text of each step. The texts of a completion's
+        outputs, joined, are its whole text. With output_kind CUMULATIVE each output has the whole
+        text so far. Leaving the loop early aborts the unfinished requests."""
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
-        return self.run_requests(requests)  # a generator: queues them when the loop begins
+        return self.run_requests(requests)  # a generator: queues the requests when the loop begins
 
     def chat(
         self,
@@ -180,8 +180,8 @@ class LLM:
     ) -> list[Any]:
         """The params.beam_width likeliest continuations of each prompt, best first.
 
-        params: BeamSearchParams, from extras/beam_search.py, which does the work. Raises ValueError
-        or TypeError if a prompt cannot be served, RuntimeError if a search fails.
+        params: BeamSearchParams, from extras/beam_search.py, where the search is written. Raises
+        ValueError or TypeError if a prompt can never be served, RuntimeError if a search fails.
         """
         if not hasattr(params, "search"):
             raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
@@ -196,7 +196,7 @@ class LLM:
         return self.engine.get_default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, and nothing done, while requests are running."""
+        """Empty the prefix cache. False, and no change, while requests are running."""
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class LLM:
         cache_salt: str | list[str | None] | None,
         output_kind: RequestOutputKind,
     ) -> list[RequestState]:
-        """Check all prompts and queue none yet: one bad prompt refuses them all."""
+        """Check all requests and queue none yet: if one is not valid, none is queued."""
         prompts = _as_list_of_prompts(prompts)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
@@ -240,12 +240,17 @@ class LLM:
         like this one. However this loop ends, the unfinished requests are aborted.
         """
         engine, request_ids = self.engine, {request.request_id for request in requests}
+        is_unfinished = bool(requests)
         try:
             for request in requests:
                 engine.add(request)
-            while any(engine.is_serving(request) for request in requests):
+            while is_unfinished:
                 engine.run_step()
-                yield from engine.take_outputs(request_ids)
+                outputs = engine.take_outputs(request_ids)
+                # Asked before the caller's code runs: a loop inside this one may finish requests,
+                # and their last outputs are taken by the next round.
+                is_unfinished = any(engine.is_serving(request) for request in requests)
+                yield from outputs
         finally:
             with delayed_interrupt():
                 for request in filter(engine.is_serving, requests):

@@ -50,7 +50,7 @@ from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
-from nanoserve.kernels.selector import make_layer_config
+from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
     copy_blocks,
@@ -480,13 +480,3 @@ def pad_step(arrays: StepArrays[np.ndarray], num_seqs: int) -> StepArrays[np.nda
 def pad(array: np.ndarray, number: int, value: int = 0) -> np.ndarray:
     """`array` with `value` appended `number` times."""
     return np.append(array, np.full(number, value, array.dtype)) if number else array
-
-
-def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own."""
-    if wanted == "auto":
-        wanted = "float32" if device.type == "cpu" else checkpoint
-    dtype = getattr(torch, wanted, None)
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype {wanted!r} is not supported; use float32, bfloat16 or float16.")
-    return dtype

@@ -22,6 +22,7 @@ vllm/outputs.py, vllm/v1/engine/: output_processor.py, detokenizer.py, parallel_
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -240,7 +241,7 @@ class RequestState:
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [branch.sequence for branch in self.branches.values()]
+        return [branch.sequence for branch in list(self.branches.values())]  # any thread may ask
 
     @property
     def is_finished(self) -> bool:
@@ -251,6 +252,9 @@ class RequestState:
     def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
         """Append the new tokens, finish what a stop string ends, and build the output."""
         changed: list[Sequence] = []
+        for update in updates:  # first: an error in one branch must end all of them
+            if update.sequence.branch not in self.branches:
+                self._add_branch(update.sequence)
         for update in updates:
             stop = self._append(update)
             if stop is not None:
@@ -261,7 +265,8 @@ class RequestState:
 
     def fail(self, message: str) -> RequestOutput | None:
         """The last output: what was generated before the error."""
-        return self._build_output(self.sequences)
+        is_failed = SequenceStatus.FINISHED_ERROR
+        return self._build_output([seq for seq in self.sequences if seq.status is is_failed])
 
     def _append(self, update: SequenceUpdate) -> str | None:
         """Take in one sequence's new tokens. Returns the stop string that ends it, if there is
@@ -271,20 +276,19 @@ class RequestState:
             for position, entry in enumerate(entries, start=start):
                 self.prompt_logprobs[position] = self._name_logprobs(entry)
         seq = update.sequence
-        branch = self.branches.get(seq.branch) or self._add_branch(seq)
+        branch = self.branches[seq.branch]
         for entry in update.logprobs:
             branch.logprobs.append(self._name_logprobs(entry))
             branch.cumulative_logprob += entry.logprobs[0]
         return branch.append(update.new_token_ids)
 
-    def _add_branch(self, sequence: Sequence) -> BranchState:
+    def _add_branch(self, sequence: Sequence) -> None:
         params, detokenizer = sequence.sampling_params, None
         if self.tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(
                 self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
             )
-        branch = self.branches[sequence.branch] = BranchState(sequence, detokenizer)
-        return branch
+        self.branches[sequence.branch] = BranchState(sequence, detokenizer)
 
     def _build_output(self, changed: list[Sequence]) -> RequestOutput | None:
         """The RequestOutput for a step in which these sequences changed. A delta holds these alone,
@@ -340,6 +344,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.finish = finish
         self.requests: dict[str, RequestConsumer] = {}
+        self._lock = threading.Lock()  # any thread may add a request
 
     def make_state(self, sequence: Sequence, prompt: str | None) -> RequestState:
         """The consumer of an ordinary request."""
@@ -347,8 +352,10 @@ class OutputProcessor:
 
     def add(self, request: RequestConsumer) -> None:
         """Expect updates of this request. Raises ValueError if its request id is in use."""
-        if self.requests.setdefault(request.request_id, request) is not request:
-            raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
+        with self._lock:
+            if request.request_id in self.requests:
+                raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
+            self.requests[request.request_id] = request
 
     def process_outputs(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Give a step's updates to their requests; return the outputs to hand out."""
@@ -357,14 +364,19 @@ class OutputProcessor:
             by_request.setdefault(update.sequence.request_id, []).append(update)
         outputs: list[RequestOutput | None] = []
         for request_id, its_updates in by_request.items():
-            request = self.requests[request_id]
+            request = self.requests.get(request_id)
+            if request is None:  # the consumer of another request has aborted it just now
+                continue
             try:
                 outputs.append(request.process(its_updates))
+                if request.is_finished:
+                    self.requests.pop(request_id, None)
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
+                for update in its_updates:  # also a sequence that the consumer does not know yet
+                    status = SequenceStatus.FINISHED_ERROR
+                    _finish(update.sequence, self.finish, status, message)
                 outputs.append(self.fail_request(request_id, message, error))
-            if request.is_finished:
-                self.requests.pop(request_id, None)
         return [output for output in outputs if output is not None]
 
     def fail_request(
@@ -373,15 +385,19 @@ class OutputProcessor:
         """End a request with finish_reason "error". The traceback goes to the log."""
         logger.error("request %r failed: %s", request_id, message, exc_info=error)
         request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
-        return request.fail(message)
+        try:
+            return request.fail(message)
+        except Exception:
+            logger.exception("request %r has no output about its error", request_id)
+            return None
 
     def end_request(
         self, request_id: str, status: SequenceStatus, stop_reason: str | None = None
     ) -> RequestConsumer:
-        """Finish all sequences of a request, and expect no more updates."""
+        """Finish all unfinished sequences of a request, and expect no more updates."""
         request = self.requests.pop(request_id)
         for sequence in request.sequences:
-            _finish(sequence, self.finish, status, stop_reason)
+            self.finish(sequence.seq_id, status, stop_reason)
         return request
 
 

@@ -160,6 +160,14 @@ class SamplingParams:
             check_number("logit_bias", value, float, -100, 100, allowed)
         object.__setattr__(self, "logit_bias", bias)
 
+    @classmethod
+    def from_generation_config(cls, recommended: Mapping[str, Any]) -> SamplingParams:
+        """What a checkpoint's generation_config.json recommends, over the defaults above."""
+        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
     @property
     def is_greedy(self) -> bool:
         """True if the next token is always the likeliest one (vLLM's limit, too)."""

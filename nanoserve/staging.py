@@ -16,7 +16,7 @@ On a GPU the copy happens some time later, and its source must not be overwritte
 are two pinned buffers, which steps use in turns, and an event that tells when the copies from a
 buffer are done.
 
-On a CPU there is nothing to copy to, and the same code runs on one ordinary buffer.
+On a CPU no copy is needed, and the same code runs on one ordinary buffer.
 
 vLLM: vllm/worker/model_runner.py, async_tensor_h2d in vllm/utils.py (V0);
 vllm/v1/utils.py CpuGpuBuffer (V1).
@@ -62,7 +62,7 @@ class StagingBuffer:
         self._buffer_index = (self._buffer_index + 1) % len(self._hosts)
         self._offset = 0
         if self.is_gpu:
-            self._copied[self._buffer_index].synchronize()  # of two steps ago: done long since
+            self._copied[self._buffer_index].synchronize()  # the copies of two steps ago
 
     def send(self, **arrays: np.ndarray) -> dict[str, Tensor]:
         """The same numbers as tensors on the device: names, dtypes and shapes stay. The order of

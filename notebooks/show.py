@@ -1,16 +1,16 @@
 """Pictures of an engine's state, for the notebooks beside this file.
 
-Everything is read from the engine as it is and nothing is changed: look as often as you like.
+These functions read the engine's state and change nothing.
 
     decision(engine, scheduler_output)   what the scheduler decided, as a small table of text
     blocks(engine, ...)                  block tables, KV cache and free queue
-    inputs(engine, ...)                  the tensors of one step, a column per token
-    StepLog(engine), timeline(log)       who ran in which step, with how many tokens
+    inputs(engine, ...)                  the arrays of one step, a column per token
+    StepLog(engine), timeline(log)       which sequences ran in which step, with how many tokens
 
-A sequence has the same colour in every picture. The colours are Okabe and Ito's, which readers with
-any kind of colour vision can tell apart; names stand beside them all the same.
+A sequence has the same colour in every picture. The colours are those of Okabe and Ito: readers
+with any kind of colour vision can tell them apart. Names stand beside the colours.
 
-Left out: engines of hundreds of blocks. A picture that shows everything needs a small everything.
+Left out: engines with hundreds of blocks. Every block is drawn, so a picture needs a small cache.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from matplotlib.textpath import TextPath
 
 from nanoserve import LLMEngine
 from nanoserve.engine import StepReport
+from nanoserve.model_runner import StepInputs
 from nanoserve.sequence import SchedulerOutput, Sequence
 
 WIDTH = 10.5  # inches, of every picture
@@ -58,7 +59,8 @@ def tint(name: str, strength: float = 0.3) -> tuple[float, float, float]:
 
 
 def token_text(engine: LLMEngine, token_id: int, limit: int = 7) -> str:
-    """A token as it fits a cell: visible white space, no leading space, at most `limit` letters.
+    """The text of a token, for one slot: visible white space, no leading space, at most `limit`
+    letters.
 
     " capital" -> "capital", " " -> "␣", "<|im_start|>" -> "‹start›"
     """
@@ -71,7 +73,7 @@ def token_text(engine: LLMEngine, token_id: int, limit: int = 7) -> str:
 
 
 def name_of(seq: Sequence) -> str:
-    """How a sequence is called in the pictures: "A"; branch 2 of its completions: "A.2"."""
+    """The name of a sequence in the pictures: "A" for request A, "A.2" for its branch 2."""
     return f"{seq.request_id}.{seq.branch}" if seq.branch else seq.request_id
 
 
@@ -87,7 +89,7 @@ def decision(engine: LLMEngine, step: SchedulerOutput) -> None:
     for new in step.new_sequences:
         table = " ".join(map(str, new.block_ids)) or "empty"
         known = f"{len(new.token_ids)} tokens, block table so far: {table}"
-        print(f"the runner meets seq {new.seq_id}: {known}")
+        print(f"new for the runner: seq {new.seq_id}, {known}")
     moves = {
         "swap out": step.blocks_to_swap_out,
         "swap in": step.blocks_to_swap_in,
@@ -97,9 +99,9 @@ def decision(engine: LLMEngine, step: SchedulerOutput) -> None:
         if pairs:
             print(f"{verb} blocks", ", ".join(f"{source} to {to}" for source, to in pairs))
     if step.is_restart:
-        print("a step failed: the runner forgets all it knew before")
+        print("a step failed: the runner drops every sequence")
     if step.finished_seq_ids:
-        print("the runner may forget seq", *step.finished_seq_ids)
+        print("the runner may drop seq", *step.finished_seq_ids)
 
 
 # -- block tables, KV cache, free queue --
@@ -107,10 +109,10 @@ def decision(engine: LLMEngine, step: SchedulerOutput) -> None:
 
 @dataclass
 class Slot:
-    """One cell of the KV cache, as it is to be drawn."""
+    """One slot of the KV cache, as drawn."""
 
     text: str
-    is_new: bool = False  # written in the step at hand
+    is_new: bool = False  # written in the step that is drawn
 
 
 def blocks(
@@ -120,8 +122,8 @@ def blocks(
     mark: dict[int, str] | None = None,
     columns: int = 6,
 ) -> None:
-    """Draw who owns which block. Tokens that `step` writes are framed; `mark` has remarks on blocks
-    (block id -> a few words), which are drawn in a colour that stands out."""
+    """Draw which sequence owns which block. The slots that `step` writes are framed. `mark` has
+    remarks on blocks (block id -> a few words), drawn in a strong colour."""
     scheduler = engine.scheduler
     sequences = [*scheduler.running, *scheduler.swapped, *scheduler.waiting]
     num_blocks, size = engine.block_manager.pool.num_blocks, engine.block_manager.block_size
@@ -176,7 +178,7 @@ def _label(ax: Axes, x: float, y: float, text: str, size: float = 8, **style: An
 
 
 def _draw_block_tables(ax: Axes, engine: LLMEngine, sequences: list[Sequence], top: float) -> float:
-    """One line a sequence: name, status, counters, block table. Returns where to go on."""
+    """One line for each sequence: name, status, counters, block table. Returns the next y."""
     if not sequences:
         _label(ax, 0, top - 0.15, "no sequence, no block table", color=FAINT, ha="left")
         return top - 0.34
@@ -199,15 +201,15 @@ def _draw_block_tables(ax: Axes, engine: LLMEngine, sequences: list[Sequence], t
 
 
 def _draw_legend(ax: Axes, y: float, has_step: bool) -> None:
-    _box(ax, WIDTH - 1.6, y - 0.07, 0.2, 0.14, facecolor=CACHED)
-    _label(ax, WIDTH, y, "free, yet can be found", ha="right")
+    _box(ax, WIDTH - 1.38, y - 0.07, 0.2, 0.14, facecolor=CACHED)
+    _label(ax, WIDTH, y, "free, can be found", ha="right")
     if has_step:
-        _box(ax, WIDTH - 3.2, y - 0.07, 0.2, 0.14, edgecolor=INK, linewidth=1.8)
-        _label(ax, WIDTH - 1.8, y, "written in this step", ha="right")
+        _box(ax, WIDTH - 2.92, y - 0.07, 0.2, 0.14, edgecolor=INK, linewidth=1.8)
+        _label(ax, WIDTH - 1.55, y, "written in this step", ha="right")
 
 
 def _slots_of(engine: LLMEngine, block_id: int, step: SchedulerOutput | None) -> list[Slot]:
-    """What is in a block: the tokens of its owner, or what a free block is still known to hold."""
+    """The tokens in a block: those of its owners, or those that a free block still holds."""
     manager = engine.block_manager
     fresh = {item.seq_id: item for item in step.scheduled} if step else {}
     slots: list[Slot] = []
@@ -268,9 +270,9 @@ def _draw_block(
 
 
 def _draw_queue(ax: Axes, engine: LLMEngine, y: float) -> None:
-    """The free queue, next block to be taken on the left."""
+    """The free queue, with the block to be allocated next on the left."""
     pool = engine.block_manager.pool
-    text = f"free queue ({pool.num_free_blocks} blocks), next to be taken first:"
+    text = f"free queue ({pool.num_free_blocks} blocks), next to be allocated first:"
     _label(ax, 0, y, text, size=9, ha="left", weight="bold")
     width = min(0.32, WIDTH / max(1, pool.num_blocks))
     for place, block_id in enumerate(pool.free_queue):
@@ -279,50 +281,50 @@ def _draw_queue(ax: Axes, engine: LLMEngine, y: float) -> None:
         _label(ax, (place + 0.5) * width, y - 0.29, str(block_id))
 
 
-# -- the tensors of a step --
+# -- the arrays of a step --
 
 
-def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: Any) -> None:
-    """Draw a StepInputs: one column for each token of the step, one row for each tensor."""
-    meta, size = step_inputs.metadata, engine.block_manager.block_size
-    token_ids, slots = step_inputs.tensors.input_ids.tolist(), meta.slot_mapping.tolist()
-    starts, seq_lens = meta.query_start_loc.tolist(), meta.seq_lens.tolist()
+def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: StepInputs) -> None:
+    """Draw a StepInputs: one column for each token of the step, one line for each array."""
+    arrays, size = step_inputs.arrays, engine.block_manager.block_size
+    token_ids, slots = arrays.input_ids.tolist(), arrays.slot_mapping.tolist()
+    starts, seq_lens = arrays.query_start_loc.tolist(), arrays.seq_lens.tolist()
     names = [name_of(engine.scheduler.sequences[item.seq_id]) for item in step.scheduled]
-    rows = {
+    lines = {
         "token": [token_text(engine, token_id) for token_id in token_ids],
         "input_ids": token_ids,
-        "positions": step_inputs.tensors.positions.tolist(),
+        "positions": arrays.positions.tolist(),
         "block": [slot // size for slot in slots],
         "offset in block": [slot % size for slot in slots],
         "slot_mapping": slots,
     }
     cell, left = min(0.6, (WIDTH - 1.5) / len(token_ids)), 1.45
-    height = 1.33 + 0.27 * len(rows)
+    height = 1.33 + 0.27 * len(lines)
     ax = _canvas(height)
     _label(ax, 0, height - 0.18, title, size=11.5, weight="bold", ha="left")
     top = height - 0.5
     for name, start, end, seq_len in zip(names, starts[:-1], starts[1:], seq_lens, strict=True):
         x, width = left + start * cell, (end - start) * cell
-        bottom = top - 0.27 * len(rows) - 0.18
+        bottom = top - 0.27 * len(lines) - 0.18
         _box(ax, x, bottom, width, top - bottom, facecolor=tint(name), linewidth=0)
         _label(ax, x + width / 2, top - 0.08, name, size=9, weight="bold")
         _label(ax, x + width / 2, bottom - 0.47, str(seq_len), size=8.5)
-    for row, (label, values) in enumerate(rows.items()):
-        y = top - 0.31 - 0.27 * row
+    for line, (label, values) in enumerate(lines.items()):
+        y = top - 0.31 - 0.27 * line
         weight = "bold" if label in ("input_ids", "positions", "slot_mapping") else "normal"
         _label(ax, 1.35, y, label, size=9, ha="right", weight=weight)
         for index, value in enumerate(values):
             fits = _fit(str(value), 0.86 * cell, 8.5)
             _label(ax, left + (index + 0.5) * cell, y, str(value), size=fits)
-    bottom = top - 0.27 * len(rows) - 0.18
+    bottom = top - 0.27 * len(lines) - 0.18
     for start in starts:
         ax.plot([left + start * cell] * 2, [bottom - 0.1, top], color=INK, linewidth=1.1)
         _label(ax, left + start * cell, bottom - 0.22, str(start), size=8.5)
     _label(ax, 1.35, bottom - 0.22, "query_start_loc", size=9, ha="right", weight="bold")
     _label(ax, 1.35, bottom - 0.47, "seq_lens", size=9, ha="right", weight="bold")
-    for index in step_inputs.tensors.last_tokens.tolist():
+    for index in arrays.last_tokens.tolist():
         style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8}
-        _box(ax, left + index * cell, bottom, cell, 0.27 * len(rows) + 0.02, **style)
+        _box(ax, left + index * cell, bottom, cell, 0.27 * len(lines) + 0.02, **style)
     _label(ax, WIDTH, height - 0.2, "framed: its logits are sampled", ha="right", color=FAINT)
     plt.show()
 
@@ -332,34 +334,32 @@ def inputs(engine: LLMEngine, title: str, step: SchedulerOutput, step_inputs: An
 
 @dataclass
 class StepRecord:
-    """One step, by request: tokens computed for the first time and anew, and who was left out."""
+    """One step: how many tokens of each sequence it computed, and which sequences waited."""
 
-    first_time: dict[str, int]
-    again: dict[str, int]
+    first_time: dict[str, int]  # tokens that no earlier step computed
+    again: dict[str, int]  # tokens that were computed before and lost in a preemption
     waiting: list[str]
 
 
 class StepLog:
-    """Listens to every step of an engine from now on: `log.records` is what `timeline` draws."""
+    """Listens to every step of an engine from now on: `timeline` draws `records`."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
         self.records: list[StepRecord] = []
-        self._names: dict[int, str] = {}
         self._reached: dict[int, int] = {}  # seq_id -> tokens that were computed once already
         engine.step_listeners.append(self)
 
     def __call__(self, report: StepReport) -> None:
         """Called by the engine at the end of each step."""
-        scheduler, step = self.engine.scheduler, report.scheduler_output
-        self._names |= {seq_id: name_of(seq) for seq_id, seq in report.sequences.items()}
-        left_out = [*scheduler.swapped, *scheduler.waiting]
-        record = StepRecord({}, {}, [name_of(seq) for seq in left_out])
-        for item in step.scheduled:
-            name = self._names.get(item.seq_id, f"#{item.seq_id}")
-            start, end = item.num_computed_tokens, item.num_computed_tokens
-            end += item.num_scheduled_tokens
-            reached = self._reached.get(item.seq_id, 0)
+        scheduler = self.engine.scheduler
+        waiting = [name_of(seq) for seq in (*scheduler.swapped, *scheduler.waiting)]
+        record = StepRecord({}, {}, waiting)
+        for item in report.scheduler_output.scheduled:
+            if item.seq_id not in report.sequences:
+                continue  # aborted while the step ran
+            name, start = name_of(report.sequences[item.seq_id]), item.num_computed_tokens
+            end, reached = start + item.num_scheduled_tokens, self._reached.get(item.seq_id, 0)
             record.again[name] = max(0, min(reached, end) - start)
             record.first_time[name] = item.num_scheduled_tokens - record.again[name]
             self._reached[item.seq_id] = max(reached, end)
@@ -367,7 +367,7 @@ class StepLog:
 
 
 def timeline(log: StepLog, title: str) -> None:
-    """Draw a run: above, a bar for each step, its tokens by sequence; below, a lane a sequence."""
+    """Draw a run: above, a bar for each step with its tokens; below, a lane for each sequence."""
     records = log.records
     names = sorted({name for record in records for name in record.first_time})
     figsize = (WIDTH, 2.9 + 0.36 * len(names))
@@ -406,7 +406,7 @@ def _draw_bars(ax: Axes, log: StepLog, names: list[str]) -> None:
         ax.axhline(budget, color=INK, linestyle="--", linewidth=1)
     handles = [Patch(facecolor=tint(name, 0.75), label=name) for name in names]
     if has_again:
-        again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed anew")
+        again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed again")
         handles.append(again)
     if has_wait:
         handles.append(Patch(facecolor=WAIT, label="✕ preempted, … waits"))
@@ -421,7 +421,7 @@ def _draw_bars(ax: Axes, log: StepLog, names: list[str]) -> None:
 
 
 def _draw_lane(ax: Axes, records: list[StepRecord], name: str, row: int) -> None:
-    """Tokens by step; grey and hatched where the sequence waits, a cross where it was preempted."""
+    """Tokens by step; grey where the sequence waits, a cross where it was preempted."""
     was_running = False
     for index, record in enumerate(records, start=1):
         if name in record.first_time:

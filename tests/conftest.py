@@ -39,7 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test that needs a GPU and has none says why it does not run."""
+    """Slow tests run only if `-m` names them. A test that needs a GPU and has none is skipped, and
+    the skip says why."""
+    if not re.search(r"\bslow\b", config.option.markexpr):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
     reason = ""
     if not wants_gpu(config):
         reason = "needs a GPU: pytest -m gpu"

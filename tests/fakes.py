@@ -1,27 +1,28 @@
-"""A data plane of pure Python, so that scheduling is tested with no weights and no torch.
+"""A data plane of pure Python: scheduling is tested without weights and without torch.
 
-The trick is that the fake model *reads its answer out of its KV cache*. Its next token is a fixed
-function of the sequence's tokens (`next_token`), but FakeExecutor never computes it from the tokens
-it was given: it stores them slot by slot, as a real model stores keys and values, reads the whole
-context back through the block table, and decides from what it found. A wrong block, a stale cache
-hit, a foreign write or a miscounted token therefore gives a wrong token, and a test only has to
-compare with `reference_output`, which has no cache at all.
+The fake model *reads its answer out of its KV cache*. The next token is a fixed function of the
+sequence's tokens (`next_token`). FakeExecutor never applies this function to the tokens that it was
+given. Instead it stores the tokens slot by slot, as a real model stores keys and values, reads the
+whole context back through the block table, and decides from what was read. So a wrong block, a
+stale cache hit, a write into a foreign block or a miscounted token gives a wrong token. A test only
+has to compare with `reference_output`, which uses no cache.
 
-Two layers make it honest. What a real model stores at a position depends, beyond its first layer,
-on *every* token before it; so layer 0 holds a token, layer 1 a digest of all of layer 0 up to here.
-With block_size 4 and block table [2, 0]:
+The cache has two layers. In a real model, what a layer behind the first one stores at a position
+depends on *every* token up to this position. So layer 0 holds a token, and layer 1 holds a digest
+of layer 0 up to this position. With block_size 4 and block table [2, 0]:
 
     slot            8    9   10   11    0    1
     layer 0         a    b    c    d    e    f
     layer 1         #a  #ab #abc  ...            ->  next token = hash of #a #ab ... #abcdef
 
-And as in a real layer, a step stores all it has to store before it reads anything. Blocks that are
-swapped or copied take both layers along, before the step stores anything; branches of a request
-differ in what the function makes of the same digests.
+As in a real layer, a step stores all its values before it reads any. Blocks are swapped and copied
+in both layers before the step stores. Branches of a request have the same digests and different
+next tokens.
 
-Steps may overlap. A step does its work when it is launched, as a GPU would in its own time: its
-rows know the sampled tokens at once. The control plane learns of them from `FakeOutput.result()`
-alone. Steps must be read in their order, once each, and no more than one late: the fake insists.
+Steps may overlap. The executor does the work of a step when the step is launched, as a GPU does in
+its own time: the executor's rows know the sampled tokens at once. The control plane learns the
+tokens only from `FakeOutput.result()`. The fake checks that steps are read in their order, once
+each, and at most one step late.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.engine import LLMEngine
-from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
@@ -61,7 +63,7 @@ VOCAB_SIZE = 997
 
 
 def prefix_digests(token_ids: Iterable[int]) -> list[int]:
-    """One number per position, of all tokens up to it: what layer 1 holds."""
+    """What layer 1 holds: for each position one number, made of all tokens up to there."""
     digests = accumulate(
         token_ids, lambda digest, token: (digest * 31 + token + 1) % (2**31 - 1), initial=7
     )
@@ -75,7 +77,7 @@ def token_from_digests(digests: Iterable[int], seed: int, branch: int, vocab_siz
 def next_token(
     token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
 ) -> int:
-    """The token that the fake model gives after these: a pure function, the oracle."""
+    """The fake model's token after `token_ids`: a pure function, the oracle."""
     return token_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
 
 
@@ -93,7 +95,7 @@ def logprobs_from_digests(
 def next_logprobs(
     token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
 ) -> list[float]:
-    """The log-probabilities that the fake model gives after these: another pure function."""
+    """The fake model's log-probabilities after `token_ids`: a pure function too."""
     return logprobs_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
 
 
@@ -105,7 +107,7 @@ def reference_output(
     branch: int = 0,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[int]:
-    """What a request generates if it is alone in the world, without cache, blocks or batch."""
+    """The output of a request that runs alone, without cache, blocks or batch."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + max_tokens:
         token_ids.append(next_token(token_ids, seed, branch, vocab_size))
@@ -115,20 +117,25 @@ def reference_output(
 
 
 def add_beam_search(
-    engine: LLMEngine, request_id: str, prompt: list[int], params: BeamSearchParams
-) -> BeamSearch:
-    """Queue a beam search, to be advanced by step(). Its results are in the object returned."""
-    search = BeamSearch(request_id, prompt, params, engine)
+    engine: LLMEngine, request_id: str, prompt: list[int], *params: Any, **fields: Any
+) -> Any:
+    """Queue a beam search with these BeamSearchParams (or BeamSearchParams(*params, **fields)), to
+    be advanced by step(). Its results are in the object returned. Skips the test where the chapter
+    was deleted."""
+    chapter = pytest.importorskip("nanoserve.extras.beam_search")
+    is_made = bool(params) and isinstance(params[0], chapter.BeamSearchParams)
+    beam_params = params[0] if is_made else chapter.BeamSearchParams(*params, **fields)
+    search = chapter.BeamSearch(request_id, prompt, beam_params, engine)
     engine.add(search)
     return search
 
 
 class StepFailed(RuntimeError):
-    """What a FakeExecutor raises when it was told to fail."""
+    """What a FakeExecutor raises when a test made the step fail."""
 
 
 class FakeOutput:
-    """A step that was launched; only `result()` tells what came of it."""
+    """A launched step. Only `result()` gives its output."""
 
     def __init__(self, executor: FakeExecutor, number: int, output: ModelOutput) -> None:
         self._executor = executor
@@ -136,12 +143,12 @@ class FakeOutput:
         self._output = output
 
     def result(self) -> ModelOutput:
-        """Raises StepFailed, with everything in the cache spoilt, if `fail_next_result` is set."""
+        """Raises StepFailed, and clears the whole cache, if `fail_next_result` is set."""
         return self._executor.read(self, self._output)
 
 
 class Row:
-    """What the executor knows of one sequence, from the SchedulerOutputs alone."""
+    """What the executor knows of one sequence, as a row of InputBatch: from SchedulerOutputs."""
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = list(new.token_ids)
@@ -151,22 +158,22 @@ class Row:
         self.seed = new.seed
         self.branch = new.branch
         self.num_samples = new.num_samples
-        self.num_unread = 0  # of its tokens, those that the control plane does not know
+        self.num_unread = 0  # tokens of it that the control plane does not know yet
 
     @property
     def needs_output_token_ids(self) -> bool:
-        """True if a sampler on the CPU's side would look at its tokens."""
+        """True if a sampler would need the values of the output tokens on the CPU."""
         return bool(self.params.has_penalties or self.params.logits_processors)
 
 
-Layers = list[list[int | None]]  # of each layer, what its slots hold
+Layers = list[list[int | None]]  # layers[i][slot]: what the slot holds
 
 
 class FakeExecutor:
-    """The executor's interface over the fake model; takes the place of UniprocExecutor.
+    """The executor's interface over the fake model, in the place of UniprocExecutor.
 
-    Invariant: it is told nothing but SchedulerOutputs, and keeps one row per sequence that it was
-    told of and not told to forget.
+    Invariant: SchedulerOutputs are the only input. There is one row for each sequence that a
+    SchedulerOutput announced and no later one named as finished.
     """
 
     def __init__(
@@ -201,15 +208,15 @@ class FakeExecutor:
         self.rows.clear()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """One step, launched and read. Raises as both do."""
+        """Launch one step and read its output."""
         return self.launch(scheduler_output).result()
 
     def launch(self, scheduler_output: SchedulerOutput) -> FakeOutput:
-        """Start a step, which here is to make it. Raises StepFailed, with all that the step writes
-        to spoilt, if `fail_next_step` is set."""
+        """Start a step; the fake does all its work here. Raises StepFailed, and clears the slots
+        that the step writes, if `fail_next_step` is set."""
         if scheduler_output.is_restart:
-            self.unread.clear()  # abandoned
-        assert len(self.unread) < 2, "steps are launched, and nobody reads them"
+            self.unread.clear()  # the engine dropped these steps
+        assert len(self.unread) < 2, "two launched steps were not read"
         number, self.num_launched = self.num_launched, self.num_launched + 1
         self.calls.append(("launch", number))
         pending = FakeOutput(self, number, self._run(scheduler_output))
@@ -217,8 +224,8 @@ class FakeExecutor:
         return pending
 
     def read(self, pending: FakeOutput, output: ModelOutput) -> ModelOutput:
-        """Tell what came of a launched step: each is read once, in the order of their launches."""
-        assert pending in self.unread, f"step {pending.number} was read before, or abandoned"
+        """The output of a launched step. Steps are read once each, in the order of launching."""
+        assert pending in self.unread, f"step {pending.number} was read or dropped before"
         assert pending is self.unread[0], f"step {pending.number} is read before an earlier one"
         self.unread.remove(pending)
         self.calls.append(("result", pending.number))
@@ -233,8 +240,8 @@ class FakeExecutor:
         return output
 
     def _run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Move blocks, store, read back, and give a token to each sequence whose last token is in
-        the step."""
+        """Copy blocks, store, read back, and sample for each sequence whose last known token is
+        computed."""
         self._copy_blocks(self.layers, self.cpu_layers, scheduler_output.blocks_to_swap_out)
         self._copy_blocks(self.cpu_layers, self.layers, scheduler_output.blocks_to_swap_in)
         self._copy_blocks(self.layers, self.layers, scheduler_output.blocks_to_copy)
@@ -261,9 +268,9 @@ class FakeExecutor:
         return output
 
     def _sample(self, item: ScheduledSequence, output: ModelOutput) -> None:
-        """Put what came of one sequence into `output`."""
+        """Put the result of one sequence into `output`."""
         row, positions = self.rows[item.seq_id], self._positions(item)
-        assert positions.stop <= len(row.token_ids), f"{item}: computes tokens nobody knows yet"
+        assert positions.stop <= len(row.token_ids), f"{item}: computes unknown tokens"
         digests = self._read(1, row, positions.stop)
         if row.params.prompt_logprobs is not None:
             targets = range(positions.start + 1, min(positions.stop + 1, row.num_prompt_tokens))
@@ -293,7 +300,7 @@ class FakeExecutor:
     def _logprobs(
         self, row: Row, digests: list[int], branch: int, token: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Of the sampled token and the likeliest ones, if asked for."""
+        """Of the sampled token and of the likeliest ones, if the request asked for logprobs."""
         if row.params.logprobs is None:
             return ()
         logprobs = logprobs_from_digests(digests, row.seed, branch, self.vocab_size)
@@ -305,17 +312,15 @@ class FakeExecutor:
     def _copy_blocks(
         self, source: Layers, destination: Layers, pairs: tuple[BlockPair, ...]
     ) -> None:
-        """Read all, then write all, as index_select and index_copy_ do."""
+        """Read all blocks, then write all blocks, as index_select and index_copy_ do."""
         destinations = [block for _, block in pairs]
         assert len(set(destinations)) == len(destinations), f"a block written twice: {pairs}"
         size = self.block_size
         for source_layer, destination_layer in zip(source, destination, strict=True):
             content = [source_layer[a * size : (a + 1) * size] for a, _ in pairs]
             for block, slots in zip(destinations, content, strict=True):
-                spoilt = self.fail_next_step
-                destination_layer[block * size : (block + 1) * size] = (
-                    [None] * size if spoilt else slots
-                )
+                copied = [None] * size if self.fail_next_step else slots
+                destination_layer[block * size : (block + 1) * size] = copied
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.is_restart:
@@ -342,9 +347,9 @@ class FakeExecutor:
         return block_id * self.block_size + position % self.block_size
 
     def _read(self, layer: int, row: Row, end: int) -> list[int]:
-        """What the row's block table leads to, for positions 0 to `end`."""
+        """The values at positions 0 .. end - 1, found through the row's block table."""
         content = [self.layers[layer][self._slot(row, position)] for position in range(end)]
-        assert None not in content, f"layer {layer}: read slots that hold nothing"
+        assert None not in content, f"layer {layer}: read an empty slot"
         return [value for value in content if value is not None]
 
 
@@ -398,7 +403,7 @@ def make_sequence(
 
 @dataclass(slots=True, eq=False)
 class LateSequence(Sequence):
-    """A sequence that waits for something of its own, such as a grammar, until `ready` is set."""
+    """A sequence that is not ready, as if a grammar were compiled for it, until `ready` is set."""
 
     ready: bool = field(default=False)
 
@@ -407,9 +412,9 @@ class LateSequence(Sequence):
 
 
 class FakeEngine:
-    """Scheduler, block manager and FakeExecutor, and the three lines of a step that tie them.
+    """Scheduler, block manager and FakeExecutor, connected by the three lines of a step.
 
-    Every step ends with `BlockManager.check()`.
+    `BlockManager.check()` passes after every schedule() and after every step.
     """
 
     def __init__(
@@ -422,7 +427,7 @@ class FakeEngine:
         vocab_size: int = VOCAB_SIZE,
         **options: Any,
     ) -> None:
-        """`options` are EngineConfig's; 0 CPU blocks are a pool that is always full."""
+        """`options` are EngineConfig's. With num_cpu_blocks=0 the CPU pool is always full."""
         config = EngineConfig(
             num_kv_blocks=num_blocks,
             block_size=block_size,
@@ -445,7 +450,7 @@ class FakeEngine:
     def add(
         self, prompt: Iterable[int], max_tokens: int = 8, n: int = 1, **fields: Any
     ) -> Sequence:
-        """Queue a sequence, with max_tokens capped by what fits, as the InputProcessor does."""
+        """Queue a sequence. As in the InputProcessor, max_tokens is capped by what fits."""
         prompt = list(prompt)
         assert 0 < len(prompt) < self.capacity, "the InputProcessor refuses such a prompt"
         max_tokens = min(max_tokens, self.capacity - len(prompt))
@@ -463,7 +468,7 @@ class FakeEngine:
         self.block_manager.check()
 
     def execute(self, scheduler_output: SchedulerOutput) -> list[SequenceUpdate]:
-        """The second half of a step: run what was scheduled; abandon it if that fails."""
+        """The second half of a step: run the scheduled work; preempt all if it fails."""
         try:
             model_output = self.executor.execute_model(scheduler_output)
         except StepFailed:
@@ -476,7 +481,7 @@ class FakeEngine:
         return updates
 
     def step(self) -> SchedulerOutput:
-        """One step; returns what was decided."""
+        """One step. Returns the scheduler's decision."""
         self.num_steps += 1
         scheduler_output = self.scheduler.schedule()
         self.block_manager.check()
@@ -485,11 +490,11 @@ class FakeEngine:
         return scheduler_output
 
     def run(self) -> list[SchedulerOutput]:
-        """Step until nothing is unfinished; returns every decision."""
+        """Step until every sequence is finished. Returns all decisions."""
         steps = []
         while self.scheduler.has_unfinished():
             steps.append(self.step())
-            assert not steps[-1].is_empty, "unfinished work, and nothing scheduled"
+            assert not steps[-1].is_empty, "a sequence is unfinished, and nothing was scheduled"
         return steps
 
 

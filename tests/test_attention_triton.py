@@ -102,7 +102,7 @@ def assert_as_defined(
 # ------------------------------------------------------------------------------ every shape
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(6, 1), (None, 2)])
+@pytest.mark.parametrize(("window", "num_splits"), [(6, 1), (None, 4)])
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_by_name(name: str, window: int | None, num_splits: int) -> None:
     """On tiles of 4 queries and 4 keys: a prompt of 13 is 4 x 4 tiles, some splits are empty."""
@@ -132,7 +132,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(
     shapes(),
     st.integers(0, 2**31),
@@ -148,13 +148,13 @@ def test_any_step_is_as_defined(
         assert_as_defined(shape, seed, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
 def test_head_sizes(dim: int) -> None:
     """Also sizes that are no power of 2: the tile is wider, and its padding must not count."""
     assert_as_defined(Shape(((5, 30), (1, 40)), 16, 1, 2, key_dim=dim, value_dim=dim))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 32), (32, 80), (192, 128)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 80), (192, 128)])
 def test_keys_and_values_of_different_sizes(key_dim: int, value_dim: int) -> None:
     shape = Shape(((5, 30), (1, 40)), 16, 1, 2, key_dim=key_dim, value_dim=value_dim)
     assert_as_defined(shape)
@@ -170,13 +170,6 @@ def test_query_heads_share_key_heads(group: int) -> None:
 def test_more_heads_in_a_group_than_a_decode_tile_has_rows() -> None:
     """Multi-query attention: 71 heads on one key head, as Falcon has."""
     assert_as_defined(Shape(((3, 4), (1, 9)), 16, 1, 71, key_dim=16, value_dim=16))
-
-
-@pytest.mark.parametrize("num_splits", [4, 16])
-def test_splits(num_splits: int) -> None:
-    """More splits than tiles: a split without keys must weigh nothing."""
-    with tiles(8, 4):
-        assert_as_defined(Shape(((1, 22), (1, 0), (6, 9)), 4, 1), num_splits=num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])

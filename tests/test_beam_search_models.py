@@ -4,6 +4,7 @@ transformers' own search where its rule and vLLM's are the same."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,22 @@ from oracle import reference_logits, reference_model
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import DEMO_MODEL
+from nanoserve.engine import StepReport
 from nanoserve.extras.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from nanoserve.sequence import SchedulerOutput
+from nanoserve.sequence import RequestError, SchedulerOutput
 
 STORY = "Once upon a time there was a little dog."
 NEAR = 1e-3  # scores nearer than this are a tie: sums of float32 log-probabilities
 
 
+@cache
 def naive_beam_search(
-    folder: Path, prompt: list[int], params: BeamSearchParams, eos_token_ids: set[int]
+    folder: Path, prompt: tuple[int, ...], params: BeamSearchParams, eos_token_ids: frozenset[int]
 ) -> list[tuple[list[int], float]]:
     """(tokens, score), best first: the rule, with the whole text computed anew each time.
 
-    Each beam proposes its 2 * beam_width likeliest tokens. Proposals that end in EOS are completed;
-    of the others the beam_width best by score live on. After max_tokens steps the living are
-    completed, too.
+    Each beam has its 2 * beam_width likeliest tokens as candidates. Candidates that end in EOS are
+    completed. The beam_width best of the others go on. After max_tokens steps all are completed.
     """
 
     def score(tokens: list[int], total: float) -> float:
@@ -35,7 +37,7 @@ def naive_beam_search(
         return total / length**params.length_penalty
 
     if params.ignore_eos:
-        eos_token_ids = set()
+        eos_token_ids = frozenset()
     live, completed = [(list(prompt), 0.0)], []
     for _ in range(params.max_tokens):
         candidates = []
@@ -78,7 +80,7 @@ def assert_idle(llm: LLM) -> None:
 
 def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> None:
     """Every prompt's beams are the naive loop's, and nothing is left in the engine."""
-    eos = set(llm.engine.model_config.eos_token_ids)
+    eos = llm.engine.model_config.eos_token_ids
 
     def score(beam: BeamSearchSequence) -> float:
         ends = not params.ignore_eos and beam.tokens[-1] in eos
@@ -86,7 +88,7 @@ def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchPar
 
     outputs = llm.beam_search(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected = naive_beam_search(llm.engine.model_config.path, prompt, params, eos)
+        expected = naive_beam_search(llm.engine.model_config.path, tuple(prompt), params, eos)
         assert_same_beams(output, expected, score)
         for beam in output.sequences:
             assert beam.tokens[: len(prompt)] == prompt
@@ -105,24 +107,20 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2], [100, 200, 300, 7, 8]]
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_prefix_caching": False}, {"block_size": 1}])
-@pytest.mark.parametrize(
-    "params",
-    [
-        BeamSearchParams(1, 6),
-        BeamSearchParams(2, 7),
-        BeamSearchParams(4, 6, length_penalty=0.0),
-        BeamSearchParams(3, 6, length_penalty=2.0),
-        BeamSearchParams(3, 5, ignore_eos=True, length_penalty=-1.0),
-    ],
-    ids=lambda params: f"width_{params.beam_width}-penalty_{params.length_penalty}",
-)
 def test_the_beams_are_those_of_a_naive_loop(
-    make_checkpoint: Callable[..., Path], options: dict[str, Any], params: BeamSearchParams
+    make_checkpoint: Callable[..., Path], options: dict[str, Any]
 ) -> None:
     """Three prompts at once, on a model with many EOS tokens."""
     settings = {"num_kv_blocks": 200, "block_size": 4, **options}
     with LLM(folder_with_many_ends(make_checkpoint), **settings) as llm:
-        search_and_compare(llm, PROMPTS, params)
+        for params in (
+            BeamSearchParams(1, 6),
+            BeamSearchParams(2, 7),
+            BeamSearchParams(4, 6, length_penalty=0.0),
+            BeamSearchParams(3, 6, length_penalty=2.0),
+            BeamSearchParams(3, 5, ignore_eos=True, length_penalty=-1.0),
+        ):
+            search_and_compare(llm, PROMPTS, params)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -130,7 +128,7 @@ def test_the_beams_are_those_of_a_naive_loop(
 def test_beams_that_push_each_other_out(
     make_checkpoint: Callable[..., Path], mode: str, max_num_seqs: int
 ) -> None:
-    """So few blocks, or places, that beams must wait for each other: the same results."""
+    """Blocks, or places, are so few that beams must wait for each other: the same results."""
     steps: list[SchedulerOutput] = []
     with LLM(
         folder_with_many_ends(make_checkpoint),
@@ -141,9 +139,9 @@ def test_beams_that_push_each_other_out(
     ) as llm:
         llm.engine.step_listeners.append(lambda report: steps.append(report.scheduler_output))
         search_and_compare(llm, PROMPTS, BeamSearchParams(4, 6, length_penalty=0.5))
-        # Beams that go on are introduced with their parent's blocks, those that waited without.
-        introduced = [new for step in steps for new in step.new_sequences]
-        num_waited = sum(len(new.token_ids) > 8 and not new.block_ids for new in introduced)
+        # A beam that goes on starts with its parent's blocks, a beam that waited with none.
+        new_sequences = [new for step in steps for new in step.new_sequences]
+        num_waited = sum(len(new.token_ids) > 8 and not new.block_ids for new in new_sequences)
         num_swapped = sum(len(step.blocks_to_swap_out) for step in steps)
         assert num_waited + num_swapped > 0
         assert mode == "swap" or not num_swapped
@@ -166,35 +164,38 @@ def test_beams_of_the_demo_model(demo_llm: LLM) -> None:
     assert best.sequences[0].tokens[len(prompt) :] == output.outputs[0].token_ids
 
 
+def search_of_transformers(folder: Path, prompt: list[int], num_beams: int, **options: Any) -> Any:
+    """transformers' own beam search, ranked by log-probability alone."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        return reference_model(folder).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=num_beams,
+            do_sample=False,
+            length_penalty=0.0,
+            early_stopping="never",
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+
+
 @pytest.mark.parametrize("beam_width", [2, 4])
 def test_where_the_rules_agree_transformers_finds_the_same(
     make_checkpoint: Callable[..., Path], demo_llm: LLM, beam_width: int
 ) -> None:
-    """With length_penalty 0 both rank by log-probability alone, and if no text can end before
-    max_tokens both keep the same beams."""
+    """If no text can end before max_tokens, both keep the same beams."""
     folder = make_checkpoint("llama")
+    options = {"num_return_sequences": beam_width, "max_new_tokens": 8, "eos_token_id": -1}
     with LLM(folder, num_kv_blocks=100) as tiny_llm:
         cases = [
             (tiny_llm, folder, [5, 6, 7]),
             (demo_llm, DEMO_MODEL, demo_llm.get_tokenizer().encode(STORY)),
         ]
         for llm, path, prompt in cases:
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                found = reference_model(path).generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    num_beams=beam_width,
-                    num_return_sequences=beam_width,
-                    do_sample=False,
-                    max_new_tokens=8,
-                    length_penalty=0.0,
-                    early_stopping="never",
-                    eos_token_id=-1,
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    output_scores=True,
-                )
+            found = search_of_transformers(path, prompt, beam_width, **options)
             params = BeamSearchParams(beam_width, 8, ignore_eos=True, length_penalty=0.0)
             [output] = llm.beam_search([prompt], params)
             expected = list(
@@ -204,26 +205,13 @@ def test_where_the_rules_agree_transformers_finds_the_same(
 
 
 def test_transformers_finds_nothing_likelier(make_checkpoint: Callable[..., Path]) -> None:
-    """With EOS tokens the beams that live on are still the same, but transformers completes a text
-    only if it is among the best of its step, and vLLM's rule any that was proposed."""
+    """With EOS tokens the beams that go on are still the same. But transformers completes a text
+    only if it is among the best of its step, and vLLM's rule completes every candidate."""
     folder = folder_with_many_ends(make_checkpoint)
     num_equal = 0
     with LLM(folder, num_kv_blocks=100) as llm:
         for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                found = reference_model(folder).generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    num_beams=4,
-                    do_sample=False,
-                    max_new_tokens=6,
-                    length_penalty=0.0,
-                    early_stopping="never",
-                    pad_token_id=0,
-                    return_dict_in_generate=True,
-                    output_scores=True,
-                )
+            found = search_of_transformers(folder, prompt, 4, max_new_tokens=6)
             [output] = llm.beam_search([prompt], BeamSearchParams(4, 6, length_penalty=0.0))
             best = output.sequences[0]
             assert best.cum_logprob > float(found.sequences_scores[0]) - NEAR
@@ -231,22 +219,36 @@ def test_transformers_finds_nothing_likelier(make_checkpoint: Callable[..., Path
     assert num_equal > 0
 
 
-def test_other_requests_go_on(demo_llm: LLM) -> None:
-    """What they bring meanwhile waits for step(); a failing search leaves them alone."""
+def test_other_requests_go_on(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their outputs wait for step(), also if a search fails or is interrupted."""
+    params = BeamSearchParams(3, 5)
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     expected = demo_llm.generate(STORY, greedy, use_tqdm=False)[0].outputs[0].token_ids
     demo_llm.add_request("other", STORY, greedy)
-    [found] = demo_llm.beam_search("One day", BeamSearchParams(3, 5))
-    [alone] = demo_llm.beam_search("One day", BeamSearchParams(3, 5))
+    [found] = demo_llm.beam_search("One day", params)
+    [alone] = demo_llm.beam_search("One day", params)
     assert [b.tokens for b in found.sequences] == [b.tokens for b in alone.sequences]
+    execute = demo_llm.engine.executor.execute_model
 
-    def fail(*_: object) -> None:
+    def fail(scheduler_output: SchedulerOutput) -> Any:
+        names = {seq.seq_id: seq.request_id for seq in demo_llm.engine.scheduler.running}
+        for item in scheduler_output.scheduled:
+            if names[item.seq_id].startswith("beam-search") and item.num_computed_tokens:
+                raise RequestError(item.seq_id, "no beam is possible")
+        return execute(scheduler_output)
+
+    monkeypatch.setattr(demo_llm.engine.executor, "execute_model", fail)
+    with pytest.raises(RuntimeError, match="no beam is possible"):
+        demo_llm.beam_search(["One day", STORY], params)
+    monkeypatch.undo()
+
+    def interrupt(_: StepReport) -> None:
+        demo_llm.engine.step_listeners.clear()
         raise KeyboardInterrupt
 
-    demo_llm.engine.step_listeners.append(fail)
+    demo_llm.engine.step_listeners.append(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        demo_llm.beam_search(["One day", STORY], BeamSearchParams(3, 5))
-    demo_llm.engine.step_listeners.clear()
+        demo_llm.beam_search(["One day", STORY], params)
     outputs = []
     while demo_llm.has_unfinished_requests():
         outputs += demo_llm.step()
@@ -257,7 +259,7 @@ def test_other_requests_go_on(demo_llm: LLM) -> None:
 
 
 def test_a_search_that_cannot_be_served_is_refused(demo_llm: LLM) -> None:
-    """The good prompt beside the bad one starts nothing that stays."""
+    """The good prompt beside a bad one is not queued either."""
     params = BeamSearchParams(3, 5)
     cases: list[tuple[Any, Any, type[Exception], str]] = [
         ([STORY, ""], params, ValueError, "prompt is empty"),
@@ -274,11 +276,11 @@ def test_a_search_that_cannot_be_served_is_refused(demo_llm: LLM) -> None:
 
 
 def test_beams_fork_into_their_parents_places() -> None:
-    """With just beam_width places and no prefix cache, nothing is computed twice."""
+    """With just beam_width places and no prefix cache, no token is computed twice."""
     num_scheduled: list[int] = []
     with LLM(num_kv_blocks=64, max_num_seqs=4, enable_prefix_caching=False, device="cpu") as llm:
         llm.engine.step_listeners.append(
-            lambda decided, _: num_scheduled.append(decided.total_num_scheduled_tokens)
+            lambda report: num_scheduled.append(report.scheduler_output.total_num_scheduled_tokens)
         )
         llm.beam_search(list(range(20, 40)), BeamSearchParams(4, 6, ignore_eos=True))
     assert num_scheduled == [20, 4, 4, 4, 4, 4]

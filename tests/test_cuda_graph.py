@@ -204,7 +204,7 @@ def decode(runner: GraphRunner, computed: dict[int, int]) -> dict[int, int]:
 
 
 @settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -364,7 +364,6 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
@@ -372,27 +371,26 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
         {"num_kv_blocks": 30, "max_num_seqs": 9, "preemption_mode": "swap"},
         {"num_kv_blocks": 30, "max_num_seqs": 9, "max_num_batched_tokens": 11},
     ],
+    ids=["ample", "swap", "chunks"],
 )
 def test_graphs_change_no_token(
-    make_checkpoint: Callable[..., Path], options: dict[str, Any], async_scheduling: bool
+    make_checkpoint: Callable[..., Path], options: dict[str, Any]
 ) -> None:
-    """Roomy, crowded, in chunks; with overlapped steps the token that only the device knows is put
-    in within the graph."""
+    """With overlapped steps the graph itself puts in the token that only the device knows."""
     folder = make_checkpoint("llama")
     prompts, params = workload()
     settings = {"block_size": 4, "max_model_len": 64, **options}
     results = []
-    for is_graph in (False, True):
+    for is_graph, async_scheduling in ((False, False), (True, False), (True, True)):
         seams = {"executor_cls": GraphExecutor} if is_graph else {}
-        overlaps = async_scheduling and is_graph
-        with LLM(folder, async_scheduling=overlaps, **settings, **seams) as llm:
-            for outputs in (llm.generate(prompts, params, use_tqdm=False) for _ in range(2)):
-                results.append([[c.token_ids for c in output.outputs] for output in outputs])
+        with LLM(folder, async_scheduling=async_scheduling, **settings, **seams) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            results.append([[c.token_ids for c in output.outputs] for output in outputs])
             if is_graph:
                 runner = llm.engine.executor.runner
                 assert len(set(runner.replayed_sizes)) >= 4
-                assert len(runner.replayed_sizes) > 20
-    assert results[0] == results[1] == results[2] == results[3]
+                assert len(runner.replayed_sizes) >= 20
+    assert results[0] == results[1] == results[2]
 
 
 def test_the_start_up_line_tells_of_graphs(make_checkpoint: Callable[..., Path]) -> None:

@@ -1,86 +1,72 @@
-"""Who turns the crank: the real engine over the fake model, so no weights, no text and no torch.
+"""LLMEngine: requests, outputs, errors, threads. The real engine over the fake model (fakes.py).
 
-What LLMEngine does with a real model is in test_llm.py; here, what it does with requests.
+Every test runs with plain and with overlapped steps. What only overlapped steps have is in
+test_async_scheduling.py, and so is the property that covers both. Real models: test_llm.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import linecache
+import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
+import engines
 import pytest
-from fakes import FakeExecutor, StepFailed, add_beam_search, reference_output
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from engines import (
+    assert_idle,
+    change_text,
+    check,
+    expect,
+    fail_in_executor,
+    finish,
+    in_thread,
+    params,
+    step,
+)
+from fakes import FakeExecutor, StepFailed, add_beam_search
 
-from nanoserve import BeamSearchParams, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig
+from nanoserve.engine import StepReport
+from nanoserve.output_processor import RequestState
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import RequestError
-
-VOCAB_SIZE = 50
-EOS = 49
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of nothing but a config.json."""
-    folder = tmp_path_factory.mktemp("fake")
-    hf = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "eos_token_id": EOS,
-    }
-    (folder / "config.json").write_text(json.dumps(hf))
-    return folder
-
+from nanoserve.sequence import SchedulerOutput, Sequence
 
 MakeEngine = Callable[..., LLMEngine]
 
 
-@pytest.fixture
-def make_engine(folder: Path) -> MakeEngine:
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
     """make_engine(num_kv_blocks=8, ...) -> an engine over the fake model."""
-
-    def make(**options: Any) -> LLMEngine:
-        seams = {name: options.pop(name) for name in list(options) if name.endswith("_cls")}
-        fields = {"num_kv_blocks": 64, "block_size": 4, **options}
-        config = EngineConfig(model=str(folder), **fields)
-        return LLMEngine(config, **{"executor_cls": FakeExecutor, **seams})
-
-    return make
+    return partial(engines.make_engine, async_scheduling=request.param)
 
 
-def params(**fields: Any) -> SamplingParams:
-    """Ten tokens whatever they are, seed 5."""
-    return SamplingParams(**{"seed": 5, "max_tokens": 10, "ignore_eos": True, **fields})
+def tokens_of(output: RequestOutput) -> list[list[int]]:
+    return [completion.token_ids for completion in output.outputs]
 
 
-def expect(prompt: list[int], max_tokens: int = 10, branch: int = 0, seed: int = 5) -> list[int]:
-    return reference_output(prompt, max_tokens, (), seed, branch, VOCAB_SIZE)
+def reasons_of(output: RequestOutput) -> list[str | None]:
+    return [completion.finish_reason for completion in output.outputs]
 
 
-def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
-    """Step to the end; each request's last output."""
-    last: dict[str, RequestOutput] = {}
-    while engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in engine.step()}
-        engine.block_manager.check()
-    assert not engine.output_processor.requests
-    assert engine.block_manager.num_free_blocks == engine.executor.num_kv_blocks
-    return last
+def run_until(engine: LLMEngine, is_true: Callable[[], bool]) -> list[RequestOutput]:
+    """Step until the condition holds; every output on the way."""
+    outputs: list[RequestOutput] = []
+    while not is_true():
+        assert engine.has_unfinished_requests(), "the engine is idle, and the condition is false"
+        outputs += step(engine)
+    return outputs
+
+
+# -- requests and outputs --
 
 
 def test_the_loop(make_engine: MakeEngine) -> None:
@@ -88,43 +74,86 @@ def test_the_loop(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params())
     engine.add_request("b", [4, 5], params(max_tokens=3))
-    assert engine.has_unfinished_requests()
+    assert engine.is_unfinished("a")
     outputs = finish(engine)
-    assert outputs["a"].outputs[0].token_ids == expect([1, 2, 3])
-    assert outputs["b"].outputs[0].token_ids == expect([4, 5], 3)
+    assert tokens_of(outputs["a"]) == [expect([1, 2, 3])]
+    assert tokens_of(outputs["b"]) == [expect([4, 5], 3)]
     assert all(output.finished for output in outputs.values())
     assert not engine.is_unfinished("a")
 
 
+@pytest.mark.parametrize("num_kv_blocks", [64, 6])
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-def test_n_completions_are_one_output(make_engine: MakeEngine, preemption_mode: str) -> None:
-    """In the order of their index, on roomy and on cramped engines."""
-    for num_kv_blocks in (64, 6):
-        engine = make_engine(num_kv_blocks=num_kv_blocks, preemption_mode=preemption_mode)
-        engine.add_request("a", [1, 2, 3, 4, 5], params(n=3))
-        [output] = finish(engine).values()
-        assert [c.index for c in output.outputs] == [0, 1, 2]
-        for completion in output.outputs:
-            assert completion.token_ids == expect([1, 2, 3, 4, 5], branch=completion.index)
-            assert completion.finish_reason == "length"
+def test_n_completions_are_one_output(
+    make_engine: MakeEngine, preemption_mode: str, num_kv_blocks: int
+) -> None:
+    """The completions are in the order of their branches, also when blocks are few."""
+    engine = make_engine(num_kv_blocks=num_kv_blocks, preemption_mode=preemption_mode)
+    engine.add_request("a", [1, 2, 3, 4, 5], params(n=3))
+    [output] = finish(engine).values()
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert tokens_of(output) == [expect([1, 2, 3, 4, 5], branch=branch) for branch in range(3)]
+    assert reasons_of(output) == ["length"] * 3
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_the_kinds_of_output_say_the_same(make_engine: MakeEngine, kind: RequestOutputKind) -> None:
-    """Deltas put together are what the cumulative and the final output hold."""
+def test_all_kinds_of_output_bring_the_same_tokens(
+    make_engine: MakeEngine, kind: RequestOutputKind
+) -> None:
+    """Deltas put together are what the last cumulative and the final output hold."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(n=2, output_kind=kind))
+    outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
     tokens: dict[int, list[int]] = {0: [], 1: []}
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-        for completion in outputs[-1].outputs if outputs else ():
-            if kind is not RequestOutputKind.DELTA:
-                tokens[completion.index] = []
-            tokens[completion.index] += completion.token_ids
+    for output in outputs:
+        for completion in output.outputs:
+            is_delta = kind is RequestOutputKind.DELTA
+            known = tokens[completion.index] if is_delta else []
+            tokens[completion.index] = known + completion.token_ids
     assert tokens == {branch: expect([1, 2, 3], branch=branch) for branch in (0, 1)}
-    assert [output.finished for output in outputs[-2:]][-1]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert len(outputs) == (1 if kind is RequestOutputKind.FINAL_ONLY else 10)
+
+
+def test_outputs_of_other_requests_wait(make_engine: MakeEngine) -> None:
+    """take_outputs hands out what it is asked for; the rest comes with the next call."""
+    engine = make_engine()
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], params(max_tokens=1))
+    engine.run_step()
+    if engine._in_flight:
+        engine.run_step()
+    assert [output.request_id for output in engine.take_outputs(["b", "c"])] == ["b"]
+    assert engine.has_unfinished_requests()
+    assert [output.request_id for output in engine.step()] == ["a"]
+    assert_idle(engine)
+
+
+def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
+    """Until its request has ended. A refusal changes nothing."""
+    engine = make_engine()
+    request = engine.make_request("a", [1], params())
+    assert not engine.has_unfinished_requests()
+    engine.add(request)
+    with pytest.raises(ValueError, match="'a' is in use"):
+        engine.add(request)
+    add_beam_search(engine, "beams", [1], 2, 3)
+    for name in ("a", "beams"):
+        with pytest.raises(ValueError, match=f"'{name}' is in use"):
+            engine.add_request(name, [2], params())
+        with pytest.raises(ValueError, match=f"'{name}' is in use"):
+            add_beam_search(engine, name, [2], 2, 3)
+    assert tokens_of(finish(engine)["a"]) == [expect([1])]
+    engine.add_request("a", [2], params())
+    assert tokens_of(finish(engine)["a"]) == [expect([2])]
+
+
+def test_more_completions_than_places_are_refused(make_engine: MakeEngine) -> None:
+    """The message says what was given, what is allowed, and what to do."""
+    engine = make_engine(max_num_seqs=2)
+    with pytest.raises(ValueError, match=r"n is 3.*at most 2.*Lower n, or raise max_num_seqs"):
+        engine.add_request("a", [1], params(n=3))
+    assert not engine.has_unfinished_requests()
 
 
 # -- abort --
@@ -133,318 +162,658 @@ def test_the_kinds_of_output_say_the_same(make_engine: MakeEngine, kind: Request
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 @pytest.mark.parametrize("n", [1, 3])
 def test_abort_at_any_moment(make_engine: MakeEngine, n: int, num_steps: int) -> None:
-    """Waiting, half-prefilled, decoding: every block is free at once; others go on."""
+    """Waiting, half prefilled, decoding: the blocks are free at once, and so is the request id. The
+    new request of this id gets nothing from a step in flight of the old one."""
     engine = make_engine(max_num_batched_tokens=8, max_num_seqs=4)
-    engine.add_request("gone", list(range(12)), params(n=n))
+    engine.add_request("a", list(range(12)), params(n=n))
     for _ in range(num_steps):
-        engine.step()
-    assert engine.abort_request("gone")
+        step(engine)
+    assert engine.abort_request("a")
     assert engine.block_manager.num_free_blocks == 64
-    assert not engine.abort_request("gone")
-    assert not engine.is_unfinished("gone")
-    engine.add_request("gone", [1], params())
-    assert finish(engine)["gone"].outputs[0].token_ids == expect([1])
+    assert not engine.abort_request("a")
+    assert not engine.is_unfinished("a")
+    assert engine.has_unfinished_requests() == bool(engine._in_flight)
+    engine.add_request("a", [1], params(max_tokens=4))
+    assert tokens_of(finish(engine)["a"]) == [expect([1], 4)]
 
 
 def test_abort_of_a_swapped_request(make_engine: MakeEngine) -> None:
     engine = make_engine(num_kv_blocks=5, preemption_mode="swap")
-    for name, first in (("stays", 1), ("gone", 9)):
+    for name, first in (("stays", 1), ("aborted", 9)):
         engine.add_request(name, list(range(first, first + 7)), params())
-    while not engine.scheduler.swapped:
-        engine.step()
-    assert engine.abort_request("gone")
+    run_until(engine, lambda: bool(engine.scheduler.swapped))
+    assert engine.abort_request("aborted")
     assert engine.block_manager.cpu_pool.num_free_blocks == 5
-    assert finish(engine)["stays"].outputs[0].token_ids == expect(list(range(1, 8)))
+    assert tokens_of(finish(engine)["stays"]) == [expect(list(range(1, 8)))]
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_abort_of_one_completion(make_engine: MakeEngine, index: int) -> None:
-    """It stays as it is, with finish_reason "abort"; the others go on to their ends."""
+def test_abort_of_one_completion(
+    make_engine: MakeEngine, index: int, kind: RequestOutputKind
+) -> None:
+    """Its output is ready at once, with finish_reason "abort". The others go on to their ends."""
     engine = make_engine()
-    engine.add_request("a", [1, 2, 3], params(n=3))
-    engine.step()
-    engine.step()
+    engine.add_request("a", [1, 2, 3], params(n=3, output_kind=kind))
+    assert not engine.abort_request("a", 1)  # there is only completion 0 before the fork
+    run_until(engine, lambda: len(engine.scheduler.running) == 3)
+    step(engine)
+    num_known = engine.scheduler.running[index].num_output_tokens
     assert engine.abort_request("a", index)
+    assert not engine.abort_request("a", index)
     assert not engine.abort_request("a", 3)
-    [output] = finish(engine).values()
-    for completion in output.outputs:
-        length, reason = (2, "abort") if completion.index == index else (10, "length")
-        expected = expect([1, 2, 3], branch=completion.index)[:length]
-        assert (completion.token_ids, completion.finish_reason) == (expected, reason)
+    outputs = engine.take_outputs()
+    if kind is RequestOutputKind.FINAL_ONLY:
+        assert outputs == []
+    else:
+        [output] = outputs
+        assert not output.finished
+        assert [c.index for c in output.outputs if c.finish_reason == "abort"] == [index]
+    outputs += run_until(engine, lambda: not engine.has_unfinished_requests())
+    assert_idle(engine)
+    ends = {c.index: c for output in outputs for c in output.outputs if c.finish_reason}
+    assert {i: c.finish_reason for i, c in ends.items()} == {
+        i: "abort" if i == index else "length" for i in range(3)
+    }
+    if kind is not RequestOutputKind.DELTA:
+        lengths = [num_known if i == index else 10 for i in range(3)]
+        assert tokens_of(outputs[-1]) == [expect([1, 2, 3], k, i) for i, k in enumerate(lengths)]
 
 
 def test_abort_of_all_completions_one_by_one(make_engine: MakeEngine) -> None:
-    """Ends the request; the next step has no work, and brings what it had come to."""
+    """Aborting the last completion ends the request, and its output is ready."""
     engine = make_engine()
-    engine.add_request("a", [1, 2, 3], params(n=2))
-    engine.step()
+    engine.add_request("a", [1, 2, 3], params(n=2, output_kind=RequestOutputKind.FINAL_ONLY))
+    run_until(engine, lambda: len(engine.scheduler.running) == 2)
     assert engine.abort_request("a", 1)
     assert engine.is_unfinished("a")
     assert engine.abort_request("a", 0)
     assert not engine.is_unfinished("a")
     assert engine.block_manager.num_free_blocks == 64
-    assert engine.has_unfinished_requests()
-    [output] = engine.step()
+    [output] = engine.take_outputs()
     assert output.finished
-    assert [completion.finish_reason for completion in output.outputs] == ["abort", "abort"]
-    assert not engine.has_unfinished_requests()
+    assert reasons_of(output) == ["abort", "abort"]
+    finish(engine)
 
 
-# -- what goes wrong --
+# -- a step fails --
 
 
-def test_a_failed_step_is_made_again(make_engine: MakeEngine) -> None:
-    """The error reaches the caller, and the next step goes on from where it was."""
-    engine = make_engine()
+@pytest.mark.parametrize("where", ["fail_next_step", "fail_next_result"])
+@pytest.mark.parametrize("num_steps", range(7))
+def test_a_failed_step_is_made_again(make_engine: MakeEngine, num_steps: int, where: str) -> None:
+    """It fails at its launch or when it is read: step() raises, everything in flight is computed
+    again, and the same tokens come."""
+    engine = make_engine(preemption_mode="swap", num_kv_blocks=8)
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
-    for num_steps in (0, 1, 3):
-        for _ in range(num_steps):
-            engine.step()
-        engine.executor.fail_next_step = True
-        with pytest.raises(StepFailed):
-            engine.step()
-        engine.block_manager.check()
-    [output] = finish(engine).values()
-    for branch, completion in enumerate(output.outputs):
-        assert completion.token_ids == expect([1, 2, 3, 4, 5], branch=branch)
+    engine.add_request("b", [1, 2, 3, 4, 6], params(max_tokens=5))
+    outputs = [output for _ in range(num_steps) for output in step(engine)]
+    setattr(engine.executor, where, True)
+    num_failures = 0
+    for _ in range(2):  # with overlapped steps the first step is read by the second call
+        try:
+            outputs += engine.step()
+        except StepFailed:
+            num_failures += 1
+        check(engine)
+    assert num_failures == 1
+    last = {output.request_id: output for output in outputs} | finish(engine)
+    assert tokens_of(last["a"]) == [expect([1, 2, 3, 4, 5], branch=branch) for branch in (0, 1)]
+    assert tokens_of(last["b"]) == [expect([1, 2, 3, 4, 6], 5)]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize(
     "name", ["get_cached_blocks", "allocate", "can_append", "append", "copy_on_write", "swap_out"]
 )
 @pytest.mark.parametrize("is_done", [False, True])
 def test_schedule_may_fail_anywhere(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str, error: type, is_done: bool
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str, is_done: bool
 ) -> None:
-    """Before or after any change to the books: nothing is lost, and the tokens stay the same."""
+    """Before or after any change of the blocks: no block is lost, and the tokens stay the same."""
     engine = make_engine(num_kv_blocks=6, preemption_mode="swap")
-    method, countdown = getattr(engine.block_manager, name), iter([0, 0, 1, 0, 1])
+    method, fails = getattr(engine.block_manager, name), iter([0, 0, 1, 0, 1])
+
+    class InjectedError(BaseException):
+        pass
 
     def faulty(*args: Any) -> Any:
-        fails = next(countdown, 0)
-        result = method(*args) if is_done or not fails else None
-        if fails:
-            raise error("injected")
+        fails_now = next(fails, 0)
+        result = method(*args) if is_done or not fails_now else None
+        if fails_now:
+            raise InjectedError
         return result
 
     monkeypatch.setattr(engine.block_manager, name, faulty)
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
     engine.add_request("b", [1, 2, 3, 4, 6], params())
     outputs: dict[str, RequestOutput] = {}
-    for _ in range(200):
-        try:
+    while engine.has_unfinished_requests():
+        with contextlib.suppress(InjectedError):
             outputs |= {output.request_id: output for output in engine.step()}
-        except error:
-            engine.block_manager.check()
-    assert [c.token_ids for c in outputs["a"].outputs] == [
-        expect([1, 2, 3, 4, 5], branch=branch) for branch in (0, 1)
-    ]
-    assert outputs["b"].outputs[0].token_ids == expect([1, 2, 3, 4, 6])
-    assert not engine.has_unfinished_requests()
+        check(engine)
+    assert_idle(engine)
+    assert tokens_of(outputs["a"]) == [expect([1, 2, 3, 4, 5], branch=branch) for branch in (0, 1)]
+    assert tokens_of(outputs["b"]) == [expect([1, 2, 3, 4, 6])]
 
 
-def interrupt_at(line_number: int) -> Callable[..., Any]:
-    """A trace function that sends this process a SIGINT at the n-th line run in nanoserve/."""
-    lines = iter(range(line_number))
+# -- Ctrl-C --
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        if "nanoserve" not in frame.f_code.co_filename:
+
+@cache
+def is_interruptible(file_name: str, line: int) -> bool:
+    """False for a line that takes or frees a lock: CPython looks for signals at calls and jumps,
+    and there is none between the end of such a block and the call that frees the lock."""
+    return "with self._" not in linecache.getline(file_name, line)
+
+
+class Tracer:
+    """Notes the lines run in nanoserve/, and sends this process a SIGINT at one of them."""
+
+    def __init__(self, interrupt_at: int | None = None) -> None:
+        self.interrupt_at = interrupt_at
+        self.lines: list[tuple[str, int]] = []  # (file name, line number)
+        self.num_interrupts = 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if "nanoserve" not in code.co_filename or code.co_name == "_stepping":
             return None
-        if event == "line" and next(lines, None) is None:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return trace
+        if event == "line" and is_interruptible(code.co_filename, frame.f_lineno):
+            self.lines.append((code.co_filename, frame.f_lineno))
+            if len(self.lines) == self.interrupt_at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return self
 
-    return trace
+    def run(self, engine: LLMEngine) -> list[RequestOutput]:
+        """Step until the interrupt or the end; every output on the way."""
+        outputs: list[RequestOutput] = []
+        previous = sys.gettrace()
+        sys.settrace(self)
+        try:
+            while not self.num_interrupts and engine.has_unfinished_requests():
+                try:
+                    outputs += engine.step()
+                except KeyboardInterrupt:
+                    self.num_interrupts += 1
+        except KeyboardInterrupt:  # between two steps
+            self.num_interrupts += 1
+        finally:
+            sys.settrace(previous)
+        return outputs
+
+    def choose_lines(self) -> list[int]:
+        """Where to interrupt: the middle one of all runs of each line of engine.py, and 20 other
+        lines."""
+        runs: dict[int, list[int]] = {}
+        for number, (file_name, line) in enumerate(self.lines, start=1):
+            if file_name.endswith("engine.py"):
+                runs.setdefault(line, []).append(number)
+        middles = {numbers[len(numbers) // 2] for numbers in runs.values()}
+        return sorted(middles | set(range(1, len(self.lines), len(self.lines) // 20)))
 
 
-def check_ctrl_c(
-    engine: LLMEngine, line_number: int, finish: Callable[[LLMEngine], dict[str, RequestOutput]]
-) -> None:
-    """A signal at that line: it is raised, the books balance, and every token comes."""
-    engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
-    engine.add_request("b", [1, 2, 3, 4, 6], params())
-    outputs: dict[str, RequestOutput] = {}
-    previous, num_interrupts = sys.gettrace(), 0
-    sys.settrace(interrupt_at(line_number))
-    try:
-        while not num_interrupts and engine.has_unfinished_requests():
-            try:
-                outputs |= {output.request_id: output for output in engine.step()}
-            except KeyboardInterrupt:
-                num_interrupts += 1
-    except KeyboardInterrupt:  # between two steps
-        num_interrupts += 1
-    finally:
-        sys.settrace(previous)
-    engine.block_manager.check()
-    outputs |= finish(engine)
-    assert num_interrupts == 1
+def check_ctrl_c(make_engine: MakeEngine, tracer: Tracer) -> None:
+    """Completions, a request that fails, and another thread that adds one request and aborts one:
+    after an interrupt all go on, every delta comes once, and the listeners hear of no step
+    twice."""
+    engine = make_engine(num_kv_blocks=7, preemption_mode="swap")
+    deltas = params(max_tokens=5, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("a", [1, 2, 3, 4, 5], replace(deltas, n=2))
+    engine.add_request("b", [1, 2, 3, 4, 6], deltas)
+    engine.add_request("bad", [7, 8], deltas)
+    engine.add_request("aborted", [7, 8, 9], deltas)
+    fail_in_executor(engine, "bad", num_output_tokens=2)
+    reports: list[StepReport] = []
+
+    def add_and_abort(_: StepReport) -> None:
+        engine.step_listeners.remove(add_and_abort)
+        in_thread(
+            lambda: engine.add_request("c", [1, 2, 3, 4, 7], deltas),
+            lambda: engine.abort_request("aborted"),
+        )
+
+    engine.step_listeners += [add_and_abort, reports.append]
+    outputs = tracer.run(engine)
+    check(engine)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert outputs["b"].outputs[0].token_ids == expect([1, 2, 3, 4, 6])
+    outputs += in_thread(engine.step)[0]  # the interrupted thread does not hold the lock
+    outputs += run_until(engine, lambda: not engine.has_unfinished_requests())
+    assert_idle(engine)
+    tokens: dict[tuple[str, int], list[int]] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            key = (output.request_id, completion.index)
+            tokens.setdefault(key, []).extend(completion.token_ids)
     for branch in (0, 1):
-        assert outputs["a"].outputs[branch].token_ids == expect([1, 2, 3, 4, 5], branch=branch)
+        assert tokens["a", branch] == expect([1, 2, 3, 4, 5], 5, branch)
+    assert tokens["b", 0] == expect([1, 2, 3, 4, 6], 5)
+    assert tokens["c", 0] == expect([1, 2, 3, 4, 7], 5)
+    assert tokens["bad", 0] == expect([7, 8], 2)
+    ends = [o.request_id for o in outputs if o.finished]
+    assert sorted(ends) == ["a", "b", "bad", "c"]
+    assert len({id(report.scheduler_output) for report in reports}) == len(reports)
 
 
-@pytest.mark.parametrize("line_number", range(1, 2400, 19))
-def test_ctrl_c_at_any_line(make_engine: MakeEngine, line_number: int) -> None:
-    """Wherever it hits."""
-    check_ctrl_c(make_engine(num_kv_blocks=7, preemption_mode="swap"), line_number, finish)
+def test_ctrl_c_at_any_line(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, "nanoserve")
+    recorder = Tracer()
+    check_ctrl_c(make_engine, recorder)
+    for number in recorder.choose_lines():
+        tracer = Tracer(interrupt_at=number)
+        try:
+            check_ctrl_c(make_engine, tracer)
+            assert tracer.num_interrupts == 1
+        except BaseException as error:
+            error.add_note(f"interrupted at {recorder.lines[number - 1]}, line event {number}")
+            raise
 
 
-def test_a_listener_that_raises_costs_no_output(make_engine: MakeEngine) -> None:
-    """What was ready comes with the next call."""
+# -- one request fails: an outcome --
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("num_output_tokens", [0, 1, 4])
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_request_that_fails_in_the_executor(
+    make_engine: MakeEngine, kind: RequestOutputKind, num_output_tokens: int, n: int
+) -> None:
+    """Its tokens so far and the message are its output. The others get exactly their tokens."""
+    engine = make_engine(preemption_mode="swap", num_kv_blocks=12)
+    engine.add_request("good", [4, 5, 6], params(n=2))
+    engine.add_request("bad", [1, 2, 3], params(n=n, output_kind=kind))
+    search = add_beam_search(engine, "beams", [1, 2, 3], 2, 5)
+    fail_in_executor(engine, "bad", num_output_tokens)
+    outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
+    assert_idle(engine)
+    last = {output.request_id: output for output in outputs}
+    assert tokens_of(last["good"]) == [expect([4, 5, 6], branch=branch) for branch in (0, 1)]
+    assert search.get_output().sequences
+    assert last["bad"].finished
+    assert {c.finish_reason for c in last["bad"].outputs} == {"error"}
+    assert {c.stop_reason for c in last["bad"].outputs} == {"no token is possible"}
+    tokens = Counter[int]()
+    for output in outputs:
+        for completion in output.outputs if output.request_id == "bad" else ():
+            if kind is not RequestOutputKind.DELTA:
+                tokens[completion.index] = 0
+            tokens[completion.index] += len(completion.token_ids)
+    branches = range(n) if num_output_tokens else range(1)  # no branch forks before the first token
+    assert tokens == Counter(dict.fromkeys(branches, num_output_tokens))
+    for completion in last["bad"].outputs if kind is not RequestOutputKind.DELTA else ():
+        assert completion.token_ids == expect([1, 2, 3], num_output_tokens, completion.index)
+
+
+@pytest.mark.parametrize("branch", [0, 1, 2])
+@pytest.mark.parametrize("num_output_tokens", [1, 4, 10])
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_request_that_fails_in_detokenization(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: RequestOutputKind,
+    num_output_tokens: int,
+    branch: int,
+) -> None:
+    """All its unfinished completions end, those that have just forked off too. The traceback is in
+    the log. Nothing is computed again."""
+    engine = make_engine(enable_prefix_caching=False)
+    engine.add_request("bad", [1, 2, 3], params(n=3, output_kind=kind))
+    engine.add_request("good", [4, 5, 6], params(max_tokens=4))
+
+    def find_stop(seq: Sequence) -> None:
+        is_bad = seq.request_id == "bad" and seq.branch == branch
+        if is_bad and seq.num_output_tokens == num_output_tokens:
+            raise ZeroDivisionError("no text")
+
+    change_text(monkeypatch, find_stop)
+    last = finish(engine)
+    assert tokens_of(last["good"]) == [expect([4, 5, 6], 4)]
+    assert engine.executor.num_tokens[3] == 3 + 3  # computed once
+    assert last["bad"].finished
+    assert reasons_of(last["bad"]) == ["error"] * 3
+    assert {c.stop_reason for c in last["bad"].outputs} == {"ZeroDivisionError: no text"}
+    if kind is not RequestOutputKind.DELTA:
+        expected = [expect([1, 2, 3], num_output_tokens, index) for index in range(3)]
+        assert tokens_of(last["bad"]) == expected
+    [record] = caplog.records[-1:]
+    assert record.exc_info
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails_in_executor", [False, True])
+def test_a_completion_that_has_ended_keeps_its_end(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, fails_in_executor: bool
+) -> None:
+    """The error of a later step is not told of it, and no delta tells its end twice."""
     engine = make_engine()
+    stop = expect([1, 2, 3], branch=0)[2]
+    assert stop not in expect([1, 2, 3], branch=1)[:7]
+    wanted = params(n=2, stop_token_ids=[stop], output_kind=RequestOutputKind.DELTA)
+    engine.add_request("bad", [1, 2, 3], wanted)
+    if fails_in_executor:
+        fail_in_executor(engine, "bad", num_output_tokens=6)
+    else:
 
-    def complain(*_: object) -> None:
-        engine.step_listeners.clear()
-        raise ValueError("no")
+        def find_stop(seq: Sequence) -> None:
+            if seq.num_output_tokens == 6:
+                raise ZeroDivisionError
 
-    engine.step_listeners.append(complain)
-    engine.add_request("a", [1, 2, 3], params(max_tokens=1))
-    with pytest.raises(ValueError, match="no"):
-        engine.step()
-    [output] = engine.step()
-    assert output.outputs[0].token_ids == expect([1, 2, 3], 1)
+        change_text(monkeypatch, find_stop)
+    outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
+    assert_idle(engine)
+    ends = [(c.index, c.finish_reason) for o in outputs for c in o.outputs if c.finish_reason]
+    assert ends == [(0, "stop"), (1, "error")]
+    assert outputs[-1].finished
 
 
-def test_a_failure_in_one_output_costs_that_request_alone(
+def test_a_consumer_that_cannot_tell_its_error(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others get what is theirs, with the next call, and no request id stays in use."""
-    engine = make_engine()
-    engine.add_request("bad", [1, 2, 3], params(max_tokens=1))
-    engine.add_request("good", [4, 5, 6], params(max_tokens=1))
-    append = engine.output_processor.append
-
-    def faulty(update: Any) -> str | None:
-        if update.sequence.request_id == "bad":
-            raise ValueError("no text")
-        return append(update)
-
-    monkeypatch.setattr(engine.output_processor, "append", faulty)
-    with pytest.raises(ValueError, match="no text"):
-        engine.step()
-    [output] = engine.step()
-    assert output.outputs[0].token_ids == expect([4, 5, 6], max_tokens=1)
-    assert not engine.is_unfinished("bad")
-    assert not engine.has_unfinished_requests()
-
-
-def test_who_makes_a_step_fail_is_aborted(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its error is raised once; the others go on and get their tokens."""
+    """It has no output. The other requests of the step lose nothing."""
     engine = make_engine()
     engine.add_request("bad", [1, 2, 3], params())
     engine.add_request("good", [4, 5, 6], params())
-    execute, guilty = engine.executor.execute_model, engine.scheduler.waiting[0].seq_id
+    request = engine.output_processor.requests["bad"]
 
-    def faulty(scheduler_output: Any) -> Any:
-        if guilty in [item.seq_id for item in scheduler_output.scheduled]:
-            raise RequestError(guilty, "a logits processor raised")
-        return execute(scheduler_output)
+    def fail(*_: Any) -> RequestOutput | None:
+        raise ZeroDivisionError
 
-    monkeypatch.setattr(engine.executor, "execute_model", faulty)
-    with pytest.raises(RequestError, match="raised"):
-        engine.step()
-    assert not engine.is_unfinished("bad")
-    [output] = finish(engine).values()
-    assert output.outputs[0].token_ids == expect([4, 5, 6])
+    monkeypatch.setattr(request, "_build_output", fail)
+    outputs = finish(engine)
+    assert list(outputs) == ["good"]
+    assert tokens_of(outputs["good"]) == [expect([4, 5, 6])]
 
 
-def test_another_thread_may_give_its_request_up(make_engine: MakeEngine) -> None:
-    """Not at once, since somebody else is inside; with the next step."""
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_beam_search_that_fails(make_engine: MakeEngine, width: int) -> None:
+    """Its blocks are free; get_output says why; the others get their tokens."""
+    engine = make_engine()
+    search = add_beam_search(engine, "beams", [1, 2, 3], width, 6)
+    broken = add_beam_search(engine, "broken", [1, 2, 3], width, 6)
+    engine.add_request("good", [4, 5, 6], params())
+    fail_in_executor(engine, "beams", num_output_tokens=3)
+
+    def score(beam: Any) -> float:
+        if len(beam.tokens) == 6:
+            raise ZeroDivisionError("no score")
+        return beam.cum_logprob
+
+    broken.score = score  # type: ignore[method-assign]
+    assert tokens_of(finish(engine)["good"]) == [expect([4, 5, 6])]
+    with pytest.raises(RuntimeError, match="'beams' failed: no token is possible"):
+        search.get_output()
+    with pytest.raises(RuntimeError, match="'broken' failed: ZeroDivisionError: no score"):
+        broken.get_output()
+
+
+def test_the_error_of_a_request_that_was_aborted(make_engine: MakeEngine) -> None:
+    """Aborted while the step that fails was in flight: there is no output. The others go on."""
+    engine = make_engine()
+    engine.add_request("bad", [1, 2, 3], params())
+    engine.add_request("good", [4, 5, 6], params())
+    fail_in_executor(engine, "bad", num_output_tokens=2)
+    run_until(engine, lambda: engine.scheduler.sequences[0].num_output_tokens == 1)
+    launch = engine.executor.launch
+
+    def abort_meanwhile(scheduler_output: SchedulerOutput) -> Any:
+        pending = launch(scheduler_output)
+        engine.abort_request("bad")
+        return pending
+
+    engine.executor.launch = abort_meanwhile
+    outputs = finish(engine)
+    assert list(outputs) == ["good"]
+    assert tokens_of(outputs["good"]) == [expect([4, 5, 6])]
+
+
+# -- listeners --
+
+
+def test_a_report_says_what_a_step_did(make_engine: MakeEngine) -> None:
+    """Each step once, in order: every new token, also of requests that hand out no output yet and
+    of beams; the request of each sequence; three times."""
+    engine = make_engine(num_kv_blocks=14, preemption_mode="swap")
+    reports: list[StepReport] = []
+    engine.step_listeners.append(reports.append)
+    final_only = RequestOutputKind.FINAL_ONLY
+    engine.add_request("a", [1, 2, 3], params(n=2, output_kind=final_only))
+    search = add_beam_search(engine, "beams", [4, 5], 3, 6, ignore_eos=True)
+    outputs = finish(engine)
+    assert len(reports) == engine.executor.num_launched
+    tokens: dict[tuple[str, int], list[int]] = {}
+    num_tokens = Counter[str]()
+    for report in reports:
+        scheduled = [item.seq_id for item in report.scheduler_output.scheduled]
+        assert set(report.sequences) <= set(scheduled)
+        assert {seq.request_id for seq in report.sequences.values()} <= {"a", "beams"}
+        assert all(seq.seq_id == seq_id for seq_id, seq in report.sequences.items())
+        assert min(report.schedule_time, report.execute_time, report.update_time) >= 0
+        for update in report.updates:
+            key = (update.sequence.request_id, update.sequence.branch)
+            tokens.setdefault(key, []).extend(update.new_token_ids)
+            num_tokens[update.sequence.request_id] += len(update.new_token_ids)
+        if not engine.config.async_scheduling:
+            assert set(report.sequences) == set(scheduled)
+    assert [tokens["a", branch] for branch in (0, 1)] == tokens_of(outputs["a"])
+    assert num_tokens["beams"] == 1 + 5 * 3  # the first step has one beam
+    assert len(search.get_output().sequences) == 3
+
+
+def test_a_listener_that_raises_costs_nothing(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged; the other listeners hear of every step, and no step is made again."""
+    engine = make_engine()
+    reports: list[StepReport] = []
+
+    def complain(_: StepReport) -> None:
+        raise ValueError("no")
+
+    engine.step_listeners += [complain, reports.append]
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    assert tokens_of(finish(engine)["a"]) == [expect([1, 2, 3], 4)]
+    assert len(reports) == engine.executor.num_launched == 4
+    assert caplog.text.count("ValueError: no") == 4
+
+
+def test_a_listener_may_abort(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.step_listeners.append(lambda _: engine.abort_request("a") and None)
+    engine.add_request("a", [1, 2, 3], params())
+    engine.add_request("b", [4, 5, 6], params())
+    outputs = finish(engine)
+    assert list(outputs) == ["b"]
+    assert tokens_of(outputs["b"]) == [expect([4, 5, 6])]
+
+
+def test_a_consumer_may_abort_another_request(make_engine: MakeEngine) -> None:
+    """In the middle of a step: whichever comes first in it ends the other."""
+    engine = make_engine()
+
+    class Rival(RequestState):
+        def process(self, updates: Any) -> RequestOutput | None:
+            engine.abort_request({"a": "b", "b": "a"}[self.request_id])
+            return super().process(updates)
+
+    for name in ("a", "b"):
+        request = engine.make_request(name, [1, 2, 3], params(output_kind=RequestOutputKind.DELTA))
+        request.__class__ = Rival
+        engine.add(request)
+    outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
+    assert_idle(engine)
+    assert {output.request_id for output in outputs} == {"a"}
+    assert [t for output in outputs for t in output.outputs[0].token_ids] == expect([1, 2, 3])
+
+
+# -- threads --
+
+
+def during_a_step(engine: LLMEngine, *calls: Callable[[], Any]) -> list[Any]:
+    """Make these calls in another thread while one step runs, once; see in_thread."""
+    results: list[Any] = []
+
+    def listener(_: StepReport) -> None:
+        engine.step_listeners.remove(listener)
+        results.extend(in_thread(*calls))
+
+    engine.step_listeners.append(listener)
+    run_until(engine, lambda: bool(results))
+    return results
+
+
+def test_another_thread_may_add_and_abort(make_engine: MakeEngine) -> None:
+    """While a step runs. The next step begins with it."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params())
     engine.add_request("b", [4, 5, 6], params())
+    state: list[bool] = []
+    results = during_a_step(
+        engine,
+        lambda: engine.abort_request("b"),
+        lambda: state.append(engine.scheduler.sequences.keys() >= {0, 1}),
+        lambda: engine.add_request("c", [7, 8], params()),
+        lambda: engine.add_request("a", [1], params()),
+        lambda: engine.add_request("d", [], params()),
+        lambda: engine.add_request("e", [1], params()),
+        lambda: engine.abort_request("e"),
+        lambda: engine.abort_request("b", 1),
+        lambda: engine.abort_request("nobody"),
+    )
+    assert state == [True]  # b has not ended yet
+    in_use, empty = results[3], results[4]
+    assert isinstance(in_use, ValueError)
+    assert "in use" in str(in_use)
+    assert isinstance(empty, ValueError)
+    assert [r for r in results if not isinstance(r, ValueError)] == [
+        *[True, None, None, None, True, False, False]
+    ]
+    outputs = finish(engine)
+    assert sorted(outputs) == ["a", "c"]
+    assert tokens_of(outputs["a"]) == [expect([1, 2, 3])]
+    assert tokens_of(outputs["c"]) == [expect([7, 8])]
 
-    def give_up(*_: object) -> None:
-        engine.step_listeners.clear()
-        thread = threading.Thread(target=engine.abort_request_threadsafe, args=("b",))
-        thread.start()
-        thread.join()
-        assert engine.is_unfinished("b")
 
-    engine.step_listeners.append(give_up)
-    engine.step()
-    assert [output.request_id for output in engine.step()] == ["a"]
-    assert not engine.is_unfinished("b")
-    assert list(finish(engine)) == ["a"]
-
-
-def test_a_delta_tells_of_a_completion_that_was_aborted(make_engine: MakeEngine) -> None:
+def test_an_abort_may_overtake_the_add(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread aborts a request whose sequences are not queued yet: no sequence stays behind."""
     engine = make_engine()
-    engine.add_request("a", [1, 2, 3], params(n=2, output_kind=RequestOutputKind.DELTA))
-    engine.step()
-    assert engine.abort_request("a", 1)
-    assert not engine.abort_request("a", 1)
-    told = [c for output in engine.step() for c in output.outputs if c.finish_reason]
-    assert [(c.index, c.finish_reason) for c in told] == [(1, "abort")]
+    add = engine.output_processor.add
+
+    def add_and_abort(request: Any) -> None:
+        add(request)
+        assert in_thread(lambda: engine.abort_request(request.request_id)) == [True]
+
+    monkeypatch.setattr(engine.output_processor, "add", add_and_abort)
+    engine.add_request("a", [1, 2, 3], params())
+    assert_idle(engine)
+
+
+def test_a_request_id_is_free_when_its_request_has_failed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that takes the id at this very moment has a request that runs to its end."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params())
+    request = engine.output_processor.requests["a"]
+    build = request.fail  # type: ignore[union-attr]
+
+    def fail(message: str) -> RequestOutput | None:
+        assert in_thread(lambda: engine.add_request("a", [4, 5, 6], params())) == [None]
+        return build(message)
+
+    def find_stop(seq: Sequence) -> None:
+        if seq.seq_id == 0:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(request, "fail", fail)
+    change_text(monkeypatch, find_stop)
+    failed = run_until(engine, lambda: 1 in engine.scheduler.sequences)
+    assert [reasons_of(output) for output in failed][:1] == [["error"]]
+    assert tokens_of(finish(engine)["a"]) == [expect([4, 5, 6])]
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_threads_add_and_abort_while_one_steps(
+    make_engine: MakeEngine, preemption_mode: str
+) -> None:
+    """No block is lost, and every request that was not aborted gets exactly its tokens."""
+    engine = make_engine(num_kv_blocks=20, max_num_seqs=6, preemption_mode=preemption_mode)
+    num_threads, num_requests = 4, 16
+    start = threading.Barrier(num_threads + 1)
+    aborted: set[str] = set()
+    errors: list[BaseException] = []
+
+    def prompt_of(name: str) -> list[int]:
+        thread, number = map(int, name.split("-"))
+        return [1, 2, 3, 4, thread, number]
+
+    def work(thread: int) -> None:
+        start.wait()
+        for number in range(num_requests):
+            name, other = f"{thread}-{number}", f"{(thread + 1) % num_threads}-{number // 2}"
+            engine.add_request(name, prompt_of(name), params(n=1 + number % 3))
+            if number % 4 == 1 and engine.abort_request(name):
+                aborted.add(name)
+            if number % 4 == 2 and engine.abort_request(other):
+                aborted.add(other)
+            if number % 4 == 3 and engine.abort_request(other, number % 3):
+                aborted.add(other)
+
+    def work_and_tell(thread: int) -> None:
+        try:
+            work(thread)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work_and_tell, args=(i,)) for i in range(num_threads)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    last: dict[str, RequestOutput] = {}
+    try:
+        for thread in threads:
+            thread.start()
+        start.wait()
+        while any(thread.is_alive() for thread in threads) or engine.has_unfinished_requests():
+            last |= {output.request_id: output for output in engine.step()}
+    finally:
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    last |= finish(engine)
+    assert not errors
+    engine.block_manager.check()
+    names = {f"{i}-{number}" for i in range(num_threads) for number in range(num_requests)}
+    assert names - aborted <= last.keys()
+    for name, output in last.items():
+        n = 1 + int(name.split("-")[1]) % 3
+        whole = [expect(prompt_of(name), branch=branch) for branch in range(n)]
+        for completion in output.outputs:
+            so_far = completion.token_ids
+            assert so_far == whole[completion.index][: len(so_far)]
+        if name not in aborted:
+            assert tokens_of(output) == whole
 
 
 def test_two_threads_are_noticed(make_engine: MakeEngine) -> None:
-    """The second is told; the first goes on."""
+    """The second one to call step() is told; the first one goes on."""
     engine = make_engine()
-    errors: list[str] = []
-
-    def interfere(*_: object) -> None:
-        def step() -> None:
-            try:
-                engine.step()
-            except RuntimeError as error:
-                errors.append(str(error))
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-
-    engine.step_listeners.append(interfere)
-    engine.add_request("a", [1, 2, 3], params(max_tokens=2))
-    assert finish(engine)["a"].outputs[0].token_ids == expect([1, 2, 3], 2)
-    assert len(errors) == 2
-    assert all("another thread" in error and "one thread" in error for error in errors)
-
-
-def test_a_listener_may_call_back(make_engine: MakeEngine) -> None:
-    """In its own thread: to abort what it has seen enough of."""
-    engine = make_engine()
-    engine.step_listeners.append(lambda *_: engine.abort_request("a") and None)
-    engine.add_request("a", [1, 2, 3], params())
-    engine.step()
-    assert not engine.has_unfinished_requests()
-
-
-def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
-    """Until its request has ended; a refusal changes nothing."""
-    engine = make_engine()
-    engine.add_request("a", [1], params())
-    add_beam_search(engine, "beams", [1], BeamSearchParams(2, 3))
-    for name in ("a", "beams"):
-        with pytest.raises(ValueError, match=f"'{name}' is in use"):
-            engine.add_request(name, [2], params())
-        with pytest.raises(ValueError, match=f"'{name}' is in use"):
-            add_beam_search(engine, name, [2], BeamSearchParams(2, 3))
-    finish(engine)
-    engine.add_request("a", [2], params())
-    assert finish(engine)["a"].outputs[0].token_ids == expect([2])
-
-
-def test_more_completions_than_places_are_refused(make_engine: MakeEngine) -> None:
-    """With what was given, what is allowed, and what to do."""
-    engine = make_engine(max_num_seqs=2)
-    with pytest.raises(ValueError, match=r"n is 3.*at most 2.*Lower n, or raise max_num_seqs"):
-        engine.add_request("a", [1], params(n=3))
-    assert not engine.has_unfinished_requests()
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    [error, closed] = during_a_step(engine, engine.step, engine.close)
+    for raised in (error, closed):
+        assert isinstance(raised, RuntimeError)
+        assert "another thread" in str(raised)
+        assert "one thread" in str(raised)
+    assert tokens_of(finish(engine)["a"]) == [expect([1, 2, 3], 4)]
 
 
 def test_close(make_engine: MakeEngine) -> None:
-    """Everything is aborted, and nothing more is taken; closing twice is fine."""
+    """All requests are aborted, and no more are taken. Closing twice is fine."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(n=2))
-    add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(2, 4))
-    engine.step()
+    add_beam_search(engine, "beams", [1, 2, 3], 2, 4)
+    step(engine)
     engine.close()
     engine.close()
     assert engine.block_manager.num_free_blocks == 64
@@ -458,42 +827,46 @@ def test_close(make_engine: MakeEngine) -> None:
 
 
 def test_beam_search_beside_others(make_engine: MakeEngine) -> None:
-    """step() advances it; its results are in the object returned, not in RequestOutputs."""
+    """step() advances it. Its results are in the object returned, not in RequestOutputs."""
     engine = make_engine(num_kv_blocks=8)
-    search = add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(1, 4, ignore_eos=True))
+    search = add_beam_search(engine, "beams", [1, 2, 3], 1, 4, ignore_eos=True)
     [root] = engine.scheduler.waiting
     engine.add_request("a", [1, 2, 3], params())
     outputs = finish(engine)
     assert list(outputs) == ["a"]
-    assert outputs["a"].outputs[0].token_ids == expect([1, 2, 3])
+    assert tokens_of(outputs["a"]) == [expect([1, 2, 3])]
     [beam] = search.get_output().sequences
     greedy = expect([1, 2, 3], 4, seed=root.seed)
     assert (beam.tokens[3:], beam.finish_reason) == (greedy, "length")
 
 
-def test_beam_search_can_be_aborted(make_engine: MakeEngine) -> None:
+@pytest.mark.parametrize("index", [None, 0])
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_beam_search_can_be_aborted(
+    make_engine: MakeEngine, num_steps: int, index: int | None
+) -> None:
+    """A search has no completions of its own: aborting one of its beams ends it, too."""
     engine = make_engine()
-    add_beam_search(engine, "beams", [1, 2, 3], BeamSearchParams(3, 4, ignore_eos=True))
-    engine.step()
-    engine.step()
-    assert engine.abort_request("beams")
-    assert engine.block_manager.num_free_blocks == 64
-    assert not engine.has_unfinished_requests()
+    search = add_beam_search(engine, "beams", [1, 2, 3], 3, 4, ignore_eos=True)
+    for _ in range(num_steps):
+        step(engine)
+    assert engine.abort_request("beams", index)
+    assert_idle(engine)
+    with pytest.raises(RuntimeError, match="the search was aborted"):
+        search.get_output()
 
 
-def test_beam_search_parameters_are_checked(make_engine: MakeEngine) -> None:
+def test_a_beam_search_that_cannot_be_served(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    with pytest.raises(TypeError, match="BeamSearchParams"):
-        add_beam_search(engine, "beams", [1], params())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
-        add_beam_search(engine, "beams", [], BeamSearchParams(2, 3))
+        add_beam_search(engine, "beams", [], 2, 3)
     assert not engine.is_unfinished("beams")
 
 
 # -- seams --
 
 
-def test_a_class_of_your_own_takes_the_place_of_ours(make_engine: MakeEngine) -> None:
+def test_a_class_of_your_own_takes_the_place_of_ours() -> None:
     """The scheduler, the block manager, the executor."""
     calls: list[str] = []
 
@@ -503,7 +876,7 @@ def test_a_class_of_your_own_takes_the_place_of_ours(make_engine: MakeEngine) ->
             return super().schedule()
 
     class MyBlockManager(BlockManager):
-        def append(self, seq: Any, num_tokens: int) -> list[int]:
+        def append(self, seq: Any, num_tokens: int) -> tuple[int, list[int]]:
             calls.append("append")
             return super().append(seq, num_tokens)
 
@@ -512,66 +885,9 @@ def test_a_class_of_your_own_takes_the_place_of_ours(make_engine: MakeEngine) ->
             calls.append("execute")
             return super().execute_model(scheduler_output)
 
-    engine = make_engine(
+    engine = engines.make_engine(
         scheduler_cls=MyScheduler, block_manager_cls=MyBlockManager, executor_cls=MyExecutor
     )
     engine.add_request("a", [1], params(max_tokens=1))
     finish(engine)
     assert calls == ["schedule", "append", "execute"]
-
-
-# -- all of it together --
-
-
-@settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(data=st.data())
-def test_whatever_happens_the_engine_serves_on(
-    make_engine: MakeEngine, data: st.DataObject
-) -> None:
-    """Requests with n, beams, aborts of requests and of completions, failing steps: who is not
-    aborted gets what it would get alone, and every block comes home."""
-    draw = data.draw
-    engine = make_engine(
-        max_model_len=24,
-        num_kv_blocks=draw(st.sampled_from([4, 6, 8, 32])),
-        max_num_seqs=draw(st.integers(3, 6)),
-        max_num_batched_tokens=draw(st.sampled_from([6, 9, 30])),
-        preemption_mode=draw(st.sampled_from(["recompute", "swap"])),
-        enable_prefix_caching=draw(st.booleans()),
-    )
-    prompts: dict[str, list[int]] = {}
-    aborted: set[str] = set()
-    last: dict[str, RequestOutput] = {}
-    events = st.lists(st.sampled_from("aaabssssfxc"), min_size=5, max_size=40)
-    for i, what in enumerate(draw(events)):
-        name = draw(st.sampled_from(sorted(prompts) or [""]))
-        if what == "a":
-            prompts[str(i)] = draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
-            engine.add_request(str(i), prompts[str(i)], params(n=draw(st.integers(1, 3))))
-        elif what == "b":
-            add_beam_search(engine, f"beams {i}", [1, 2, i], BeamSearchParams(2, 4))
-        elif what == "x":
-            aborted |= {name} if engine.abort_request(name) else set()
-        elif what == "c":
-            aborted |= {name} if engine.abort_request(name, draw(st.integers(0, 2))) else set()
-        elif what == "f" and engine.has_unfinished_requests():
-            engine.executor.fail_next_step = True
-            with contextlib.suppress(StepFailed):  # or it has only an output to deliver
-                last |= {output.request_id: output for output in engine.step()}
-            engine.executor.fail_next_step = False
-        else:
-            last |= {output.request_id: output for output in engine.step()}
-        engine.block_manager.check()
-    last |= finish(engine)
-    assert engine.block_manager.cpu_pool.num_free_blocks == engine.executor.num_cpu_blocks
-    for name, prompt in prompts.items():
-        if name in aborted:
-            continue
-        assert last[name].finished
-        for completion in last[name].outputs:
-            room = min(24, engine.executor.num_kv_blocks * 4) - len(prompt)
-            assert completion.token_ids == expect(prompt, min(10, room), completion.index)

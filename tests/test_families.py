@@ -1,7 +1,7 @@
-"""Every family the README names, through the whole engine: the tokens are those of transformers.
+"""Every family of the README through the whole engine: the tokens are those of transformers.
 
-One engine per family, made to do everything at once: prompts in chunks beside sequences that
-decode, prefixes from the cache, and so few blocks that sequences are preempted.
+One engine per family does everything at once: prompts in chunks beside sequences that decode,
+prefixes from the cache, and preemption, because there are few blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TOKENS = 10
 
 
 class Family(NamedTuple):
-    """A small model of it, and what its layers keep: (key heads, key size, value size, window)."""
+    """A small model, and what its layers keep: (key heads, key size, value size, window)."""
 
     model_type: str
     overrides: dict[str, Any]
@@ -50,7 +50,7 @@ NATIVE: dict[str, Family] = {
     ),
 }
 FALLBACK: dict[str, Family] = {
-    # Positions that are learnt, one bias for q, k and v together.
+    # Learnt positions, one bias for q, k and v together.
     "GPT2LMHeadModel": Family("gpt2", {}, [(4, 16, 16, None)] * 2),
     # Learnt positions that begin at 2; embeddings narrower than the layers.
     "OPTForCausalLM": Family(
@@ -154,7 +154,7 @@ def test_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_dummy_needs_a_config_alone(
+def test_a_dummy_needs_only_a_config(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str
 ) -> None:
     """Same seed, same model; another seed, another; torch's own generator is left alone."""

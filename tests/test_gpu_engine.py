@@ -56,7 +56,9 @@ def make_requests(number: int, seed: int = 0, longest: int = 60) -> list[Any]:
     return requests
 
 
-def serve(llm: LLM, requests: list[Any], seed: int = 0, num_aborts: int = 0) -> dict[str, Any]:
+def run_requests(
+    llm: LLM, requests: list[Any], seed: int = 0, num_aborts: int = 0
+) -> dict[str, Any]:
     """Requests that arrive over time, some of them aborted on the way. Returns the tokens of those
     that were not; every block is free again."""
     chance = random.Random(seed)
@@ -139,17 +141,16 @@ def check_greedy(
 # -- on is off --
 
 
-@BOTH
-def test_graphs_change_no_token(make_checkpoint: MakeCheckpoint, device: str) -> None:
-    """enforce_eager on and off. (A CPU has no graphs; test_cuda_graph.py has a fake one.)"""
-    requests = make_requests(120 if device == "cuda" else 10)
+@pytest.mark.gpu
+def test_graphs_change_no_token(make_checkpoint: MakeCheckpoint) -> None:
+    """enforce_eager on and off. (test_cuda_graph.py does the same on a CPU, with a fake graph.)"""
+    requests = make_requests(120)
     results = []
     for enforce_eager in (True, False):
-        options = options_for(device, enforce_eager=enforce_eager, max_num_seqs=37)
+        options = options_for("cuda", enforce_eager=enforce_eager, max_num_seqs=37)
         with LLM(make_checkpoint("llama"), **options) as llm:
-            has_graphs = llm.engine.executor.runner.graphs is not None
-            assert has_graphs == (device == "cuda" and not enforce_eager)
-            results.append(serve(llm, requests))
+            assert (llm.engine.executor.runner.graphs is None) == enforce_eager
+            results.append(run_requests(llm, requests))
     assert_same_results(results[1], results[0], requests)
 
 
@@ -158,7 +159,7 @@ def test_graphs_change_no_token(make_checkpoint: MakeCheckpoint, device: str) ->
 def test_overlap_changes_no_token(
     make_checkpoint: MakeCheckpoint, device: str, preemption_mode: str
 ) -> None:
-    """A crowd: chunks of prompts, preemption, hits in the prefix cache, with graphs on a GPU."""
+    """Chunks of prompts, preemption, hits in the prefix cache; with graphs on a GPU."""
     requests = make_requests(150 if device == "cuda" else 16, seed=2)
     results = []
     for async_scheduling in (False, True):
@@ -173,14 +174,14 @@ def test_overlap_changes_no_token(
             max_model_len=128,
         )
         with LLM(make_checkpoint("llama"), **options) as llm:
-            results.append(serve(llm, requests, seed=3))
+            results.append(run_requests(llm, requests, seed=3))
     assert_same_results(results[1], results[0], requests)
 
 
 @BOTH
 def test_soak(make_checkpoint: MakeCheckpoint, device: str) -> None:
-    """Requests that come at random and go at random, overlapped with graphs against neither; in
-    turns on a roomy and on a crowded engine."""
+    """Requests that arrive and are aborted at random: overlapped steps with graphs against neither,
+    with many blocks and with few."""
     number = GPU_SOAK if device == "cuda" else 16
     requests = make_requests(number, seed=4)
     for num_kv_blocks in (2000, 60):
@@ -196,13 +197,13 @@ def test_soak(make_checkpoint: MakeCheckpoint, device: str) -> None:
                 max_model_len=256 if device == "cuda" else 128,
             )
             with LLM(make_checkpoint("qwen3"), **options) as llm:
-                results.append(serve(llm, requests, seed=5, num_aborts=number // 8))
+                results.append(run_requests(llm, requests, seed=5, num_aborts=number // 8))
         assert_same_results(results[1], results[0], requests)
 
 
 @BOTH
 def test_two_engines_in_turns(make_checkpoint: MakeCheckpoint, device: str) -> None:
-    """Step by step, of two models, overlapped both: each gives what it gives alone."""
+    """Steps of two models take turns, both overlapped: each gives its own tokens."""
     requests = make_requests(40 if device == "cuda" else 5, seed=6, longest=30)
     folders = [make_checkpoint("llama"), make_checkpoint("qwen3")]
     options = options_for(device, async_scheduling=True, max_num_seqs=12)
@@ -231,7 +232,7 @@ def test_two_engines_in_turns(make_checkpoint: MakeCheckpoint, device: str) -> N
 
 @BOTH
 def test_swapped_blocks_come_back(make_checkpoint: MakeCheckpoint, device: str) -> None:
-    """So few KV blocks that sequences move to the CPU and back: the tokens of a roomy engine."""
+    """With few KV blocks, sequences move to the CPU and back; the tokens stay the same."""
     requests = make_requests(40 if device == "cuda" else 8, seed=7)
     results = []
     num_swapped = 0
@@ -250,7 +251,7 @@ def test_swapped_blocks_come_back(make_checkpoint: MakeCheckpoint, device: str) 
             llm.engine.step_listeners.append(
                 lambda report, s=steps: s.append(report.scheduler_output)
             )
-            results.append(serve(llm, requests, seed=8))
+            results.append(run_requests(llm, requests, seed=8))
             num_swapped = sum(len(step.blocks_to_swap_in) for step in steps)
     assert num_swapped > 0
     assert_same_results(results[1], results[0], requests)
@@ -272,7 +273,7 @@ def test_memory_does_not_grow(make_checkpoint: MakeCheckpoint, async_scheduling:
         requests = make_requests(60, seed=9)
         in_use = []
         while num_steps < 1000 or len(in_use) < 4:
-            serve(llm, requests, seed=10)
+            run_requests(llm, requests, seed=10)
             torch.cuda.synchronize()
             in_use.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert {allocated for allocated, _ in in_use[2:]} == {in_use[2][0]}
@@ -281,13 +282,13 @@ def test_memory_does_not_grow(make_checkpoint: MakeCheckpoint, async_scheduling:
 
 @pytest.mark.gpu
 def test_the_memory_of_a_closed_engine_comes_back(make_checkpoint: MakeCheckpoint) -> None:
-    """All but what libraries keep: a second engine needs no more than the first."""
+    """Except for what libraries keep: a second engine needs no more than the first."""
     import gc
 
     left = []
     for _ in range(3):
         with LLM(make_checkpoint("llama"), **options_for("cuda")) as llm:
-            serve(llm, make_requests(10))
+            run_requests(llm, make_requests(10))
         del llm
         gc.collect()
         torch.cuda.synchronize()
@@ -309,7 +310,7 @@ def test_gpu_memory_utilization(make_checkpoint: MakeCheckpoint, utilization: fl
         runner = llm.engine.executor.runner
         graph_bytes = runner.graphs.num_bytes if runner.graphs else 0
         long = ([7] * 8000, SamplingParams(max_tokens=4, top_p=0.9))
-        serve(llm, [long, *make_requests(200)])
+        run_requests(llm, [long, *make_requests(200)])
         free, _ = torch.cuda.mem_get_info()
         in_use = total - free
         cache_bytes = sum(c.nbytes for pair in runner.kv_caches for c in pair)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.attention import KVCacheSpec
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.kv_cache import (
+    KVCacheSpec,
     free_memory,
     num_blocks_that_fit,
     num_cpu_blocks_to_allocate,

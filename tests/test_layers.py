@@ -45,7 +45,7 @@ from nanoserve.parallel import ParallelState
 
 
 def make_config(dtype: torch.dtype = torch.float32) -> LayerConfig:
-    """As on a CPU: in float32 with packed weights and rms_norm_cpu."""
+    """As on a CPU: in float32 with packed weights and RMSNormCPU."""
     return make_layer_config(torch.device("cpu"), dtype, ParallelState())
 
 
@@ -315,25 +315,6 @@ def test_row_parallel_outputs_summed(world_size: int, bias: bool) -> None:
     torch.testing.assert_close(total, F.linear(x, *checkpoint.values()), rtol=1e-5, atol=1e-5)
 
 
-@WORLD_SIZES
-def test_column_then_row_parallel_is_the_whole_mlp(world_size: int) -> None:
-    """The pairing of the module's docstring: one sum per MLP, none between the two products."""
-    torch.manual_seed(0)
-    gate, up, down = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
-    x = torch.randn(3, 8)
-    total = torch.zeros(3, 8)
-    for layer_config in ranks(world_size):
-        first = ColumnParallelLinear(
-            8, {"gate": 16, "up": 16}, bias=False, layer_config=layer_config
-        )
-        second = RowParallelLinear(16, 8, bias=False, layer_config=layer_config)
-        fill(first, "mlp.gate_up", {"mlp.gate.weight": gate, "mlp.up.weight": up})
-        fill(second, "mlp.down", {"mlp.down.weight": down})
-        total += second(silu_and_mul(first(x)))
-    expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
 def test_the_vocabulary_is_divided(world_size: int) -> None:
     """Looking up sums vectors over ranks; logits are put side by side. 20 tokens are padded to 21
@@ -355,14 +336,6 @@ def test_the_vocabulary_is_divided(world_size: int) -> None:
     torch.testing.assert_close(torch.cat(logits, dim=-1)[:, :20], hidden @ weight.T)
 
 
-def test_a_norm_is_whole_on_every_rank() -> None:
-    weight = torch.randn(6)
-    for layer_config in ranks(4):
-        norm = RMSNorm(6, 1e-6, layer_config)
-        fill(norm, "model.norm", {"model.norm.weight": weight})
-        assert torch.equal(norm.weight, weight)
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_sizes_that_do_not_divide_are_refused(rank: int) -> None:
     layer_config = LayerConfig(parallel=LoneRank(rank, 3))
@@ -370,15 +343,6 @@ def test_sizes_that_do_not_divide_are_refused(rank: int) -> None:
         ColumnParallelLinear(8, {"q_proj": 6, "k_proj": 16}, bias=False, layer_config=layer_config)
     with pytest.raises(ValueError, match=r"row-parallel layer: 10 cannot be divided"):
         RowParallelLinear(10, 9, bias=False, layer_config=layer_config)
-
-
-def test_layers_have_the_dtype_they_are_built_with() -> None:
-    """No process-wide default is read or set."""
-    layer_config = LayerConfig(dtype=torch.bfloat16)
-    layer = ColumnParallelLinear(4, {"a": 4}, bias=True, layer_config=layer_config)
-    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
-    assert not any(parameter.requires_grad for parameter in layer.parameters())
-    assert torch.get_default_dtype() == torch.float32
 
 
 # ------------------------------------------------------------------------------ linear methods

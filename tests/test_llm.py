@@ -1,4 +1,4 @@
-"""The engine end to end, as a user drives it."""
+"""The engine end to end, as a user calls it. What a request may ask for is in test_requests.py."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
 from nanoserve.config import DEMO_MODEL
 from nanoserve.output_processor import RequestOutput
-from nanoserve.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 STORY = "Once upon a time there was a little dog."
@@ -41,7 +39,7 @@ def token_ids_of(outputs: list[RequestOutput]) -> list[int]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing is left of any request: no block, no row, no state."""
+    """No block, sequence or consumer is left of any request."""
     block_manager = llm.engine.block_manager
     block_manager.check()
     assert block_manager.num_free_blocks == block_manager.pool.num_blocks
@@ -59,7 +57,7 @@ def assert_serves(llm: LLM) -> None:
 
 @pytest.fixture
 def llm(demo_llm: LLM) -> Iterator[LLM]:
-    """The shared engine, found and left idle."""
+    """The shared engine, idle before and after."""
     assert_idle(demo_llm)
     yield demo_llm
     assert_idle(demo_llm)
@@ -73,18 +71,16 @@ def story_ids(llm: LLM) -> list[int]:
 # -- generate and chat --
 
 
-def test_chat_answers_a_sum(llm: LLM) -> None:
+def test_chat_answers(llm: LLM) -> None:
+    """One conversation, or a list of them."""
     [output] = llm.chat(SUM, SamplingParams(temperature=0), use_tqdm=False)
     assert "42" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
-    assert output.outputs[0].stop_reason is None  # an EOS token is nobody's stop string
+    assert output.outputs[0].stop_reason is None  # an EOS token is no stop string
     assert "17 + 25" in str(output.prompt)
-
-
-def test_chat_answers_several_conversations(llm: LLM) -> None:
-    sum_, capital = llm.chat([SUM, CAPITAL], GREEDY, use_tqdm=False)
-    assert "42" in sum_.outputs[0].text
-    assert "Paris" in capital.outputs[0].text
+    outputs = llm.chat([CAPITAL, SUM], GREEDY, use_tqdm=False)
+    assert "Paris" in outputs[0].outputs[0].text
+    assert "42" in outputs[1].outputs[0].text
 
 
 def test_every_form_of_prompt(llm: LLM, story_ids: list[int]) -> None:
@@ -96,11 +92,13 @@ def test_every_form_of_prompt(llm: LLM, story_ids: list[int]) -> None:
         for output in outputs:
             assert output.outputs[0].text == expected.outputs[0].text
             assert output.prompt_token_ids == story_ids
+            assert output.prompt in (STORY, None)
+    assert generate(llm, story_ids)[0].prompt is None
     assert generate(llm, []) == []
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
-    """However differently long they take, and each with its own parameters."""
+    """Each with its own parameters, and of different lengths."""
     lengths = [9, 1, 5, 2, 7]
     prompts = [f"Story number {length}" for length in lengths]
     params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=0) for n in lengths]
@@ -124,27 +122,13 @@ def test_the_fields_of_an_output(llm: LLM, story_ids: list[int]) -> None:
     assert (completion.finish_reason, completion.stop_reason) == ("length", None)
     assert completion.logprobs is None
     assert completion.cumulative_logprob is None
-    metrics = output.metrics
-    moments = [
-        metrics.arrival_time,
-        metrics.first_scheduled_time,
-        metrics.first_token_time,
-        metrics.last_token_time,
-        metrics.finished_time,
-    ]
-    assert None not in moments
-    assert moments == sorted(moments)  # type: ignore[type-var]
-    assert metrics.num_preemptions == 0
-
-
-def test_token_ids_as_prompt_have_no_text(llm: LLM, story_ids: list[int]) -> None:
-    assert generate(llm, story_ids)[0].prompt is None
 
 
 def test_without_parameters_the_model_recommends(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
+    demo_llm: LLM, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """generation_config.json's values are the defaults, as in vLLM; a caller's own replace all."""
+    """The values in generation_config.json are the defaults, as in vLLM. Given parameters replace
+    them all."""
     folder = tmp_path / "model"
     shutil.copytree(make_checkpoint("qwen3"), folder)
     recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
@@ -153,14 +137,11 @@ def test_without_parameters_the_model_recommends(
     with LLM(folder, num_kv_blocks=8) as llm:
         expected = SamplingParams(**recommended, max_tokens=5)
         assert llm.get_default_sampling_params() == expected
+        assert demo_llm.get_default_sampling_params() == SamplingParams()
         [output] = llm.generate([5, 6, 7], use_tqdm=False)
         assert len(output.outputs[0].token_ids) <= 5
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         assert len(generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids) == 9
-
-
-def test_without_recommendations_the_defaults_are_vllms(demo_llm: LLM) -> None:
-    assert demo_llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
@@ -177,7 +158,7 @@ def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
 
 
 def test_the_first_log_line_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """A slow run explains itself: device, dtype, attention, blocks, budget."""
+    """Device, dtype, attention, blocks, budget: what explains a slow run."""
     with (
         caplog.at_level(logging.INFO, "nanoserve"),
         LLM(
@@ -209,29 +190,25 @@ def test_the_first_log_line_says_what_runs(caplog: pytest.LogCaptureFixture) -> 
 # -- how a request ends --
 
 
-def test_without_max_tokens_it_runs_to_the_model_length() -> None:
-    with LLM(max_model_len=40, num_kv_blocks=8) as llm:
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("options", "max_tokens", "length"),
+    [({"max_model_len": 40, "num_kv_blocks": 8}, None, 40), ({"num_kv_blocks": 2}, 500, 32)],
+)
+def test_a_request_ends_where_the_model_or_the_cache_does(
+    options: dict[str, int], max_tokens: int | None, length: int
+) -> None:
+    with LLM(**options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         [output] = generate(llm, STORY, params)
-        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 40
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == length
         assert output.outputs[0].finish_reason == "length"
         assert_idle(llm)
-
-
-def test_what_fits_in_part_is_capped_by_the_cache() -> None:
-    """2 blocks hold 32 tokens: a request that asks for more ends there, with "length"."""
-    with LLM(num_kv_blocks=2) as llm:
-        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-        [output] = generate(llm, STORY, params)
-        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
-        assert output.outputs[0].finish_reason == "length"
-        assert_serves(llm)
 
 
 def test_eos_ids_of_both_configs_count(
     make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """config.json names one, generation_config.json others: any of them ends the output."""
+    """The EOS ids in config.json and in generation_config.json all end the output."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     base = make_checkpoint("llama")
     with LLM(base, num_kv_blocks=8) as llm:
@@ -257,8 +234,8 @@ def test_eos_ids_of_both_configs_count(
             assert generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids == tokens
 
 
-def test_a_stop_token_ends_it_and_is_no_text(llm: LLM) -> None:
-    """stop_reason is the token's id; the token is in token_ids, but not in the text."""
+def test_a_stop_token_is_no_text(llm: LLM) -> None:
+    """stop_reason is the token's id. token_ids contains the token, the text does not."""
     tokenizer = llm.get_tokenizer()
     tokens = generate(llm, STORY)[0].outputs[0].token_ids
     stop = tokens[4]
@@ -276,7 +253,7 @@ def test_a_stop_token_ends_it_and_is_no_text(llm: LLM) -> None:
 
 
 def test_special_tokens_are_shown_on_request(llm: LLM) -> None:
-    """The <|im_end|> that ends an answer is a token of it, and text only if asked for twice."""
+    """The text shows the <|im_end|> that ends an answer only if two parameters ask for it."""
     for skip, include, is_shown in (
         (True, False, False),
         (False, False, False),
@@ -291,118 +268,11 @@ def test_special_tokens_are_shown_on_request(llm: LLM) -> None:
         assert output.outputs[0].text.endswith(eos) == is_shown
 
 
-def across_two_tokens(llm: LLM, prompt: str) -> tuple[str, str]:
-    """(text of the greedy output, a string in it that begins in one token and ends in the next)."""
-    [completion] = generate(llm, prompt, SamplingParams(temperature=0, max_tokens=30))[0].outputs
-    pieces = [llm.get_tokenizer().decode([token_id]) for token_id in completion.token_ids]
-    start = len("".join(pieces[:6]))
-    stop = completion.text[start - 2 : start + 2]
-    return completion.text, stop
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_may_cross_tokens(llm: LLM, include: bool) -> None:
-    text, stop = across_two_tokens(llm, STORY)
-    params = SamplingParams(
-        temperature=0, max_tokens=30, stop=["~nowhere~", stop], include_stop_str_in_output=include
-    )
-    [completion] = generate(llm, STORY, params)[0].outputs
-    end = text.index(stop) + (len(stop) if include else 0)
-    assert completion.text == text[:end]
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-
-
-def test_a_stop_string_in_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
-    """Not a "length", though both are true."""
-    [completion] = generate(llm, STORY)[0].outputs
-    assert completion.finish_reason == "length"
-    params = SamplingParams(temperature=0, max_tokens=12, stop=completion.text[3:])
-    [stopped] = generate(llm, STORY, params)[0].outputs
-    assert stopped.text == completion.text[:3]
-    assert (stopped.finish_reason, stopped.stop_reason) == ("stop", completion.text[3:])
-
-
-@pytest.mark.parametrize("include", [False, True])
-def test_streamed_text_is_never_taken_back(llm: LLM, include: bool) -> None:
-    """What may become a stop string is held back until it is none."""
-    text, stop = across_two_tokens(llm, STORY)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=30,
-        stop=[stop + "~", stop, text[10:14] + "~" * 9],
-        include_stop_str_in_output=include,
-    )
-    final = text[: text.index(stop) + (len(stop) if include else 0)]
-    shown = ""
-    for output in llm.stream(STORY, params):
-        shown += output.outputs[0].text
-        assert final.startswith(shown)
-        assert include or stop not in shown
-    assert shown == final
-
-
-# -- log-probabilities --
-
-
-def test_logprobs_are_those_of_transformers(llm: LLM, story_ids: list[int]) -> None:
-    """log_softmax of the raw logits: before temperature and filters."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
-    params = SamplingParams(temperature=0.7, top_k=5, seed=1, max_tokens=8, logprobs=3)
-    [completion] = generate(llm, story_ids, params)[0].outputs
-    with torch.inference_mode():
-        logits = model(torch.tensor([story_ids + completion.token_ids])).logits[0]
-    expected = logits[len(story_ids) - 1 : -1].log_softmax(-1)
-    assert completion.logprobs is not None
-    assert len(completion.logprobs) == len(completion.token_ids)
-    total = 0.0
-    for row, token_id, entry in zip(
-        expected, completion.token_ids, completion.logprobs, strict=True
-    ):
-        total += float(row[token_id])
-        assert len(entry) in (3, 4)  # the three likeliest, and the sampled one
-        assert token_id in entry
-        assert set(row.topk(3).indices.tolist()) <= set(entry)
-        for id_, logprob in entry.items():
-            assert logprob.logprob == pytest.approx(float(row[id_]), abs=1e-3)
-            assert logprob.rank == 1 + int((row > row[id_]).sum())
-            assert logprob.decoded_token == llm.get_tokenizer().decode([id_])
-    assert completion.cumulative_logprob == pytest.approx(total, abs=1e-2)
-
-
-def test_logprobs_0_reports_the_sampled_token_alone(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0)
-    [completion] = generate(llm, STORY, params)[0].outputs
-    assert completion.logprobs is not None
-    assert [list(entry) for entry in completion.logprobs] == [[t] for t in completion.token_ids]
-
-
-def test_logprobs_stream_with_their_tokens(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=1, stop="~")
-    deltas = [output.outputs[0] for output in llm.stream(STORY, params)]
-    [whole] = generate(llm, STORY, params)[0].outputs
-    assert [len(delta.logprobs or ()) for delta in deltas] == [1] * 5
-    assert [entry for delta in deltas for entry in delta.logprobs or ()] == whole.logprobs
-    assert deltas[-1].cumulative_logprob == whole.cumulative_logprob
-
-
-def test_the_engine_caps_logprobs(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"logprobs is 21.*allows 20.*max_logprobs"):
-        generate(llm, STORY, SamplingParams(logprobs=21))
-    vocab_size = llm.engine.model_config.vocab_size
-    with LLM(num_kv_blocks=8, max_logprobs=-1) as unlimited:
-        params = SamplingParams(temperature=0, max_tokens=1, logprobs=vocab_size)
-        [completion] = generate(unlimited, STORY, params)[0].outputs
-        assert completion.logprobs is not None
-        assert len(completion.logprobs[0]) == vocab_size
-
-
-# -- the prefix cache, seen from outside --
+# -- the prefix cache --
 
 
 def test_the_second_turn_of_a_chat_finds_the_first(llm: LLM) -> None:
-    """Prompt and answer of the first turn, in whole blocks: generated tokens are cached, too."""
+    """Whole blocks of the first turn's prompt and answer: generated tokens are cached too."""
     llm.reset_prefix_cache()
     [first] = llm.chat(SUM, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     answer = {"role": "assistant", "content": first.outputs[0].text}
@@ -413,15 +283,6 @@ def test_the_second_turn_of_a_chat_finds_the_first(llm: LLM) -> None:
     assert first.num_cached_tokens == 0
     assert second.num_cached_tokens == (len(history) - 1) // 16 * 16
     assert "Paris" in second.outputs[0].text
-
-
-def test_generated_tokens_are_found_again(llm: LLM) -> None:
-    """A prompt that continues a long output hits all whole blocks of it."""
-    llm.reset_prefix_cache()
-    [first] = generate(llm, STORY, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    history = first.prompt_token_ids + first.outputs[0].token_ids
-    [second] = generate(llm, [*history, 5])
-    assert second.num_cached_tokens == (len(history) - 1) // 16 * 16 > 60
 
 
 def test_a_wholly_cached_prompt_computes_its_last_token(llm: LLM) -> None:
@@ -459,7 +320,7 @@ def test_the_prefix_cache_is_not_reset_under_a_running_request(llm: LLM) -> None
 
 
 def test_deltas_join_to_the_whole(llm: LLM) -> None:
-    """Several prompts in one stream, told apart by their request ids."""
+    """Several prompts in one stream, each with its request id."""
     prompts = [STORY, "One day", [5, 6, 7]]
     params = [
         SamplingParams(temperature=0, max_tokens=15),
@@ -487,7 +348,7 @@ def test_leaving_a_stream_early_aborts_it(llm: LLM) -> None:
 
 
 def test_a_stream_that_was_never_begun_queues_nothing(llm: LLM) -> None:
-    """It is checked at once, though."""
+    """But a bad prompt is refused at the call."""
     stream = llm.stream(STORY, GREEDY)
     assert not llm.has_unfinished_requests()
     del stream
@@ -496,7 +357,7 @@ def test_a_stream_that_was_never_begun_queues_nothing(llm: LLM) -> None:
 
 
 def test_two_streams_in_turn(llm: LLM) -> None:
-    """Each turns the crank for both, and gets only its own."""
+    """Each runs steps for both, and yields its own outputs only."""
     expected = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in (STORY, "One day")]
     pairs = list(zip(llm.stream(STORY, GREEDY), llm.stream("One day", GREEDY), strict=False))
     assert token_ids_of([first for first, _ in pairs]) == expected[0][: len(pairs)]
@@ -506,7 +367,7 @@ def test_two_streams_in_turn(llm: LLM) -> None:
 
 
 def test_generate_inside_a_stream(llm: LLM) -> None:
-    """The stream's request runs on meanwhile, even to its end, and nothing of it is lost."""
+    """The stream's request runs to its end meanwhile. Each of its outputs comes, once."""
     expected = generate(llm, STORY)[0].outputs[0].token_ids
     outputs = []
     for number, output in enumerate(llm.stream(STORY, GREEDY)):
@@ -519,68 +380,20 @@ def test_generate_inside_a_stream(llm: LLM) -> None:
 
 
 def test_aborting_a_streams_request_ends_the_stream(llm: LLM) -> None:
-    outputs = []
-    for output in llm.stream(STORY, GREEDY):
-        outputs.append(output)
-        llm.abort_request(output.request_id)
-    assert len(outputs) == 1
+    """At once; or, if its only completion is aborted, with an output that says so."""
+    for index, reasons in ((None, [None]), (0, [None, "abort"])):
+        outputs = []
+        for output in llm.stream(STORY, GREEDY):
+            outputs.append(output)
+            llm.abort_request(output.request_id, index)
+        assert [output.outputs[0].finish_reason for output in outputs] == reasons
 
 
-# -- the crank in the open --
-
-
-def test_add_and_step(llm: LLM) -> None:
-    """By default each step brings everything so far."""
-    expected = generate(llm, STORY)[0].outputs[0]
-    llm.add_request("mine", STORY, GREEDY)
-    assert llm.has_unfinished_requests()
-    outputs = []
-    while llm.has_unfinished_requests():
-        outputs += llm.step()
-    assert {output.request_id for output in outputs} == {"mine"}
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(
-        range(1, len(expected.token_ids) + 1)
-    )
-    assert outputs[-1].outputs[0] == expected
-    assert llm.step() == []  # nothing to do is no error
-
-
-def test_a_request_may_want_only_its_end(llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=5, output_kind=RequestOutputKind.FINAL_ONLY, ignore_eos=True
-    )
-    llm.add_request("mine", STORY, params)
-    counts = []
-    while llm.has_unfinished_requests():
-        counts.append(len(llm.step()))
-    assert counts == [0, 0, 0, 0, 1]
-
-
-def test_abort_at_any_stage(llm: LLM) -> None:
-    """Waiting, running or gone: True if there was something to abort."""
-    llm.add_request("waiting", STORY, GREEDY)
-    assert llm.abort_request("waiting")
-    llm.add_request("running", STORY, GREEDY)
-    llm.step()
-    assert llm.abort_request("running")
-    assert not llm.abort_request("running")
-    assert not llm.abort_request("unheard of")
-    assert llm.step() == []
-
-
-def test_a_request_id_is_used_once_at_a_time(llm: LLM) -> None:
-    llm.add_request("mine", STORY, GREEDY)
-    with pytest.raises(ValueError, match=r"'mine' is in use; choose another"):
-        llm.add_request("mine", "One day", GREEDY)
-    while llm.has_unfinished_requests():
-        [output] = llm.step()
-    assert output.prompt == STORY
-    llm.add_request("mine", STORY, GREEDY)  # now it is free again
-    llm.abort_request("mine")
+# -- requests side by side --
 
 
 def test_generate_leaves_others_running(llm: LLM) -> None:
-    """What a request in flight brings meanwhile waits for step()."""
+    """Outputs of other requests wait for step()."""
     expected = generate(llm, STORY)[0].outputs[0].token_ids
     long = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     expected_long = generate(llm, "One day", long)[0].outputs[0].token_ids
@@ -600,7 +413,7 @@ def test_generate_leaves_others_running(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_loses_no_output_of_others(llm: LLM) -> None:
-    """Even of the very step at which the loop was left."""
+    """Not even an output of the step after which the loop was left."""
     for number, _ in enumerate(llm.stream("One day", GREEDY)):
         if number == 1:  # of a step that brought the stream's output first, then the other's
             break
@@ -611,7 +424,7 @@ def test_leaving_a_stream_loses_no_output_of_others(llm: LLM) -> None:
 
 
 def test_priority_one_for_all_or_one_each() -> None:
-    """The most urgent is served first (the lowest number); ties go by arrival."""
+    """The lowest number runs first; requests with the same number run by arrival."""
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(num_kv_blocks=32, max_num_seqs=1, scheduling_policy="priority") as llm:
         for name, priority in (("c", 1), ("a", -5), ("d", 1), ("b", 0)):
@@ -633,7 +446,7 @@ def test_priority_one_for_all_or_one_each() -> None:
 
 
 class Faulty:
-    """Lets the engine's steps fail: `errors` are raised one a step, before or after the work."""
+    """Raises `errors`, one a step (None: no error), before or after the work."""
 
     def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, is_late: bool) -> None:
         self.errors: list[BaseException | None] = []
@@ -652,35 +465,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
-def test_a_failed_step_loses_nothing(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException, is_late: bool
-) -> None:
-    """Every request goes on behind it, and gets the tokens it would have got."""
-    prompts = [STORY, "One day", [5 + i % 7 for i in range(50)]]
-    expected = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts]
-    llm.reset_prefix_cache()
-    faulty = Faulty(llm, monkeypatch, is_late)
-    faulty.errors = [error, None, None, error, error, None, error]
-    for i, prompt in enumerate(prompts):
-        llm.add_request(str(i), prompt, GREEDY)
-    finals: dict[str, list[int]] = {}
-    raised: list[BaseException] = []
-    while llm.has_unfinished_requests():
-        try:
-            outputs = llm.step()
-        except (RuntimeError, KeyboardInterrupt) as failure:
-            raised.append(failure)
-        else:
-            finals |= {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished}
-        llm.engine.block_manager.check()
-    assert raised == [error] * 4  # passed on as it is
-    assert [finals[str(i)] for i in range(3)] == expected
-    assert [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts] == expected
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_failed_generate_gives_up_its_own_requests_only(
+def test_a_failed_generate_aborts_its_own_requests_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     expected = generate(llm, STORY)[0].outputs[0].token_ids
@@ -700,10 +485,8 @@ def test_a_failed_generate_gives_up_its_own_requests_only(
     assert [len(o.outputs[0].token_ids) for o in outputs] == list(range(1, len(expected) + 1))
 
 
-def test_a_failed_step_keeps_what_waited_to_be_fetched(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Outputs that generate() set aside survive the failure of the step() that would bring them."""
+def test_a_failed_step_keeps_the_waiting_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of other requests, made during generate(), come with the step() after the failure."""
     llm.add_request("other", STORY, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     llm.add_request("long", STORY, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     generate(llm, "One day")
@@ -717,11 +500,11 @@ def test_a_failed_step_keeps_what_waited_to_be_fetched(
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_a_failed_step_was_to_forget_is_forgotten_later(
+def test_the_runner_drops_rows_after_a_failed_step(
     monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """The runner has one row here. A step that fails says that the row is free again, and the next
-    one must say so again, as nobody knows how far the failed one came."""
+    """The runner has one row here. A failing step tells the runner to drop the row; the next step
+    must tell it again, because the runner may not have done it."""
     with LLM(num_kv_blocks=8, max_num_seqs=1) as llm:
         faulty = Faulty(llm, monkeypatch, is_late)
         for i in range(3):
@@ -922,7 +705,7 @@ def test_a_checkpoint_or_option_that_does_not_fit(
 
 
 def test_kv_cache_memory_in_bytes() -> None:
-    """As many whole blocks as it holds, if that is one sequence of max_model_len at least."""
+    """The number of whole blocks that fit."""
     with LLM(kv_cache_memory=4 * 2**20, max_model_len=64) as llm:
         runner = llm.engine.executor.runner
         used = sum(cache.nbytes for pair in runner.kv_caches for cache in pair)
@@ -931,8 +714,8 @@ def test_kv_cache_memory_in_bytes() -> None:
         assert_serves(llm)
 
 
-def test_ctrl_c_while_queueing_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a second one while the first is being cleaned up after."""
+def test_ctrl_c_while_queueing_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a second Ctrl-C while the requests are being aborted."""
     with LLM(num_kv_blocks=64, device="cpu") as llm:
         engine = llm.engine
         for name in ("add", "finish"):
@@ -952,13 +735,11 @@ def test_ctrl_c_while_queueing_leaves_nothing_behind(monkeypatch: pytest.MonkeyP
             assert not engine.has_unfinished_requests()
             assert not llm.has_unfinished_requests()
         monkeypatch.undo()
-        question = [{"role": "user", "content": "What is 17 + 25?"}]
-        [output] = llm.chat(question, SamplingParams(temperature=0), use_tqdm=False)
-        assert "42" in output.outputs[0].text
+        assert_serves(llm)
 
 
 def test_an_aborted_request_brings_no_stray_outputs() -> None:
-    """Neither what a loop set aside for it, nor what a closed stream was still to get."""
+    """Neither outputs that wait since a generate(), nor outputs of a closed stream."""
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(num_kv_blocks=64, device="cpu") as llm:
         llm.add_request("mine", "Once upon a time", replace(params, max_tokens=100))

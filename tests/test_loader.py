@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig
 from nanoserve.models.decoder import CausalLM
@@ -175,12 +175,6 @@ def test_missing_weights_are_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_an_untied_model_needs_its_head(checkpoint: Path) -> None:
-    rewrite(checkpoint, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match=r"missing: lm_head\.weight\."):
-        load(checkpoint)
-
-
 def test_unexpected_weights_are_named(checkpoint: Path) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     rewrite(checkpoint, lambda tensors: tensors.update({name: torch.ones(32, 64)}))
@@ -220,29 +214,20 @@ def test_a_config_of_another_size_does_not_match(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
-def test_a_truncated_file_is_named(checkpoint: Path, keep: float) -> None:
-    """Cut in the header, in the tensors, or by one byte."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n"
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1, LFS_POINTER], ids=str)
+def test_a_damaged_file_is_named(checkpoint: Path, keep: float | bytes) -> None:
+    """Cut in the header, in the tensors, by one byte; or what a clone without git-lfs leaves."""
     data = (checkpoint / WEIGHTS).read_bytes()
-    end = int(keep * len(data)) if isinstance(keep, float) else keep
-    (checkpoint / WEIGHTS).write_bytes(data[:end])
+    if isinstance(keep, bytes):
+        data = keep
+    else:
+        data = data[: int(keep * len(data)) if isinstance(keep, float) else keep]
+    (checkpoint / WEIGHTS).write_bytes(data)
     with pytest.raises(ValueError, match=rf"{WEIGHTS} is damaged or cut short .*Download it again"):
         load(checkpoint)
-
-
-def test_a_git_lfs_pointer_is_not_a_checkpoint(checkpoint: Path) -> None:
-    """What a clone without git-lfs leaves in place of the weights."""
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 123456\n"
-    (checkpoint / WEIGHTS).write_text(pointer)
-    with pytest.raises(ValueError, match=rf"{WEIGHTS} is damaged or cut short"):
-        load(checkpoint)
-
-
-def test_a_truncated_shard_is_named(sharded: Path) -> None:
-    shard = sorted(sharded.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut short"):
-        load(sharded)
 
 
 def test_a_shard_that_is_not_there_is_named(sharded: Path) -> None:
@@ -320,15 +305,3 @@ def test_dummy_weights_are_the_same_model_on_any_number_of_ranks(config_alone: P
     for rank in range(2):
         for name, shard in load(config_alone, "dummy", parallel=ParallelState(rank, 2)).shards():
             assert torch.equal(shard.target, whole[name].target[shard.slices]), name
-
-
-def test_dummy_weights_run(config_alone: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    prompts = [[5, 6, 7], list(range(2, 50))]
-    tokens = []
-    for _ in range(2):
-        with LLM(config_alone, load_format="dummy", num_kv_blocks=20) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            tokens.append([output.outputs[0].token_ids for output in outputs])
-    assert tokens[0] == tokens[1]
-    assert [len(answer) for answer in tokens[0]] == [6, 6]

@@ -13,7 +13,8 @@ import torch
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.input_batch import PLACEHOLDER
-from nanoserve.model_runner import ModelRunner, choose_dtype
+from nanoserve.kernels.selector import choose_dtype
+from nanoserve.model_runner import ModelRunner
 from nanoserve.parallel import choose_device
 from nanoserve.sequence import (
     BlockPair,

@@ -1,4 +1,4 @@
-"""Every architecture and option against transformers: the same checkpoint, the same tokens."""
+"""Every architecture and option against transformers: same checkpoint, same tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from oracle import assert_same_greedy, greedy_tokens, reference_logits
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kernels.selector import make_layer_config
 from nanoserve.layers import LayerConfig
 from nanoserve.models.decoder import CausalLM
 from nanoserve.models.loader import load_model
@@ -25,9 +26,7 @@ from nanoserve.parallel import ParallelState
 MakeCheckpoint = Callable[..., Path]
 MAX_TOKENS = 10
 LENGTHS = (1, 2, 15, 16, 17, 60, 300)  # around a block of 16, and many chunks long
-# Budgets of a step: room for everything at once; and so little that prompts go in chunks of at
-# most 40 tokens, beside sequences that decode.
-AMPLE: dict[str, Any] = {}
+# A budget so small that prompts run in chunks of at most 40 tokens, beside sequences that decode.
 TIGHT: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "block_size": 4}
 
 QWEN3_MOE: dict[str, Any] = {
@@ -143,26 +142,26 @@ def edit_config(source: Path, target: Path, edit: Callable[[dict[str, Any]], Non
 # ------------------------------------------------------------------------------ same tokens
 
 
-@pytest.mark.parametrize("budget", [AMPLE, TIGHT], ids=["ample", "tight"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(
-    make_checkpoint: MakeCheckpoint, name: str, budget: dict[str, Any]
+    make_checkpoint: MakeCheckpoint, name: str
 ) -> None:
     model_type, overrides = FAMILIES[name]
-    assert_all_same_greedy(make_checkpoint(model_type, **overrides), **budget)
+    assert_all_same_greedy(make_checkpoint(model_type, **overrides), **TIGHT)
 
 
-@pytest.mark.parametrize("budget", [AMPLE, TIGHT], ids=["ample", "tight"])
+def test_all_prompts_in_one_step(make_checkpoint: MakeCheckpoint) -> None:
+    assert_all_same_greedy(make_checkpoint("qwen3", head_dim=16))
+
+
 @pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_type(
-    make_checkpoint: MakeCheckpoint, rope: str, budget: dict[str, Any]
-) -> None:
-    """Two of them depend on the length of the text; up to the original length they agree."""
+def test_every_rope_type(make_checkpoint: MakeCheckpoint, rope: str) -> None:
+    """Two types depend on the length of the text; up to the original length they agree."""
     length = {"max_position_embeddings": ORIGINAL}
     if rope == "longrope":
         length = {"max_position_embeddings": 2 * ORIGINAL}
     folder = make_checkpoint("llama", rope_parameters=ROPES[rope], **length)
-    assert_all_same_greedy(folder, max_model_len=ORIGINAL, **budget)
+    assert_all_same_greedy(folder, max_model_len=ORIGINAL, **TIGHT)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -214,8 +213,8 @@ def test_an_old_qwen2_config_names_a_window_that_is_not_used(
 def test_length_dependent_ropes_are_fixed_by_max_model_len(
     make_checkpoint: MakeCheckpoint,
 ) -> None:
-    """In a stretched model short texts, too, use the stretched frequencies: what a request gets
-    does not depend on who is in its batch. transformers decides by the longest row."""
+    """In a stretched model short texts, too, use the stretched frequencies: the output of a request
+    does not depend on its batch. transformers decides by the longest text of the batch."""
     folder = make_checkpoint(
         "llama", rope_parameters=ROPES["longrope"], max_position_embeddings=2 * ORIGINAL
     )
@@ -283,19 +282,32 @@ def test_generation_ends_at_every_eos_token_the_checkpoint_names(
 # ------------------------------------------------------------------------------ the model itself
 
 
-def load(folder: Path, max_model_len: int = 64, **build: Any) -> CausalLM:
+def load(
+    folder: Path, max_model_len: int = 64, layer_config: LayerConfig | None = None, **build: Any
+) -> CausalLM:
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(model=str(folder), max_model_len=max_model_len).resolve(model_config)
-    return load_model(config, model_config, LayerConfig(**build), use_tqdm=False)
+    layer_config = layer_config or LayerConfig(**build)
+    model = load_model(config, model_config, layer_config, use_tqdm=False)
+    assert isinstance(model, CausalLM)
+    return model
 
 
+PLAIN = LayerConfig()
+CHOSEN = make_layer_config(torch.device("cpu"), torch.float32, ParallelState())
+
+
+@pytest.mark.parametrize("layer_config", [PLAIN, CHOSEN], ids=["plain", "chosen"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_all_positions(make_checkpoint: MakeCheckpoint, name: str) -> None:
-    """The forward pass in the open: caches, metadata, hidden states, logits of the rows wanted."""
+def test_logits_of_all_positions(
+    make_checkpoint: MakeCheckpoint, name: str, layer_config: LayerConfig
+) -> None:
+    """The forward pass step by step: caches, metadata, hidden states, logits of chosen tokens; by
+    the definition of attention and plain layers, and by what a CPU runs."""
     model_type, overrides = FAMILIES[name]
     folder = make_checkpoint(model_type, **overrides)
     [prompt] = prompts_of((50,))
-    model = load(folder)
+    model = load(folder, layer_config=layer_config)
     caches = [
         spec.allocate(4, 16, torch.float32, torch.device("cpu")) for spec in model.kv_cache_specs()
     ]
@@ -334,8 +346,8 @@ def test_kv_cache_specs_say_what_each_layer_keeps(make_checkpoint: MakeCheckpoin
     ("change", "words"),
     [
         (
-            {"architectures": ["NobodysForCausalLM"]},
-            "NobodysForCausalLM.*" + ", ".join(ModelRegistry.architectures()),
+            {"architectures": ["UnknownForCausalLM"]},
+            "UnknownForCausalLM.*" + ", ".join(ModelRegistry.architectures()),
         ),
         ({"architectures": None}, "none.*" + ", ".join(ModelRegistry.architectures())),
         ({"hidden_act": "gelu"}, "gelu.*silu"),

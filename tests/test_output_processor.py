@@ -1,4 +1,4 @@
-"""Tokens to text: incremental detokenization, stop strings, the text that is safe to show."""
+"""New tokens become text: incremental detokenization, stop strings, outputs, errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from hypothesis import strategies as st
 from nanoserve import SamplingParams
 from nanoserve.config import DEMO_MODEL
 from nanoserve.input_processor import load_tokenizer
-from nanoserve.output_processor import Detokenizer, OutputProcessor, find_stop_string
+from nanoserve.output_processor import (
+    Detokenizer,
+    OutputProcessor,
+    RequestOutput,
+    find_stop_string,
+)
 from nanoserve.sampling_params import RequestOutputKind
-from nanoserve.sequence import SequenceStatus, SequenceUpdate
+from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
 
-# Letters of one to four bytes, joined emoji, combining marks, and anything else there is.
+# Characters of one to four bytes, joined emoji, combining marks, and any other character.
 TEXTS = st.text(
     st.one_of(
         st.sampled_from(
@@ -68,7 +73,7 @@ def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
 @example(text="你", cut=0)  # no context at all
 @example(text="a\u0301", cut=1)  # a mark on a letter of the prompt
 def test_pieces_of_any_text_join_to_the_text(text: str, cut: int) -> None:
-    """The prompt may end anywhere, also within a character. No half character is shown."""
+    """The prompt may end anywhere, even within a character. No half character is shown."""
     tokenizer = demo_tokenizer()
     token_ids = tokenizer.encode(text)
     prompt, output = token_ids[:cut], token_ids[cut:]
@@ -82,7 +87,7 @@ def test_pieces_of_any_text_join_to_the_text(text: str, cut: int) -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_of_any_tokens_join_to_their_text(data: st.DataObject, skip: bool) -> None:
-    """Models also write broken bytes, and special tokens within a sentence."""
+    """Models also write broken bytes, and special tokens in mid-sentence."""
     tokenizer = demo_tokenizer()
     any_token = st.one_of(
         st.integers(0, len(tokenizer) - 1),
@@ -95,15 +100,7 @@ def test_pieces_of_any_tokens_join_to_their_text(data: st.DataObject, skip: bool
     assert "".join(pieces) == tokenizer.decode(output, skip_special_tokens=skip)
 
 
-def test_special_tokens_are_hidden_or_shown() -> None:
-    tokenizer = demo_tokenizer()
-    output = tokenizer.encode("a<|im_end|>b")
-    assert "".join(pieces_of(tokenizer, [5], output, skip_special_tokens=True)) == "ab"
-    shown = pieces_of(tokenizer, [5], output, skip_special_tokens=False)
-    assert "".join(shown) == "a<|im_end|>b"
-
-
-# -- tokenizers with spaces as part of words, as in SentencePiece --
+# -- tokenizers that write spaces as part of words, as SentencePiece does --
 
 
 def as_transformers(backend: Any) -> Any:
@@ -114,8 +111,8 @@ def as_transformers(backend: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def llama_like_tokenizer() -> Any:
-    """BPE with "▁" for a space and bytes for unknown characters, as in Llama 2. The first space of
-    a text is dropped, so the text of a token depends on its place: first, or later."""
+    """BPE with "▁" for a space and bytes for unknown characters, as Llama 2's: the first space of
+    a text is dropped, so the text of a token depends on whether the token is the first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh", "▁a", "▁b"]
@@ -147,14 +144,6 @@ def metaspace_tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     return as_transformers(backend)
-
-
-@pytest.mark.parametrize("make_tokenizer", [llama_like_tokenizer, metaspace_tokenizer])
-def test_spaces_between_words_survive(make_tokenizer: Any) -> None:
-    tokenizer = make_tokenizer()
-    prompt, output = tokenizer.encode("ab cd"), tokenizer.encode("a b cd")
-    assert tokenizer.decode(output) == "a b cd"
-    assert "".join(pieces_of(tokenizer, prompt, output)) == " a b cd"
 
 
 @pytest.mark.parametrize("make_tokenizer", [llama_like_tokenizer, metaspace_tokenizer])
@@ -203,7 +192,7 @@ def find_by_brute_force(text: str, stops: list[str], num_new: int) -> tuple[int,
 
 def test_where_a_stop_string_starts() -> None:
     assert find_stop_string("a END b", ["END"], 4) == (2, "END")
-    assert find_stop_string("a END b", ["END"], 2) is None  # END is older than the new characters
+    assert find_stop_string("a END b", ["END"], 2) is None  # END is not new
     assert find_stop_string("a END b", ["b", "END"], 7) == (2, "END")  # the first one in the text
     assert find_stop_string("a END b", [], 7) is None
 
@@ -215,7 +204,29 @@ def test_stop_strings_as_by_brute_force(text: str, stops: list[str], num_new: in
     assert find_stop_string(text, stops, num_new) == find_by_brute_force(text, stops, num_new)
 
 
-@settings(max_examples=200, deadline=None)
+# -- outputs --
+
+
+def no_scheduler(seq_id: int, status: SequenceStatus, stop_reason: int | str | None) -> None:
+    """Takes the place of Scheduler.finish: the scheduler has no such sequence any more."""
+
+
+def make_branch(request_id: str, branch: int, params: SamplingParams) -> Sequence:
+    """The seq_id is the branch, also of requests side by side: these tests need no scheduler."""
+    seq = make_sequence(branch, [5], sampling_params=params, branch=branch)
+    seq.request_id = request_id
+    return seq
+
+
+def add(processor: OutputProcessor, request_id: str, **fields: Any) -> list[Sequence]:
+    """The n sequences of one request; only the first is known to the processor."""
+    params = SamplingParams(max_tokens=99, **fields)
+    sequences = [make_branch(request_id, branch, params) for branch in range(params.n)]
+    processor.add(processor.make_state(sequences[0], None))
+    return sequences
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     text=st.text("ab你 ", min_size=1, max_size=12),
     stops=st.lists(st.text("ab你 ", min_size=1, max_size=4), max_size=3),
@@ -226,44 +237,36 @@ def test_stop_strings_as_by_brute_force(text: str, stops: list[str], num_new: in
 @example(text="ab", stops=["abb", "b"], include=False, num_missing=0)
 @example(text="abbb", stops=["abb", "bb"], include=True, num_missing=0)
 @example(text="a你", stops=[], include=False, num_missing=1)  # ends within a character
-def test_what_is_shown_is_never_taken_back(
+def test_shown_text_is_never_taken_back(
     text: str, stops: list[str], include: bool, num_missing: int
 ) -> None:
-    """At each step the text so far is a prefix of the final text, which is the decoded text up to
-    the first stop string. Deltas and cumulative outputs agree."""
-    output_processor = OutputProcessor(demo_tokenizer())
-    seqs = []
-    for seq_id, kind in enumerate((RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)):
-        params = SamplingParams(
-            max_tokens=99, stop=stops, include_stop_str_in_output=include, output_kind=kind
-        )
-        seqs.append(make_sequence(seq_id, [5], sampling_params=params))
+    """At each step the text so far is a prefix of the final text. The final text is the whole text,
+    cut at the first stop string. Deltas and cumulative outputs agree."""
+    processor = OutputProcessor(demo_tokenizer(), no_scheduler)
+    seqs = [
+        add(processor, kind.name, stop=stops, include_stop_str_in_output=include, output_kind=kind)
+        for kind in (RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE)
+    ]
     token_ids = demo_tokenizer().encode(text)
     token_ids = token_ids[: max(1, len(token_ids) - num_missing)]
     decoded = demo_tokenizer().decode(token_ids)
-    shown: list[str] = []
-    for seq in seqs:
-        output_processor.add(seq, None)
+    shown = [""]
     for i, token_id in enumerate(token_ids, start=1):
-        texts = []
-        for seq in seqs:
+        for [seq] in seqs:
             seq.token_ids.append(token_id)
             if i == len(token_ids):
                 seq.status = SequenceStatus.FINISHED_LENGTH
-            stop = output_processor.append(SequenceUpdate(seq, (token_id,), ()))
-            if stop is not None:
-                seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
-            output = output_processor.build_output([seq])
-            assert output is not None
-            texts.append(output.outputs[0].text)
-        shown.append(shown[-1] + texts[0] if shown else texts[0])
-        assert shown[-1] == texts[1]
+        updates = [SequenceUpdate(seq, (token_id,), ()) for [seq] in seqs]
+        delta, output = processor.process_outputs(updates)
+        shown.append(shown[-1] + delta.outputs[0].text)
+        assert shown[-1] == output.outputs[0].text
+        assert delta.finished == output.finished
         if output.finished:
             break
     final = shown[-1]
     assert all(final.startswith(earlier) for earlier in shown)
     assert decoded.startswith(final)
-    assert not output_processor.requests
+    assert not processor.requests
     if output.outputs[0].finish_reason == "stop":
         stop = str(output.outputs[0].stop_reason)
         assert stop in stops
@@ -272,3 +275,75 @@ def test_what_is_shown_is_never_taken_back(
         assert final == decoded
     if not include:
         assert not any(stop in final for stop in stops)
+
+
+# -- errors --
+
+
+class BrokenTokenizer:
+    """A tokenizer whose decode raises for one token."""
+
+    def __init__(self, bad_token_id: int) -> None:
+        self.bad_token_id = bad_token_id
+
+    def decode(self, token_ids: list[int]) -> str:
+        if self.bad_token_id in token_ids:
+            raise ZeroDivisionError("no such token")
+        return str(token_ids)
+
+
+def update_of(sequence: Sequence, token_id: int, ends: bool = False) -> SequenceUpdate:
+    """One new token with its logprob, as the scheduler hands it over."""
+    sequence.token_ids.append(token_id)
+    if ends:
+        sequence.status = SequenceStatus.FINISHED_LENGTH
+    return SequenceUpdate(sequence, (token_id,), (TokenLogprobs((token_id,), (-1.0,), 1),))
+
+
+def reasons(output: RequestOutput) -> list[tuple[int, str | None]]:
+    return [(completion.index, completion.finish_reason) for completion in output.outputs]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_error_of_a_request_is_its_last_output(
+    kind: RequestOutputKind, ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in the very step that would have ended the request. Other requests get their outputs;
+    the log gets the traceback."""
+    finished: list[int] = []
+    processor = OutputProcessor(
+        BrokenTokenizer(13), lambda seq_id, status, reason: finished.append(seq_id)
+    )
+    fields: dict[str, Any] = {"logprobs": 0, "detokenize": False, "output_kind": kind}
+    [bad] = add(processor, "bad", **fields)
+    [good] = add(processor, "good", **fields)
+    first = [update_of(seq, 7) for seq in (bad, good)]
+    assert all(not output.finished for output in processor.process_outputs(first))
+    updates = [update_of(bad, 13, ends), update_of(good, 8, ends=True)]
+    error, output = processor.process_outputs(updates)
+    assert (error.request_id, error.finished) == ("bad", True)
+    [completion] = error.outputs
+    assert completion.finish_reason == "error"
+    assert completion.stop_reason == "ZeroDivisionError: no such token"
+    assert completion.token_ids == ([13] if kind is RequestOutputKind.DELTA else [7, 13])
+    assert (output.request_id, reasons(output)) == ("good", [(0, "length")])
+    assert bad.seq_id in finished
+    assert not processor.requests
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert "request 'bad' failed: ZeroDivisionError" in record.getMessage()
+
+
+def test_an_error_ends_branches_that_are_new_in_this_step() -> None:
+    """The request's first step brings a token for each branch, and the first token fails."""
+    finished: set[int] = set()
+    processor = OutputProcessor(
+        BrokenTokenizer(13), lambda seq_id, status, reason: finished.add(seq_id)
+    )
+    branches = add(processor, "bad", n=3, logprobs=0, detokenize=False)
+    updates = [update_of(seq, 13 + branch) for branch, seq in enumerate(branches)]
+    [output] = processor.process_outputs(updates)
+    assert finished == {0, 1, 2}
+    assert output.finished
+    assert reasons(output) == [(0, "error"), (1, "error"), (2, "error")]

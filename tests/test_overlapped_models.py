@@ -1,4 +1,4 @@
-"""Overlapped steps on the demo model: whatever a request asks for, the answer is the same."""
+"""Overlapped steps on the demo model give the same answers, for every feature of a request."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ CROWDED = {
 
 
 def never_twice(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-    """Forbid the last token: who calls this must know it."""
+    """Forbid the last token, which must be known by then."""
     return logits.index_fill(0, torch.tensor(output[-1:], dtype=torch.long), -torch.inf)
 
 
 def make_params(with_awaiting: bool = True) -> list[SamplingParams]:
-    """Every feature that the sampler or the text may have, side by side; without those that await
-    their tokens, all steps overlap."""
+    """Every feature of the sampler and of the text, side by side. Features that await tokens make
+    steps synchronous; without them all steps overlap."""
     chance = random.Random(0)
     awaiting: list[dict[str, Any]] = [
         {"n": 3, "temperature": 0.8},
@@ -95,7 +95,7 @@ def logprobs_of(outputs: list[RequestOutput]) -> list[float]:
 
 
 def answers(llm: LLM) -> dict[str, Any]:
-    """What a user sees, by each way of asking."""
+    """The outputs of generate, beam_search and stream."""
     generated = llm.generate(PROMPTS, make_params(), use_tqdm=False)
     preemptions = sum(output.metrics.num_preemptions for output in generated)
     beams = llm.beam_search(PROMPTS[:2], BeamSearchParams(beam_width=3, max_tokens=6))
@@ -140,8 +140,8 @@ def test_the_same_answers(name: str) -> None:
     assert any(step.needs_sync for step in steps)
 
 
-def test_a_loop_that_is_left_takes_its_requests_along() -> None:
-    """With a step in flight: others go on, and nothing is left behind."""
+def test_a_stream_that_is_left_early_aborts_its_requests() -> None:
+    """Also with a step in flight. Other requests continue, and every block is free in the end."""
     with LLM(async_scheduling=True, num_kv_blocks=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)
         [expected] = llm.generate("Once upon a time", params, use_tqdm=False)

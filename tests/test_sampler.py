@@ -360,7 +360,7 @@ def test_constraints_come_before_temperature_and_filters() -> None:
     assert tokens.count(3) / n == pytest.approx(share, abs=0.035)
 
 
-def test_processors_get_the_arguments_they_declare() -> None:
+def test_processors_see_what_they_ask_for() -> None:
     """Two parameters: output, logits. Three: prompt, output, logits. Parameters with defaults are
     the caller's. Processors run in their order, and get a copy: writing into the copy, at once or
     in a later step, changes no logits."""
@@ -509,7 +509,7 @@ def test_a_row_gets_the_same_alone_and_in_any_company(rows: list[Params], seed: 
     assert backwards[::-1] == together.token_ids
 
 
-def test_seed_branch_and_position_make_the_difference() -> None:
+def test_seed_and_position_make_the_difference() -> None:
     streams = list(itertools.product(range(4), repeat=3))
     rows = [Params(seed=seed, branch=b, position=p) for seed, b, p in streams]
     tokens = dict(zip(streams, sample_rows(torch.zeros(64, 5000), rows), strict=True))

@@ -155,28 +155,6 @@ def test_ropes_that_follow_the_length_are_fixed(
     assert alone == theirs[:1]
 
 
-def test_phi3_with_its_own_rope(make_checkpoint: MakeCheckpoint) -> None:
-    """Up to the original length as transformers says; beyond it, the long factors at once."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [2.0 + 0.5 * i for i in range(8)],
-    }
-    folder = make_checkpoint(
-        "phi3",
-        rope_parameters=rope,
-        original_max_position_embeddings=ORIGINAL,
-        max_position_embeddings=2 * ORIGINAL,
-    )
-    [tokens] = answer(folder, [PROMPT], max_model_len=ORIGINAL)
-    assert_same_greedy(folder, PROMPT, tokens, 6)
-    long = (PROMPT * 12)[: ORIGINAL + 20]
-    together = answer(folder, [PROMPT, long])
-    assert_same_greedy(folder, long, together[1], 6)
-    assert answer(folder, [PROMPT]) == together[:1]
-
-
 def test_bfloat16_stays_near(make_checkpoint: MakeCheckpoint) -> None:
     folder = make_checkpoint("gpt_neox", dtype="bfloat16")
     [tokens] = answer(folder, [PROMPT], dtype="bfloat16")
@@ -443,10 +421,3 @@ def test_code_in_a_checkpoint_is_not_run(make_checkpoint: MakeCheckpoint, tmp_pa
     (folder / "evil.py").write_text("raise SystemExit('run')")
     assert answer(folder, [PROMPT]) == answer(make_checkpoint("gpt2"), [PROMPT])
     load(folder, load_format="dummy")
-
-
-def test_checkpoints_of_several_files(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("gpt2", shards=3)
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    [tokens] = answer(folder, [PROMPT])
-    assert_same_greedy(folder, PROMPT, tokens, 6)

@@ -142,7 +142,7 @@ class BeamSearch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [beam.sequence for beam in self.beams.values()]
+        return [beam.sequence for beam in list(self.beams.values())]  # any thread may ask
 
     @property
     def is_finished(self) -> bool:
@@ -150,6 +150,11 @@ class BeamSearch:
 
     def process(self, updates: list[SequenceUpdate]) -> None:
         """Add each updated beam's candidates; choose the next beams when all have candidates."""
+        if not all(update.logprobs for update in updates):  # one beam was aborted: all end
+            for sequence in self.sequences:
+                self.scheduler.finish(sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
+            self.beams = {}
+            return
         for update in updates:
             [logprobs] = update.logprobs
             candidates = zip(logprobs.token_ids, logprobs.logprobs, strict=True)

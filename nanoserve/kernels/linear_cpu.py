@@ -8,7 +8,7 @@ read fastest:
     small    transposed: a call of oneDNN would take longer than the product, but long runs of
              neighbouring numbers still help
 
-And an operator on a few rows is bound by being called, so `rms_norm_cpu` makes few calls.
+And an operator on a few rows is bound by being called, so `RMSNormCPU` makes few calls.
 
 Left out: dtypes other than float32, for which oneDNN packs differently.
 
@@ -17,7 +17,6 @@ vLLM: vllm/model_executor/layers/utils.py dispatch_cpu_unquantized_gemm, csrc/cp
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -65,18 +64,19 @@ class PackedLinearMethod(LinearMethod):
         return torch.ops.mkldnn._linear_pointwise(x, layer.packed_weight, bias, "none", [], "")
 
 
-def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+class RMSNormCPU:
     """layers.rms_norm for float32: 5 operators, where PyTorch's rms_norm consists of a dozen.
 
     sqrt(mean(x^2) + eps) is the hypotenuse of a right triangle with sides rms(x) and sqrt(eps), and
     rms(x) is the length of x / sqrt(size).
     """
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    rms = length.mul_(_scalar(x.shape[-1] ** -0.5))
-    return (x / rms.hypot_(_scalar(math.sqrt(eps)))).mul_(weight)
 
+    def __init__(self) -> None:
+        self._side: dict[float, Tensor] = {}  # eps -> sqrt(eps), a tensor because hypot_ needs one
 
-@functools.cache
-def _scalar(value: float) -> Tensor:
-    """A number as a tensor, made once: PyTorch would make a new one in each call."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        side = self._side.get(eps)
+        if side is None:
+            side = self._side[eps] = torch.tensor(math.sqrt(eps), dtype=x.dtype)
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
+        return (x / rms.hypot_(side)).mul_(weight)

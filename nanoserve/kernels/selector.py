@@ -4,7 +4,7 @@ The flat modules hold the plain ways; the fast ones are in this folder. One func
 them for a model that is to be built:
 
     device, dtype        attention   linear layers         norm
-    CPU, float32         torch       PackedLinearMethod    rms_norm_cpu
+    CPU, float32         torch       PackedLinearMethod    RMSNormCPU
     CPU, other dtypes    torch       LinearMethod          rms_norm
     CUDA                 triton      LinearMethod          rms_norm
 
@@ -17,9 +17,19 @@ import torch
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.kernels.attention_cpu import TorchBackend
-from nanoserve.kernels.linear_cpu import PackedLinearMethod, rms_norm_cpu
+from nanoserve.kernels.linear_cpu import PackedLinearMethod, RMSNormCPU
 from nanoserve.layers import LayerConfig
 from nanoserve.parallel import ParallelState
+
+
+def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own."""
+    if wanted == "auto":
+        wanted = "float32" if device.type == "cpu" else checkpoint
+    dtype = getattr(torch, wanted, None)
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype {wanted!r} is not supported; use float32, bfloat16 or float16.")
+    return dtype
 
 
 def make_layer_config(
@@ -31,7 +41,7 @@ def make_layer_config(
     """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
     attention = get_attn_backend(attention_backend, device)
     if device.type == "cpu" and dtype == torch.float32:
-        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), rms_norm_cpu)
+        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), RMSNormCPU())
     return LayerConfig(dtype, device, parallel, attention)
 
 

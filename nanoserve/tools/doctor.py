@@ -3,11 +3,11 @@
     python -m nanoserve doctor                          the demo model
     python -m nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
 
-The report is one screen: versions, device, threads, what the engine chose when it was built
-(device, dtype, attention), how many KV blocks the memory holds, and a self-check. The self-check
-generates ten tokens with the demo model. Each of them must be the token that transformers, given
-the same text, holds for the likeliest. The last lines name each problem and what to do about it.
-The exit status is 1 if the self-check fails.
+The report is one screen: versions, device, threads, the choices of the engine (device, dtype,
+attention), how many KV blocks the memory holds, and a self-check. The self-check generates ten
+tokens with the demo model. Each token must be the likeliest one that transformers computes for the
+same text. The last lines name each problem and its remedy. The exit status is 1 if the self-check
+fails.
 
     device        cpu: x86_64, 2 cores; 20.1 GiB free
     KV blocks     demo: 16384 of 16 tokens, 128 sequences of 2048 tokens
@@ -33,18 +33,18 @@ import torch
 from packaging.requirements import Requirement
 
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
+from nanoserve.kernels.selector import choose_dtype
 from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
 from nanoserve.layers import LayerConfig
 from nanoserve.llm import LLM
-from nanoserve.model_runner import choose_dtype
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.parallel import choose_device
 from nanoserve.sampling_params import SamplingParams
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 10
-# In a near tie of two tokens, rounding decides which token is the likeliest, above all in bfloat16.
-# So a logit may be this much lower than the highest one, in standard deviations of the logits.
+# Rounding can change which of two almost equal logits is the higher one, above all in bfloat16. So
+# a logit may be this much lower than the highest one, in standard deviations of the logits.
 TOLERANCE = 0.05
 GIB = 2**30
 
@@ -102,7 +102,7 @@ def read_config(model: str) -> ModelConfig:
 def check_versions(report: Report) -> None:
     """Python and the packages that nanoserve needs, with the versions that setup.cfg allows."""
     report.add("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    # A checkout that is not installed tells no requirements.
+    # The requirements are known only if nanoserve is installed.
     texts = metadata.requires("nanoserve") if _version("nanoserve") else None
     requirements = {item.name: item for item in map(Requirement, texts or [])}
     for name in ("torch", "triton", "transformers", "safetensors"):
@@ -205,7 +205,7 @@ def self_check(report: Report, llm: LLM) -> None:
     try:
         gap = largest_gap(output.prompt_token_ids, completion.token_ids)
         problem = f"a token is {gap:.2f} standard deviations below transformers' choice"
-    except Exception as error:  # transformers' own errors say what it lacks
+    except Exception as error:  # the message of the error names the cause
         gap, problem = float("inf"), f"transformers could not run: {error}"
     report.is_healthy = gap <= TOLERANCE
     if report.is_healthy:

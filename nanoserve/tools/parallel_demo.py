@@ -1,7 +1,7 @@
 """What does each rank hold, and what crosses the wire?
 
-This demonstration of tensor parallelism needs no GPU and no other process: `run_ranks` makes each
-rank a thread, with real process groups between the threads. In a notebook:
+This demonstration of tensor parallelism needs no GPU and no other process: `run_ranks` runs each
+rank in a thread, with real process groups between the threads. In a notebook:
 
     >>> print(show_toy_model(world_size=2))
     toy model of one layer    6 tokens          rank 0            rank 1
@@ -10,8 +10,8 @@ rank a thread, with real process groups between the threads. In a notebook:
     ...
     crosses the wire          all_reduce        3 x 192 bytes     3 x 192 bytes
 
-`split_toy_model` returns the same numbers as plain dicts. bench.py's suite "parallel" measures the
-time and the bytes of an engine's decode steps on real ranks.
+`split_toy_model` returns the same numbers as plain dicts. The suite "parallel" of bench.py
+measures the time and the bytes of an engine's decode steps on real ranks.
 
 Left out: what the network adds to the bytes (headers, acknowledgements).
 """
@@ -65,14 +65,14 @@ def run_ranks(world_size: int, work: Callable[[ParallelState], Result]) -> list[
             results[rank] = work(parallel)
         except BaseException as error:
             errors.append(error)
-            parallel.close()  # a rank that has failed leaves: the other ranks do not wait for it
+            parallel.close()  # otherwise the other ranks wait for this one
 
     threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if errors:  # one rank's own error makes other ranks raise RankError: raise the former
+    if errors:  # the error of one rank makes other ranks raise RankError: raise the cause
         raise next((error for error in errors if not isinstance(error, RankError)), errors[0])
     return [results[rank] for rank in range(world_size)]
 

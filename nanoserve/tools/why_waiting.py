@@ -4,7 +4,7 @@ A sequence waits for one of a few reasons. `why_waiting` names the first one tha
 order in which the scheduler asks:
 
     >>> why_waiting(engine.scheduler, seq_id)
-    'the sequence needs 3 blocks, 1 is free'
+    'the sequence needs 3 blocks, 2 are free'
 
 Left out: a history of reasons. The answer is about the next step only.
 
@@ -18,7 +18,8 @@ from nanoserve.sequence import SchedulerOutput, SequenceStatus
 
 
 def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | None = None) -> str:
-    """One sentence about an unfinished sequence. With `last_step`, a used-up token budget is told.
+    """One sentence about an unfinished sequence. Only with `last_step` can the answer be that the
+    token budget was used up.
 
     Raises KeyError if there is no unfinished sequence of this id.
     """
@@ -26,7 +27,7 @@ def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | 
     is_swapped = seq.status is SequenceStatus.SWAPPED
     if seq.status is SequenceStatus.RUNNING:
         return "the sequence is running"
-    if not (is_swapped or seq.is_ready()):
+    if not seq.is_ready():
         return "the sequence is not ready"
     others = [*scheduler.swapped, *(other for other in scheduler.waiting if other.is_ready())]
     num_ahead = sum(scheduler.urgency(other) < scheduler.urgency(seq) for other in others)

@@ -1,0 +1,186 @@
+"""The real LLMEngine over the fake model (fakes.py): no weights, no text, no torch in a step.
+
+Shared by test_engine.py, test_async_scheduling.py and test_beam_search.py.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from fakes import FakeExecutor, reference_output
+
+from nanoserve import LLMEngine, RequestOutput, SamplingParams
+from nanoserve.config import EngineConfig
+from nanoserve.output_processor import BranchState
+from nanoserve.sequence import RequestError, SchedulerOutput, Sequence
+
+VOCAB_SIZE = 50
+EOS = 49
+MAX_MODEL_LEN = 64
+ROOT = TemporaryDirectory(prefix="fake-checkpoints-")  # removed when the process ends
+
+
+@lru_cache
+def checkpoint(vocab_size: int, eos_token_ids: tuple[int, ...]) -> str:
+    """The folder of a checkpoint that consists of a config.json."""
+    hf = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "eos_token_id": list(eos_token_ids),
+    }
+    folder = Path(ROOT.name, f"{vocab_size}-{len(eos_token_ids)}")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf))
+    return str(folder)
+
+
+def make_engine(
+    *, vocab_size: int = VOCAB_SIZE, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any
+) -> LLMEngine:
+    """An engine over the fake model. `options` are EngineConfig's, or a seam such as scheduler_cls.
+
+    64 blocks of 4 tokens, if the options do not say otherwise.
+    """
+    seams = {name: options.pop(name) for name in list(options) if name.endswith("_cls")}
+    fields = {"num_kv_blocks": 64, "block_size": 4, **options}
+    config = EngineConfig(model=checkpoint(vocab_size, eos_token_ids), **fields)
+    return LLMEngine(config, **{"executor_cls": FakeExecutor, **seams})
+
+
+def params(**fields: Any) -> SamplingParams:
+    """Ten tokens, EOS ignored, seed 5."""
+    return SamplingParams(**{"seed": 5, "max_tokens": 10, "ignore_eos": True, **fields})
+
+
+def expect(
+    prompt: list[int], max_tokens: int = 10, branch: int = 0, seed: int = 5, stop: Any = ()
+) -> list[int]:
+    """The tokens that params() gives, by the oracle."""
+    return reference_output(prompt, max_tokens, stop, seed, branch, VOCAB_SIZE)
+
+
+# -- steps, and what must hold after each --
+
+
+def step(engine: LLMEngine) -> list[RequestOutput]:
+    """One step, checked."""
+    outputs = engine.step()
+    check(engine)
+    return outputs
+
+
+def finish(engine: LLMEngine) -> dict[str, RequestOutput]:
+    """Step to the end; each request's last output. The engine is idle then."""
+    last: dict[str, RequestOutput] = {}
+    for _ in range(3000):
+        if not engine.has_unfinished_requests():
+            break
+        last |= {output.request_id: output for output in step(engine)}
+    assert_idle(engine)
+    return last
+
+
+def unread_steps(engine: LLMEngine) -> list[Any]:
+    """Launched steps that wait to be read. (The next launch tells the executor that a step was
+    abandoned.)"""
+    return [] if engine.scheduler._is_restart else list(engine.executor.unread)
+
+
+def check(engine: LLMEngine) -> None:
+    """Blocks, counters, steps in flight and the contents of the cache agree with each other."""
+    scheduler, manager, executor = engine.scheduler, engine.block_manager, engine.executor
+    manager.check()
+    assert unread_steps(engine) == [step.pending for step in engine._in_flight]
+    assert len(engine._in_flight) <= engine.config.async_scheduling
+    in_flight = Counter(
+        item.seq_id for step in engine._in_flight for item in step.scheduler_output.scheduled
+    )
+    for seq in scheduler.sequences.values():
+        assert 0 <= seq.num_computed_tokens <= seq.num_tokens + seq.num_output_placeholders
+        assert seq.num_output_placeholders <= in_flight[seq.seq_id] <= 1
+        assert seq.num_output_tokens < seq.max_tokens
+    for block_id, block_hash in enumerate(manager.pool.block_hashes):
+        if block_hash is not None:
+            size = manager.block_size
+            held = executor.layers[0][block_id * size : (block_id + 1) * size]
+            assert held == list(block_hash.token_ids), "a cached block holds other tokens"
+
+
+def assert_idle(engine: LLMEngine) -> None:
+    """No request, no output, no step in flight; every block of both pools is free."""
+    assert not engine.has_unfinished_requests()
+    assert not engine.output_processor.requests
+    assert not engine.scheduler.sequences
+    assert not engine._in_flight
+    assert not unread_steps(engine)
+    assert engine.block_manager.num_free_blocks == engine.executor.num_kv_blocks
+    assert engine.block_manager.cpu_pool.num_free_blocks == engine.executor.num_cpu_blocks
+
+
+# -- what can happen in a step --
+
+
+def in_thread(*calls: Callable[[], Any]) -> list[Any]:
+    """Make these calls in another thread, and wait for it. What a call raises is its result."""
+    results: list[Any] = []
+
+    def run() -> None:
+        for call in calls:
+            try:
+                results.append(call())
+            except Exception as error:
+                results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results
+
+
+def change_text(
+    monkeypatch: pytest.MonkeyPatch, find_stop: Callable[[Sequence], str | None]
+) -> None:
+    """Replace detokenization: `find_stop` returns the stop string that ends a sequence, or
+    raises."""
+
+    def append(branch: BranchState, new_token_ids: tuple[int, ...]) -> str | None:
+        return find_stop(branch.sequence) if new_token_ids else None
+
+    monkeypatch.setattr(BranchState, "append", append)
+
+
+def fail_in_executor(engine: LLMEngine, request_id: str, num_output_tokens: int = 0) -> None:
+    """Raise RequestError when a step is read before which this request has as many output tokens,
+    or more."""
+    launch, read = engine.executor.launch, engine.executor.read
+    culprits: dict[int, int] = {}  # number of the step -> seq_id
+
+    def launch_and_note(scheduler_output: SchedulerOutput) -> Any:
+        pending = launch(scheduler_output)
+        for item in scheduler_output.scheduled:
+            seq = engine.scheduler.sequences[item.seq_id]
+            num_before = seq.num_output_tokens + max(0, seq.num_output_placeholders - 1)
+            if seq.request_id == request_id and num_before >= num_output_tokens:
+                culprits[pending.number] = item.seq_id
+        return pending
+
+    def read_or_fail(pending: Any, output: Any) -> Any:
+        result = read(pending, output)
+        if pending.number in culprits:
+            raise RequestError(culprits[pending.number], "no token is possible")
+        return result
+
+    engine.executor.launch, engine.executor.read = launch_and_note, read_or_fail
