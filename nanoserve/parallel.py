@@ -27,6 +27,7 @@ vLLM: vllm/distributed/parallel_state.py, communication_op.py (V0 and V1).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import socket
@@ -45,6 +46,7 @@ from nanoserve.config import EngineConfig
 
 # A rank may wait so long for the next step: a notebook may pause for days. (Not more than 24 days:
 # torch counts the milliseconds in 32 bits.)
+POLL_INTERVAL = timedelta(seconds=1)
 IDLE_TIMEOUT = timedelta(days=20)
 STEP_TIMEOUT = timedelta(minutes=10)  # how far one rank may be behind another within a step
 FIRST_BYTES = 4096  # size of an object's first broadcast: enough for a step of 100s of sequences
@@ -86,6 +88,8 @@ class ParallelState:
     control: Any = None  # the process group for values in main memory: always gloo
     num_local_ranks: int = 1  # how many of the ranks share this machine and its memory
     comm_stats: CommStats = field(default_factory=CommStats)
+    # On rank 0, if it has spawned the other ranks: True if one of their processes has ended.
+    has_lost_rank: Callable[[], bool] | None = None
 
     def shard_range(self, total: int, what: str, unit: int | None = None) -> tuple[int, int]:
         """(first, size) of this rank's part of `total` rows, heads or tokens.
@@ -179,10 +183,35 @@ class ParallelState:
         """Count one operation, start it and wait for its end (for nccl, the GPU's stream waits)."""
         self.comm_stats.count(name, tensor)
         try:
-            start().wait()
+            if tensor.device.type == "cuda" or self.has_lost_rank is None:
+                start().wait()
+            else:
+                self._wait(start(), self.has_lost_rank)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RankError(f"rank {self.rank} lost another rank in {name}: {reason}") from error
+
+    def _wait(self, work: Any, has_lost_rank: Callable[[], bool]) -> None:
+        """Wait for gloo, which may miss that another rank has ended: in rare cases a send to that
+        rank never returns. So the processes are asked, too, once in POLL_INTERVAL.
+
+        Raises RuntimeError if `work` has failed, or is not done an interval after a rank has ended.
+        """
+        was_lost = False
+        while True:
+            try:
+                work.wait(POLL_INTERVAL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # the operation's own error, or none if it has just succeeded
+                    return
+                if was_lost:
+                    for group in (self.group, self.control):
+                        # Freeing a group waits for its operations, and this one may never end.
+                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    raise
+                was_lost = has_lost_rank()
 
 
 def _from_rank_0() -> dist.BroadcastOptions:

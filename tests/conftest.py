@@ -7,6 +7,8 @@ import re
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads leave the cores alone
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +28,12 @@ hypothesis.settings.load_profile("repeatable")
 def wants_gpu(config: pytest.Config) -> bool:
     """Does the command say `-m gpu`? (`-m "not gpu"` does not.)"""
     return bool(re.search(r"(?<!not )\bgpu\b", config.option.markexpr))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` (setup.cfg) starts: one a core, up to four. On a GPU none: its
+    memory is for one engine at a time."""
+    return 0 if wants_gpu(config) else min(4, os.cpu_count() or 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:

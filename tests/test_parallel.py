@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,3 +397,37 @@ def test_the_toy_model_as_a_table() -> None:
 def test_the_toy_model_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="attention heads: 4 cannot be divided among 3 ranks"):
         split_toy_model(3)
+
+
+class LateWork:
+    """An operation of gloo that ends, well or badly, at the n-th wait; before that, waits time
+    out."""
+
+    def __init__(self, num_waits: int, error: str | None = None) -> None:
+        self.num_waits, self.error = num_waits, error
+
+    def is_completed(self) -> bool:
+        return self.num_waits <= 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.num_waits -= 1
+        if not self.is_completed():
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+
+def call(work: LateWork, has_lost_rank: Callable[[], bool]) -> None:
+    """All-reduce one number over a group whose operation is `work`."""
+    group = SimpleNamespace(allreduce=lambda tensors: work)
+    ParallelState(0, 2, group, group, has_lost_rank=has_lost_rank).all_reduce(torch.zeros(1))
+
+
+def test_an_operation_that_never_ends_is_given_up_when_a_rank_has_ended() -> None:
+    """Gloo may miss the end of a rank. While all ranks live, an operation may take any time."""
+    call(LateWork(num_waits=50), has_lost_rank=lambda: False)
+    call(LateWork(num_waits=2), has_lost_rank=lambda: True)  # gloo's own answer comes first
+    with pytest.raises(RankError, match="lost another rank in all_reduce: Connection reset"):
+        call(LateWork(num_waits=2, error="Connection reset"), has_lost_rank=lambda: True)
+    with pytest.raises(RankError, match="lost another rank in all_reduce"):
+        call(LateWork(num_waits=1000), has_lost_rank=lambda: True)

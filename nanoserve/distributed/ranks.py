@@ -27,6 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,7 +124,10 @@ class SpawnedRanks:
             for process in self.processes:
                 arguments = (process, parallel.group, self._closing)
                 threading.Thread(target=abort_group_on_exit, args=arguments, daemon=True).start()
-        return parallel
+        processes = self.processes
+        return replace(
+            parallel, has_lost_rank=lambda: any(each.poll() is not None for each in processes)
+        )
 
     def find_failure(self, timeout: float) -> str | None:
         """Which rank has failed and why, or None. Waits up to `timeout` seconds for an answer.
