@@ -15,12 +15,11 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.extras.beam_search import BeamSearchParams
+    from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
-    "BeamSearchParams",
     "CompletionOutput",
     "EngineConfig",
     "LLMEngine",
@@ -33,7 +32,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """What chapters add to this namespace. A chapter is imported when its name is used."""
     if name == "BeamSearchParams":
-        from nanoserve.extras.beam_search import BeamSearchParams
-
+        try:
+            from nanoserve.extras.beam_search import BeamSearchParams
+        except ModuleNotFoundError as error:
+            raise AttributeError("the chapter extras/beam_search.py was deleted") from error
         return BeamSearchParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

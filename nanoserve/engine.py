@@ -91,7 +91,7 @@ class LaunchedStep(NamedTuple):
 class LLMEngine:
     """Requests in, one step at a time, outputs out.
 
-    Invariant: whatever a call raises, no block is lost and the engine goes on serving.
+    Invariant: whatever a call raises, no block is lost and the engine can run the next step.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LLMEngine:
 
     def _queue(self, request: RequestConsumer) -> None:
         """Give a request's sequences to the scheduler, unless it was aborted meanwhile."""
-        for sequence in request.sequences if self.is_serving(request) else ():
+        for sequence in request.sequences if self.has_request(request) else ():
             self.scheduler.add(sequence)
 
     def abort_request(self, request_id: str, index: int | None = None) -> bool:
@@ -204,7 +204,7 @@ class LLMEngine:
 
     def _abort(self, request: RequestConsumer, index: int | None) -> None:
         """Abort a request or one completion, unless it has ended by now."""
-        if not self.is_serving(request):
+        if not self.has_request(request):
             return
         seq = None if index is None else _unfinished(request, index)
         if index is None or (seq is not None and seq.num_pending_forks):
@@ -219,8 +219,8 @@ class LLMEngine:
         """True for a request that was added and has neither finished nor been aborted."""
         return request_id in self.output_processor.requests
 
-    def is_serving(self, request: RequestConsumer) -> bool:
-        """True for this very request while it is unfinished, not for another one of its id."""
+    def has_request(self, request: RequestConsumer) -> bool:
+        """True while this very request is unfinished. A later request of its id is another one."""
         return self.output_processor.requests.get(request.request_id) is request
 
     def has_unfinished_requests(self) -> bool:
@@ -364,7 +364,8 @@ class LLMEngine:
         self._lock.acquire()  # another thread is adding a request: that takes microseconds
 
     def _drain_inbox(self) -> None:
-        """Do what was asked for, unless another thread is inside a step: it does so next time."""
+        """Queue and abort what waits in the inbox. While another thread is inside a step, the inbox
+        waits for the next step."""
         if self._lock.acquire(blocking=False):
             try:
                 while self._inbox:
@@ -416,12 +417,7 @@ class LLMEngine:
         line = (
             f"{model.path.name} ({model.architecture}): {self.executor.describe()}, "
             f"KV cache {self.executor.num_kv_blocks} blocks x {config.block_size} tokens, "
-            f"max_model_len {config.max_model_len}, max_num_seqs {config.max_num_seqs}, "
-            f"token budget {config.max_num_batched_tokens}, "
-            f"prefix caching {'on' if config.enable_prefix_caching else 'off'}, "
-            f"chunked prefill {'on' if config.enable_chunked_prefill else 'off'}, "
-            f"preemption by {config.preemption_mode}, "
-            f"overlapped steps {'on' if config.async_scheduling else 'off'}"
+            f"{config.describe()}"
         )
         if logger.hasHandlers():
             logger.info(line)

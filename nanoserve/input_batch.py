@@ -38,7 +38,7 @@ from nanoserve.sampler import (
     SamplingBatch,
     uniform_noise,
 )
-from nanoserve.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from nanoserve.sampling_params import GREEDY_TEMPERATURE
 from nanoserve.sequence import NewSequence, ScheduledSequence
 from nanoserve.staging import StagingBuffer
 
@@ -148,18 +148,15 @@ class InputBatch:
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.seeds[row], self.branches[row] = new.seed, new.branch
         self.num_samples[row] = new.num_samples
-        self._set_sampling_params(row, new.sampling_params)
-        if RowLogitState.is_needed_by(new):
-            self.logit_states[row] = RowLogitState(new, self.vocab_size)
-
-    def _set_sampling_params(self, row: int, params: SamplingParams) -> None:
+        params = new.sampling_params
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k or self.vocab_size, self.vocab_size)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        self.top_p[row], self.min_p[row] = params.top_p, params.min_p
         self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
+        if RowLogitState.is_needed_by(new):
+            self.logit_states[row] = RowLogitState(new, self.vocab_size)
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row, if it has one."""

@@ -51,6 +51,8 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 class LinearMethod:
     """How a layer stores its weight [out, in] and multiplies by it: this one, as it stands.
 
+    No method of this repository reads the step's metadata; LoRA needs the adapter of each token.
+
     The method itself keeps nothing: what it needs of a layer are attributes of that layer. A
     subclass may pack the weight, quantize it, or add an adapter.
     """
@@ -124,8 +126,8 @@ class RMSNorm(nn.Module):
 class QKNorm(nn.Module):
     """rms_norm on each head of queries and keys, which lie side by side: one call for both.
 
-    The weight has a row for each head: first those of the queries, all equal, then those of the
-    keys. So the checkpoint's q_norm and k_norm fill several rows each.
+    The weight has a row for each head: first the rows of the queries, all equal, then the rows of
+    the keys. So the checkpoint's q_norm and k_norm fill several rows each.
     """
 
     def __init__(

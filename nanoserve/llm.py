@@ -249,11 +249,11 @@ class LLM:
                 outputs = engine.take_outputs(request_ids)
                 # Asked before the caller's code runs: a loop inside this one may finish requests,
                 # and their last outputs are taken by the next round.
-                is_unfinished = any(engine.is_serving(request) for request in requests)
+                is_unfinished = any(engine.has_request(request) for request in requests)
                 yield from outputs
         finally:
             with delayed_interrupt():
-                for request in filter(engine.is_serving, requests):
+                for request in filter(engine.has_request, requests):
                     engine.abort_request(request.request_id)
                 engine.take_outputs(request_ids)
 

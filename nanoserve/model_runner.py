@@ -27,7 +27,7 @@ with the token that it sampled last for that row.
 
     launch(step 1), launch(step 2), result of step 1, launch(step 3), result of step 2, ...
 
-A step in which every sequence brings one token is a *decode* step; cuda_graph.py runs those.
+A step in which every sequence brings one token is a *decode* step; cuda_graph.py runs decode steps.
 
 vLLM: vllm/worker/worker.py, model_runner.py, cache_engine.py (V0); vllm/v1/worker/gpu_worker.py,
 gpu_model_runner.py, AsyncModelRunnerOutput in vllm/v1/outputs.py (V1).

@@ -92,7 +92,7 @@ class Detokenizer:
 
     def _find_context(self, prompt_token_ids: list[int]) -> list[int]:
         """The last prompt tokens; a few more if the first of them is inside a character (of up to
-        four bytes). None if the prompt itself, given as token ids, ends inside a character."""
+        four bytes). An empty list if the prompt, as token ids, ends inside a character."""
         for length in range(self.CONTEXT, self.CONTEXT + 4):
             context = prompt_token_ids[-length:]
             text = self.backend.decode(context, skip_special_tokens=self.skip_special_tokens)
@@ -245,9 +245,11 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        """True if all completions have ended. (None forks off a root that ended before.)"""
-        is_whole = len(self.branches) == self.root.sampling_params.n or self.root.num_pending_forks
-        return bool(is_whole) and all(seq.status.finish_reason for seq in self.sequences)
+        """True if all completions have ended. A root that ends before its branches fork off has no
+        branches."""
+        has_all = len(self.branches) == self.root.sampling_params.n
+        has_all |= self.root.num_pending_forks > 0
+        return has_all and all(seq.status.finish_reason for seq in self.sequences)
 
     def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
         """Append the new tokens, finish what a stop string ends, and build the output."""

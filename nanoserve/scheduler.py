@@ -10,10 +10,11 @@ prefill phase and no decode phase. A step with a budget of 8 and three sequences
     B             10         4          6   the rest of its prompt (a chunk)
     C (waiting)   20         0          1   what is left of the budget
 
-The running list is sorted by urgency: by arrival, under the "priority" policy by priority first. So
-when blocks run out, the sequence to preempt is simply the last one, which has never been scheduled
-in the same step yet. A chunk always leaves one token of the budget to each running
-sequence behind it: no prefill ever stalls a decode, and every running sequence advances each step.
+The running list is sorted by urgency: by arrival, under the "priority" policy by priority first.
+When blocks run out, the last running sequence is preempted. Sequences are scheduled from the front
+of the list, so this step has not scheduled the last one yet. A chunk always leaves one token of the
+budget to each running sequence behind it: no prefill ever stalls a decode, and every running
+sequence advances each step.
 
 The KV of a preempted sequence is dropped and computed again later ("recompute"), or moved to CPU
 blocks and back ("swap"). A swapped sequence comes back before any less urgent admission.
@@ -60,7 +61,8 @@ class _Step:
 
 
 class Scheduler:
-    """Decides; executes nothing. Give it sequences, ask for steps, tell it what came of them.
+    """Decides each step and executes nothing. `add` queues a sequence, `schedule` returns the next
+    step, `update_from_output` takes the result of a step.
 
     Invariant: `waiting`, `swapped` and `running` are sorted by urgency; a sequence is in exactly
     one of them; it holds KV blocks exactly if it is running, CPU blocks exactly if it is swapped.
@@ -201,8 +203,8 @@ class Scheduler:
         return True
 
     def _num_tokens_to_admit(self, num_uncomputed: int, step: _Step) -> int:
-        """How many of its uncomputed tokens a sequence gets in its first step. 0 if they do not all
-        fit and may not be split."""
+        """How many of its uncomputed tokens a sequence gets in its first step. 0 if chunked prefill
+        is off and the step has no room for all of them."""
         num_tokens = min(num_uncomputed, self.max_chunk, step.budget)
         return num_tokens if num_tokens == num_uncomputed or self.enable_chunked_prefill else 0
 

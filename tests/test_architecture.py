@@ -335,7 +335,7 @@ def code_lines(source: str) -> int:
 
 
 def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
-    """About 2,500 code lines; comments and docstrings are free."""
+    """About 2,650 code lines; comments and docstrings are free."""
     total = sum(code_lines(FILES[module].read_text(encoding="utf-8")) for module in DOZEN)
     assert 2000 < total < 2650, f"the dozen has {total} code lines"
 
@@ -380,8 +380,15 @@ def test_the_core_works_without_the_outer_folders(tmp_path: Path) -> None:
     for name in (*shared, "test_sequence.py", "test_engine.py", "test_output_processor.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     shutil.copy(ROOT / "setup.cfg", tmp_path)
+    # An editable install would find a deleted folder in the original tree.
+    block = (
+        "import sys; sys.modules |= dict.fromkeys("
+        + repr([f"nanoserve.{name}" for name in ("extras", "tools", "bench")])
+        + ")"
+    )
+    (tmp_path / "conftest.py").write_text(block)
     generate = "print(LLM(num_kv_blocks=32).generate('Once', use_tqdm=False)[0].finished)"
-    assert run_python(f"from nanoserve import LLM; {generate}", tmp_path, 1) == "True"
+    assert run_python(f"{block}; from nanoserve import LLM; {generate}", tmp_path, 1) == "True"
     done = subprocess.run(
         [
             sys.executable,

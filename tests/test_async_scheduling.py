@@ -615,7 +615,7 @@ def test_same_tokens_no_block_lost_and_everything_ends(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(arrivals=st.lists(ARRIVALS, min_size=1, max_size=10), by_text=st.booleans())
-def test_at_most_one_token_is_computed_in_vain(arrivals: list[Arrival], by_text: bool) -> None:
+def test_at_most_one_token_is_computed_and_dropped(arrivals: list[Arrival], by_text: bool) -> None:
     """Where there is room for all, no sequence computes more than one token more than with plain
     steps, and a sequence that ends by its length computes none."""
     results = []

@@ -15,7 +15,8 @@ The rule is vLLM's: beams are ranked by cumulative log-probability / length ** l
 length counts the prompt too, but not the EOS token.
 
 This chapter is a consumer of a request's updates (output_processor.RequestConsumer). The engine
-does not know it; deleting this file removes beam search and nothing else.
+does not know this chapter. Without this file LLM.beam_search has no parameters to be called with;
+everything else works as before.
 
 Left out: stop strings and structured output.
 

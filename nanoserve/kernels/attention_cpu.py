@@ -35,7 +35,7 @@ from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
 MAX_DECODE_QUERIES = 4  # of one sequence: with more queries, copying its keys together pays
-MAX_PADDING = 512  # keys: a second batch costs about as much as gathering this many in vain
+MAX_PADDING = 512  # padding keys in one batch; a second batch costs about as much as more of them
 
 
 class TorchBackend(AttentionBackend):
