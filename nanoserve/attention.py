@@ -1,4 +1,4 @@
-"""How does a query read scattered keys?
+"""What is attention? How does a query read scattered keys?
 
 Each layer keeps the keys and values of all sequences in one pair of paged tensors. A block table
 says which blocks belong to a sequence. With block_size 4, a sequence of 6 tokens and block_table
@@ -17,7 +17,7 @@ cached prefixes and decode:
                             query 0    x x x x x .     at position 6 - 2 + 0 = 4
                             query 1    x x x x x x     at position 5
 
-`AttentionBackend` is the definition of attention, in plain Python: the slowest and clearest way
+`AttentionBackend` is the definition of attention, in plain PyTorch: the slowest and clearest way
 (attention_backend="reference"). The fast backends are subclasses, held to this definition by
 tests: kernels/attention_cpu.py ("torch") and kernels/attention_triton.py ("triton").
 kernels/selector.py chooses. Override `attend` to try an idea of your own:

@@ -226,9 +226,9 @@ class BlockManager:
         num_taken_back = sum(self.pool.ref_counts[block_id] == 0 for block_id in cached_blocks)
         return num_new + num_taken_back <= self.pool.num_free_blocks
 
-    def can_append(self, seq: Sequence, num_tokens: int) -> bool:
-        """Are there blocks for the next `num_tokens` tokens of `seq`?"""
-        needed = self.num_blocks_for(seq.num_computed_tokens + num_tokens)
+    def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """Are there blocks for the next `num_new_tokens` tokens of `seq`?"""
+        needed = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens)
         num_left = self.pool.num_free_blocks + len(self.block_tables[seq.seq_id]) - needed
         return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes a block
 
@@ -258,17 +258,16 @@ class BlockManager:
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 
-    def append(self, seq: Sequence, num_tokens: int) -> tuple[int, list[int]]:
-        """Give `seq` blocks for its next `num_tokens` tokens, after can_append said that they fit.
+    def append(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
+        """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append was True.
 
         Returns (index, block ids): the runner writes these ids into the block table of `seq` from
         this index on. A block that these tokens fill can be found by its hash at once. Only a block
         whose last token is in flight has to wait: its hash is known at the next call.
         """
         block_table = self.block_tables[seq.seq_id]
-        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
-        first_new = len(block_table)
-        first_new -= self.copy_on_write(seq)
+        start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
+        first_new = len(block_table) - self.copy_on_write(seq)
         num_new = self.num_blocks_for(end) - len(block_table)
         block_table += [self.pool.allocate() for _ in range(num_new)]
         size = self.block_size

@@ -437,7 +437,7 @@ def resolve_folder(model: str | Path | None) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
         raise ValueError(
             f"model {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B. "
-            "Give one of the two, or None for the embedded demo model."
+            "Give one of the two, or leave model out: the embedded demo model."
         )
     from huggingface_hub import snapshot_download
 

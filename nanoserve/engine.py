@@ -27,7 +27,7 @@ else that fails in a step is raised by step(), and the unfinished requests are c
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient interface in front of it.
 
-Left out: the asynchronous engine and the HTTP server (nanoserve/extras).
+Left out: the asynchronous engine and the HTTP server (planned as chapters in nanoserve/extras).
 
 vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1).
 """
@@ -332,8 +332,8 @@ class LLMEngine:
             self.scheduler.preempt_all()
             if error is None or sequence is None:  # or: the request was aborted meanwhile
                 return
-            cause = error.__cause__ or error
-            output = self.output_processor.fail_request(sequence.request_id, str(error), cause)
+            request_id, cause = sequence.request_id, error.__cause__
+            output = self.output_processor.fail_request(request_id, str(error), cause)
             self._outputs += [] if output is None else [output]
 
     # -- threads --

@@ -41,7 +41,8 @@ class LLM:
     ...     llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=50))
 
     `options` are the fields of EngineConfig; a misspelt one is a TypeError. The other keyword
-    arguments are the seams: a class of your own takes the place of the engine's. Not thread-safe.
+    arguments are the seams: a class of your own takes the place of the engine's. One thread
+    runs steps; other threads may call add_request and abort_request.
     """
 
     def __init__(

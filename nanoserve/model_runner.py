@@ -182,7 +182,9 @@ class ModelRunner:
 
     def describe(self) -> str:
         """Device, dtype, attention and graphs, for the engine's first log line."""
-        text = f"device={self.device}, dtype={self.dtype}, attention={self.backend.name}"
+        backend = type(self.backend)  # one of the user's own may inherit its name
+        attention = backend.name if "name" in vars(backend) else backend.__name__
+        text = f"device={self.device}, dtype={self.dtype}, attention={attention}"
         if self.model.library != "nanoserve":
             text += f", model={self.model.library}"
         if self.graphs is not None:

@@ -382,9 +382,10 @@ class OutputProcessor:
         return [output for output in outputs if output is not None]
 
     def fail_request(
-        self, request_id: str, message: str, error: BaseException
+        self, request_id: str, message: str, error: BaseException | None
     ) -> RequestOutput | None:
-        """End a request with finish_reason "error". The traceback goes to the log."""
+        """End a request with finish_reason "error". The log gets the message, and the traceback of
+        `error` if there is one."""
         logger.error("request %r failed: %s", request_id, message, exc_info=error)
         request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
         try:

@@ -173,7 +173,7 @@ BlockPair = tuple[int, int]  # (source, destination)
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step, as the scheduler decided it: all that the data plane learns.
+    """One step, as the scheduler decided it: all that the data plane receives.
 
     Invariant: each sequence appears at most once in `scheduled`. The runner knows the sequence from
     an earlier step, or from `new_sequences`.

@@ -403,7 +403,9 @@ def test_a_folder_or_the_demo_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["no-such-folder", "./no/such", "a/b/c", "/no/such", "a b/c"])
 def test_neither_a_folder_nor_an_id(model: str) -> None:
-    with refused(ValueError, "is not a folder, nor a Hugging Face id", model, "Qwen3-0.6B", "None"):
+    with refused(
+        ValueError, "is not a folder, nor a Hugging Face id", model, "Qwen3-0.6B", "leave model out"
+    ):
         resolve_folder(model)
 
 

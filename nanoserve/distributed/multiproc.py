@@ -15,9 +15,9 @@ from: rank 0 spawns them, or torchrun has started them.
 
 *Faults.* When a rank's process ends, its sockets close, so a rank that waits for it gets an error
 at once. Rank 0 then finds out which rank has failed and why, ends the other ranks, and raises
-RankError. An event in the user's code (Ctrl-C, an exception in a step listener) must not stop rank
-0 in the middle of a step, because the other ranks would wait for the rest of the step. Therefore
-rank 0 runs its part of each step in a thread of its own, and always to the step's end.
+RankError. Ctrl-C must not stop rank 0 in the middle of a step, because the other ranks would
+wait for the rest of the step. Therefore rank 0 runs its part of each step in a thread of its own,
+and always to the step's end.
 
 Left out: a quick answer when another machine loses its power. Rank 0 notices after STEP_TIMEOUT.
 
