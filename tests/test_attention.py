@@ -161,7 +161,7 @@ def layers_of_one_step(draw: st.DrawFn) -> list[Shape]:
     return [first, *(replace(shape, **same) for shape in others)]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(layers_of_one_step(), st.integers(0, 2**31), st.sampled_from([0, 0, 2]))
 def test_the_torch_backend_is_as_defined(layers: list[Shape], seed: int, num_padding: int) -> None:
     assert_step_through_a_backend(TorchBackend(), layers, seed, num_padding)

@@ -132,7 +132,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     shapes(),
     st.integers(0, 2**31),

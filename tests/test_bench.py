@@ -189,7 +189,9 @@ def expected(tiny: Path) -> tuple[list[Request], list[list[int]]]:
     return requests, outputs
 
 
-@pytest.mark.parametrize("name", ["nanoserve", "hf", "hf-continuous"])
+@pytest.mark.parametrize(
+    "name", ["nanoserve", "hf", pytest.param("hf-continuous", marks=pytest.mark.slow)]
+)
 def test_engines_give_the_same_tokens(
     name: str, tiny: Path, expected: tuple[list[Request], list[list[int]]]
 ) -> None:

@@ -274,6 +274,7 @@ def test_a_fresh_sample_keeps_the_promise(demo: DemoModel, task: Task) -> None:
     assert score.score >= score.promise - allowed
 
 
+@pytest.mark.slow
 def test_stories_keep_the_promise(demo: DemoModel) -> None:
     score = score_stories(demo, "story, on request", count=6)
     assert score.score >= score.promise - 0.25

@@ -150,7 +150,9 @@ def test_large_decodes(num_seqs: int, device: str, dtype: torch.dtype) -> None:
     assert_as_defined(step, shape)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=[needs_interpreter, pytest.mark.slow]), *DEVICES[1:]]
+)
 def test_a_cache_of_more_than_two_to_the_31_elements(device: str) -> None:
     """Offsets into it do not fit 32 bits. Sequences have blocks at both ends."""
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 6 * 2**30:

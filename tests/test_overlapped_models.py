@@ -119,7 +119,10 @@ def answers(llm: LLM) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "swap")) for name in ENGINES],
+)
 def test_the_same_answers(name: str) -> None:
     """Tokens, text, logprobs, reasons, beams, streams."""
     options = ENGINES[name] | (CROWDED if name != "ample" else {})
