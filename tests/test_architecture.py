@@ -389,19 +389,9 @@ def test_the_core_works_without_the_outer_folders(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(block)
     generate = "print(LLM(num_kv_blocks=32).generate('Once', use_tqdm=False)[0].finished)"
     assert run_python(f"{block}; from nanoserve import LLM; {generate}", tmp_path, 1) == "True"
+    options = ("-x", "-n", "0", "-p", "no:cacheprovider", "-k", "not ctrl_c")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "not ctrl_c",
-        ],
+        [sys.executable, "-m", "pytest", *options],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
