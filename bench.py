@@ -3,7 +3,9 @@
 The command line is nanoserve/bench/cli.py; `python bench.py --help` lists its options.
 """
 
+import sys
+
 from nanoserve.bench.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

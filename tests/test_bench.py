@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from nanoserve.bench import cli, control, inside, kernels, plot, report, suites, turns
+from nanoserve.bench import cli, control, inside, kernels, plot, report, run, suites, turns
 from nanoserve.bench.floor import Cost, MachineLimits, ModelCosts, floor_seconds, ideal_steps
 from nanoserve.bench.peers import PEERS, EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
@@ -558,6 +558,12 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_command_line_names_every_suite() -> None:
+    """cli.py, which imports no torch, has a list of its own."""
+    assert (*run.SUITES, "gpu") == cli.SUITE_NAMES
+    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "parallel"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -565,6 +571,9 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
         (["--compare", "sglang"], "no peer sglang; allowed: hf, hf-continuous, vllm, nano-vllm"),
         (["--max-len", "5000"], "lengths are 50 to 5000 tokens"),
         (["--variant", "eager"], "is not NAME:OPTION=VALUE"),
+        (["--variant", "x:max_num_seq=3"], "Did you mean 'max_num_seqs'?"),
+        (["--variant", "x:block_size=0"], "block_size is 0; allowed: 1 or more"),
+        (["--json", "no/such/folder/x.json"], "is not a file in a folder that exists"),
         (["--peer-python", "vllm=/no/such/file"], "is not PEER=PYTHON"),
         (["--dummy", "qwen3-tiny", "--model", "x"], "name two models"),
         (["--model", "no such"], "not a folder"),
@@ -582,7 +591,7 @@ def test_what_cannot_be_measured_is_refused(
 def filled(*arguments: str) -> tuple[Any, list[str]]:
     """The options with their defaults, and the suites."""
     args = cli.make_parser().parse_args(list(arguments))
-    names, is_toy = cli.fill_in(args)
+    names, is_toy = run.fill_in(args)
     assert not is_toy
     return args, names
 
@@ -594,11 +603,13 @@ def test_options_are_read() -> None:
     options = {"enforce_eager": True, "block_size": 32, "attention_backend": "reference"}
     assert args.variants == [("x", options)]
     assert (args.compare, args.repeat) == (tuple(PEERS)[1:], 3)
+    _, names = filled("latency", "--suite", "memory,steps")
+    assert names == ["latency", "memory", "steps"]
 
 
 def test_the_gpu_suite_is_the_published_workload() -> None:
     args, names = filled("--suite", "gpu", "--device", "cuda")
-    assert names == list(cli.GPU_SUITES)
+    assert names == list(run.GPU_SUITES)
     assert (args.dummy, args.temperature, args.dtype) == ("qwen3-0.6b", 0.6, "bfloat16")
     assert (args.num_requests, args.min_len, args.max_len) == (256, 100, 1024)
     assert args.compare == ("hf-continuous", "nano-vllm", "vllm")

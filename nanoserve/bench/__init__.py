@@ -12,7 +12,8 @@
     process.py    starts such a process and talks to it
     report.py     the tables on the terminal
     plot.py       the pictures (needs matplotlib)
-    cli.py        the command line: `python bench.py`, `python -m nanoserve.bench`
+    run.py        one run: defaults, settings, suites one after the other
+    cli.py        the command line: `python bench.py`, `nanoserve bench`; imports no torch
 
 No module of the engine imports this folder; without it the engine works as before.
 """

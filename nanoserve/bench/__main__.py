@@ -1,5 +1,7 @@
 """python -m nanoserve.bench: the same as python bench.py."""
 
+import sys
+
 from nanoserve.bench.cli import main
 
-main()
+sys.exit(main())
