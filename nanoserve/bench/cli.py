@@ -1,6 +1,6 @@
 """How fast is it, beside its peers and beside the limits of this machine?
 
-    python bench.py                                   the demo model, all suites, about two minutes
+    python bench.py                                   the demo model, most suites, 3 minutes
     python bench.py throughput --dummy qwen3-29m --compare hf,hf-continuous,vllm
     python bench.py gpu --json gpu.json --plot gpu.png
 
@@ -46,7 +46,8 @@ SUITE_NAMES = (
 PEER_NAMES = tuple(name for name in PEERS if name != "nanoserve")
 
 
-def make_parser(prog: str = "bench.py") -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    prog = "bench.py" if Path(sys.argv[0]).name == "bench.py" else "nanoserve bench"
     parser = argparse.ArgumentParser(
         prog=prog, usage="%(prog)s [SUITE ...] [options]", description=__doc__.split("\n")[0]
     )
@@ -86,10 +87,10 @@ def make_parser(prog: str = "bench.py") -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None, prog: str = "bench.py") -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure, and return 0. A command line that cannot be measured ends with status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser(prog)
+    parser = make_parser()
     args = parser.parse_intermixed_args(arguments)
     from nanoserve.bench import plot, run  # imports torch
 

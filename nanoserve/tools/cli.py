@@ -1,0 +1,280 @@
+"""What the commands `chat` and `complete` share: flags, the engine, the terminal.
+
+Each flag comes from the one declaration of an option:
+
+    EngineConfig.max_num_seqs      --max-num-seqs 8       (config.py; --max_num_seqs is the same)
+    SamplingParams.temperature     --temperature 0.6      (here: from the field and its comment)
+    SamplingParams.stop            --stop END --stop ###  (a list: the flag again for each item)
+
+A flag that is not given leaves the value to the model's generation_config.json, as LLM does.
+`--seed` is SamplingParams.seed; the engine's own seed has no flag here.
+
+Text goes to stdout. Everything else (what runs, notes, statistics, errors) goes to stderr, so that
+`nanoserve complete ... > file` writes the text alone.
+
+This module imports no torch: LLM loads it when the engine is built.
+
+vLLM: vllm/entrypoints/cli/openai.py, vllm/utils/argparse_utils.py (V1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from itertools import pairwise
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from nanoserve import LLM, EngineConfig, RequestOutput, SamplingParams
+
+SIGN = "> "  # in front of what a person types
+# Characters that would move the cursor or change colours; a model may write any.
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
+
+
+# -- the command line --
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with short errors: one sentence that names the nearest flag.
+
+    Positional arguments may stand between flags, and a flag may have underscores.
+    """
+
+    def __init__(self, prog: str, usage: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} {usage}",
+            description=description,
+            allow_abbrev=False,
+            conflict_handler="resolve",  # --seed: the later one counts
+        )
+
+    def parse(self, arguments: list[str]) -> argparse.Namespace:
+        """The parsed arguments. Ends with SystemExit(2) after a sentence on stderr."""
+        args, unknown = self.parse_known_intermixed_args(with_dashes(arguments))
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            nearest = get_close_matches(name, self._option_string_actions, n=1)
+            self.error(f"no option {name}." + "".join(f" Did you mean {n}?" for n in nearest))
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, not the whole usage."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options.)\n")
+
+
+def with_dashes(arguments: list[str]) -> list[str]:
+    """["--max_tokens=5", "a_b"] -> ["--max-tokens=5", "a_b"]. Nothing changes behind "--"."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    parts = [argument.partition("=") for argument in arguments[:end]]
+    named = [
+        (name.replace("_", "-") if name.startswith("--") else name, equals, value)
+        for name, equals, value in parts
+    ]
+    return ["".join(part) for part in named] + arguments[end:]
+
+
+def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaults: Any) -> None:
+    """Flags for the fields of SamplingParams and EngineConfig. `defaults`: what the command sets
+    where SamplingParams has another default.
+
+    The values of SamplingParams are in args.sampling_NAME, None if not given. Fields that hold
+    Python objects (logits_processors, output_kind) have no flag, nor has detokenize: the commands
+    print text. `without` names further ones.
+    """
+    group = parser.add_argument_group(
+        "sampling options",
+        "Not given: what the model's generation_config.json recommends, else the default.",
+    )
+    EngineConfig.add_cli_args(parser)
+    hints, comments = get_type_hints(SamplingParams), read_comments(SamplingParams)
+    for each in fields(SamplingParams):
+        how = None if each.name in (*without, "detokenize") else flag_of(hints[each.name])
+        if how is not None:
+            flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
+            action = group.add_argument(flag, dest=dest, default=None, **how)
+            default = defaults.get(each.name, each.default)
+            text = f"{comments.get(each.name, '')} (default: {default})"
+            action.help = text.replace("%", "%%")  # argparse fills in %(...)s
+
+
+def flag_of(hint: Any) -> dict[str, Any] | None:
+    """The arguments of add_argument for a field of this type; None if it can have no flag."""
+    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    for kind in kinds:
+        if kind is bool:
+            return {"action": argparse.BooleanOptionalAction}
+        if kind in (int, float):
+            return {"type": kind, "metavar": kind.__name__.upper()}
+        item = (get_args(kind) or (None,))[0]
+        if get_origin(kind) is Seq and item in (int, str):
+            metavar = "ID" if item is int else "TEXT"
+            return {"type": item, "action": "append", "metavar": metavar}
+        if get_origin(kind) is Mapping and item is int:
+            return {"type": id_and_value, "action": "append", "metavar": "ID=VALUE"}
+    return None
+
+
+def id_and_value(text: str) -> tuple[int, float]:
+    """ "42=-1.5" -> (42, -1.5)."""
+    name, _, value = text.partition("=")
+    try:
+        return int(name), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=VALUE, such as 42=-1.5.") from None
+
+
+def read_comments(cls: type) -> dict[str, str]:
+    """The comment of each field of a dataclass: behind it, or in the line above. An installation
+    without source files has none."""
+    try:
+        source = inspect.getsource(cls)
+    except OSError:
+        return {}
+    [definition] = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    lines = source.splitlines()
+    comments = {}
+    for before, node in pairwise(definition.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            between = lines[(before.end_lineno or 0) : node.lineno - 1]
+            behind = lines[(node.end_lineno or 0) - 1][node.end_col_offset or 0 :]
+            texts = [line.partition("#")[2].strip() for line in (*between, behind)]
+            comments[node.target.id] = " ".join(filter(None, texts))
+    return comments
+
+
+# -- the engine --
+
+
+def read_config(parser: Parser, args: argparse.Namespace) -> EngineConfig:
+    """The engine's options; a value that is not allowed ends the command with status 2."""
+    try:
+        config = EngineConfig.from_cli_args(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return config
+
+
+def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of SamplingParams that were given, checked."""
+    values = {name: value for name, value in vars(args).items() if name.startswith("sampling_")}
+    given = {n.removeprefix("sampling_"): v for n, v in values.items() if v is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    try:
+        SamplingParams(**given)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return given
+
+
+def build_llm(config: EngineConfig) -> LLM:
+    """The engine in this process. Raises ValueError for a model that is not there."""
+    return LLM(**vars(config))
+
+
+def make_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
+    """What was given, over what the model recommends; `max_tokens` if neither says it."""
+    recommended = llm.get_default_sampling_params()
+    if "max_new_tokens" not in llm.engine.model_config.generation_defaults:
+        recommended = replace(recommended, max_tokens=max_tokens)
+    return replace(recommended, **given)
+
+
+# -- the terminal --
+
+
+def is_interactive() -> bool:
+    """True if a person types and reads: stdin and stdout are a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def clean(text: str) -> str:
+    """A text that can be encoded: halves of surrogate pairs become U+FFFD. A terminal or a shell
+    makes them of bytes that are no UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def write(text: str) -> None:
+    """Text of a model to stdout, at once. In a terminal without control characters."""
+    sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str, end: str = "\n") -> None:
+    """A remark to stderr; grey in a terminal, unless NO_COLOR is set."""
+    if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        text = f"\033[2m{text}\033[0m"
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def describe_stats(output: RequestOutput, num_tokens: int) -> str:
+    """Statistics of an answer of `num_tokens` tokens, from its last output."""
+    metrics, num_prompt = output.metrics, len(output.prompt_token_ids)
+    first, last = metrics.first_token_time, metrics.last_token_time
+    if first is None or last is None:
+        return "no token"
+    seconds = last - metrics.arrival_time
+    return (
+        f"first token after {1000 * (first - metrics.arrival_time):.0f} ms, {num_tokens} tokens in "
+        f"{seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.0f} tok/s); prompt {num_prompt} "
+        f"tokens, {output.num_cached_tokens} of them cached"
+    )
+
+
+class Leave(Exception):
+    """The user wants to go."""
+
+
+def read_lines(handle: Callable[[str], None]) -> None:
+    """Call handle(line) for each line that is typed, or that comes through a pipe, until the end of
+    the input, Ctrl-D, Leave, or Ctrl-C twice in a row at the prompt.
+
+    In a terminal lines can be edited, and the arrow keys bring earlier lines back, where Python has
+    readline. A line that ends with a backslash goes on in the next.
+    """
+    if is_interactive():
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401, input() uses it once it is imported
+    num_interrupts = 0
+    while True:
+        try:
+            line = read_line()
+            num_interrupts = 0
+            if line.strip():
+                handle(line)
+        except (EOFError, Leave):
+            break
+        except KeyboardInterrupt:
+            num_interrupts += 1
+            if not is_interactive():
+                raise
+            if num_interrupts == 2:
+                break
+            note("\n[Ctrl-C again or Ctrl-D leaves]")
+    if is_interactive():
+        print()
+
+
+def read_line() -> str:
+    """The next line, cleaned. Raises EOFError at the end of the input."""
+    if not is_interactive():
+        if sys.stdin.isatty():
+            note(SIGN, end="")
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return clean(line).removesuffix("\n")
+    line = input(SIGN)
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input("." * (len(SIGN) - 1) + " ")
+    return clean(line)
