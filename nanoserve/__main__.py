@@ -74,9 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("NANOSERVE_LOGGING_LEVEL", "").upper() == "DEBUG":
             raise
-        hint = "" if type(error) is ValueError else " (NANOSERVE_LOGGING_LEVEL=DEBUG shows where)"
         message = str(error) or type(error).__name__
-        print(f"nanoserve {arguments[0]}: error: {message}{hint}", file=sys.stderr)
+        if not isinstance(error, ValueError):  # our own doors say what to do
+            message += " (NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback)"
+        print(f"nanoserve {arguments[0]}: error: {message}", file=sys.stderr)
         return 1
 
 

@@ -25,6 +25,7 @@ import contextlib
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
@@ -34,6 +35,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, EngineConfig, RequestOutput, SamplingParams
 
+NO_FLAG = ("detokenize", "skip_clone")  # the commands print text; a request has a clone
 SIGN = "> "  # in front of what a person types
 # Characters that would move the cursor or change colours; a model may write any.
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
@@ -53,6 +55,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog,
             usage=f"{prog} {usage}",
             description=description,
+            epilog="NANOSERVE_LOGGING_LEVEL=INFO also shows what the engine runs with.",
             allow_abbrev=False,
             conflict_handler="resolve",  # --seed: the later one counts
         )
@@ -60,10 +63,14 @@ class Parser(argparse.ArgumentParser):
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """The parsed arguments. Ends with SystemExit(2) after a sentence on stderr."""
         args, unknown = self.parse_known_intermixed_args(with_dashes(arguments))
-        if unknown:
+        if unknown and not unknown[0].startswith("-"):
+            self.error(f"{unknown[0]!r} is one word too many.")
+        elif unknown:
             name = unknown[0].partition("=")[0]
-            nearest = get_close_matches(name, self._option_string_actions, n=1)
-            self.error(f"no option {name}." + "".join(f" Did you mean {n}?" for n in nearest))
+            shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+            flags = [flag for action in shown for flag in action.option_strings]
+            hint = "".join(f" Did you mean {n}?" for n in get_close_matches(name, flags, n=1))
+            self.error(f"no option {name}.{hint}")
         return args
 
     def error(self, message: str) -> NoReturn:
@@ -86,9 +93,9 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
     """Flags for the fields of SamplingParams and EngineConfig. `defaults`: what the command sets
     where SamplingParams has another default.
 
-    The values of SamplingParams are in args.sampling_NAME, None if not given. Fields that hold
-    Python objects (logits_processors, output_kind) have no flag, nor has detokenize: the commands
-    print text. `without` names further ones.
+    The values of SamplingParams are in args.sampling_NAME, None if not given. No flag have fields
+    that hold Python objects (logits_processors, output_kind), that are there by name only (their
+    comment begins with "see"), that NO_FLAG names, and that `without` names.
     """
     group = parser.add_argument_group(
         "sampling options",
@@ -97,13 +104,13 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
     EngineConfig.add_cli_args(parser)
     hints, comments = get_type_hints(SamplingParams), read_comments(SamplingParams)
     for each in fields(SamplingParams):
-        how = None if each.name in (*without, "detokenize") else flag_of(hints[each.name])
-        if how is not None:
-            flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
-            action = group.add_argument(flag, dest=dest, default=None, **how)
-            default = defaults.get(each.name, each.default)
-            text = f"{comments.get(each.name, '')} (default: {default})"
-            action.help = text.replace("%", "%%")  # argparse fills in %(...)s
+        comment, how = comments.get(each.name, ""), flag_of(hints[each.name])
+        if how is None or comment.startswith("see ") or each.name in (*without, *NO_FLAG):
+            continue
+        flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
+        action = group.add_argument(flag, dest=dest, default=None, **how)
+        default = defaults.get(each.name, each.default)
+        action.help = f"{comment} (default: {default})".replace("%", "%%")  # %(...)s is argparse's
 
 
 def flag_of(hint: Any) -> dict[str, Any] | None:
@@ -178,7 +185,11 @@ def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_llm(config: EngineConfig) -> LLM:
-    """The engine in this process. Raises ValueError for a model that is not there."""
+    """The engine in this process. Raises ValueError for a model that is not there.
+
+    Its report of what runs is left out, unless NANOSERVE_LOGGING_LEVEL asks for it.
+    """
+    os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
     return LLM(**vars(config))
 
 
@@ -217,18 +228,37 @@ def note(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
-def describe_stats(output: RequestOutput, num_tokens: int) -> str:
-    """Statistics of an answer of `num_tokens` tokens, from its last output."""
-    metrics, num_prompt = output.metrics, len(output.prompt_token_ids)
-    first, last = metrics.first_token_time, metrics.last_token_time
-    if first is None or last is None:
-        return "no token"
-    seconds = last - metrics.arrival_time
-    return (
-        f"first token after {1000 * (first - metrics.arrival_time):.0f} ms, {num_tokens} tokens in "
-        f"{seconds:.2f} s ({num_tokens / max(seconds, 1e-9):.0f} tok/s); prompt {num_prompt} "
-        f"tokens, {output.num_cached_tokens} of them cached"
-    )
+class Stats:
+    """What --stats tells of an answer, measured where the user waits for it."""
+
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+        self.first: float | None = None  # when the first token came
+        self.num_tokens = 0
+        self.prompt = ""
+
+    def count(self, output: RequestOutput) -> None:
+        """New tokens have come."""
+        self.num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        self.first = self.first or time.perf_counter()
+        self.prompt = (
+            f"; prompt {len(output.prompt_token_ids)} tokens, {output.num_cached_tokens} of them "
+            "cached"
+        )
+
+    def describe(self) -> str:
+        """For example "11 tokens in 0.05 s (228 tok/s)"."""
+        seconds = time.perf_counter() - self.start
+        return (
+            f"{self.num_tokens} tokens in {seconds:.2f} s ({self.num_tokens / seconds:.0f} tok/s)"
+        )
+
+    def describe_one(self) -> str:
+        """The same of a single streamed answer, with its first token and its prompt."""
+        if self.first is None:
+            return self.describe()
+        first = f"first token after {1000 * (self.first - self.start):.0f} ms, "
+        return f"{first}{self.describe()}{self.prompt}"
 
 
 class Leave(Exception):

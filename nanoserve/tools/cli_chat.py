@@ -82,16 +82,17 @@ class Chat:
 
     def ask(self, question: str) -> None:
         """Print the answer as it comes. A question without an answer is forgotten."""
-        self.messages.append({"role": "user", "content": question})
-        answer, num_tokens, last = "", 0, None
+        stats, answer, num_messages = cli.Stats(), "", len(self.messages)
+        last: RequestOutput | None = None
         try:
+            self.messages.append({"role": "user", "content": question})
             stream: Any = self.llm.stream([self.tokenize()], self.params)
-            with closing(stream) as outputs:
-                for output in outputs:
-                    last, completion = output, output.outputs[0]
-                    answer += completion.text
-                    num_tokens += len(completion.token_ids)
-                    cli.write(completion.text)
+            with closing(stream) as outputs:  # closed before its end, it aborts the request
+                for last in outputs:
+                    stats.count(last)
+                    answer += last.outputs[0].text
+                    cli.write(last.outputs[0].text)
+            cli.write("\n")
         except KeyboardInterrupt:
             if not cli.is_interactive():
                 raise
@@ -100,15 +101,12 @@ class Chat:
         except ValueError as error:  # refused at the door
             cli.note(f"[{error}]")
             self.has_failed = True
-        else:
-            cli.write("\n")
         finally:
+            del self.messages[num_messages + bool(answer) :]
             if answer:
                 self.messages.append({"role": "assistant", "content": answer})
-            else:
-                self.messages.pop()
         if last is not None:
-            self.tell_about(last, num_tokens)
+            self.tell_about(last, stats)
 
     def tokenize(self) -> list[int]:
         """Token ids of the conversation. Raises ValueError if it leaves no room for an answer."""
@@ -125,24 +123,29 @@ class Chat:
             )
         return token_ids
 
+    def check_template(self) -> None:
+        """Raise ValueError if the model cannot chat, before the first question is typed."""
+        question = [{"role": "user", "content": "?"}]
+        self.llm.engine.input_processor.render_chat(question, self.template_options)
+
     @property
     def room(self) -> int:
         """Tokens that a conversation can have, the last answer included."""
         processor = self.llm.engine.input_processor
         return min(processor.max_model_len, processor.kv_capacity)
 
-    def tell_about(self, last: RequestOutput, num_tokens: int) -> None:
+    def tell_about(self, last: RequestOutput, stats: cli.Stats) -> None:
         """Notes below an answer: why it ended, if not by itself, and statistics."""
         completion = last.outputs[0]
         if completion.finish_reason == "error":
             cli.note(f"[failed: {completion.stop_reason}]")
             self.has_failed = True
         elif completion.finish_reason == "length":
-            is_full = len(last.prompt_token_ids) + num_tokens >= self.room
+            is_full = len(last.prompt_token_ids) + stats.num_tokens >= self.room
             why = f"the conversation has reached {self.room} tokens; /reset begins a new one"
-            cli.note(f"[{why}]" if is_full else f"[stopped after {num_tokens} tokens]")
+            cli.note(f"[{why}]" if is_full else "[cut off by --max-tokens]")
         if self.show_stats:
-            cli.note(f"[{cli.describe_stats(last, num_tokens)}]")
+            cli.note(f"[{stats.describe_one()}]")
 
 
 def make_parser() -> cli.Parser:
@@ -177,13 +180,13 @@ def main(arguments: list[str]) -> int:
         params = cli.make_params(llm, given, max_tokens=None)
         options = args.chat_template_kwargs
         chat = Chat(llm, params, args.system_prompt, args.stats, options)
-        llm.engine.input_processor.render_chat([{"role": "user", "content": "?"}], options)
+        chat.check_template()
         if args.quick is not None:
             chat.ask(cli.clean(args.quick))
-        else:
-            if cli.is_interactive():
-                cli.note(f"nanoserve {__version__}, {describe_llm(llm)}. /help lists commands.")
-            cli.read_lines(chat.handle)
+            return int(chat.has_failed)
+        if cli.is_interactive():
+            cli.note(f"nanoserve {__version__}, {describe_llm(llm)}. /help lists commands.")
+        cli.read_lines(chat.handle)
     return int(chat.has_failed)
 
 

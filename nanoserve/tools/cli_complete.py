@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import deque
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -147,7 +146,7 @@ def complete(
             where = f"prompt {number} ({prompt!r:.40}): " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from error
     numbers = {request.request_id: number for number, request in enumerate(requests)}
-    is_good, num_tokens, start = True, 0, time.monotonic()
+    is_good, stats = True, cli.Stats()
     has_bar = len(prompts) > 1 and sys.stderr.isatty() and not sys.stdout.isatty()
     bar = tqdm(total=len(prompts), unit="req", disable=not has_bar)
     try:
@@ -155,8 +154,8 @@ def complete(
         with closing(stream) as outputs:
             for output in outputs:
                 printer.take(numbers[output.request_id], output)
+                stats.count(output)
                 for completion in output.outputs:
-                    num_tokens += len(completion.token_ids)
                     if completion.finish_reason == "error":
                         cli.note(f"[failed: {completion.stop_reason}]")
                         is_good = False
@@ -164,12 +163,10 @@ def complete(
     finally:
         printer.close()
         bar.close()
-    if show_stats and len(prompts) == 1:
-        cli.note(f"[{cli.describe_stats(output, num_tokens)}]")
+    if show_stats and params.output_kind is RequestOutputKind.DELTA and len(prompts) == 1:
+        cli.note(f"[{stats.describe_one()}]")
     elif show_stats:
-        seconds = time.monotonic() - start
-        each = f"{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.0f} tok/s)"
-        cli.note(f"[{len(prompts)} prompts, {each}]")
+        cli.note(f"[{len(prompts)} prompts, {stats.describe()}]")
     return is_good
 
 
