@@ -33,14 +33,6 @@ def test_the_command(
     assert len(report.splitlines()) < 30, "one screen"
 
 
-def test_without_a_command_it_prints_the_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["nanoserve"])
-    assert main() == 2
-    assert "usage: python -m nanoserve doctor" in capsys.readouterr().err
-
-
 def test_a_model_that_is_not_there_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoserve.bench.peers import PEERS
+from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.config import EngineConfig, check_names
 
@@ -43,7 +43,6 @@ SUITE_NAMES = (
     "throughput", "batch", "latency", "prefix", "scheduler", "memory", "steps", "kernel",
     "parallel", "gpu",
 )  # fmt: skip
-PEER_NAMES = tuple(name for name in PEERS if name != "nanoserve")
 
 
 def make_parser() -> argparse.ArgumentParser:

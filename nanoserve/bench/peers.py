@@ -286,6 +286,7 @@ PEERS: dict[str, Any] = {
     "vllm": VLLM,
     "nano-vllm": NanoVLLM,
 }
+PEER_NAMES = tuple(name for name in PEERS if name != "nanoserve")
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -273,8 +273,7 @@ def read_lines(handle: Callable[[str], None]) -> None:
     readline. A line that ends with a backslash goes on in the next.
     """
     if is_interactive():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401, input() uses it once it is imported
+        edit_lines()
     num_interrupts = 0
     while True:
         try:
@@ -295,6 +294,15 @@ def read_lines(handle: Callable[[str], None]) -> None:
         print()
 
 
+def edit_lines() -> None:
+    """Let input() use readline, if Python has it: a history, and pasted lines as one text."""
+    with contextlib.suppress(ImportError):
+        import readline  # Windows has none
+
+        if "libedit" not in (readline.__doc__ or ""):  # macOS; it reads another language
+            readline.parse_and_bind("set enable-bracketed-paste on")
+
+
 def read_line() -> str:
     """The next line, cleaned. Raises EOFError at the end of the input."""
     if not is_interactive():
@@ -307,4 +315,4 @@ def read_line() -> str:
     line = input(SIGN)
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("." * (len(SIGN) - 1) + " ")
-    return clean(line)
+    return clean(line).rstrip("\n")

@@ -38,7 +38,8 @@ HELP = """\
 /help           this list
 /exit           leave (also Ctrl-D, or Ctrl-C twice)
 Ctrl-C          stop the answer
-A line that ends with \\ goes on in the next. The arrow keys bring earlier lines back."""
+A line that ends with \\ goes on in the next, and lines that are pasted are one question. The arrow
+keys bring earlier lines back."""
 
 
 @dataclass
