@@ -58,12 +58,6 @@ def run(
 
 
 @pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building an engine fails the test."""
-    monkeypatch.setattr(cli, "build_llm", lambda config: pytest.fail("an engine was built"))
-
-
-@pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """terminal("a line", KeyboardInterrupt, ...) is a person at a terminal, who leaves with
     Ctrl-D."""
@@ -226,7 +220,6 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 # -- errors --
 
 
-@pytest.mark.usefixtures("no_engine")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -287,45 +280,42 @@ def make_args(*arguments: str) -> argparse.Namespace:
     return cli_complete.make_parser().parse(list(arguments))
 
 
-EXAMPLES = {int: ("7", 7), float: ("0.5", 0.5), str: ("x", ("x",))}
+# field -> what is typed, and the value of the field then; by the field's type, or by its name
+EXAMPLES: dict[Any, tuple[str, Any]] = {
+    int: ("7", 7),
+    float: ("0.5", 0.5),
+    "stop": ("x", ("x",)),
+    "bad_words": ("x", ("x",)),
+    "stop_token_ids": ("5", (5,)),
+    "allowed_token_ids": ("5", (5,)),
+    "logit_bias": ("5=-1.5", {5: -1.5}),
+}
 
 
-def test_every_number_and_string_of_sampling_params_has_a_flag() -> None:
-    """The flag's value reaches the field; its help is the field's comment. What has no flag is
-    named here."""
+def test_sampling_params_are_flags() -> None:
+    """The value of each flag reaches the field, and its help is the field's comment. Every field
+    that is a number or a switch has a flag, or a reason to have none."""
     parser = cli_complete.make_parser()
-    flags = {
-        action.dest.removeprefix("sampling_"): action
+    prefix = "sampling_"
+    actions = {
+        action.dest.removeprefix(prefix): action
         for action in parser._actions
-        if action.dest.startswith("sampling_")
+        if action.dest.startswith(prefix)
     }
-    examples = {
-        "seed": ("3", 3),
-        "stop": ("x", ("x",)),
-        "stop_token_ids": ("5", (5,)),
-        "allowed_token_ids": ("5", (5,)),
-        "bad_words": ("x", ("x",)),
-        "logit_bias": ("5=-1.5", {5: -1.5}),
-    }
-    for name, action in flags.items():
+    for name, action in actions.items():
         assert len(action.help or "") > 20, name
-        assert "see " not in (action.help or "")[:4]
         if isinstance(action, argparse.BooleanOptionalAction):
-            default = getattr(SamplingParams(), name)
-            flag, value = f"--{'no-' * bool(default)}{name.replace('_', '-')}", not default
-            given = [flag]
+            value = not getattr(SamplingParams(), name)
+            typed = [f"--{'' if value else 'no-'}{name}"]
         else:
-            kind = float if action.type is float else int
-            text, value = examples.get(name, EXAMPLES[kind])
-            given = [f"--{name}", text]
-        params = SamplingParams(
-            **cli.read_sampling(parser, parser.parse([*given, *["--max-tokens", "7"]]))
-        )
-        found = getattr(params, name)
+            text, value = EXAMPLES.get(name) or EXAMPLES[action.type]
+            typed = [f"--{name}", text]
+        given = cli.read_sampling(parser, parser.parse([*typed, "--max-tokens", "7"]))
+        found = getattr(SamplingParams(**given), name)
         assert (tuple(found) if isinstance(value, tuple) else found) == value, name
     plain = {each.name for each in fields(SamplingParams) if each.type in ("int", "float", "bool")}
-    assert plain - flags.keys() <= {"detokenize", "skip_clone"} | named_only()
-    assert {"seed", "max_tokens", "stop", "bad_words", "logprobs"} <= flags.keys()
+    assert plain - actions.keys() <= {*cli.NO_FLAG, *named_only()}
+    assert {"seed", "max_tokens", "logprobs", *EXAMPLES} - {int, float} <= actions.keys()
 
 
 def named_only() -> set[str]:

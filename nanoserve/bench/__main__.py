@@ -2,6 +2,6 @@
 
 import sys
 
-from nanoserve.bench.cli import main
+from nanoserve.__main__ import main
 
-sys.exit(main())
+sys.exit(main(["bench", *sys.argv[1:]]))

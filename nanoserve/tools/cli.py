@@ -93,9 +93,9 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
     """Flags for the fields of SamplingParams and EngineConfig. `defaults`: what the command sets
     where SamplingParams has another default.
 
-    The values of SamplingParams are in args.sampling_NAME, None if not given. No flag have fields
-    that hold Python objects (logits_processors, output_kind), that are there by name only (their
-    comment begins with "see"), that NO_FLAG names, and that `without` names.
+    The values of SamplingParams are in args.sampling_NAME, None if not given. Some fields have no
+    flag: those in NO_FLAG and `without`, those that hold Python objects (logits_processors,
+    output_kind), and those that exist by name only (their comment begins with "see").
     """
     group = parser.add_argument_group(
         "sampling options",

@@ -81,7 +81,8 @@ class Texts:
         if sys.stdout.isatty():
             if self.endings[key] == "length":
                 cli.note("[cut off by --max-tokens or by the model's length]")
-            cli.note("" if self.order else "\r", end="\n" if self.order else "")
+            if self.order:
+                cli.note("")
 
 
 class JsonLines:
