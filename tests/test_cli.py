@@ -123,7 +123,7 @@ def test_bench_py_helps_without_torch() -> None:
     done = python("-X", "importtime", "bench.py", "--help")
     assert done.returncode == 0
     assert "--variant" in done.stdout
-    assert "nanoserve.bench.cli" in done.stderr
+    assert "nanoserve.bench.peers" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " numpy"))]
 
 
