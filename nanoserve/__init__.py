@@ -8,6 +8,7 @@ Importing the package is cheap: torch is loaded when the first LLM is built.
 
 from typing import TYPE_CHECKING
 
+from nanoserve.arg_utils import EngineArgs
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.llm import LLM
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "RequestOutput",

@@ -45,6 +45,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.input_processor import InputProcessor, Prompt, load_tokenizer
@@ -107,12 +108,16 @@ class LLMEngine:
 
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
+        check_seams(scheduler_cls, block_manager_cls, executor_cls, runner_cls)
+        from nanoserve.executor import get_executor_cls  # here, because these imports load torch
+        from nanoserve.parallel import with_device
+
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        self.config = _with_device(config).resolve(self.model_config)
+        self.config = with_device(config).resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
+        make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
         self.executor = make_executor(
             self.config, self.model_config, config.attention_backend, **options
@@ -137,6 +142,12 @@ class LLMEngine:
         self._is_stepping = False
         self._is_closed = False
         self._log_what_runs()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
+        """The engine that `engine_args` describe; `seams` are the constructor's, such as
+        scheduler_cls. Raises ValueError or TypeError as the constructor does."""
+        return cls(engine_args.create_engine_config(), **seams)
 
     # -- requests --
 
@@ -452,21 +463,3 @@ def delayed_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if received:
             raise KeyboardInterrupt
-
-
-def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
-    """The default executor class. Imported here because the import loads torch."""
-    if tensor_parallel_size == 1:
-        from nanoserve.executor import UniprocExecutor
-
-        return UniprocExecutor
-    from nanoserve.distributed.multiproc import MultiprocExecutor
-
-    return MultiprocExecutor
-
-
-def _with_device(config: EngineConfig) -> EngineConfig:
-    """`config` with the device that "auto" stands for. Imported here because that loads torch."""
-    from nanoserve.parallel import with_device
-
-    return with_device(config)

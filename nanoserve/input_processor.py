@@ -208,7 +208,7 @@ class InputProcessor:
         raise ValueError(
             f"the prompt has {num_prompt_tokens} tokens; with one output token that is more than "
             f"the whole KV cache holds ({self.kv_capacity} tokens). Shorten it, or raise "
-            "num_kv_blocks or kv_cache_memory."
+            "num_gpu_blocks_override or kv_cache_memory_bytes."
         )
 
     def _check_priority(self, priority: int) -> None:

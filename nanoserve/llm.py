@@ -25,8 +25,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.arg_utils import EngineArgs, read_options
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, check_names
+from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
 from nanoserve.input_processor import Message, Prompt
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
@@ -40,9 +41,10 @@ class LLM:
     >>> with LLM() as llm:
     ...     llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=50))
 
-    `options` are the fields of EngineConfig; a misspelt one is a TypeError. The other keyword
-    arguments are the seams: a class of your own takes the place of the engine's. One thread
-    runs steps; other threads may call add_request and abort_request.
+    `options` are the fields of EngineConfig, and vLLM's others with values that change nothing here
+    (see arg_utils.py); a misspelt one is a TypeError. The other keyword arguments are the seams: a
+    class of your own takes the place of the engine's. One thread runs steps; other threads may call
+    add_request and abort_request.
     """
 
     def __init__(
@@ -56,15 +58,19 @@ class LLM:
         **options: Any,
     ) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
-        check_names("LLM", options)
         self.engine = LLMEngine(
-            EngineConfig(model=model, **options),
+            EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,
             block_manager_cls=block_manager_cls,
             executor_cls=executor_cls,
             runner_cls=runner_cls,
         )
         self._request_counter = count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """The LLM that `engine_args` describe."""
+        return cls(**vars(engine_args))
 
     # -- step by step --
 

@@ -429,7 +429,7 @@ class FakeEngine:
     ) -> None:
         """`options` are EngineConfig's. With num_cpu_blocks=0 the CPU pool is always full."""
         config = EngineConfig(
-            num_kv_blocks=num_blocks,
+            num_gpu_blocks_override=num_blocks,
             block_size=block_size,
             num_cpu_blocks=num_cpu_blocks or None,
             **options,

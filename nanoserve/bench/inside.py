@@ -205,7 +205,7 @@ def parallel_suite(settings: Settings) -> dict[str, Any]:
             str(settings.folder),
             settings.num_requests,
             settings.max_len,
-            num_kv_blocks=settings.num_requests * (-(-settings.max_len // 16) + 4),
+            num_gpu_blocks_override=settings.num_requests * (-(-settings.max_len // 16) + 4),
             dtype=settings.dtype,
             device=settings.device,
         )
