@@ -78,12 +78,6 @@ GROUPS = (
     ),
     Group(
         "other name",
-        "the kind of model",
-        "nanoserve generates text and does nothing else.",
-        "runner=auto|generate convert=auto|none task=auto|generate|generation",
-    ),
-    Group(
-        "other name",
         "classes of your own",
         "Give the class to LLM(...) or LLMEngine.from_engine_args(...): scheduler_cls, "
         "block_manager_cls, executor_cls or runner_cls.",
@@ -279,23 +273,24 @@ GROUPS = (
         "left out",
         "images, audio, video and embeddings as input",
         "Prompts are text or token ids.",
-        """limit_mm_per_prompt enable_mm_embeds=False enable_prompt_embeds=False
-        allowed_local_media_path allowed_media_domains media_io_kwargs mm_processor_kwargs
-        interleave_mm_strings=False mm_processor_cache_gb=* mm_processor_cache_type=*
-        mm_hasher_algorithm=* mm_shm_cache_max_object_size_mb=* mm_encoder_only=False
-        mm_encoder_tp_mode=* mm_encoder_attn_backend mm_encoder_attn_dtype
-        mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
-        mm_encoder_fp8_scale_save_margin=* enable_mm_processor_stats=False
-        skip_mm_profiling=False|True video_pruning_rate video_pruning_method=* mm_tensor_ipc=*
-        mm_processor_device mm_ipc_gpu_memory_gb=0 mm_device_do_normalize=False|True
-        language_model_only=False|True disable_chunked_mm_input=False|True
-        disable_mm_preprocessor_cache=False|True""",
+        """limit_mm_per_prompt={}|{'image':0}|{'video':0}|{'image':0,'video':0}
+        enable_mm_embeds=False enable_prompt_embeds=False allowed_local_media_path
+        allowed_media_domains media_io_kwargs mm_processor_kwargs interleave_mm_strings=False
+        mm_processor_cache_gb=* mm_processor_cache_type=* mm_hasher_algorithm=*
+        mm_shm_cache_max_object_size_mb=* mm_encoder_only=False mm_encoder_tp_mode=*
+        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin=*
+        enable_mm_processor_stats=False skip_mm_profiling=False|True video_pruning_rate
+        video_pruning_method=* mm_tensor_ipc=* mm_processor_device mm_ipc_gpu_memory_gb=0
+        mm_device_do_normalize=False|True language_model_only=False|True
+        disable_chunked_mm_input=False|True disable_mm_preprocessor_cache=False|True""",
     ),
     Group(
         "left out",
-        "embedding, scoring and reward models",
-        "nanoserve generates text and has no pooling models.",
-        "pooler_config override_pooler_config",
+        "embedding, classification, scoring and reward models",
+        "nanoserve generates text; it runs no pooling models.",
+        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
+        "override_pooler_config",
     ),
     Group(
         "left out",

@@ -184,7 +184,7 @@ class EngineConfig:
     num_cpu_blocks: int | None = None
     """CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none."""
     swap_space: float | None = None
-    """GiB of CPU memory for preemption_mode swap, of each rank; None: num_cpu_blocks says."""
+    """GiB of CPU memory for preemption_mode swap, of each rank; None: see num_cpu_blocks."""
     seed: int = 0
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"

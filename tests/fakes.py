@@ -182,7 +182,7 @@ class FakeExecutor:
         model_config: ModelConfig | None = None,
         attention_backend: Any = "auto",
     ) -> None:
-        self.num_kv_blocks = config.num_kv_blocks or 64
+        self.num_kv_blocks = config.num_gpu_blocks_override or 64
         swaps = config.preemption_mode == "swap"
         self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) if swaps else 0
         self.block_size = config.block_size
