@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
+from nanoserve.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -23,9 +24,12 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "LLMEngine",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

@@ -39,7 +39,8 @@ DOZEN = {
     "layers",
     "models.decoder",
 }
-SHARED = {"config", "sampling_params", "sequence"}  # settings and nouns: both planes know them
+# Settings and nouns: both planes know them.
+SHARED = {"config", "exceptions", "inputs", "sampling_params", "sequence"}
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 MEETING_POINT = {"engine", "llm"}  # know both planes
 CORE_FOLDERS = {"models", "kernels", "distributed"}  # belong to the data plane
@@ -214,7 +215,7 @@ scheduler = Scheduler(config, blocks)
 inputs = InputProcessor(config, model_config, None, 8)
 outputs = OutputProcessor(None, scheduler.finish)
 seq = inputs.process("a", [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=3))
-outputs.add(outputs.make_state(seq, None))
+outputs.add(outputs.make_state(seq))
 scheduler.add(seq)
 while scheduler.has_unfinished():
     step = scheduler.schedule()
