@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nanoserve.arg_utils import EngineArgs
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
+from nanoserve.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -25,9 +26,12 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

@@ -395,7 +395,7 @@ def make_sequence(
         "num_pending_forks": n - 1,
         "stop_token_ids": frozenset(),
         "seed": 0,
-        "metrics": RequestMetrics(arrival_time=0.0),
+        "metrics": RequestMetrics(arrival_time=0.0, queued_ts=0.0),
         **fields,
     }
     return cls(seq_id, f"request-{seq_id}", list(prompt), max_tokens=max_tokens, **settings)

@@ -39,14 +39,10 @@ DOZEN = {
     "layers",
     "models.decoder",
 }
-SHARED = {"config", "sampling_params", "sequence"}  # settings and nouns: both planes know them
-CONTROL_PLANE = SHARED | {
-    "arg_utils",
-    "block_manager",
-    "scheduler",
-    "input_processor",
-    "output_processor",
-}
+# Settings and nouns: both planes know them.
+SHARED = {"config", "exceptions", "inputs", "sampling_params", "sequence"}
+CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
+CONTROL_PLANE |= {"arg_utils"}
 MEETING_POINT = {"engine", "llm"}  # know both planes
 CORE_FOLDERS = {"models", "kernels", "distributed"}  # belong to the data plane
 OUTER_FOLDERS = {"extras", "tools", "bench", "demo"}  # nothing in the core knows them
@@ -220,7 +216,7 @@ scheduler = Scheduler(config, blocks)
 inputs = InputProcessor(config, model_config, None, 8)
 outputs = OutputProcessor(None, scheduler.finish)
 seq = inputs.process("a", [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=3))
-outputs.add(outputs.make_state(seq, None))
+outputs.add(outputs.make_state(seq))
 scheduler.add(seq)
 while scheduler.has_unfinished():
     step = scheduler.schedule()

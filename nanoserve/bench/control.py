@@ -58,7 +58,7 @@ def make_scheduler(
             max_tokens=length,
             stop_token_ids=frozenset(),
             seed=0,
-            metrics=RequestMetrics(arrival_time=float(number)),
+            metrics=RequestMetrics(arrival_time=0.0, queued_ts=float(number)),
         )
         scheduler.add(seq)
     return scheduler
