@@ -8,8 +8,10 @@ Importing the package is cheap: torch is loaded when the first LLM is built.
 
 from typing import TYPE_CHECKING
 
+from nanoserve.arg_utils import EngineArgs
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
+from nanoserve.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -21,11 +23,15 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EngineArgs",
     "EngineConfig",
     "LLMEngine",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

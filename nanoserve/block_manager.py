@@ -209,8 +209,8 @@ class BlockManager:
         The last token is never taken from the cache, because its logits are needed. So a prompt of
         exactly two blocks that is wholly cached hits one block: 8 tokens, (8 - 1) // 4 = 1.
         """
-        if not self.enable_prefix_caching or seq.sampling_params.prompt_logprobs is not None:
-            return []  # prompt logprobs need the logits of every prompt token
+        if not self.enable_prefix_caching or seq.sampling_params.skip_reading_prefix_cache:
+            return []  # for one: prompt logprobs need the logits of every prompt token
         block_ids: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
         for block_hash in self._hashes_of(seq, max_hits)[:max_hits]:

@@ -11,7 +11,7 @@ Everything else is made from the declaration:
     check                EngineConfig(max_num_seqs=0)    ValueError: ... allowed: 1 or more.
     Python argument      LLM(max_num_seqs=8)
     command line         python example.py --max-num-seqs 8
-    README's table       OPTIONS
+    tables of options    OPTIONS
 
 config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
 torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
@@ -30,9 +30,8 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -41,6 +40,8 @@ DEMO_MODEL = Path(__file__).parent / "demo"
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
 SEED_LIMIT = 2**63 - 1
 ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
+# A Hugging Face id, gpt2 or Qwen/Qwen3-0.6B; not ./x, and not the name of a file with weights.
+HUB_ID = r"(?!\.)(?!.*\.(gguf|safetensors|bin|pth?|json)$)[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -74,6 +75,27 @@ class Option(NamedTuple):
         """The option on the command line, such as "--max-num-seqs"."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def cli_help(self) -> str:
+        """The help text for the command line, where leaving the flag out stands for None."""
+        if self.default is not None:
+            return f"{self.help} (default: {self.default})"
+        what, _, default = self.help.partition("; None: ")
+        default, *others = default.split(". ", 1)
+        return f"{what}.{''.join(f' {other}' for other in others)} (default: {default.strip('.')})"
+
+    def read(self, text: str) -> Any:
+        """The value that `text` stands for on the command line, or argparse's error."""
+        if text == "None":
+            raise argparse.ArgumentTypeError(f"None is not a value: leave {self.flag} out for that")
+        if self.kind not in (int, float):
+            return VALUE_ALIASES.get(self.name, {}).get(text, text)
+        try:
+            return self.kind(text)
+        except ValueError:
+            noun = "an int" if self.kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
+
     def check(self, value: Any) -> None:
         """Raise TypeError or ValueError, with the option's name, unless `value` is allowed."""
         if self.kind is Any or (value is None and self.default is None):
@@ -95,6 +117,21 @@ RANGES = {
     "long_prefill_token_threshold": (0, math.inf, "0 or more"),
     "max_logprobs": (-1, math.inf, "-1 or more"),
     "seed": (0, SEED_LIMIT, "0 to 2**63 - 1"),
+    "swap_space": (0, math.inf, "0 or more"),
+}
+# Other names of options: other name -> name.
+ALIASES = {
+    "num_kv_blocks": "num_gpu_blocks_override",
+    "kv_cache_memory": "kv_cache_memory_bytes",
+    "device_memory_utilization": "gpu_memory_utilization",
+}
+SHORT_FLAGS = {"tensor_parallel_size": "-tp"}  # as in vLLM
+# vLLM's names for values that have another name here.
+VALUE_ALIASES = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto"},
+    "model_impl": {"vllm": "nanoserve"},
+    "attention_backend": {"TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch"},
 }
 
 
@@ -125,9 +162,10 @@ class EngineConfig:
     """Ranks among which each layer is divided: GPUs, or processes on a CPU."""
     block_size: int = 16
     """Tokens in one KV block."""
-    num_kv_blocks: int | None = None
-    """KV blocks; None: as many as the memory holds, up to max_num_seqs sequences of full length."""
-    kv_cache_memory: int | None = None
+    num_gpu_blocks_override: int | None = None
+    """KV blocks, on a CPU too; None: as many as the memory holds, up to max_num_seqs sequences of
+    full length."""
+    kv_cache_memory_bytes: int | None = None
     """Bytes for the KV cache of each rank; None: from free memory. On a CPU, decoding sequences
     have a second copy of their own part, outside this memory."""
     gpu_memory_utilization: float = 0.9
@@ -145,13 +183,15 @@ class EngineConfig:
     cache moves to CPU blocks and back."""
     num_cpu_blocks: int | None = None
     """CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none."""
+    swap_space: float | None = None
+    """GiB of CPU memory for preemption_mode swap, of each rank; None: see num_cpu_blocks."""
     seed: int = 0
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: safetensors; dummy: random weights from config.json alone."""
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
-    attention_backend: Any = "auto"
+    attention_backend: Any = field(default="auto", hash=False)  # one of your own may have no hash
     """reference, torch, triton (a GPU, or TRITON_INTERPRET=1), or in Python an AttentionBackend of
     your own; auto: triton on a GPU, else torch."""
     enforce_eager: bool = False
@@ -165,6 +205,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Check each field on its own, then the pairs that must agree."""
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))  # torch.float16
+        for name, names in VALUE_ALIASES.items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, names.get(value, value))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
         for each in OPTIONS:
@@ -173,6 +217,11 @@ class EngineConfig:
             raise ValueError(
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
                 f"{self.tensor_parallel_size}. Use 'cuda' (CUDA_VISIBLE_DEVICES chooses which)."
+            )
+        if self.swap_space is not None and self.num_cpu_blocks is not None:
+            raise ValueError(
+                f"swap_space ({self.swap_space} GiB) and num_cpu_blocks ({self.num_cpu_blocks}) "
+                "both set the size of the CPU pool. Give one of them."
             )
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
@@ -190,11 +239,15 @@ class EngineConfig:
                 how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
             else:
                 kind = str if each.kind is Any else each.kind
-                how = {"type": kind, "choices": each.choices or None}
+                how = {"type": each.read, "choices": each.choices or None}
                 how["metavar"] = None if each.choices else kind.__name__.upper()
-            action = group.add_argument(each.flag, default=each.default, **how)
+            aliases = [
+                f"--{alias}".replace("_", "-") for alias in ALIASES if ALIASES[alias] == each.name
+            ]
+            flags = [each.flag, *aliases, *filter(None, [SHORT_FLAGS.get(each.name)])]
+            action = group.add_argument(*flags, default=each.default, **how)
             # Not given above: the action of a bool may add the default itself, or may not.
-            action.help = f"{each.help} (default: {each.default})"
+            action.help = each.cli_help
         return parser
 
     @classmethod
@@ -275,15 +328,6 @@ def _read_help_texts(cls: type) -> dict[str, str]:
 
 
 OPTIONS = _read_options()
-
-
-def check_names(call: str, names: Iterable[str]) -> None:
-    """Raise the TypeError that Python raises for an unknown keyword argument of `call`, and name
-    the nearest option."""
-    known = [each.name for each in OPTIONS]
-    for name in set(names).difference(known):
-        nearest = "".join(f" Did you mean {n!r}?" for n in get_close_matches(name, known, n=1))
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}.{nearest}")
 
 
 @dataclass(frozen=True)
@@ -434,10 +478,11 @@ def resolve_folder(model: str | Path | None) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or str(model).startswith("."):
+    if not re.fullmatch(HUB_ID, str(model)):
         raise ValueError(
-            f"model {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B. "
-            "Give one of the two, or leave model out: the embedded demo model."
+            f"model {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B "
+            "or gpt2. Give a folder with config.json and *.safetensors or an id, or leave model "
+            "out: the embedded demo model."
         )
     from huggingface_hub import snapshot_download
 

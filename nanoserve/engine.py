@@ -45,9 +45,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
-from nanoserve.input_processor import InputProcessor, Prompt, load_tokenizer
+from nanoserve.input_processor import InputProcessor, load_tokenizer
+from nanoserve.inputs import PromptType, refuse_missing
 from nanoserve.output_processor import (
     OutputProcessor,
     RequestConsumer,
@@ -107,12 +109,16 @@ class LLMEngine:
 
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
+        check_seams(scheduler_cls, block_manager_cls, executor_cls, runner_cls)
+        from nanoserve.executor import get_executor_cls  # here, because these imports load torch
+        from nanoserve.parallel import with_device
+
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        self.config = _with_device(config).resolve(self.model_config)
+        self.config = with_device(config).resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
+        make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
         self.executor = make_executor(
             self.config, self.model_config, config.attention_backend, **options
@@ -138,36 +144,50 @@ class LLMEngine:
         self._is_closed = False
         self._log_what_runs()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
+        """The engine that `engine_args` describe; `seams` are the constructor's, such as
+        scheduler_cls. Raises ValueError or TypeError as the constructor does."""
+        return cls(engine_args.create_engine_config(), **seams)
+
     # -- requests --
 
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
         priority: int = 0,
+        *,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue a request. Raises ValueError or TypeError if it can never be served."""
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        self.add(self.make_request(request_id, prompt, params, priority, cache_salt))
+    ) -> str:
+        """Queue a request and return its id. Raises ValueError or TypeError if it can never be
+        served. The arguments are vLLM's, in vLLM's order; cache_salt is for prompts that do not
+        have a salt of their own. lora_request, tokenization_kwargs and trace_headers: None."""
+        refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
+        refuse_missing("add_request", tokenization_kwargs=tokenization_kwargs)
+        params = self.get_default_sampling_params() if params is None else params
+        request = self.make_request(request_id, prompt, params, priority, cache_salt)
+        request.root.metrics.arrival_time = arrival_time or request.root.metrics.arrival_time
+        self.add(request)
+        return request_id
 
     def make_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptType,
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> RequestState:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
         self._check_open()
-        sequence = self.input_processor.process(
-            request_id, prompt, sampling_params, priority, cache_salt
-        )
-        text = prompt if isinstance(prompt, str) else None
-        return self.output_processor.make_state(sequence, text)
+        process, make_state = self.input_processor.process, self.output_processor.make_state
+        return make_state(process(request_id, prompt, sampling_params, priority, cache_salt))
 
     def add(self, request: RequestConsumer) -> None:
         """Queue a checked request. Raises ValueError if its request id is in use.
@@ -185,16 +205,19 @@ class LLMEngine:
         for sequence in request.sequences if self.has_request(request) else ():
             self.scheduler.add(sequence)
 
-    def abort_request(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, at whatever stage, and free its blocks. False if there is none of this id.
+    def abort_request(self, request_ids: str | Collection[str], index: int | None = None) -> bool:
+        """End a request, or each of several, at whatever stage, and free its blocks. False if there
+        is none of this id (of these ids).
 
         With `index`, end only this one of its n completions: its output so far stays, with
-        finish_reason "abort". (Before the completions have forked there is only completion 0, and
-        ending it ends the request.)
+        finish_reason "abort". (Ending completion 0 before the others have forked off it ends the
+        request.)
 
         Any thread may call this. If a step is running, the request ends when the next begins.
         """
-        request = self.output_processor.requests.get(request_id)
+        if not isinstance(request_ids, str):
+            return sum(self.abort_request(request_id, index) for request_id in request_ids) > 0
+        request = self.output_processor.requests.get(request_ids)
         if request is None or (index is not None and _unfinished(request, index) is None):
             return False
         with delayed_interrupt():
@@ -214,6 +237,10 @@ class LLMEngine:
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
             outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
             self._outputs += outputs
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have neither finished nor been aborted."""
+        return len(self.output_processor.requests)
 
     def is_unfinished(self, request_id: str) -> bool:
         """True for a request that was added and has neither finished nor been aborted."""
@@ -452,21 +479,3 @@ def delayed_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if received:
             raise KeyboardInterrupt
-
-
-def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
-    """The default executor class. Imported here because the import loads torch."""
-    if tensor_parallel_size == 1:
-        from nanoserve.executor import UniprocExecutor
-
-        return UniprocExecutor
-    from nanoserve.distributed.multiproc import MultiprocExecutor
-
-    return MultiprocExecutor
-
-
-def _with_device(config: EngineConfig) -> EngineConfig:
-    """`config` with the device that "auto" stands for. Imported here because that loads torch."""
-    from nanoserve.parallel import with_device
-
-    return with_device(config)

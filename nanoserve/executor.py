@@ -26,10 +26,21 @@ uniproc_executor.py (V1).
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
+
+
+def get_executor_cls(tensor_parallel_size: int) -> Any:
+    """The executor class for so many ranks (vLLM: Executor.get_class)."""
+    if tensor_parallel_size == 1:
+        return UniprocExecutor
+    from nanoserve.distributed.multiproc import MultiprocExecutor
+
+    return MultiprocExecutor
 
 
 class UniprocExecutor:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.inputs import PromptType, as_python, parse_prompt, pick_salt, render_chat
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
-Prompt = str | list[int]  # text, or token ids
-Message = dict[str, Any]  # {"role": "user", "content": "..."}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -82,33 +82,27 @@ class InputProcessor:
     def process(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptType,
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        is_trusted: bool = False,
     ) -> Sequence:
-        """A Sequence for one request. Raises ValueError or TypeError for a request that this engine
-        can never run to its end."""
+        """A Sequence for one request, with a clone of its parameters. Raises ValueError or
+        TypeError for a request that this engine can never run to its end. (`is_trusted`: the limits
+        of the engine are not meant for these parameters, which are a chapter's own.)"""
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a non-empty string, got {request_id!r}.")
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
-        self._check_priority(priority)
-        self._check_sampling(sampling_params)
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise TypeError(f"cache_salt must be None or a non-empty string, got {cache_salt!r}.")
-        return self.make_sequence(request_id, prompt, sampling_params, priority, cache_salt)
-
-    def make_sequence(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> Sequence:
-        """A Sequence with trusted parameters. Only the prompt is checked."""
-        prompt_token_ids = self.tokenize(prompt)
+        priority = as_python(priority)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}.")
+        sampling_params = sampling_params.clone()
+        if not is_trusted:
+            self._check_sampling(sampling_params)
+        components = parse_prompt(prompt)
+        prompt_token_ids = self.tokenize(components)
         room = self._room_after(len(prompt_token_ids))
         bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
@@ -122,11 +116,12 @@ class InputProcessor:
             max_tokens=min(sampling_params.max_tokens or room, room),
             stop_token_ids=stop_token_ids,
             seed=self._draw_seed() if sampling_params.seed is None else sampling_params.seed,
-            metrics=RequestMetrics(arrival_time=time.monotonic()),
+            metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
+            prompt=components.text,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=pick_salt(components.cache_salt, cache_salt),
             bad_word_ids=bad_word_ids,
-            num_pending_forks=sampling_params.n - 1,
+            num_pending_forks=min(sampling_params.n, self.config.max_num_seqs or 1) - 1,
         )
 
     def next_seq_ids(self, number: int = 1) -> int:
@@ -140,56 +135,42 @@ class InputProcessor:
         with self._lock:
             return self._seeds.getrandbits(63)
 
-    def render_chat(self, messages: Any, options: dict[str, Any]) -> str:
+    def render_chat(
+        self, messages: Any, options: dict[str, Any], content_format: str = "auto"
+    ) -> str:
         """The text of a conversation, made by the tokenizer's chat template. `options` go to the
-        template: add_generation_prompt, tools, ...
+        template: add_generation_prompt, tools, ...; content_format: see inputs.render_chat.
 
         >>> processor.render_chat([{"role": "user", "content": "Hello"}], {})
         "<|im_start|>user\\nHello<|im_end|>\\n"
         """
-        tokenizer = self.require_tokenizer("chat")
-        if not getattr(tokenizer, "chat_template", None):
-            raise ValueError(
-                "this model's tokenizer has no chat template. Use generate with a prompt of your "
-                "own, or a model that was trained to chat."
-            )
-        if not messages or not all(isinstance(message, dict) for message in messages):
-            raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-        except Exception as error:  # a template may raise anything: a missing key, an odd role
-            raise ValueError(f"the chat template refuses {messages!r}: {error}.") from error
+        return render_chat(self.require_tokenizer("chat"), messages, options, content_format)
 
-    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(self, prompt: Any, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, each in the vocabulary. A text from render_chat contains its
         special tokens already (give add_special_tokens=False with it)."""
-        if isinstance(prompt, str):
+        text, token_ids, _ = parse_prompt(prompt)
+        if token_ids is None:
             tokenizer = self.require_tokenizer("a text prompt")
             try:
-                token_ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+                token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             except Exception as error:  # for example a lone surrogate
-                raise ValueError(f"the tokenizer cannot encode {prompt!r}: {error}.") from error
-        elif isinstance(prompt, (list, tuple)):
-            token_ids = list(prompt)
-        else:
-            raise TypeError(f"a prompt must be a string or a list of token ids, got {prompt!r}.")
+                message = f"the tokenizer cannot encode {text!r}: {error}."
+                raise VLLMValidationError(message) from error
         if not token_ids:
-            raise ValueError("the prompt is empty: it has no tokens. Give at least one token.")
-        vocab_size = self.model_config.vocab_size
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise TypeError(f"token ids must be ints, got {token_id!r} in the prompt.")
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"token id {token_id} is out of range; allowed: 0 to {vocab_size - 1} "
-                    "(vocab_size - 1)."
+            raise VLLMValidationError("the prompt is empty: it has no tokens. Give at least one.")
+        last = self.model_config.vocab_size - 1
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id <= last:
+                raise VLLMValidationError(
+                    f"token id {token_id} is out of range; allowed: 0 to {last} (vocab_size - 1)."
                 )
         return token_ids
 
     def require_tokenizer(self, what: str) -> Any:
         """The tokenizer. Raises ValueError if the checkpoint has none."""
         if self.tokenizer is None:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{what} needs a tokenizer, and {self.model_config.path} has none. Give prompts as "
                 "token ids, or LLM(tokenizer=...)."
             )
@@ -201,40 +182,26 @@ class InputProcessor:
         if num_prompt_tokens < limit:
             return limit - num_prompt_tokens
         if num_prompt_tokens >= self.max_model_len:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"the prompt has {num_prompt_tokens} tokens; with one output token that is more "
                 f"than max_model_len={self.max_model_len}. Shorten it, or raise max_model_len."
             )
-        raise ValueError(
+        raise VLLMValidationError(
             f"the prompt has {num_prompt_tokens} tokens; with one output token that is more than "
             f"the whole KV cache holds ({self.kv_capacity} tokens). Shorten it, or raise "
-            "num_kv_blocks or kv_cache_memory."
+            "num_gpu_blocks_override or kv_cache_memory_bytes."
         )
-
-    def _check_priority(self, priority: int) -> None:
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority must be an int, got {priority!r}.")
-        if priority and self.config.scheduling_policy != "priority":
-            raise ValueError(
-                f"priority is {priority}, but this engine runs requests first come, first served. "
-                "Build it with scheduling_policy='priority'."
-            )
 
     def _check_sampling(self, params: SamplingParams) -> None:
         """Refuse values that this engine or model does not allow. SamplingParams has checked the
         rest."""
         if params.stop:
             self.require_tokenizer("a stop string")
-        if params.n > (self.config.max_num_seqs or params.n):
-            raise ValueError(
-                f"n is {params.n}; this engine runs at most {self.config.max_num_seqs} sequences "
-                "at once. Lower n, or raise max_num_seqs."
-            )
         vocab_size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
-                    raise ValueError(
+                    raise VLLMValidationError(
                         f"{name} holds {token_id}; the vocabulary has {vocab_size} tokens: 0 to "
                         f"{vocab_size - 1}."
                     )
@@ -243,7 +210,7 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)
             if number is not None and (vocab_size if number == -1 else number) > most:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"{name} is {number}; this engine allows {most}. Build it with a larger "
                     "max_logprobs (-1: no limit)."
                 )
@@ -261,7 +228,7 @@ class InputProcessor:
             encode = self.require_tokenizer("bad_words").encode
             alone = tuple(encode(word.lstrip(), add_special_tokens=False))
             if not alone:
-                raise ValueError(f"bad_words holds {word!r}, which has no tokens.")
+                raise VLLMValidationError(f"bad_words holds {word!r}, which has no tokens.")
             after_space = tuple(encode(" " + word.lstrip(), add_special_tokens=False))
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:

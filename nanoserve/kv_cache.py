@@ -112,7 +112,7 @@ def determine_num_kv_blocks(
 
     On a GPU the largest step is profiled first, unless the user has set the size of the cache.
     """
-    is_user_set = config.num_kv_blocks is not None or config.kv_cache_memory is not None
+    is_user_set = bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
     peak_activation_bytes = 0
     if device.type == "cuda" and not is_user_set:
         peak_activation_bytes = profile_memory(config, model, dtype, device, parallel.rank)
@@ -183,16 +183,16 @@ def num_blocks_that_fit(
 ) -> int:
     """How many KV blocks to allocate, over all layers.
 
-    The user's num_kv_blocks; else as many as kv_cache_memory holds; else as many as free memory
-    holds, after `peak_activation_bytes` for the largest step. The last two are limited to what
-    max_num_seqs sequences of max_model_len tokens could fill. Raises ValueError if not even one
-    such sequence fits.
+    The user's num_gpu_blocks_override; else as many as kv_cache_memory_bytes holds; else as many as
+    free memory holds, after `peak_activation_bytes` for the largest step. The last two are limited
+    to what max_num_seqs sequences of max_model_len tokens could fill. Raises ValueError if not even
+    one such sequence fits.
     """
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
     assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
-    memory = config.kv_cache_memory
+    memory = config.kv_cache_memory_bytes
     if memory is None:
         free = free_memory(device, config.gpu_memory_utilization, num_local_ranks)
         memory = max(0, free - peak_activation_bytes)
@@ -202,17 +202,31 @@ def num_blocks_that_fit(
         raise ValueError(
             f"one sequence of max_model_len={config.max_model_len} tokens needs "
             f"{per_sequence * block_bytes / 2**20:.0f} MiB of KV cache, and there are "
-            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len, raise kv_cache_memory (or "
-            "gpu_memory_utilization), or set num_kv_blocks."
+            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len, raise "
+            "kv_cache_memory_bytes (or gpu_memory_utilization), or set num_gpu_blocks_override."
         )
     return min(num_blocks, per_sequence * config.max_num_seqs)
 
 
-def num_cpu_blocks_to_allocate(config: EngineConfig, num_kv_blocks: int) -> int:
-    """Blocks of the CPU pool: none unless preemption swaps; by default as many as KV blocks."""
+def size_cpu_pool(
+    config: EngineConfig, num_kv_blocks: int, specs: list[KVCacheSpec], dtype: torch.dtype
+) -> int:
+    """Blocks of the CPU pool: none unless preemption swaps; by default as many as KV blocks.
+
+    Raises ValueError if swap_space (GiB) is given and holds no block.
+    """
     if config.preemption_mode != "swap":
         return 0
-    return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
+    if config.swap_space is None:
+        return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
+    block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
+    num_blocks = int(config.swap_space * 2**30) // block_bytes
+    if not num_blocks:
+        raise ValueError(
+            f"swap_space is {config.swap_space} GiB, less than one block of {block_bytes} bytes. "
+            "Raise it, or set preemption_mode='recompute'."
+        )
+    return num_blocks
 
 
 def free_memory(

@@ -16,19 +16,27 @@ vLLM: vllm/entrypoints/llm.py (V0 and V1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.arg_utils import EngineArgs, read_options
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, check_names
+from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
-from nanoserve.input_processor import Message, Prompt
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.inputs import (
+    Message,
+    PromptType,
+    as_python,
+    parse_prompt,
+    prompt_to_seq,
+    refuse_missing,
+)
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -40,9 +48,10 @@ class LLM:
     >>> with LLM() as llm:
     ...     llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=50))
 
-    `options` are the fields of EngineConfig; a misspelt one is a TypeError. The other keyword
-    arguments are the seams: a class of your own takes the place of the engine's. One thread
-    runs steps; other threads may call add_request and abort_request.
+    `options` are the fields of EngineConfig, and vLLM's others with values that change nothing here
+    (see arg_utils.py); a misspelt one is a TypeError. The other keyword arguments are the seams: a
+    class of your own takes the place of the engine's. One thread runs steps; other threads may call
+    add_request and abort_request.
     """
 
     def __init__(
@@ -56,39 +65,49 @@ class LLM:
         **options: Any,
     ) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
-        check_names("LLM", options)
         self.engine = LLMEngine(
-            EngineConfig(model=model, **options),
+            EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,
             block_manager_cls=block_manager_cls,
             executor_cls=executor_cls,
             runner_cls=runner_cls,
         )
         self._request_counter = count()
+        self._enqueued: list[RequestConsumer] = []  # wait_for_completion has not begun
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, under vLLM's name."""
+        return self.engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        """The LLM that `engine_args` describe."""
+        return cls(**vars(engine_args))
 
     # -- step by step --
 
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> None:
-        """Queue one request; calls of step() compute its tokens."""
-        self.engine.add_request(
-            request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt
+    ) -> str:
+        """Queue one request and return its id; calls of step() compute its tokens."""
+        return self.engine.add_request(
+            request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the engine; see LLMEngine.step."""
         return self.engine.step()
 
-    def abort_request(self, request_id: str, index: int | None = None) -> bool:
-        """End a request (or one of its completions); see LLMEngine.abort_request."""
-        return self.engine.abort_request(request_id, index)
+    def abort_request(self, request_ids: str | Collection[str], index: int | None = None) -> bool:
+        """End requests (or one completion of each); see LLMEngine.abort_request."""
+        return self.engine.abort_request(request_ids, index)
 
     def has_unfinished_requests(self) -> bool:
         """True while step() has something to compute or to hand out."""
@@ -98,35 +117,71 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        prompts: PromptType | Seq[PromptType],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
         priority: int | list[int] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
         cache_salt: str | list[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs in the order of the prompts.
 
-        prompts: a string, a list of token ids, or a list of either. The other arguments are one for
-        all, or a list of one each; None: the model's own recommendation, priority 0, no salt.
+        prompts: one prompt or a list; inputs.py says what a prompt may be. sampling_params,
+        priority (lower values first, with scheduling_policy="priority" only) and cache_salt (for
+        prompts without a salt of their own) are one for all, or a list of one each; None: the
+        model's own recommendation, priority 0, no salt. use_tqdm: False, or a function to be called
+        in place of tqdm. tokenization_kwargs: {"add_special_tokens": False} or None. lora_request
+        and mm_processor_kwargs: None.
+
         A request that fails later has an output with finish_reason "error".
         Raises ValueError or TypeError, before any work, if one of the requests can never be served.
         """
-        requests = self._make_all(
-            prompts, sampling_params, priority, cache_salt, RequestOutputKind.FINAL_ONLY
+        refuse_missing(
+            "generate", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs
         )
-        results: dict[str, RequestOutput] = {}
-        with _ProgressBar(len(requests), disable=not use_tqdm) as bar:
-            for output in self.run_requests(requests):
-                results[output.request_id] = output
-                bar.count(output)
+        prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
+        requests = self._make_all(prompts, sampling_params, priority, cache_salt)
+        results = self._collect(requests, use_tqdm)
         if len(results) < len(requests):
             raise RuntimeError("a request was aborted while generate waited for it.")
-        return [results[request.request_id] for request in requests]
+        return results
+
+    def enqueue(
+        self,
+        prompts: PromptType | Seq[PromptType],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | list[int] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """Queue every prompt and return the request ids; wait_for_completion returns the outputs.
+        The arguments are those of generate. (Queueing shows no progress bar.)"""
+        refuse_missing(
+            "enqueue", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs
+        )
+        prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
+        return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
+    ) -> list[RequestOutput]:
+        """Run steps until all requests of enqueue and enqueue_chat have ended; their outputs, in
+        the order of queueing, without the aborted ones. output_type: None or RequestOutput."""
+        if output_type not in (None, RequestOutput):
+            refuse_missing("wait_for_completion", output_type=output_type)
+        requests, self._enqueued = self._enqueued, []
+        return self._collect(requests, use_tqdm, is_queued=True)
 
     def stream(
         self,
-        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: PromptType | Seq[PromptType],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
         priority: int | list[int] | None = None,
         cache_salt: str | list[str | None] | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
@@ -134,59 +189,130 @@ class LLM:
         """Complete every prompt; yield the new text of each step. The texts of a completion's
         outputs, joined, are its whole text. With output_kind CUMULATIVE each output has the whole
         text so far. Leaving the loop early aborts the unfinished requests."""
+        prompts = prompt_to_seq(prompts)
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
         return self.run_requests(requests)  # a generator: queues the requests when the loop begins
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
         priority: int | list[int] | None = None,
-        cache_salt: str | list[str | None] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+        *,
+        cache_salt: str | list[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
 
-        A message is {"role": "user", "content": "..."}. add_generation_prompt opens the
-        assistant's turn. continue_final_message continues the last message instead (give
-        add_generation_prompt=False with it). The template gets tools (JSON schemas) and
-        chat_template_kwargs (such as {"enable_thinking": False}).
+        A message is {"role": "user", "content": "..."}; a content may be a list of text parts, too.
+        chat_template is used in place of the model's own. chat_template_content_format: "string"
+        or "openai" (see inputs.parse_chat_messages); "auto": what the template expects.
+        add_generation_prompt opens the assistant's turn. continue_final_message continues the last
+        message instead (give add_generation_prompt=False with it). The template gets tools (JSON
+        schemas) and chat_template_kwargs (such as {"enable_thinking": False}). The other arguments
+        are those of generate.
         """
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        conversations = [messages] if is_one else messages
-        if "tokenize" in (chat_template_kwargs or {}):
-            raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+        refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         options = {
-            **(chat_template_kwargs or {}),
+            "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        processor = self.engine.input_processor
-        texts = [processor.render_chat(conversation, options) for conversation in conversations]
-        prompts: list[Prompt] = [processor.tokenize(t, add_special_tokens=False) for t in texts]
-        results = self.generate(prompts, sampling_params, use_tqdm, priority, cache_salt)
-        return [replace(result, prompt=text) for result, text in zip(results, texts, strict=True)]
+        prompts = self._render(
+            messages,
+            {**(chat_template_kwargs or {}), **options},
+            chat_template_content_format,
+            tokenization_kwargs,
+        )
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+    def enqueue_chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: None = None,
+        priority: int | list[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """Queue conversations and return the request ids; wait_for_completion returns the outputs.
+        The arguments are those of chat."""
+        missing = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
+        refuse_missing("enqueue_chat", **missing)
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        prompts = self._render(
+            messages,
+            {**(chat_template_kwargs or {}), **options},
+            chat_template_content_format,
+            tokenization_kwargs,
+        )
+        return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
 
     def beam_search(
         self,
-        prompts: Prompt | list[str] | list[list[int]] | list[Prompt],
+        prompts: PromptType | Seq[PromptType],
         params: Any,
+        lora_request: None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
     ) -> list[Any]:
         """The params.beam_width likeliest continuations of each prompt, best first.
 
-        params: BeamSearchParams, from extras/beam_search.py, where the search is written. Raises
-        ValueError or TypeError if a prompt can never be served, RuntimeError if a search fails.
+        params: BeamSearchParams, from extras/beam_search.py, where the search is written.
+        concurrency_limit: so many prompts are searched at once; None: all. use_tqdm counts these
+        rounds. Raises ValueError or TypeError if a prompt can never be served, RuntimeError if a
+        search fails.
         """
+        refuse_missing("beam_search", lora_request=lora_request)
         if not hasattr(params, "search"):
             raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
-        return params.search(self, _as_list_of_prompts(prompts))
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise VLLMValidationError(
+                f"concurrency_limit is {concurrency_limit}; allowed: None, or 1 or more.",
+                parameter="concurrency_limit",
+                value=concurrency_limit,
+            )
+        return params.search(self, prompt_to_seq(prompts), concurrency_limit, use_tqdm)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """[func(model)], with the model as a torch module. For engines of one process: with
+        tensor_parallel_size above 1 no process has the whole model."""
+        if self.engine.config.tensor_parallel_size > 1:
+            raise VLLMValidationError(
+                "apply_model needs the whole model in this process; tensor_parallel_size is "
+                f"{self.engine.config.tensor_parallel_size}. Build an engine with 1.",
+                parameter="tensor_parallel_size",
+                value=self.engine.config.tensor_parallel_size,
+            )
+        return [func(self.engine.executor.runner.model)]
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError if the checkpoint has none."""
@@ -196,8 +322,16 @@ class LLM:
         """What the model's generation_config.json recommends."""
         return self.engine.get_default_sampling_params()
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running."""
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache. False, and no change, while requests are running. The arguments
+        are vLLM's and must be False."""
+        if reset_running_requests or reset_connector:
+            raise VLLMValidationError(
+                "reset_prefix_cache cannot reset running requests or a connector. Abort the "
+                "requests first."
+            )
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -214,28 +348,87 @@ class LLM:
 
     def _make_all(
         self,
-        prompts: Any,
-        sampling_params: SamplingParams | list[SamplingParams] | None,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
         priority: int | list[int] | None,
         cache_salt: str | list[str | None] | None,
-        output_kind: RequestOutputKind,
+        output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[RequestState]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
-        prompts = _as_list_of_prompts(prompts)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         salts = _one_each("cache_salt", cache_salt, len(prompts))
         requests = []
-        for prompt, given, *rest in zip(prompts, params, priorities, salts, strict=True):
-            if isinstance(given, SamplingParams):
-                given = replace(given, output_kind=output_kind)
-            request_id = self.new_request_id("generate")
-            requests.append(self.engine.make_request(request_id, prompt, given, *rest))
+        for prompt, *rest in zip(prompts, params, priorities, salts, strict=True):
+            request = self.engine.make_request(self.new_request_id(), prompt, *rest)
+            request.root.sampling_params.output_kind = output_kind  # the request's own clone
+            requests.append(request)
         return requests
 
-    def run_requests(self, requests: Seq[RequestConsumer]) -> Iterator[RequestOutput]:
-        """Queue these requests and run steps until they have ended; yield their outputs.
+    def _enqueue(self, requests: list[RequestState]) -> list[str]:
+        """Queue these requests for wait_for_completion."""
+        for request in requests:
+            self.engine.add(request)
+            self._enqueued.append(request)
+        return [request.request_id for request in requests]
+
+    def _collect(
+        self,
+        requests: Seq[RequestConsumer],
+        use_tqdm: bool | Callable[..., tqdm],
+        is_queued: bool = False,
+    ) -> list[RequestOutput]:
+        """Run these requests to their end; their outputs in the order of the requests. A request
+        that was aborted has none."""
+        results: dict[str, RequestOutput] = {}
+        with _ProgressBar(len(requests), use_tqdm) as bar:
+            for output in self.run_requests(requests, is_queued):
+                results[output.request_id] = output
+                bar.count(output)
+        ids = [request.request_id for request in requests]
+        return [results[request_id] for request_id in ids if request_id in results]
+
+    def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
+        """The prompts, tokenized with options of vLLM's tokenization_kwargs, if there are any."""
+        options = dict(options or {})
+        if not options:
+            return prompts
+        add_special_tokens = options.pop("add_special_tokens", True)
+        refuse_missing("tokenization_kwargs", **options)
+        tokenize = self.engine.input_processor.tokenize
+        return [
+            parse_prompt(prompt)._replace(token_ids=tokenize(prompt, bool(add_special_tokens)))
+            for prompt in prompts
+        ]
+
+    def _render(
+        self,
+        messages: Any,
+        options: dict[str, Any],
+        content_format: str,
+        tokenization_kwargs: dict[str, Any] | None,
+    ) -> list[Any]:
+        """The prompts of one conversation, or of a list of conversations. `options` go to the chat
+        template."""
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        if "tokenize" in options:
+            raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+        processor = self.engine.input_processor
+        texts: list[Any] = [
+            processor.render_chat(conversation, options, content_format)
+            for conversation in ([messages] if is_one else messages)
+        ]
+        # The text has its special tokens already.
+        return self._tokenize(texts, {"add_special_tokens": False, **(tokenization_kwargs or {})})
+
+    def run_requests(
+        self, requests: Seq[RequestConsumer], is_queued: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Queue these requests (unless they are queued already) and run steps until they have
+        ended; yield their outputs.
 
         Outputs of other requests wait in the engine for their own caller: step(), or another loop
         like this one. However this loop ends, the unfinished requests are aborted.
@@ -243,7 +436,7 @@ class LLM:
         engine, request_ids = self.engine, {request.request_id for request in requests}
         is_unfinished = bool(requests)
         try:
-            for request in requests:
+            for request in () if is_queued else requests:
                 engine.add(request)
             while is_unfinished:
                 engine.run_step()
@@ -258,32 +451,23 @@ class LLM:
                     engine.abort_request(request.request_id)
                 engine.take_outputs(request_ids)
 
-    def new_request_id(self, kind: str) -> str:
-        """A request id that no unfinished request has."""
+    def new_request_id(self) -> str:
+        """A request id that no unfinished request has: "0", "1", ..., as vLLM's."""
         while True:
-            request_id = f"{kind}-{next(self._request_counter)}"
+            request_id = str(next(self._request_counter))
             if not self.engine.is_unfinished(request_id):
                 return request_id
 
 
-def _as_list_of_prompts(prompts: Any) -> list[Prompt]:
-    """The prompts as a list. One string is one prompt; one list of token ids is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts must be a string, token ids, or a list of either: {prompts!r}.")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [list(prompts)]
-    return list(prompts)
-
-
 def _one_each(name: str, given: Any, number: int) -> list[Any]:
     """A list of `number` items: `given` itself if it is a list, else `given` repeated."""
+    given = as_python(given)
     if not isinstance(given, (list, tuple)):
         return [given] * number
     if len(given) != number:
-        raise ValueError(
-            f"{name} has {len(given)} items for {number} prompts. Give one for all, or one each."
+        raise VLLMValidationError(
+            f"{name} has {len(given)} items for {number} prompts. Give one for all, or one each.",
+            parameter=name,
         )
     return list(given)
 
@@ -291,8 +475,10 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
 class _ProgressBar:
     """Requests done, and input and output tokens per second."""
 
-    def __init__(self, total: int, disable: bool) -> None:
-        self.bar = tqdm(total=total, desc="Processed prompts", unit="req", disable=disable)
+    def __init__(self, total: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
+        """use_tqdm: a function that makes the bar, or whether there is one."""
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        self.bar = make_bar(total=total, desc="Processed prompts", unit="req", disable=not use_tqdm)
         self.num_input = 0
         self.num_output = 0
 

@@ -55,7 +55,7 @@ from nanoserve.kv_cache import (
     allocate_kv_caches,
     copy_blocks,
     determine_num_kv_blocks,
-    num_cpu_blocks_to_allocate,
+    size_cpu_pool,
 )
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
@@ -173,10 +173,9 @@ class ModelRunner:
         self.num_kv_blocks = determine_num_kv_blocks(
             config, self.model, self.dtype, self.device, self.parallel
         )
-        self.num_cpu_blocks = num_cpu_blocks_to_allocate(config, self.num_kv_blocks)
-        allocate = functools.partial(
-            allocate_kv_caches, self.model.kv_cache_specs(), config.block_size, self.dtype
-        )
+        specs = self.model.kv_cache_specs()
+        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
+        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
 

@@ -42,41 +42,52 @@ logger = logging.getLogger("nanoserve")
 FinishSequence = Callable[[int, SequenceStatus, "int | str | None"], "Sequence | None"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Logprob:
     """One token's log-probability at one position."""
 
     logprob: float
-    rank: int  # 1 for the likeliest token
-    decoded_token: str
+    rank: int | None = None  # 1 for the likeliest token
+    decoded_token: str | None = None  # None without a tokenizer, or with detokenize=False
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompletionOutput:
-    """One completion of a request, so far or, once finish_reason is set, for good."""
+    """One completion of a request, so far or, once finish_reason is set, for good. The fields and
+    their order are vLLM's."""
 
     index: int  # which of the request's completions
     text: str
     token_ids: list[int]
+    cumulative_logprob: float | None  # sum over all its tokens, if logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None  # per token: token id -> Logprob
+    routed_experts: None = None  # not here
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     # The stop token id or stop string (None for an EOS token); with "error" the message.
     stop_reason: int | str | None = None
-    cumulative_logprob: float | None = None  # sum over all its tokens, if logprobs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # per token: token id -> Logprob
+    lora_request: None = None  # not here
+
+    def finished(self) -> bool:
+        """True once this completion has ended."""
+        return self.finish_reason is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestOutput:
-    """The result of a request so far; the same fields as vLLM's."""
+    """The result of a request so far. The fields and their order are vLLM's."""
 
     request_id: str
     prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # per prompt token; first: None
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
-    metrics: RequestMetrics  # over all completions; num_preemptions is the largest of them
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
+    # Over all completions: num_preemptions is the largest of them, the tokens are summed up.
+    metrics: RequestMetrics | None = None
+    lora_request: None = None  # not here
+    encoder_prompt: None = None  # not here
+    encoder_prompt_token_ids: None = None  # not here
+    num_cached_tokens: int | None = None  # prompt tokens whose KV came from the prefix cache
 
 
 class Detokenizer:
@@ -126,7 +137,8 @@ class Detokenizer:
 
 
 def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str] | None:
-    """(start, stop string) of the first stop string that ends in the last `num_new` characters.
+    """(start, stop string) of the stop string that is complete first, and ends in the last
+    `num_new` characters. Of two that are complete at once, the first of the list.
 
     find_stop_string("a END b", ["END"], 4) -> (2, "END")
     """
@@ -135,7 +147,7 @@ def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str
         for stop in stops
         if (position := text.find(stop, max(0, len(text) - num_new - len(stop) + 1))) >= 0
     ]
-    return min(found, default=None)
+    return min(found, key=lambda match: match[0] + len(match[1]), default=None)
 
 
 class RequestConsumer(Protocol):
@@ -222,18 +234,16 @@ class BranchState:
 class RequestState:
     """The consumer of an ordinary request: its n completions, as text."""
 
-    def __init__(
-        self, root: Sequence, prompt: str | None, tokenizer: Any | None, finish: FinishSequence
-    ) -> None:
-        """root: branch 0. prompt: its text, None if token ids were given. finish: see
-        Scheduler.finish."""
+    def __init__(self, root: Sequence, tokenizer: Any | None, finish: FinishSequence) -> None:
+        """root: branch 0, from which others will fork. finish: see Scheduler.finish."""
         self.root = root
         self.request_id = root.request_id
-        self.prompt = prompt
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer if root.sampling_params.detokenize else None
         self.finish = finish
         self.branches: dict[int, BranchState] = {}
         self._add_branch(root)
+        for branch in range(1 + root.num_pending_forks, root.sampling_params.n):
+            self._add_branch(root.make_branch(branch))
         # Per prompt token; the first one has no logprobs.
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if root.sampling_params.prompt_logprobs is not None:
@@ -247,8 +257,8 @@ class RequestState:
     def is_finished(self) -> bool:
         """True if all completions have ended. A root that ends before its branches fork off has no
         branches."""
-        has_all = len(self.branches) == self.root.sampling_params.n
-        has_all |= self.root.num_pending_forks > 0
+        num_known = len(self.branches) + self.root.num_pending_forks
+        has_all = num_known == self.root.sampling_params.n
         return has_all and all(seq.status.finish_reason for seq in self.sequences)
 
     def process(self, updates: list[SequenceUpdate]) -> RequestOutput | None:
@@ -276,20 +286,18 @@ class RequestState:
         if update.prompt_logprobs is not None and self.prompt_logprobs is not None:
             start, entries = update.prompt_logprobs
             for position, entry in enumerate(entries, start=start):
-                self.prompt_logprobs[position] = self._name_logprobs(entry)
+                self.prompt_logprobs[position] = name_logprobs(entry, self.tokenizer)
         seq = update.sequence
         branch = self.branches[seq.branch]
         for entry in update.logprobs:
-            branch.logprobs.append(self._name_logprobs(entry))
+            branch.logprobs.append(name_logprobs(entry, self.tokenizer))
             branch.cumulative_logprob += entry.logprobs[0]
         return branch.append(update.new_token_ids)
 
     def _add_branch(self, sequence: Sequence) -> None:
-        params, detokenizer = sequence.sampling_params, None
-        if self.tokenizer is not None and params.detokenize:
-            detokenizer = Detokenizer(
-                self.tokenizer, sequence.prompt_token_ids, params.skip_special_tokens
-            )
+        skip, detokenizer = sequence.sampling_params.skip_special_tokens, None
+        if self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, sequence.prompt_token_ids, skip)
         self.branches[sequence.branch] = BranchState(sequence, detokenizer)
 
     def _build_output(self, changed: list[Sequence]) -> RequestOutput | None:
@@ -303,36 +311,38 @@ class RequestState:
         branches = sorted(seq.branch for seq in changed) if is_delta else sorted(self.branches)
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=self.root.prompt,
             prompt_token_ids=self.root.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
             outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
             finished=is_finished,
-            num_cached_tokens=self.root.num_cached_tokens,
             metrics=self._merge_metrics(is_finished),
-            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.root.num_cached_tokens,
         )
 
     def _merge_metrics(self, is_finished: bool) -> RequestMetrics:
         """Over all completions: the last token and the end of the one that took longest."""
         metrics = [seq.metrics for seq in self.sequences]
-        last_tokens = [m.last_token_time for m in metrics if m.last_token_time is not None]
-        ends = [m.finished_time for m in metrics if m.finished_time is not None]
+        last_tokens = [m.last_token_ts for m in metrics if m.last_token_ts is not None]
+        ends = [m.finished_ts for m in metrics if m.finished_ts is not None]
         return replace(
             self.root.metrics,
-            last_token_time=max(last_tokens, default=None),
-            finished_time=max(ends, default=None) if is_finished else None,
+            last_token_ts=max(last_tokens, default=None),
+            finished_ts=max(ends, default=None) if is_finished else None,
+            num_generation_tokens=sum(m.num_generation_tokens for m in metrics),
             num_preemptions=max(m.num_preemptions for m in metrics),
         )
 
-    def _name_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones."""
-        ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
-        named: dict[int, Logprob] = {}
-        for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-            if token_id not in named:
-                text = "" if self.tokenizer is None else self.tokenizer.decode([token_id])
-                named[token_id] = Logprob(logprob, rank, text)
-        return named
+
+def name_logprobs(entry: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
+    """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones."""
+    ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
+    named: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        if token_id not in named:
+            text = None if tokenizer is None else tokenizer.decode([token_id])
+            named[token_id] = Logprob(logprob, rank, text)
+    return named
 
 
 class OutputProcessor:
@@ -348,9 +358,9 @@ class OutputProcessor:
         self.requests: dict[str, RequestConsumer] = {}
         self._lock = threading.Lock()  # any thread may add a request
 
-    def make_state(self, sequence: Sequence, prompt: str | None) -> RequestState:
+    def make_state(self, sequence: Sequence) -> RequestState:
         """The consumer of an ordinary request."""
-        return RequestState(sequence, prompt, self.tokenizer, self.finish)
+        return RequestState(sequence, self.tokenizer, self.finish)
 
     def add(self, request: RequestConsumer) -> None:
         """Expect updates of this request. Raises ValueError if its request id is in use."""

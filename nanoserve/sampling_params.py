@@ -1,26 +1,40 @@
 """What may a request ask for?
 
-One frozen dataclass, checked at construction: every SamplingParams is valid, so neither the
-scheduler nor the sampler checks again. The names, defaults and meanings are vLLM's. A line of vLLM
+One dataclass with vLLM's fields in vLLM's order, with vLLM's defaults and meanings. A line of vLLM
 code works here:
 
     SamplingParams(temperature=0.8, top_p=0.95, max_tokens=64, stop=["\\n\\n"])
 
+The values are checked at construction. A field may be assigned later, as in vLLM. Therefore each
+request gets a clone(), and a clone is checked again: what the scheduler and the sampler see is
+valid, and no later assignment can reach a request that is already queued:
+
+    params.max_tokens = 9        the requests that are added from now on
+    params.top_p = 2             the next request is refused: top_p is 2; allowed: above 0, up to 1
+
 Limits of the model (is this token id in the vocabulary?) and of the engine (max_logprobs) are
 checked when the request is added.
+
+Left out: vLLM's fields in MISSING. They are here by name, and may be given with the value that
+changes nothing.
 
 vLLM: V0 and V1 share vllm/sampling_params.py.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.inputs import as_python
+
+logger = logging.getLogger("nanoserve")
 
 
 class RequestOutputKind(Enum):
@@ -32,17 +46,14 @@ class RequestOutputKind(Enum):
 
 
 GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature would overflow
+SMALLEST_TEMPERATURE = 0.01  # vLLM's: smaller ones are raised to it; 0 stays 0
 INT_LIMIT = 2**31 - 1
 FLOAT_LIMIT = 3.4e38  # of float32, the type of logits
 
 # Of each number: type, smallest, largest, and the range in words.
 LOGPROBS = (int, -1, INT_LIMIT, "None, 0 or more, or -1 for the whole vocabulary")
 RANGES = {
-    "n": (int, 1, INT_LIMIT, "1 or more"),
-    "temperature": (float, 0, FLOAT_LIMIT, "0 (greedy) or more"),
-    "top_p": (float, ABOVE_ZERO, 1, "above 0, up to 1 (off); greedy is temperature=0"),
-    "top_k": (int, -1, INT_LIMIT, "0 or -1 (off), 1 or more"),
-    "min_p": (float, 0, 1, "0 (off) to 1"),
+    "n": (int, 1, 16384, "1 or more, up to 16384"),
     "presence_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
     "frequency_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
     "repetition_penalty": (
@@ -51,114 +62,228 @@ RANGES = {
         FLOAT_LIMIT,
         "above 0; 1 is off, above 1 discourages repetition",
     ),
-    "seed": (int, 0, SEED_LIMIT, "None, or 0 to 2**63 - 1"),
+    "temperature": (float, 0, FLOAT_LIMIT, "0 (greedy) or more"),
+    "top_p": (float, ABOVE_ZERO, 1, "above 0, up to 1 (off); greedy is temperature=0"),
+    "top_k": (int, -1, INT_LIMIT, "0 or -1 (off), 1 or more"),
+    "min_p": (float, 0, 1, "0 (off) to 1"),
+    "seed": (int, 0, SEED_LIMIT, "None or -1, or 0 to 2**63 - 1"),
     "max_tokens": (int, 1, INT_LIMIT, "None, or 1 or more"),
     "min_tokens": (int, 0, INT_LIMIT, "0 or more"),
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
 }
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # None is allowed, too
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "skip_clone",
+)
+# vLLM's fields that nanoserve does not have: the values that change nothing, and what to use.
+MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "watermarking": ((None, False), "None or False"),
+    "prompt_logprob_token_ids": ((None,), "None; prompt_logprobs=-1 has all tokens"),
+    "prompt_logprob_start": ((None,), "None; prompt_logprobs starts at the first token"),
+    "logprob_token_ids": ((None, []), "None; logprobs=-1 has all tokens"),
+    "flat_logprobs": ((False,), "False: logprobs are a list of dicts"),
+    "stream_interval": ((None, 1), "None or 1: each step has its output"),
+    "structured_outputs": ((None,), "None; a logits processor can enforce a grammar"),
+    "thinking_token_budget": ((None, -1), "None or -1; max_tokens limits all tokens"),
+    "repetition_detection": ((None,), "None; repetition_penalty discourages repetition"),
+    "routed_experts_prompt_start": ((0,), "0"),
+    "trace_decode_token_ids": ((None,), "None; a logits processor can force tokens"),
+}
+# What vLLM's repr shows, in its order.
+# fmt: off
+SHOWN = (
+    "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature",
+    "watermarking", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "bad_words",
+    "thinking_token_budget", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens",
+    "logprobs", "prompt_logprobs", "skip_special_tokens", "spaces_between_special_tokens",
+    "structured_outputs", "extra_args",
+)
+# fmt: on
 
 # (output token ids, logits row) or (prompt token ids, output token ids, logits row) -> logits row
 LogitsProcessor = Callable[..., Any]
 
 
-@dataclass(frozen=True)
+@dataclass(repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.
 
-    Invariant: every instance is valid. Raises ValueError (out of range) or TypeError (wrong type)
-    with what was given and what is allowed.
+    Invariant: a new instance is valid, and so is each clone(). Numbers and arrays of NumPy and
+    torch become Python's own. Raises VLLMValidationError, a ValueError, for a value out of range
+    and TypeError for a wrong type; both say what was given and what is allowed.
     """
 
     n: int = 1  # completions of the prompt, each with a random stream of its own
-    temperature: float = 1.0  # divides the logits; 0 is greedy (argmax)
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability; 1 is off
-    top_k: int = 0  # keep the k likeliest tokens; 0 (or -1) is off
-    min_p: float = 0.0  # drop tokens below min_p times the likeliest token's probability; 0 is off
     presence_penalty: float = 0.0  # subtracted from a token's logit once it is in the output
     frequency_penalty: float = 0.0  # subtracted for each time it is in the output
     repetition_penalty: float = 1.0  # divides (if negative: multiplies) logits of seen tokens
-    seed: int | None = None  # same seed, same text, whatever the batch; None: drawn by the engine
-    max_tokens: int | None = 16  # tokens to generate at most; None: as many as the model length has
-    min_tokens: int = 0  # the output does not stop (EOS, stop token, stop string) before
-    ignore_eos: bool = False  # continue after an end-of-sequence token
+    temperature: float = 1.0  # divides the logits; 0 is greedy: top_p, top_k, min_p are off then
+    watermarking: bool | None = None  # see MISSING
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability; 1 is off
+    top_k: int = 0  # keep the k likeliest tokens; 0 (or -1) is off
+    min_p: float = 0.0  # drop tokens below min_p times the likeliest token's probability; 0 is off
+    seed: int | None = None  # same seed, same text, in any batch; None or -1: drawn by the engine
     stop: str | Seq[str] | None = None  # strings that end the output; not part of the text
     stop_token_ids: Seq[int] | None = None  # token ids that end the output, beside the EOS tokens
-    include_stop_str_in_output: bool = False  # keep the stop string at the end of the text
+    ignore_eos: bool = False  # continue after an end-of-sequence token
+    max_tokens: int | None = 16  # tokens to generate at most; None: as many as the model length has
+    min_tokens: int = 0  # the output does not stop (EOS, stop token, stop string) before
     logprobs: int | None = None  # report this many likeliest tokens, and the sampled one; -1: all
     prompt_logprobs: int | None = None  # as logprobs, for the tokens of the prompt
-    # token id -> added to its logit, -100 to 100
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Seq[int] | None = None  # the only tokens that may be sampled
-    bad_words: Seq[str] | None = None  # never complete one of these (in the spellings vLLM bans)
-    logits_processors: Seq[LogitsProcessor] | None = None  # Python functions on one row of logits
+    prompt_logprob_token_ids: Any = None  # see MISSING
+    prompt_logprob_start: int | None = None  # see MISSING
+    logprob_token_ids: Seq[int] | None = None  # see MISSING
+    flat_logprobs: bool = False  # see MISSING
     detokenize: bool = True  # make text of the tokens
     skip_special_tokens: bool = True  # leave special tokens such as <|im_end|> out of the text
+    spaces_between_special_tokens: bool = True  # False needs skip_special_tokens
+    include_stop_str_in_output: bool = False  # keep the stop string at the end of the text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None  # see MISSING
+    skip_clone: bool = False  # vLLM shares the instance then; here each request has a clone
+    structured_outputs: Any = None  # see MISSING
+    logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
+    allowed_token_ids: Seq[int] | None = None  # the only tokens that may be sampled
+    extra_args: Mapping[str, Any] | None = None  # carried along for a class of your own
+    bad_words: Seq[str] | None = None  # never complete one of these (in the spellings vLLM bans)
+    skip_reading_prefix_cache: bool | None = None  # compute all of the prompt; None: if needed
+    thinking_token_budget: int | None = None  # see MISSING
+    repetition_detection: Any = None  # see MISSING
+    routed_experts_prompt_start: int = 0  # see MISSING
+    trace_decode_token_ids: Seq[int] | None = None  # see MISSING
+    logits_processors: Seq[LogitsProcessor] | None = None  # functions on one row of logits (V0's)
 
     def __post_init__(self) -> None:
+        for name in FIELDS:
+            setattr(self, name, as_python(getattr(self, name)))
+        self._normalize()
         for name, allowed in RANGES.items():
-            if getattr(self, name) is not None or name not in OPTIONAL:
-                check_number(name, getattr(self, name), *allowed)
+            value = getattr(self, name)
+            if value is not None or name not in OPTIONAL:
+                _check_number(name, value, *allowed)
         for name in FLAGS:
             check_bool(name, getattr(self, name))
+        for name, (neutral, advice) in MISSING.items():
+            if getattr(self, name) not in neutral:
+                value = getattr(self, name)
+                message = f"{name} is {value!r}, and nanoserve does not have it; allowed: {advice}."
+                raise _error(name, value, message)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+        self._copy_containers()
         self._check_combinations()
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        self._freeze("stop", _check_word, "a string or a list of strings")
-        self._freeze("bad_words", _check_word, "a list of strings")
-        self._freeze("stop_token_ids", _check_token_id, "a list of token ids")
-        self._freeze("logits_processors", _check_callable, "a list of callables")
-        if self.allowed_token_ids is not None:
-            self._freeze("allowed_token_ids", _check_token_id, "a list of token ids")
-            if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids is empty; allowed: None, or at least one id.")
-        self._freeze_logit_bias()
-        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        self.top_k = max(self.top_k, 0)
+        if self.is_greedy:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    def _normalize(self) -> None:
+        """Values for which vLLM has another spelling."""
+        if self.seed == -1:
+            self.seed = None
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+        temperature = self.temperature
+        if isinstance(temperature, float) and 0 < temperature < SMALLEST_TEMPERATURE:
+            logger.warning("temperature %s is raised to %s", temperature, SMALLEST_TEMPERATURE)
+            self.temperature = SMALLEST_TEMPERATURE
 
     def _check_combinations(self) -> None:
         """Pairs of fields that contradict each other."""
         if self.n > 1 and self.is_greedy:
-            raise ValueError(
+            message = (
                 f"n is {self.n} with temperature {self.temperature}: greedy completions are all "
                 "the same. Raise the temperature, or set n=1."
             )
+            raise _error("n", self.n, message)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
+            message = (
                 f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}. Lower "
                 "the first or raise the second."
             )
+            raise _error("min_tokens", self.min_tokens, message)
         if self.stop and not self.detokenize:
-            raise ValueError("stop strings are found in text: they need detokenize=True.")
+            message = "stop strings are found in text: they need detokenize=True."
+            raise _error("stop", self.stop, message)
+        if not (self.spaces_between_special_tokens or self.skip_special_tokens):
+            message = (
+                "spaces_between_special_tokens is False with skip_special_tokens=False: nanoserve "
+                "shows special tokens as the tokenizer writes them. Leave it True."
+            )
+            raise _error("spaces_between_special_tokens", False, message)
 
-    def _freeze(self, name: str, check: Callable[[str, Any], None], allowed: str) -> None:
-        """Replace a list by a tuple of its checked items: later edits of the list change nothing.
-        None becomes ()."""
+    def _copy_containers(self) -> None:
+        """Replace the caller's lists and dicts by checked copies: later edits change nothing."""
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = self._copy_list("stop", _check_word, "a string or a list of strings") or []
+        self.bad_words = self._copy_list("bad_words", _check_word, "a list of strings") or []
+        self.stop_token_ids = self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS) or []
+        self.bad_words = list(dict.fromkeys(self.bad_words))
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+        self.allowed_token_ids = self._copy_list("allowed_token_ids", _check_token_id, TOKEN_IDS)
+        if self.allowed_token_ids == []:
+            message = "allowed_token_ids is empty; allowed: None, or at least one id."
+            raise _error("allowed_token_ids", [], message)
+        allowed = "a list of callables"
+        self.logits_processors = self._copy_list("logits_processors", _check_callable, allowed)
+        self.logit_bias = self._copy_logit_bias()
+        if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
+            raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}.")
+        self.extra_args = None if self.extra_args is None else dict(self.extra_args)
+        skips = self.skip_reading_prefix_cache
+        if skips is not None:
+            check_bool("skip_reading_prefix_cache", skips)
+        self.skip_reading_prefix_cache = bool(skips) or self.prompt_logprobs is not None
+
+    def _copy_list(
+        self, name: str, check: Callable[[str, Any], None], allowed: str
+    ) -> list[Any] | None:
+        """A list of the field's items, each of them checked; None if the field is None."""
         values = getattr(self, name)
-        try:
-            items = () if values is None else tuple(values)
-        except TypeError:
-            items = None
-        if items is None or isinstance(values, (str, bytes)):
+        if values is None:
+            return None
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
             raise TypeError(f"{name} must be {allowed}, got {values!r}.")
+        items = [as_python(item) for item in values]
         for item in items:
             check(name, item)
-        object.__setattr__(self, name, items)
+        return items
 
-    def _freeze_logit_bias(self) -> None:
-        """Replace the dict by a copy with checked ids and values."""
-        allowed = "token id -> -100 to 100"
-        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+    def _copy_logit_bias(self) -> dict[int, float] | None:
+        """A copy with checked ids and values."""
+        if self.logit_bias is None:
+            return None
+        allowed = "token id -> a finite number"
+        if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a dict, got {self.logit_bias!r}; {allowed}.")
-        bias = dict(self.logit_bias or {})
+        bias = {as_python(key): as_python(value) for key, value in self.logit_bias.items()}
         for token_id, value in bias.items():
             _check_token_id("logit_bias", token_id)
-            check_number("logit_bias", value, float, -100, 100, allowed)
-        object.__setattr__(self, "logit_bias", bias)
+            _check_number("logit_bias", value, float, -FLOAT_LIMIT, FLOAT_LIMIT, allowed)
+        return bias
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """SamplingParams as a server makes them: None stands for the default of n, temperature,
+        top_p and the penalties; logit_bias may have strings for token ids, and is cut to -100 to
+        100."""
+        defaults = ("n", "temperature", "top_p", *(name for name in FIELDS if "penalty" in name))
+        given = {k: v for k, v in given.items() if v is not None or k not in defaults}
+        if given.get("logit_bias"):
+            bias = given["logit_bias"]
+            try:
+                given["logit_bias"] = {int(k): min(100.0, max(-100.0, v)) for k, v in bias.items()}
+            except ValueError:
+                message = f"logit_bias is {bias!r}; allowed: token id -> a number."
+                raise _error("logit_bias", bias, message) from None
+        return cls(**given)
 
     @classmethod
     def from_generation_config(cls, recommended: Mapping[str, Any]) -> SamplingParams:
@@ -167,6 +292,11 @@ class SamplingParams:
         names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
         given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares no list or dict with this instance, checked again. Raises as the
+        constructor does, if a field was assigned a bad value."""
+        return replace(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -179,16 +309,49 @@ class SamplingParams:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
+    def __repr__(self) -> str:
+        """vLLM's, and behind it the other fields that are not at their default."""
+        default = SamplingParams()
+        others = [name for name in FIELDS if getattr(self, name) != getattr(default, name)]
+        names = [*SHOWN, *(name for name in others if name not in SHOWN)]
+        return f"SamplingParams({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+FIELDS = tuple(each.name for each in fields(SamplingParams))
+TOKEN_IDS = "a list of token ids"
+
 
 def _check_word(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} holds {value!r}; allowed: non-empty strings.")
+        message = f"{name} holds {value!r}; allowed: non-empty strings."
+        raise _error(name, value, message)
 
 
 def _check_token_id(name: str, value: Any) -> None:
-    check_number(name, value, int, 0, INT_LIMIT, "token ids, 0 or more")
+    _check_number(name, value, int, 0, INT_LIMIT, "token ids, 0 or more")
+
+
+def _check_number(name: str, value: Any, *allowed: Any) -> None:
+    """config.check_number, with vLLM's exception."""
+    try:
+        check_number(name, value, *allowed)
+    except ValueError as error:
+        raise _error(name, value, str(error)) from None
+
+
+def _error(name: str, value: Any, message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter=name, value=value)
 
 
 def _check_callable(name: str, value: Any) -> None:
     if not callable(value):
         raise TypeError(f"{name} holds {value!r}; allowed: callables on a row of logits.")
+
+
+def __getattr__(name: str) -> Any:
+    """vLLM has BeamSearchParams in this module; here it belongs to a chapter."""
+    if name == "BeamSearchParams":
+        import nanoserve
+
+        return nanoserve.BeamSearchParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
@@ -182,8 +182,8 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         self.block_manager.allocate(seq, cached_blocks)
-        if seq.metrics.first_scheduled_time is None:
-            seq.metrics.first_scheduled_time = time.monotonic()
+        if seq.metrics.scheduled_ts is None:
+            seq.metrics.scheduled_ts = time.monotonic()
             seq.num_cached_tokens = seq.num_computed_tokens
         self._start_running(seq)
         self._schedule_tokens(seq, num_tokens, step)
@@ -263,22 +263,14 @@ class Scheduler:
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
         for update in updates:
             if update.new_token_ids:
-                update.sequence.metrics.record_token(now)
+                update.sequence.metrics.record_tokens(now, len(update.new_token_ids))
             if update.sequence.status.finish_reason is not None:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""
-        child = replace(
-            parent,
-            seq_id=parent.seq_id + branch,
-            branch=branch,
-            num_pending_forks=0,
-            num_output_placeholders=0,
-            metrics=replace(parent.metrics),
-            block_hashes=[],
-        )
+        child = parent.make_branch(branch)
         parent.num_pending_forks -= 1
         self.add_fork(parent, child)
         self._append_tokens(child, (first.token_id,))
@@ -336,7 +328,7 @@ class Scheduler:
         seq.status = status
         if stop_reason is not None:
             seq.stop_reason = stop_reason
-        seq.metrics.finished_time = time.monotonic()
+        seq.metrics.finished_ts = time.monotonic()
         return seq
 
     def preempt_all(self) -> None:
@@ -389,7 +381,7 @@ class Scheduler:
         """Sort key, most urgent first: arrival order, under "priority" after the priority. Forks
         arrived with their request."""
         priority = seq.priority if self.by_priority else 0
-        return (priority, seq.metrics.arrival_time, seq.seq_id)
+        return (priority, seq.metrics.queued_ts, seq.seq_id)
 
 
 def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:

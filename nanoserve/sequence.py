@@ -25,7 +25,7 @@ vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class Sequence:
 
     A request with n > 1 begins as one sequence, branch 0. When the prompt is computed, branches
     1 .. n - 1 fork off: each gets the next seq_id, shares the prompt's blocks and continues alone.
+    With n > max_num_seqs, the branches that find no place beside branch 0 are queued on their own
+    and find the prompt in the prefix cache.
     """
 
     # What was asked; this never changes.
@@ -68,6 +70,7 @@ class Sequence:
     stop_token_ids: frozenset[int]  # tokens that end the output: the model's EOS ids and the user's
     seed: int  # of the random stream, together with the branch
     metrics: RequestMetrics
+    prompt: str | None = None  # the text, if it was given
     priority: int = 0  # lower values run first, under scheduling_policy="priority"
     cache_salt: str | None = None  # only requests with the same salt share cached blocks
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must never be completed
@@ -132,6 +135,18 @@ class Sequence:
         """False while a waiting sequence cannot be admitted yet: a token was in flight when the
         sequence was preempted."""
         return self.num_output_placeholders == 0
+
+    def make_branch(self, branch: int) -> Sequence:
+        """Another of the request's n completions, with no output yet. It holds no blocks."""
+        return replace(
+            self,
+            seq_id=self.seq_id - self.branch + branch,
+            branch=branch,
+            num_pending_forks=0,
+            num_output_placeholders=0,
+            metrics=replace(self.metrics),
+            block_hashes=[],
+        )
 
 
 class RequestError(ValueError):
@@ -238,34 +253,39 @@ class SequenceUpdate(NamedTuple):
 
 @dataclass
 class RequestMetrics:
-    """Moments in the life of a request, in seconds of time.monotonic(); None until they come."""
+    """Moments in the life of a request, under vLLM V1's names; None until they come.
+
+    arrival_time is in seconds of time.time(); the others are in seconds of time.monotonic().
+    """
 
     arrival_time: float
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
+    queued_ts: float
+    scheduled_ts: float | None = None  # in its first step
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    finished_ts: float | None = None
+    num_generation_tokens: int = 0
     num_preemptions: int = 0
 
-    def record_token(self, now: float) -> None:
-        """A token was appended."""
-        if self.first_token_time is None:
-            self.first_token_time = now
-        self.last_token_time = now
+    def record_tokens(self, now: float, number: int) -> None:
+        """Tokens were appended."""
+        self.first_token_ts = self.first_token_ts or now
+        self.last_token_ts = now
+        self.num_generation_tokens += number
 
     @property
     def queue_time(self) -> float | None:
         """Seconds from arrival to the first step."""
-        return _difference(self.first_scheduled_time, self.arrival_time)
+        return _difference(self.scheduled_ts, self.queued_ts)
 
     @property
-    def time_to_first_token(self) -> float | None:
+    def first_token_latency(self) -> float | None:
         """Seconds from arrival to the first token."""
-        return _difference(self.first_token_time, self.arrival_time)
+        return _difference(self.first_token_ts, self.queued_ts)
 
     def inter_token_latency(self, num_output_tokens: int) -> float | None:
         """Mean seconds from one token to the next; None with fewer than two."""
-        total = _difference(self.last_token_time, self.first_token_time)
+        total = _difference(self.last_token_ts, self.first_token_ts)
         if total is None or num_output_tokens < 2:
             return None
         return total / (num_output_tokens - 1)

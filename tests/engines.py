@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from fakes import FakeExecutor, reference_output
 
-from nanoserve import LLMEngine, RequestOutput, SamplingParams
-from nanoserve.config import EngineConfig
+from nanoserve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.output_processor import BranchState
 from nanoserve.sequence import RequestError, SchedulerOutput, Sequence
 
@@ -50,14 +49,14 @@ def checkpoint(vocab_size: int, eos_token_ids: tuple[int, ...]) -> str:
 def make_engine(
     *, vocab_size: int = VOCAB_SIZE, eos_token_ids: tuple[int, ...] = (EOS,), **options: Any
 ) -> LLMEngine:
-    """An engine over the fake model. `options` are EngineConfig's, or a seam such as scheduler_cls.
+    """An engine over the fake model. `options` are EngineArgs', or a seam such as scheduler_cls.
 
     64 blocks of 4 tokens, if the options do not say otherwise.
     """
     seams = {name: options.pop(name) for name in list(options) if name.endswith("_cls")}
     fields = {"num_kv_blocks": 64, "block_size": 4, **options}
-    config = EngineConfig(model=checkpoint(vocab_size, eos_token_ids), **fields)
-    return LLMEngine(config, **{"executor_cls": FakeExecutor, **seams})
+    engine_args = EngineArgs(model=checkpoint(vocab_size, eos_token_ids), **fields)
+    return LLMEngine.from_engine_args(engine_args, **{"executor_cls": FakeExecutor, **seams})
 
 
 def params(**fields: Any) -> SamplingParams:

@@ -182,7 +182,7 @@ class FakeExecutor:
         model_config: ModelConfig | None = None,
         attention_backend: Any = "auto",
     ) -> None:
-        self.num_kv_blocks = config.num_kv_blocks or 64
+        self.num_kv_blocks = config.num_gpu_blocks_override or 64
         swaps = config.preemption_mode == "swap"
         self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) if swaps else 0
         self.block_size = config.block_size
@@ -395,7 +395,7 @@ def make_sequence(
         "num_pending_forks": n - 1,
         "stop_token_ids": frozenset(),
         "seed": 0,
-        "metrics": RequestMetrics(arrival_time=0.0),
+        "metrics": RequestMetrics(arrival_time=0.0, queued_ts=0.0),
         **fields,
     }
     return cls(seq_id, f"request-{seq_id}", list(prompt), max_tokens=max_tokens, **settings)
@@ -429,7 +429,7 @@ class FakeEngine:
     ) -> None:
         """`options` are EngineConfig's. With num_cpu_blocks=0 the CPU pool is always full."""
         config = EngineConfig(
-            num_kv_blocks=num_blocks,
+            num_gpu_blocks_override=num_blocks,
             block_size=block_size,
             num_cpu_blocks=num_cpu_blocks or None,
             **options,

@@ -17,10 +17,10 @@ from fakes import make_model_config
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import LLM
 from nanoserve.config import (
     DEMO_MODEL,
     OPTIONS,
+    VALUE_ALIASES,
     EngineConfig,
     ModelConfig,
     read_rope_parameters,
@@ -50,7 +50,7 @@ def write_config(folder: Path, defaults: dict[str, Any] | None = None, **changes
 # -- EngineConfig: what is allowed --
 
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # integers, or None
-OPTIONAL = (*OPTIONAL, "num_kv_blocks", "num_cpu_blocks", "kv_cache_memory")
+OPTIONAL = (*OPTIONAL, "num_gpu_blocks_override", "num_cpu_blocks", "kv_cache_memory_bytes")
 SMALLEST = dict.fromkeys(("block_size", "tensor_parallel_size", *OPTIONAL), 1)
 SMALLEST |= {"long_prefill_token_threshold": 0, "max_logprobs": -1, "seed": 0}
 SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling")
@@ -61,6 +61,7 @@ CHOICES = {
     "load_format": "auto, dummy",
     "model_impl": "auto, nanoserve, transformers",
 }
+NUMBERS = {"gpu_memory_utilization": "more than 0, up to 1", "swap_space": "0 or more"}
 
 
 @contextmanager
@@ -104,8 +105,12 @@ def test_other_values() -> None:
     for value in (0, 1.5, math.nan, math.inf):
         with refused(ValueError, "gpu_memory_utilization", repr(value), "more than 0, up to 1"):
             EngineConfig(gpu_memory_utilization=value)
-    with refused(TypeError, "gpu_memory_utilization", "'90%'", "must be a number"):
-        EngineConfig(gpu_memory_utilization="90%")  # type: ignore[arg-type]
+    for value in (-1, math.nan):
+        with refused(ValueError, "swap_space", repr(value), "0 or more"):
+            EngineConfig(swap_space=value)
+    for name in NUMBERS:
+        with refused(TypeError, name, "'90%'", "must be a number"):
+            EngineConfig(**{name: "90%"})  # type: ignore[arg-type]
     with refused(ValueError, "seed", str(2**63), "0 to 2**63 - 1"):
         EngineConfig(seed=2**63)
     for device in ("auto", "cpu", "cuda", "cuda:0", "cuda:12"):
@@ -119,14 +124,18 @@ def test_other_values() -> None:
     assert EngineConfig(model=DEMO_MODEL).model == DEMO_MODEL
 
 
+@pytest.mark.parametrize("name", VALUE_ALIASES)
+def test_vllm_names_of_values(name: str) -> None:
+    """dtype="half" is dtype="float16", also as a flag."""
+    for theirs, ours in VALUE_ALIASES[name].items():
+        assert EngineConfig(**{name: theirs}) == EngineConfig(**{name: ours})
+        args = make_parser().parse_args(["--" + name.replace("_", "-"), theirs])
+        assert EngineConfig.from_cli_args(args) == EngineConfig(**{name: ours})
+
+
 def test_a_misspelt_option_is_a_type_error() -> None:
-    """LLM names the nearest option, too."""
     with pytest.raises(TypeError, match="max_model_length"):
         EngineConfig(max_model_length=100)  # type: ignore[call-arg]
-    with refused(TypeError, "unexpected keyword argument 'max_modle_len'", "'max_model_len'?"):
-        LLM(max_modle_len=100)
-    with refused(TypeError, "unexpected keyword argument 'zzz'."):
-        LLM(zzz=100)
 
 
 def test_a_config_is_frozen() -> None:
@@ -134,11 +143,25 @@ def test_a_config_is_frozen() -> None:
         EngineConfig().block_size = 32  # type: ignore[misc]
 
 
+def test_a_config_has_a_hash_whatever_the_backend() -> None:
+    """An attention backend of the user's may define == and so have no hash."""
+
+    class Backend:
+        __hash__ = None  # type: ignore[assignment]
+
+    backend = Backend()
+    config = EngineConfig(attention_backend=backend)
+    assert hash(config) == hash(EngineConfig(attention_backend=backend))
+    assert config == EngineConfig(attention_backend=backend) != EngineConfig()
+
+
 def test_options_that_must_agree() -> None:
     """The message names both and says what to change."""
     with refused(ValueError, "max_num_batched_tokens is 7", "max_num_seqs 8", "Raise the first"):
         EngineConfig(max_num_batched_tokens=7, max_num_seqs=8)
     EngineConfig(max_num_batched_tokens=8, max_num_seqs=8)
+    with refused(ValueError, "swap_space (4 GiB) and num_cpu_blocks (8)", "Give one"):
+        EngineConfig(swap_space=4, num_cpu_blocks=8)
     with refused(ValueError, "'cuda:1' is one GPU", "tensor_parallel_size is 2", "Use 'cuda'"):
         EngineConfig(device="cuda:1", tensor_parallel_size=2)
 
@@ -160,8 +183,19 @@ def test_every_option_has_a_flag_with_its_help_text(monkeypatch: pytest.MonkeyPa
     for option in OPTIONS:
         assert option.help.endswith(".")
         assert "--" + option.name.replace("_", "-") in page
-        assert page.count(f"{option.help} (default: {option.default})") == 1
+        assert page.count(option.cli_help) == 1
     assert "--enforce-eager, --no-enforce-eager" in page
+    assert "Tokens in one KV block. (default: 16)" in page
+
+
+def test_help_says_the_default_once_and_never_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a command line, no flag stands for None."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    page = make_parser().format_help()
+    assert "Hugging Face id. (default: the embedded demo model)" in page
+    assert "None" not in page.replace("ANY", "")
+    for option in OPTIONS:
+        assert option.cli_help.count("(default: ") == 1
 
 
 def test_without_flags_the_defaults_hold() -> None:
@@ -178,7 +212,7 @@ def values_of(name: str) -> st.SearchStrategy[Any]:
         return st.booleans()
     if name in CHOICES:
         return st.sampled_from(CHOICES[name].split(", "))
-    if name == "gpu_memory_utilization":
+    if name in NUMBERS:
         return st.floats(0.01, 1)
     return st.sampled_from(["cpu", "cuda", "cuda:1"] if name == "device" else ["a", "b/c"])
 
@@ -199,7 +233,15 @@ def test_flags_say_what_keyword_arguments_say(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--max-num-seqs", "many"], ["--dtype", "float64"], ["--enforce-eager", "yes"]]
+    "flags",
+    [
+        ["--max-num-seqs", "many"],
+        ["--gpu-memory-utilization", "much"],
+        ["--dtype", "float64"],
+        ["--enforce-eager", "yes"],
+        ["--model", "None"],
+        ["--max-model-len", "None"],
+    ],
 )
 def test_a_flag_of_the_wrong_type_is_a_usage_error(
     flags: list[str], capsys: pytest.CaptureFixture[str]
@@ -401,7 +443,20 @@ def test_a_folder_or_the_demo_model(tmp_path: Path) -> None:
     assert resolve_folder(tmp_path) == resolve_folder(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("model", ["no-such-folder", "./no/such", "a/b/c", "/no/such", "a b/c"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "./no/such",
+        "~/no/such",
+        "a/b/c",
+        "/no/such",
+        "a b/c",
+        "x.gguf",
+        "a/b.safetensors",
+        "../no",
+        "a/",
+    ],
+)
 def test_neither_a_folder_nor_an_id(model: str) -> None:
     with refused(
         ValueError, "is not a folder, nor a Hugging Face id", model, "Qwen3-0.6B", "leave model out"
@@ -410,7 +465,7 @@ def test_neither_a_folder_nor_an_id(model: str) -> None:
 
 
 def test_an_id_that_the_hub_does_not_deliver() -> None:
-    """The tests run offline; a misspelt id ends the same way."""
-    name = "nobody/no-such-model-at-all"
-    with refused(ValueError, "did not deliver", name, "Check the name and the connection"):
-        resolve_folder(name)
+    """The tests run offline; a misspelt id ends the same way. An id may have no slash."""
+    for name in ("nobody/no-such-model-at-all", "gpt3", "no-such.model_1"):
+        with refused(ValueError, "did not deliver", name, "Check the name and the connection"):
+            resolve_folder(name)

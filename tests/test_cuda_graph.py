@@ -165,7 +165,12 @@ def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
 
 def make_runner(folder: Path, **options: Any) -> GraphRunner:
     model_config = ModelConfig.from_folder(folder)
-    settings = {"block_size": 4, "num_kv_blocks": 64, "max_num_seqs": 12, "max_model_len": 32}
+    settings = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 64,
+        "max_num_seqs": 12,
+        "max_model_len": 32,
+    }
     config = EngineConfig(str(folder), device="cpu", **{**settings, **options})
     return GraphRunner(config.resolve(model_config), model_config, "auto")
 
@@ -306,7 +311,9 @@ def test_a_cpu_has_no_graphs_of_its_own(make_checkpoint: Callable[..., Path]) ->
     """Only a GPU, whose attention can be captured, or who brings a graph_cls."""
     folder = make_checkpoint("llama")
     model_config = ModelConfig.from_folder(folder)
-    config = EngineConfig(str(folder), device="cpu", num_kv_blocks=4).resolve(model_config)
+    config = EngineConfig(str(folder), device="cpu", num_gpu_blocks_override=4).resolve(
+        model_config
+    )
     assert ModelRunner(config, model_config).graphs is None
 
 
@@ -319,7 +326,7 @@ def test_a_block_table_too_large_to_be_staged(
         make_checkpoint("llama"),
         block_size=1,
         max_model_len=1000,
-        num_kv_blocks=1000,
+        num_gpu_blocks_override=1000,
         max_num_seqs=4,
         max_num_batched_tokens=4,
     )
@@ -367,9 +374,9 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kv_blocks": 400, "max_num_seqs": 20},
-        {"num_kv_blocks": 30, "max_num_seqs": 9, "preemption_mode": "swap"},
-        {"num_kv_blocks": 30, "max_num_seqs": 9, "max_num_batched_tokens": 11},
+        {"num_gpu_blocks_override": 400, "max_num_seqs": 20},
+        {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "preemption_mode": "swap"},
+        {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "max_num_batched_tokens": 11},
     ],
     ids=["ample", "swap", "chunks"],
 )
@@ -394,5 +401,7 @@ def test_graphs_change_no_token(
 
 
 def test_the_start_up_line_tells_of_graphs(make_checkpoint: Callable[..., Path]) -> None:
-    with LLM(make_checkpoint("llama"), num_kv_blocks=8, executor_cls=GraphExecutor) as llm:
+    with LLM(
+        make_checkpoint("llama"), num_gpu_blocks_override=8, executor_cls=GraphExecutor
+    ) as llm:
         assert "CUDA graphs for 23 batch sizes" in llm.engine.executor.describe()

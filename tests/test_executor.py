@@ -26,7 +26,9 @@ class OwnRunner(ModelRunner):
 def test_one_step_and_the_end() -> None:
     """A runner of one's own runs the step; `close` releases the model and the KV cache."""
     model_config = ModelConfig.from_folder(DEMO_MODEL)
-    config = EngineConfig(device="cpu", num_kv_blocks=8, max_num_seqs=2).resolve(model_config)
+    config = EngineConfig(device="cpu", num_gpu_blocks_override=8, max_num_seqs=2).resolve(
+        model_config
+    )
     executor = UniprocExecutor(config, model_config, runner_cls=OwnRunner)
     assert (executor.num_kv_blocks, executor.num_cpu_blocks) == (8, 0)
     assert executor.describe() == "device=cpu, dtype=torch.float32, attention=torch"

@@ -15,8 +15,8 @@ from nanoserve.kv_cache import (
     KVCacheSpec,
     free_memory,
     num_blocks_that_fit,
-    num_cpu_blocks_to_allocate,
     profile_run,
+    size_cpu_pool,
 )
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
@@ -68,10 +68,24 @@ def test_the_profile_run_is_the_largest_step(
 
 def test_cpu_blocks_are_for_swapping() -> None:
     """None without swapping; as many as KV blocks, or as the user sets."""
-    assert num_cpu_blocks_to_allocate(EngineConfig(), 7) == 0
-    assert num_cpu_blocks_to_allocate(EngineConfig(preemption_mode="swap"), 7) == 7
-    chosen = EngineConfig(preemption_mode="swap", num_cpu_blocks=3)
-    assert num_cpu_blocks_to_allocate(chosen, 7) == 3
+    assert cpu_blocks() == cpu_blocks(num_cpu_blocks=3) == cpu_blocks(swap_space=4) == 0
+    assert cpu_blocks(preemption_mode="swap") == 7
+    assert cpu_blocks(preemption_mode="swap", num_cpu_blocks=3) == 3
+
+
+def test_swap_space_is_gib() -> None:
+    """Whole blocks of 6144 bytes; less than one is refused."""
+    assert cpu_blocks(preemption_mode="swap", swap_space=1) == 2**30 // 6144
+    assert cpu_blocks(preemption_mode="swap", swap_space=10 * 6144 / 2**30) == 10
+    for swap_space in (0, 6143 / 2**30):
+        with pytest.raises(ValueError, match=r"swap_space is .* less than one block of 6144 bytes"):
+            cpu_blocks(preemption_mode="swap", swap_space=swap_space)
+
+
+def cpu_blocks(**options: Any) -> int:
+    """CPU blocks beside 7 KV blocks of 6144 bytes."""
+    specs = [KVCacheSpec(num_kv_heads=3, key_dim=8, value_dim=8)] * 2
+    return size_cpu_pool(EngineConfig(**options), 7, specs, torch.float32)
 
 
 def blocks_that_fit(peak_activation_bytes: int = 0, **options: Any) -> int:
@@ -83,15 +97,15 @@ def blocks_that_fit(peak_activation_bytes: int = 0, **options: Any) -> int:
 
 
 def test_blocks_that_fit() -> None:
-    assert blocks_that_fit(num_kv_blocks=2) == 2  # set by the user
-    assert blocks_that_fit(num_kv_blocks=1000) == 1000
-    assert blocks_that_fit(kv_cache_memory=10 * 6144) == 10
-    assert blocks_that_fit(kv_cache_memory=11 * 6144 - 1) == 10
-    assert blocks_that_fit(kv_cache_memory=2**40) == 5 * 7  # 7 blocks hold 100 tokens
+    assert blocks_that_fit(num_gpu_blocks_override=2) == 2  # set by the user
+    assert blocks_that_fit(num_gpu_blocks_override=1000) == 1000
+    assert blocks_that_fit(kv_cache_memory_bytes=10 * 6144) == 10
+    assert blocks_that_fit(kv_cache_memory_bytes=11 * 6144 - 1) == 10
+    assert blocks_that_fit(kv_cache_memory_bytes=2**40) == 5 * 7  # 7 blocks hold 100 tokens
     assert 7 <= blocks_that_fit() <= 5 * 7  # from what is free
-    assert blocks_that_fit(kv_cache_memory=7 * 6144) == 7
+    assert blocks_that_fit(kv_cache_memory_bytes=7 * 6144) == 7
     with pytest.raises(ValueError, match=r"max_model_len=100 tokens needs.*Lower max_model_len"):
-        blocks_that_fit(kv_cache_memory=7 * 6144 - 1)
+        blocks_that_fit(kv_cache_memory_bytes=7 * 6144 - 1)
 
 
 def test_the_memory_of_a_step_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +115,8 @@ def test_the_memory_of_a_step_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch)
     assert blocks_that_fit(peak_activation_bytes=6144) == 19
     assert blocks_that_fit(peak_activation_bytes=6144 + 1) == 18
     assert blocks_that_fit(peak_activation_bytes=13 * 6144) == 7
-    assert blocks_that_fit(peak_activation_bytes=6144, kv_cache_memory=20 * 6144) == 20
-    assert blocks_that_fit(peak_activation_bytes=6144, num_kv_blocks=3) == 3
+    assert blocks_that_fit(peak_activation_bytes=6144, kv_cache_memory_bytes=20 * 6144) == 20
+    assert blocks_that_fit(peak_activation_bytes=6144, num_gpu_blocks_override=3) == 3
     for peak_activation_bytes in (13 * 6144 + 1, 2**40):  # the last is more than free memory
         message = r"needs 0 MiB of KV cache, and there are 0 MiB.*gpu_memory_utilization"
         with pytest.raises(ValueError, match=message):

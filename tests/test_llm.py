@@ -435,10 +435,10 @@ def test_priority_one_for_all_or_one_each() -> None:
         assert finished == ["a", "b", "c", "d"]
 
         outputs = generate(llm, [STORY] * 3, params, priority=[3, 1, 2])
-        ends = [output.metrics.finished_time or 0.0 for output in outputs]
+        ends = [output.metrics.finished_ts or 0.0 for output in outputs]
         assert sorted(range(3), key=ends.__getitem__) == [1, 2, 0]
         outputs = generate(llm, [STORY] * 3, params, priority=7)
-        ends = [output.metrics.finished_time or 0.0 for output in outputs]
+        ends = [output.metrics.finished_ts or 0.0 for output in outputs]
         assert ends == sorted(ends)
 
 

@@ -35,7 +35,12 @@ def runner(make_checkpoint: Callable[..., Path]) -> ModelRunner:
 
 def make_runner(folder: Path, **options: Any) -> ModelRunner:
     model_config = ModelConfig.from_folder(folder)
-    settings = {"block_size": 4, "num_kv_blocks": 16, "max_num_seqs": 3, "max_model_len": 64}
+    settings = {
+        "block_size": 4,
+        "num_gpu_blocks_override": 16,
+        "max_num_seqs": 3,
+        "max_model_len": 64,
+    }
     config = EngineConfig(str(folder), device="cpu", **{**settings, **options})
     return ModelRunner(config.resolve(model_config), model_config)
 
@@ -288,7 +293,7 @@ def test_staging_has_room_for_the_largest_step(make_checkpoint: Callable[..., Pa
     """Tokens up to the budget, full block tables, every filter, forks, logprobs of the prompt: all
     arrays of the step have room in the buffer."""
     options = {"max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 6}
-    runner = make_runner(make_checkpoint("llama"), num_kv_blocks=64, **options)
+    runner = make_runner(make_checkpoint("llama"), num_gpu_blocks_override=64, **options)
     asking = SamplingParams(
         temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=1, prompt_logprobs=1
     )

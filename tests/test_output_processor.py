@@ -222,7 +222,7 @@ def add(processor: OutputProcessor, request_id: str, **fields: Any) -> list[Sequ
     """The n sequences of one request; only the first is known to the processor."""
     params = SamplingParams(max_tokens=99, **fields)
     sequences = [make_branch(request_id, branch, params) for branch in range(params.n)]
-    processor.add(processor.make_state(sequences[0], None))
+    processor.add(processor.make_state(sequences[0]))
     return sequences
 
 

@@ -914,20 +914,20 @@ def test_moments_come_in_their_order(story_ids: list[int]) -> None:
         moments = [getattr(metrics, field.name) for field in fields(metrics)[:5]]
         assert None not in moments
         assert moments == sorted(moments)
-        assert 0 <= metrics.queue_time <= metrics.time_to_first_token
-        total = metrics.last_token_time - metrics.first_token_time
+        assert 0 <= metrics.queue_time <= metrics.first_token_latency
+        total = metrics.last_token_ts - metrics.first_token_ts
         assert metrics.inter_token_latency(5) == pytest.approx(total / 4)
         assert metrics.inter_token_latency(1) is None
-    assert second.metrics.queue_time >= first.metrics.time_to_first_token
-    assert second.metrics.first_scheduled_time >= first.metrics.finished_time
+    assert second.metrics.queue_time >= first.metrics.first_token_latency
+    assert second.metrics.scheduled_ts >= first.metrics.finished_ts
     assert second.num_cached_tokens == len(story_ids) // 16 * 16 - (len(story_ids) % 16 == 0) * 16
 
 
 def test_metrics_of_an_output_are_a_snapshot(llm: LLM, story_ids: list[int]) -> None:
     """Later steps do not change an earlier output."""
     outputs = list(llm.stream(story_ids, SamplingParams(max_tokens=4, ignore_eos=True)))
-    moments = [output.metrics.last_token_time for output in outputs]
+    moments = [output.metrics.last_token_ts for output in outputs]
     assert len(set(moments)) == 4
     assert moments == sorted(moments)  # type: ignore[type-var]
-    assert [o.metrics.finished_time is None for o in outputs] == [True, True, True, False]
-    assert len({output.metrics.first_token_time for output in outputs}) == 1
+    assert [o.metrics.finished_ts is None for o in outputs] == [True, True, True, False]
+    assert len({output.metrics.first_token_ts for output in outputs}) == 1

@@ -389,7 +389,7 @@ def test_a_sequence_that_is_not_ready_is_passed_over() -> None:
     assert num_tokens_of(engine.step()) == {others[0].seq_id: 1}
     late.ready = True  # type: ignore[attr-defined]
     engine.run()
-    assert late.metrics.finished_time < others[1].metrics.finished_time  # type: ignore[operator]
+    assert late.metrics.finished_ts < others[1].metrics.finished_ts  # type: ignore[operator]
 
 
 # -- the token budget --
@@ -523,7 +523,9 @@ def test_branches_are_as_urgent_as_their_request() -> None:
     """A request that arrived later is preempted before any branch."""
     engine = FakeEngine(num_blocks=8, block_size=4)
     engine.add(range(6), max_tokens=9, n=2)
-    later = engine.add(range(100, 106), max_tokens=9, metrics=RequestMetrics(arrival_time=1.0))
+    later = engine.add(
+        range(100, 106), max_tokens=9, metrics=RequestMetrics(arrival_time=0.0, queued_ts=1.0)
+    )
     engine.step()
     assert [seq.seq_id for seq in engine.scheduler.running] == [0, 1, 2]
     engine.run()

@@ -119,20 +119,20 @@ def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
 
 def test_times_and_latencies() -> None:
     """Queue time and time to first token count from the arrival. The latency is a mean."""
-    metrics = RequestMetrics(arrival_time=10.0, first_scheduled_time=11.5)
+    metrics = RequestMetrics(arrival_time=7e8, queued_ts=10.0, scheduled_ts=11.5)
     for now in (13.0, 13.5, 15.0):
-        metrics.record_token(now)
+        metrics.record_tokens(now, 1)
     assert metrics.queue_time == 1.5
-    assert metrics.time_to_first_token == 3.0
-    assert metrics.last_token_time == 15.0
+    assert metrics.first_token_latency == 3.0
+    assert metrics.last_token_ts == 15.0
     assert metrics.inter_token_latency(3) == 1.0
 
 
 def test_times_that_have_not_come_are_none() -> None:
-    metrics = RequestMetrics(arrival_time=10.0)
-    assert (metrics.queue_time, metrics.time_to_first_token) == (None, None)
+    metrics = RequestMetrics(arrival_time=7e8, queued_ts=10.0)
+    assert (metrics.queue_time, metrics.first_token_latency) == (None, None)
     assert metrics.inter_token_latency(0) is None
-    metrics.record_token(11.0)
+    metrics.record_tokens(11.0, 1)
     assert metrics.inter_token_latency(1) is None
 
 

@@ -44,7 +44,7 @@ def make_scheduler(
         max_model_len=num_blocks * BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(budget, max_num_seqs),
-        num_kv_blocks=num_blocks,
+        num_gpu_blocks_override=num_blocks,
         block_size=BLOCK_SIZE,
     )
     scheduler = Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE, prefix_caching))
@@ -58,7 +58,7 @@ def make_scheduler(
             max_tokens=length,
             stop_token_ids=frozenset(),
             seed=0,
-            metrics=RequestMetrics(arrival_time=float(number)),
+            metrics=RequestMetrics(arrival_time=0.0, queued_ts=float(number)),
         )
         scheduler.add(seq)
     return scheduler

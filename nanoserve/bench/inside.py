@@ -32,7 +32,7 @@ def run_here(llm: LLM, requests: list[Request], device: str) -> tuple[float, int
     synchronize(torch.device(device))
     start = time.perf_counter()
     outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=False)
-    return time.perf_counter() - start, sum(output.num_cached_tokens for output in outputs)
+    return time.perf_counter() - start, sum(output.num_cached_tokens or 0 for output in outputs)
 
 
 def greedy(request: Request) -> SamplingParams:
@@ -205,7 +205,7 @@ def parallel_suite(settings: Settings) -> dict[str, Any]:
             str(settings.folder),
             settings.num_requests,
             settings.max_len,
-            num_kv_blocks=settings.num_requests * (-(-settings.max_len // 16) + 4),
+            num_gpu_blocks_override=settings.num_requests * (-(-settings.max_len // 16) + 4),
             dtype=settings.dtype,
             device=settings.device,
         )

@@ -25,40 +25,64 @@ vLLM: vllm/beam_search.py, entrypoints/llm.py (V0); vllm/entrypoints/generate/be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.inputs import PromptType, as_python
+from nanoserve.output_processor import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
-    from nanoserve.input_processor import Prompt
     from nanoserve.llm import LLM
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamSearchParams:
-    """The settings of a beam search. Raises ValueError for a value out of range."""
+    """The settings of a beam search, with vLLM's names and order. Raises VLLMValidationError, a
+    ValueError, for a value that is not allowed. A search has a copy, which is checked again."""
 
     beam_width: int  # beams kept, and results given
     max_tokens: int  # output tokens at most
     ignore_eos: bool = False  # go on past end-of-sequence tokens
+    temperature: float = 0.0  # changes nothing, as in vLLM: beams are ranked before temperature
     length_penalty: float = 1.0  # above 0: long results rank higher; 0: by log-probability alone
+    include_stop_str_in_output: bool = False  # changes nothing: there are no stop strings
+    structured_outputs: None = None  # not here
+    skip_special_tokens: bool = True  # leave special tokens out of the texts
+    watermarking: bool | None = None  # not here
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            setattr(self, each.name, as_python(getattr(self, each.name)))
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; allowed: ints of 1 or more.")
-        value = self.length_penalty
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -10 <= value <= 10:
-            raise ValueError(
-                f"length_penalty is {value!r}; allowed: -10 to 10 (0 ranks by log-probability "
-                "alone)."
-            )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True or False.")
+                self._refuse(name, "ints of 1 or more")
+        self._check_number("length_penalty", -10, 10, "-10 to 10 (0: log-probability alone)")
+        self._check_number("temperature", 0, 3.4e38, "0 or more")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                self._refuse(name, "True or False")
+        if self.structured_outputs is not None:
+            self._refuse("structured_outputs", "None; nanoserve has no structured outputs")
+        if self.watermarking:
+            self._refuse("watermarking", "None or False; nanoserve has no watermarking")
+
+    def _check_number(self, name: str, low: float, high: float, allowed: str) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            self._refuse(name, allowed)
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        value = getattr(self, name)
+        message = f"{name} is {value!r}; allowed: {allowed}."
+        raise VLLMValidationError(message, parameter=name, value=value)
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """How each beam runs: greedily, with its candidates as logprobs."""
@@ -71,30 +95,36 @@ class BeamSearchParams:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def search(self, llm: LLM, prompts: list[Prompt]) -> list[BeamSearchOutput]:
+    def search(
+        self, llm: LLM, prompts: list[PromptType], concurrency_limit: int | None, use_tqdm: bool
+    ) -> list[BeamSearchOutput]:
         """What LLM.beam_search does. Raises ValueError or TypeError for a prompt that cannot be
         served, RuntimeError if a search fails or is aborted."""
-        engine = llm.engine
         searches = [
-            BeamSearch(llm.new_request_id("beam-search"), prompt, self, engine)
-            for prompt in prompts
+            BeamSearch(llm.new_request_id(), prompt, self, llm.engine) for prompt in prompts
         ]
-        for _ in llm.run_requests(searches):
-            raise AssertionError("a beam search hands out no RequestOutput")
+        limit = concurrency_limit or max(1, len(searches))
+        for first in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
+            for _ in llm.run_requests(searches[first : first + limit]):
+                raise AssertionError("a beam search hands out no RequestOutput")
         return [search.get_output() for search in searches]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamSearchSequence:
-    """One beam: prompt and output."""
+    """One beam: prompt and output. The fields and their order are vLLM's."""
 
-    tokens: list[int]
+    orig_prompt: dict[str, Any]  # {"type": "token", "prompt_token_ids": [...], "prompt": ...}
+    tokens: list[int]  # of prompt and output
+    logprobs: list[dict[int, Logprob]]  # per output token: its candidates
+    lora_request: None = None  # not here
     cum_logprob: float = 0.0
     text: str | None = None  # of prompt and output, filled in at the end
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop" if the beam ended in an EOS token
+    stop_reason: None = None  # there are no stop strings
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamSearchOutput:
     """The best beams, best first."""
 
@@ -107,7 +137,7 @@ class _Beam:
 
     beam: BeamSearchSequence
     sequence: Sequence
-    candidates: dict[int, float] = field(default_factory=dict)  # token id -> log-probability
+    candidates: dict[int, Logprob] = field(default_factory=dict)  # by token id, likeliest first
 
 
 class BeamSearch:
@@ -118,14 +148,15 @@ class BeamSearch:
     """
 
     def __init__(
-        self, request_id: str, prompt: Prompt, params: BeamSearchParams, engine: LLMEngine
+        self, request_id: str, prompt: PromptType, params: BeamSearchParams, engine: LLMEngine
     ) -> None:
         """Raises ValueError or TypeError if the search cannot be served."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+        params = replace(params)
         model_config = engine.model_config
         sampling_params = params.sampling_params(model_config.vocab_size)
-        root = engine.input_processor.make_sequence(request_id, prompt, sampling_params)
+        root = engine.input_processor.process(request_id, prompt, sampling_params, is_trusted=True)
         root.always_sync = True
         self.request_id = request_id
         self.params = params
@@ -135,7 +166,10 @@ class BeamSearch:
         self.eos_token_ids = frozenset() if params.ignore_eos else model_config.eos_token_ids
         self.num_prompt_tokens = root.num_prompt_tokens
         self.max_tokens = root.max_tokens  # what fits
-        self.beams = {root.seq_id: _Beam(BeamSearchSequence(list(root.token_ids)), root)}
+        prompt_dict = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
+        prompt_dict |= {} if root.prompt is None else {"prompt": root.prompt}
+        beam = BeamSearchSequence(prompt_dict, list(root.token_ids), [])
+        self.beams = {root.seq_id: _Beam(beam, root)}
         self.completed: list[BeamSearchSequence] = []
         self.error: str | None = "the search was aborted"  # until it has finished
 
@@ -158,8 +192,7 @@ class BeamSearch:
             return
         for update in updates:
             [logprobs] = update.logprobs
-            candidates = zip(logprobs.token_ids, logprobs.logprobs, strict=True)
-            self.beams[update.sequence.seq_id].candidates = dict(candidates)
+            self.beams[update.sequence.seq_id].candidates = name_logprobs(logprobs, None)
         self.advance()
 
     def fail(self, message: str) -> None:
@@ -182,7 +215,7 @@ class BeamSearch:
         children: dict[int, list[BeamSearchSequence]] = {seq_id: [] for seq_id in self.beams}
         for parent, child in self._select():
             if len(child.tokens) - self.num_prompt_tokens >= self.max_tokens:
-                self.completed.append(replace(child, finish_reason="length"))
+                self.completed.append(child)
             else:
                 children[parent.sequence.seq_id].append(child)
         parents, self.beams = self.beams, {}
@@ -205,10 +238,10 @@ class BeamSearch:
         ranked = sorted(self.completed, key=self.score, reverse=True)[: self.params.beam_width]
         if self.tokenizer is None:
             return BeamSearchOutput(ranked)
-        decode = self.tokenizer.decode
-        return BeamSearchOutput(
-            [replace(beam, text=decode(beam.tokens, skip_special_tokens=True)) for beam in ranked]
-        )
+        skip = self.params.skip_special_tokens
+        for beam in ranked:
+            beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=skip)
+        return BeamSearchOutput(ranked)
 
     def score(self, beam: BeamSearchSequence) -> float:
         """Cumulative log-probability over length ** length_penalty."""
@@ -219,12 +252,16 @@ class BeamSearch:
         """Complete the candidates that end in EOS; return the best of the others."""
         others: list[tuple[_Beam, BeamSearchSequence]] = []
         for parent in self.beams.values():
-            for token_id, logprob in parent.candidates.items():
-                child = BeamSearchSequence(
-                    [*parent.beam.tokens, token_id], parent.beam.cum_logprob + logprob
+            for token_id, candidate in parent.candidates.items():
+                child = replace(
+                    parent.beam,
+                    tokens=[*parent.beam.tokens, token_id],
+                    logprobs=[*parent.beam.logprobs, parent.candidates],
+                    cum_logprob=parent.beam.cum_logprob + candidate.logprob,
                 )
                 if token_id in self.eos_token_ids:
-                    self.completed.append(replace(child, finish_reason="stop"))
+                    child.finish_reason = "stop"
+                    self.completed.append(child)
                 else:
                     others.append((parent, child))
         others.sort(key=lambda pair: self.score(pair[1]), reverse=True)

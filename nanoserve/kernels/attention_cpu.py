@@ -318,7 +318,8 @@ class SparseDecode:
         if max(shape[1], crow[-1]) >= 2**31:
             raise ValueError(
                 f"attention over a cache of {shape[1]} keys a layer, with {crow[-1]} scores in one "
-                "step, is more than 32-bit indices tell apart. Lower num_kv_blocks or max_num_seqs."
+                "step, is more than 32-bit indices tell apart. Lower num_gpu_blocks_override or "
+                "max_num_seqs."
             )
         indices = torch.from_numpy(crow.astype(np.int32)), col
         values = torch.empty(len(col), dtype=torch.float32, device="cpu")

@@ -45,13 +45,17 @@ def make_layer_config(
     return LayerConfig(dtype, device, parallel, attention)
 
 
-def get_attn_backend(wanted: str | AttentionBackend, device: torch.device) -> AttentionBackend:
-    """The backend of a name, or the instance of AttentionBackend itself.
+def get_attn_backend(
+    wanted: str | AttentionBackend | type[AttentionBackend], device: torch.device
+) -> AttentionBackend:
+    """The backend of a name; or the AttentionBackend itself, given as an instance or a class.
 
     "auto" is "triton" on a CUDA GPU where Triton is installed, and "torch" elsewhere. Raises
     ValueError for "triton" where Triton cannot run. On a CPU that takes Triton's interpreter, which
     TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
     """
+    if isinstance(wanted, type) and issubclass(wanted, AttentionBackend):
+        wanted = wanted()
     if isinstance(wanted, AttentionBackend):
         return wanted
     if wanted == "reference":
@@ -61,7 +65,7 @@ def get_attn_backend(wanted: str | AttentionBackend, device: torch.device) -> At
     if wanted not in ("auto", "triton"):
         raise ValueError(
             f"attention_backend is {wanted!r}; allowed: auto, reference, torch, triton, or an "
-            "instance of AttentionBackend."
+            "AttentionBackend of your own (a class or an instance)."
         )
     try:
         import triton  # here, because a Mac has no Triton, and a CPU run needs none

@@ -1,0 +1,509 @@
+"""Which of vLLM's options exist here, and under which name?
+
+EngineConfig (config.py) declares the options that do something. This module reads what a user of
+vLLM writes. Every option of vLLM 0.32 and of the V0 engine (0.6.6) is known by name:
+
+    LLM(max_num_seqs=8)                   an option of EngineConfig
+    LLM(enable_prefix_caching=None)       None where vLLM allows it: the default
+    LLM(num_kv_blocks=8)                  ALIASES in config.py: num_gpu_blocks_override
+    LLM(dtype="half")                     VALUE_ALIASES in config.py: "float16"
+    LLM(enable_lora=False)                KNOWN: a value that changes nothing here is accepted
+    LLM(enable_lora=True)                 ValueError: says what is missing and what to use
+    LLM(max_num_seq=8)                    TypeError: Did you mean 'max_num_seqs'?
+
+EngineArgs holds such options, and adds them to a command line. The option part of
+coming_from_vllm.md is made from these tables (`describe_options`).
+
+vLLM: vllm/engine/arg_utils.py, vllm/utils/argparse_utils.py (V0: vllm/utils.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
+
+logger = logging.getLogger("nanoserve")
+
+# None stands for the default, as it does in vLLM.
+NONE_IS_DEFAULT = {
+    "async_scheduling",
+    "attention_backend",
+    "block_size",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "preemption_mode",
+}
+SEAMS = ("scheduler_cls", "block_manager_cls", "executor_cls", "runner_cls")
+ANY: tuple[Any, ...] = ()  # whatever the value
+
+
+class Group(NamedTuple):
+    """Options of vLLM that are not EngineConfig's, for one reason."""
+
+    verdict: str  # "no effect", "other name", "not there yet" or "left out"
+    topic: str  # such as "LoRA adapters"
+    reason: str  # what they are here and what to use: the end of the error message
+    names: str  # the options; see _read_known
+
+
+# In `names`, "max_loras=1" accepts 1 and None; "x=0|1" accepts 0, 1 and None; "x=*" accepts any
+# value; plain "x" accepts None, "auto" and what is empty. A switch is written with "=False".
+GROUPS = (
+    Group(
+        "no effect",
+        "logs, progress and tuning that change no result",
+        "This option has no other value here.",
+        """trust_remote_code=False|True disable_log_stats=False|True
+        disable_log_requests=False|True enable_log_requests=False|True
+        aggregate_engine_logging=False|True use_tqdm_on_load=False|True
+        disable_custom_all_reduce=False|True disable_async_output_proc=False|True
+        use_v2_block_manager=False|True max_seq_len_to_capture=* max_context_len_to_capture=*
+        prefix_caching_hash_algo=* multi_step_stream_outputs=False|True shutdown_timeout=*
+        fail_on_environ_validation=False|True jit_monitor_mode=*
+        jit_monitor_verbose=False|True disable_frontend_multiprocessing=False|True
+        disable_cascade_attn=False|True disable_hybrid_kv_cache_manager=False|True
+        show_hidden_metrics_for_version=* safetensors_load_strategy=*
+        safetensors_prefetch_num_threads=* safetensors_prefetch_block_size=*
+        max_parallel_loading_workers=* performance_mode=* optimization_level=*
+        allow_deprecated_quantization=False|True""",
+    ),
+    Group(
+        "other name",
+        "classes of your own",
+        "Give the class to LLM(...) or LLMEngine.from_engine_args(...): scheduler_cls, "
+        "block_manager_cls, executor_cls or runner_cls.",
+        "scheduler_cls worker_cls=auto worker_extension_cls",
+    ),
+    Group(
+        "other name",
+        "logits processors",
+        "Give them to a request: SamplingParams(logits_processors=[...]).",
+        "logits_processors logits_processor_pattern",
+    ),
+    Group(
+        "other name",
+        "ranks on one machine or several",
+        "tensor_parallel_size starts the ranks on one machine, and "
+        "`torchrun --nnodes N ... script.py` on several.",
+        """distributed_executor_backend=mp|uni|external_launcher worker_use_ray=False nnodes=1
+        node_rank=0 master_addr=* master_port=* distributed_timeout_seconds
+        cpu_distributed_timeout_seconds ray_workers_use_nsight=False device_ids""",
+    ),
+    Group(
+        "other name",
+        "the log",
+        "Set NANOSERVE_LOGGING_LEVEL in the environment, or configure logging's 'nanoserve'.",
+        "log_level=INFO|info log_config_file logging_config",
+    ),
+    Group(
+        "other name",
+        "how often a stream has an output",
+        "Each step hands out an output; SamplingParams(output_kind=...) says of what kind.",
+        "stream_interval=1",
+    ),
+    Group(
+        "other name",
+        "limits of one step",
+        "Use max_num_batched_tokens (tokens of one step), long_prefill_token_threshold (tokens of "
+        "one sequence in it) or max_num_seqs.",
+        """max_num_scheduled_tokens long_prefill_token_threshold_adaptive=False
+        max_num_active_seqs max_num_partial_prefills=1 max_long_partial_prefills=1
+        prefill_schedule_interval=1 num_lookahead_slots=0""",
+    ),
+    Group(
+        "other name",
+        "the recommended sampling parameters",
+        "nanoserve reads generation_config.json as vLLM does; give SamplingParams of your own to "
+        "use others.",
+        "generation_config override_generation_config",
+    ),
+    Group(
+        "other name",
+        "CUDA graphs, several steps at once",
+        "enforce_eager=True turns CUDA graphs off, async_scheduling=True overlaps steps.",
+        """cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes
+        num_scheduler_steps=1 cudagraph_metrics=False""",
+    ),
+    Group(
+        "other name",
+        "which files are loaded",
+        "Download the checkpoint (huggingface_hub.snapshot_download takes revision, token and "
+        "cache_dir) and give its folder as model; edit config.json there to change it.",
+        """revision=main code_revision tokenizer_revision=main download_dir hf_token
+        hf_config_path hf_overrides rope_scaling rope_theta config_format=auto|hf
+        model_weights ignore_patterns=* model_loader_extra_config pt_load_map_location=cpu
+        model_class_overrides""",
+    ),
+    Group(
+        "other name",
+        "prompts without a tokenizer",
+        "Give token ids as prompts, and SamplingParams(detokenize=False). A checkpoint without a "
+        "tokenizer needs no option.",
+        "skip_tokenizer_init=False tokenizer_mode=auto|hf tokenizer_pool_size=0 "
+        "tokenizer_pool_type=ray tokenizer_pool_extra_config renderer_num_workers=1",
+    ),
+    Group(
+        "not there yet",
+        "the HTTP server and the asynchronous engine",
+        "The server is not there yet.",
+        """served_model_name max_num_queued_reqs max_num_queued_tokens io_processor_plugin
+        tokens_only=False enable_trace_replay=False""",
+    ),
+    Group(
+        "not there yet",
+        "LoRA adapters",
+        "LoRA adapters are not there yet. Merge the adapter into the checkpoint "
+        "(peft: merge_and_unload) and give the new folder as model.",
+        """enable_lora=False max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype
+        fully_sharded_loras=False lora_target_modules default_mm_loras
+        enable_tower_connector_lora=False specialize_active_lora=False
+        enable_mixed_moe_lora_format=False enable_moe_shared_loras=False max_lora_cls_labels
+        enable_lora_bias=False lora_extra_vocab_size=256 long_lora_scaling_factors
+        qlora_adapter_name_or_path""",
+    ),
+    Group(
+        "not there yet",
+        "quantization",
+        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
+        "float32, bfloat16 or float16; dtype chooses among them.",
+        """quantization quantization_config quantization_param_path kv_cache_dtype
+        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+    ),
+    Group(
+        "not there yet",
+        "speculative decoding",
+        "Speculative decoding is not there yet. Greedy output would be the same without it.",
+        """speculative_config spec_method spec_model spec_tokens speculative_model
+        num_speculative_tokens speculative_model_quantization
+        speculative_draft_tensor_parallel_size speculative_disable_mqa_scorer=False
+        speculative_max_model_len speculative_disable_by_batch_size ngram_prompt_lookup_max
+        ngram_prompt_lookup_min spec_decoding_acceptance_method=rejection_sampler
+        typical_acceptance_sampler_posterior_threshold
+        typical_acceptance_sampler_posterior_alpha
+        disable_logprobs_during_spec_decoding=False|True per_request_spec_decode_metrics=none""",
+    ),
+    Group(
+        "not there yet",
+        "structured output and reasoning parsers",
+        "Structured output is not there yet; a logits processor can restrict the tokens.",
+        """structured_outputs_config guided_decoding_backend=auto|xgrammar reasoning_parser
+        reasoning_parser_plugin reasoning_config""",
+    ),
+    Group(
+        "not there yet",
+        "metrics, traces and events",
+        "Metrics are not there yet; engine.step_listeners gets a report of each step.",
+        """otlp_traces_endpoint collect_detailed_traces kv_cache_metrics=False
+        kv_cache_metrics_sample=0.01 custom_histogram_buckets enable_mfu_metrics=False
+        enable_layerwise_nvtx_tracing=False enable_logging_iteration_details=False
+        kv_events_config profiler_config aux_output_config enable_return_routed_experts=False
+        return_sampling_mask=False""",
+    ),
+    Group(
+        "not there yet",
+        "KV cache in other memory",
+        "The KV cache stays on its device; preemption_mode='swap' with swap_space (GiB) or "
+        "num_cpu_blocks moves preempted sequences to the CPU.",
+        """kv_offloading_size kv_offloading_backend=native kv_transfer_config
+        kv_sharing_fast_prefill=False prefix_cache_retention_interval=0 prefix_match_unit
+        ec_transfer_config ec_manager_config""",
+    ),
+    Group(
+        "left out",
+        "weights in other memory",
+        "All weights stay on the device. Use a smaller model, a half-precision dtype or "
+        "tensor_parallel_size.",
+        """cpu_offload_gb=0 cpu_offload_params offload_backend offload_group_size=0
+        offload_num_in_group=1 offload_prefetch_step=1 offload_params enable_sleep_mode=False
+        sleep_mode_offload_cudagraph=False sleep_preserve_parameter_names
+        enable_cumem_allocator=False enable_nccl_comm_suspend=False weight_transfer_config""",
+    ),
+    Group(
+        "left out",
+        "other ways to divide the work",
+        "nanoserve divides a model by tensor_parallel_size only. Start one engine for each copy of "
+        "the model that you want.",
+        """pipeline_parallel_size=1 data_parallel_size=1 data_parallel_rank
+        data_parallel_start_rank data_parallel_size_local data_parallel_address
+        data_parallel_rpc_port data_parallel_hybrid_lb=False data_parallel_external_lb=False
+        data_parallel_multi_port_external_lb=False data_parallel_backend=mp
+        enable_expert_parallel=False enable_ep_weight_filter=False enable_eplb=False
+        eplb_config expert_placement_strategy=linear all2all_backend=* enable_elastic_ep=False
+        elastic_ep_max_dp_size enable_dbo=False ubatch_size=0 dbo_decode_token_threshold=*
+        dbo_prefill_token_threshold=* dp_sync_interval=* disable_nccl_for_dp_synchronization=*
+        prefill_context_parallel_size=1 decode_context_parallel_size=1 dcp_comm_backend
+        dcp_q_replicate dcp_kv_cache_interleave_size=1 cp_kv_cache_interleave_size
+        enable_hc_sp=False enable_batch_sharded_sampling=False enable_shm_tensor_arena=False
+        enable_fault_tolerance=False fault_tolerance_config numa_bind=False numa_bind_nodes
+        numa_bind_cpus _api_process_count=1 _api_process_rank=0""",
+    ),
+    Group(
+        "left out",
+        "torch.compile and the choice of kernels",
+        "Nothing is compiled by torch.compile; attention_backend and enforce_eager choose what "
+        "runs.",
+        """compilation_config=0|{} kernel_config attention_config ir_op_priority moe_backend
+        linear_backend sparse_indexer_topk_backend enable_flashinfer_autotune=False|True
+        gdn_prefill_backend kda_prefill_backend kda_decode_backend use_fp64_gumbel=False
+        additional_config override_neuron_config""",
+    ),
+    Group(
+        "left out",
+        "how the scheduler admits requests",
+        "Give a Scheduler of your own as scheduler_cls to change the policy.",
+        """watermark=0.0 scheduler_delay_factor=0.0 scheduler_reserve_full_isl=True
+        disable_sliding_window=False swa_bounded_replay=True""",
+    ),
+    Group(
+        "left out",
+        "other stages of the logits",
+        "logprobs are those of the model's own distribution (raw_logprobs).",
+        "logprobs_mode=raw_logprobs",
+    ),
+    Group(
+        "left out",
+        "images, audio, video and embeddings as input",
+        "Prompts are text or token ids.",
+        """limit_mm_per_prompt={}|{'image':0}|{'video':0}|{'image':0,'video':0}
+        enable_mm_embeds=False enable_prompt_embeds=False allowed_local_media_path
+        allowed_media_domains media_io_kwargs mm_processor_kwargs interleave_mm_strings=False
+        mm_processor_cache_gb=* mm_processor_cache_type=* mm_hasher_algorithm=*
+        mm_shm_cache_max_object_size_mb=* mm_encoder_only=False mm_encoder_tp_mode=*
+        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+        mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin=*
+        enable_mm_processor_stats=False skip_mm_profiling=False|True video_pruning_rate
+        video_pruning_method=* mm_tensor_ipc=* mm_processor_device mm_ipc_gpu_memory_gb=0
+        mm_device_do_normalize=False|True language_model_only=False|True
+        disable_chunked_mm_input=False|True disable_mm_preprocessor_cache=False|True""",
+    ),
+    Group(
+        "left out",
+        "embedding, classification, scoring and reward models",
+        "nanoserve generates text; it runs no pooling models.",
+        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
+        "override_pooler_config",
+    ),
+    Group(
+        "left out",
+        "Mamba and other recurrent layers, diffusion, prompt adapters, watermarks in the text",
+        "The models that nanoserve runs have attention in every layer.",
+        """mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode=none
+        enable_mamba_shared_prefix_checkpoint=False replayssm_buffer_len=* use_replayssm=False
+        mamba_backend=* mamba_ssu_algorithm mamba_config
+        enable_mamba_cache_stochastic_rounding=False mamba_cache_philox_rounds=0 engram_config
+        diffusion_config watermark_config enable_prompt_adapter=False max_prompt_adapters=1
+        max_prompt_adapter_token=0""",
+    ),
+)
+
+
+class Known(NamedTuple):
+    """One option of vLLM that EngineConfig does not have."""
+
+    accepted: tuple[Any, ...]  # values that change nothing here; ANY: all
+    group: Group
+
+    def accepts(self, value: Any) -> bool:
+        return value is None or self.accepted == ANY or any(_same(value, a) for a in self.accepted)
+
+    @property
+    def is_switch(self) -> bool:
+        """Is it True or False?"""
+        return any(isinstance(value, bool) for value in self.accepted)
+
+    def describe_accepted(self) -> str:
+        """Such as "False" or "'auto' or 'generate'"."""
+        if self.accepted == ANY:
+            return "any value"
+        return "None" if self.accepted == EMPTY else " or ".join(map(repr, self.accepted))
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    """Equal, and not 1 where True is meant. A value may have an == of its own."""
+    is_same_kind = isinstance(value, bool) == isinstance(accepted, bool)
+    return is_same_kind and isinstance(value == accepted, bool) and bool(value == accepted)
+
+
+def _read_known() -> Iterator[tuple[str, Known]]:
+    """Every option in GROUPS with the values that it accepts beside None."""
+    for group in GROUPS:
+        for word in group.names.split():
+            name, has_values, values = word.partition("=")
+            accepted = tuple(map(_literal, values.split("|"))) if has_values else EMPTY
+            yield name, Known(ANY if values == "*" else accepted, group)
+
+
+def _literal(text: str) -> Any:
+    """The Python value that `text` spells, or `text` itself."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+EMPTY: tuple[Any, ...] = ("auto", "", {}, [], set())
+KNOWN: Mapping[str, Known] = dict(_read_known())
+
+
+def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of EngineConfig among vLLM's `options`, under their names in EngineConfig.
+
+    call: the function that got them, for messages. Raises TypeError for an unknown name (with the
+    nearest known one) and for two names of one option, ValueError for a value of a known option
+    that asks for what is not here.
+    """
+    names = [each.name for each in OPTIONS]
+    found: dict[str, tuple[str, Any]] = {}
+    for given, value in options.items():
+        name = ALIASES.get(given, given)
+        if name in found:
+            raise TypeError(
+                f"{call}() got {found[name][0]!r} and {given!r}, two names of one option. "
+                f"Give {name!r} only."
+            )
+        if name in names:
+            found[name] = given, value
+        elif name in KNOWN:
+            check_known(call, name, value)
+        else:
+            hint = "".join(f" Did you mean {near!r}?" for near in _nearest(given))
+            raise TypeError(f"{call}() got an unexpected keyword argument {given!r}.{hint}")
+    return {
+        name: value
+        for name, (_, value) in found.items()
+        if not (value is None and name in NONE_IS_DEFAULT)
+    }
+
+
+def _nearest(name: str) -> list[str]:
+    """The known name that is most like `name`, if one is: nanoserve's own first."""
+    own = [*(each.name for each in OPTIONS), *SEAMS, *ALIASES]
+    return get_close_matches(name, own, n=1) or get_close_matches(name, KNOWN, n=1, cutoff=0.8)
+
+
+def check_known(call: str, name: str, value: Any) -> None:
+    """Raise ValueError if this option of vLLM asks for what is not here."""
+    known = KNOWN[name]
+    if not known.accepts(value):
+        raise ValueError(
+            f"{call}({name}={value!r}): {known.group.reason} Leave {name} out, or set it to "
+            f"{known.describe_accepted()}."
+        )
+    if name == "trust_remote_code" and value:
+        logger.warning("trust_remote_code=True: nanoserve never runs code that comes with a model.")
+
+
+def check_seams(*classes: Any) -> None:
+    """Raise TypeError unless each of the SEAMS is None or a class (or a function that makes an
+    object)."""
+    for name, given in zip(SEAMS, classes, strict=True):
+        if given is not None and not callable(given):
+            raise TypeError(
+                f"{name} must be a class, got {given!r}. Give the class itself, not its name and "
+                f"not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
+            )
+
+
+class EngineArgs(EngineConfig):
+    """The options of an engine under vLLM's names: those of EngineConfig, and vLLM's others with
+    values that change nothing here.
+
+    >>> engine_args = EngineArgs(model="Qwen/Qwen3-0.6B", max_num_seqs=8, enable_lora=False)
+    >>> engine = LLMEngine.from_engine_args(engine_args)
+
+    Fields can be changed until the engine is built. `dataclasses.asdict(engine_args)` are keyword
+    arguments for LLM. Raises ValueError or TypeError as LLM does.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        super().__init__(**read_options("EngineArgs", {"model": model, **options}))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change one option; the others and `value` are checked together."""
+        changed = read_options("EngineArgs", {name: value})
+        new = EngineConfig(**{**vars(self), **changed})
+        self.__dict__.update({each: getattr(new, each) for each in changed})
+
+    def __getattr__(self, name: str) -> Any:
+        """vLLM's other options have the value that is accepted here: enable_lora is False."""
+        if name not in KNOWN:
+            raise AttributeError(f"'EngineArgs' object has no attribute {name!r}")
+        accepted = KNOWN[name].accepted
+        return None if accepted in (ANY, EMPTY) else accepted[0]
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add one flag for each option of EngineConfig. vLLM's other options are read too, but
+        --help does not list them."""
+        EngineConfig.add_cli_args(parser)
+        for name, known in KNOWN.items():
+            flag = "--" + name.strip("_").replace("_", "-")
+            how: dict[str, Any] = {"type": _literal}
+            if known.is_switch:
+                how = {"action": argparse.BooleanOptionalAction}
+            action = parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
+            action.help = argparse.SUPPRESS
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """What the flags of add_cli_args say; other arguments are left alone."""
+        names = [each.name for each in fields(cls)] + list(KNOWN)
+        return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+    def create_engine_config(self) -> EngineConfig:
+        """The frozen EngineConfig with these options (vLLM's is a VllmConfig)."""
+        return EngineConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        given = sys.argv[1:] if args is None else list(args)
+        end = given.index("--") if "--" in given else len(given)
+        dashed = [_with_dashes(word) for word in given[:end]]
+        return super().parse_known_args(dashed + given[end:], namespace)
+
+
+def _with_dashes(word: str) -> str:
+    """--max_num_seqs=8 -> --max-num-seqs=8; what is not a flag stays as it is."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def describe_options() -> dict[str, list[str]]:
+    """The rows of coming_from_vllm.md's tables of options, by heading."""
+    other_names = [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
+    values = [
+        f'| `{option}="{theirs}"` | `{option}="{ours}"` |'
+        for option, names in VALUE_ALIASES.items()
+        for theirs, ours in names.items()
+    ]
+    rows = {"same": [each.name for each in OPTIONS], "other": other_names + values}
+    return rows | {"known": [_describe_group(group) for group in GROUPS]}
+
+
+def _describe_group(group: Group) -> str:
+    """One row: what the options are about, the verdict, the options with what they accept."""
+    names = []
+    for name, known in KNOWN.items():
+        if known.group is group:
+            accepted = "" if known.accepted == EMPTY else known.describe_accepted()
+            names.append(f"`{name}`" + (f" ({accepted})" if accepted else ""))
+    return f"| {group.topic} | {group.verdict} | {group.reason} | {', '.join(names)} |"

@@ -1,0 +1,37 @@
+"""What is raised for a request that can never be served?
+
+Bad values raise VLLMValidationError, bad types raise TypeError. Code written for vLLM may catch a
+bad value under either of its two names:
+
+    try:
+        llm.generate(prompt, SamplingParams(top_p=2))
+    except VLLMValidationError as error:    # or: except ValueError
+        print(error.parameter, error.value)     top_p 2
+
+vLLM: vllm/exceptions.py (V1), where the class is no ValueError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class VLLMError(Exception):
+    """Any error that has a class of its own."""
+
+
+class VLLMClientError(VLLMError):
+    """The request is wrong, not the engine."""
+
+
+class VLLMValidationError(VLLMClientError, ValueError):
+    """A value that is not allowed. The message says what was given, what is allowed and what to do.
+
+    parameter: the name of the argument or field, value: what was given; None if the error is about
+    several of them.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value

@@ -1,0 +1,323 @@
+"""vLLM's option names: the declared ones, other names, accepted values, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from collections import Counter
+from dataclasses import asdict, fields
+
+import pytest
+
+from nanoserve import LLM, EngineArgs, LLMEngine
+from nanoserve.arg_utils import (
+    ANY,
+    GROUPS,
+    KNOWN,
+    NONE_IS_DEFAULT,
+    SEAMS,
+    FlexibleArgumentParser,
+    read_options,
+)
+from nanoserve.block_manager import BlockManager
+from nanoserve.config import ALIASES, OPTIONS, EngineConfig
+from nanoserve.scheduler import Scheduler
+
+NAMES = {option.name for option in OPTIONS}
+
+# The fields of EngineArgs and AsyncEngineArgs in vLLM 0.32.0, and those that only 0.6.6 has.
+VLLM_0_32 = """
+model enable_return_routed_experts return_sampling_mask model_weights served_model_name tokenizer
+hf_config_path runner convert skip_tokenizer_init enable_prompt_embeds tokenizer_mode
+trust_remote_code allowed_local_media_path allowed_media_domains download_dir
+safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+load_format config_format dtype kv_cache_dtype seed max_model_len cudagraph_capture_sizes
+max_cudagraph_capture_size ir_op_priority distributed_executor_backend pipeline_parallel_size
+master_addr master_port nnodes node_rank distributed_timeout_seconds cpu_distributed_timeout_seconds
+numa_bind numa_bind_nodes numa_bind_cpus device_ids tensor_parallel_size
+prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend dcp_q_replicate
+dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size data_parallel_rank
+data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb
+data_parallel_backend enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling
+enable_ep_weight_filter moe_backend linear_backend sparse_indexer_topk_backend all2all_backend
+enable_elastic_ep elastic_ep_max_dp_size enable_dbo ubatch_size dbo_decode_token_threshold
+dp_sync_interval dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config
+enable_eplb expert_placement_strategy _api_process_count _api_process_rank
+max_parallel_loading_workers block_size enable_prefix_caching prefix_caching_hash_algo
+prefix_cache_retention_interval disable_sliding_window disable_cascade_attn offload_backend
+cpu_offload_gb cpu_offload_params offload_group_size offload_num_in_group offload_prefetch_step
+offload_params gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens
+max_num_scheduled_tokens long_prefill_token_threshold long_prefill_token_threshold_adaptive
+max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens max_logprobs
+logprobs_mode use_fp64_gumbel enable_trace_replay disable_log_stats aggregate_engine_logging
+revision code_revision hf_token hf_overrides model_class_overrides tokenizer_revision quantization
+quantization_config allow_deprecated_quantization enforce_eager disable_custom_all_reduce
+enable_shm_tensor_arena language_model_only limit_mm_per_prompt enable_mm_embeds
+interleave_mm_strings media_io_kwargs mm_processor_kwargs mm_processor_cache_gb
+mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
+mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin io_processor_plugin
+renderer_num_workers skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc
+mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize enable_lora max_loras max_lora_rank
+default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
+enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format
+enable_moe_shared_loras max_lora_cls_labels ray_workers_use_nsight num_gpu_blocks_override
+model_loader_extra_config ignore_patterns enable_chunked_prefill disable_chunked_mm_input
+scheduler_reserve_full_isl prefill_schedule_interval watermark disable_hybrid_kv_cache_manager
+structured_outputs_config aux_output_config reasoning_parser reasoning_parser_plugin
+speculative_config spec_method spec_model spec_tokens watermark_config diffusion_config
+show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+per_request_spec_decode_metrics kv_cache_metrics kv_cache_metrics_sample custom_histogram_buckets
+cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details
+jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats scheduling_policy scheduler_cls
+pooler_config compilation_config attention_config engram_config mamba_config kernel_config
+enable_flashinfer_autotune worker_cls worker_extension_cls profiler_config logging_config log_level
+log_config_file kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
+reasoning_config generation_config enable_sleep_mode sleep_mode_offload_cudagraph
+sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend
+override_generation_config model_impl attention_backend kv_cache_dtype_skip_layers mamba_cache_dtype
+mamba_ssm_cache_dtype mamba_block_size prefix_match_unit mamba_cache_mode
+enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm mamba_backend
+mamba_ssu_algorithm enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
+additional_config use_tqdm_on_load pt_load_map_location logits_processors async_scheduling
+stream_interval kv_sharing_fast_prefill swa_bounded_replay optimization_level performance_mode
+fault_tolerance_config enable_fault_tolerance kv_offloading_size kv_offloading_backend tokens_only
+shutdown_timeout weight_transfer_config fail_on_environ_validation gdn_prefill_backend
+kda_prefill_backend kda_decode_backend enable_log_requests
+"""
+VLLM_0_6_6 = """
+task quantization_param_path worker_use_ray use_v2_block_manager swap_space rope_scaling rope_theta
+max_seq_len_to_capture tokenizer_pool_size tokenizer_pool_type tokenizer_pool_extra_config
+disable_mm_preprocessor_cache enable_lora_bias enable_prompt_adapter max_prompt_adapters
+max_prompt_adapter_token lora_extra_vocab_size long_lora_scaling_factors device num_scheduler_steps
+multi_step_stream_outputs num_lookahead_slots preemption_mode scheduler_delay_factor
+guided_decoding_backend logits_processor_pattern speculative_model speculative_model_quantization
+speculative_draft_tensor_parallel_size num_speculative_tokens speculative_disable_mqa_scorer
+speculative_max_model_len speculative_disable_by_batch_size ngram_prompt_lookup_max
+ngram_prompt_lookup_min spec_decoding_acceptance_method
+typical_acceptance_sampler_posterior_threshold typical_acceptance_sampler_posterior_alpha
+qlora_adapter_name_or_path disable_logprobs_during_spec_decoding disable_async_output_proc
+override_neuron_config override_pooler_config disable_log_requests
+"""
+
+
+def test_every_option_of_vllm_is_known() -> None:
+    """It is an option here, or a value of it is accepted."""
+    for name in (*VLLM_0_32.split(), *VLLM_0_6_6.split()):
+        assert (name in NAMES) + (name in KNOWN) == 1, name
+
+
+def test_each_name_has_one_meaning() -> None:
+    words = Counter(word.partition("=")[0] for group in GROUPS for word in group.names.split())
+    assert [name for name, count in words.items() if count > 1] == []
+    assert not set(words) & (NAMES | set(ALIASES) | set(SEAMS) - {"scheduler_cls"})
+    assert set(ALIASES.values()) | NONE_IS_DEFAULT <= NAMES
+    for group in GROUPS:
+        assert group.verdict in ("no effect", "other name", "not there yet", "left out")
+        assert group.reason.endswith(".")
+
+
+# -- read_options --
+
+
+def test_other_names_of_options() -> None:
+    assert read_options("LLM", {"num_kv_blocks": 8}) == {"num_gpu_blocks_override": 8}
+    assert read_options("LLM", {"kv_cache_memory": 8}) == {"kv_cache_memory_bytes": 8}
+    for alias, name in ALIASES.items():
+        for names in ([alias, name], [name, alias]):
+            with pytest.raises(TypeError, match=f"'{names[0]}' and '{names[1]}', two names of one"):
+                read_options("LLM", dict.fromkeys(names, 8))
+
+
+def test_none_where_vllm_allows_it() -> None:
+    for name in NONE_IS_DEFAULT:
+        assert EngineArgs(**{name: None}) == EngineArgs()
+    with pytest.raises(TypeError, match="seed must be an int, got None"):
+        EngineArgs(seed=None)
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    for name, known in KNOWN.items():
+        for value in (None, *(known.accepted or (object(), 5, "x"))):
+            assert read_options("LLM", {name: value}) == {}, name
+
+
+def test_what_is_not_here_is_refused_by_name() -> None:
+    """The message has the option, the value, the reason and the value that is accepted."""
+    for name, known in KNOWN.items():
+        for value in (True, False, 12345, "something", ["something"]):
+            if not known.accepts(value):
+                message = f"LLM({name}={value!r}): {known.group.reason} Leave {name} out"
+                with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+                    read_options("LLM", {name: value})
+        assert known.accepted == ANY or not known.accepts(12345), name
+
+
+def test_some_messages() -> None:
+    for options, words in [
+        ({"quantization": "awq"}, "LLM(quantization='awq'): Quantized weights and a quantized KV"),
+        ({"enable_lora": True}, "Leave enable_lora out, or set it to False."),
+        ({"runner": "pooling"}, "set it to 'auto' or 'generate'."),
+        ({"pipeline_parallel_size": 2}, "tensor_parallel_size only"),
+        ({"enable_lora": 0}, "LLM(enable_lora=0)"),  # a switch is True or False
+        ({"data_parallel_size": True}, "LLM(data_parallel_size=True)"),
+        ({"logits_processors": ["x"]}, "SamplingParams(logits_processors=[...])"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            LLM(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("max_modle_len", "max_model_len"),
+        ("max_num_seq", "max_num_seqs"),
+        ("num_kv_block", "num_kv_blocks"),
+        ("scheduler_class", "scheduler_cls"),
+        ("attention_backends", "attention_backend"),
+        ("trust_remote_codes", "trust_remote_code"),
+        ("zzz", None),
+    ],
+)
+def test_a_misspelt_option_is_a_type_error(name: str, nearest: str | None) -> None:
+    hint = f" Did you mean '{nearest}'?" if nearest else ""
+    for call in (LLM, EngineArgs):
+        with pytest.raises(TypeError) as raised:
+            call(**{name: 100})
+        expected = f"{call.__name__}() got an unexpected keyword argument {name!r}.{hint}"
+        assert str(raised.value) == expected
+
+
+def test_trust_remote_code_runs_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="nanoserve"):
+        assert read_options("LLM", {"trust_remote_code": False}) == {}
+        assert not caplog.records
+        assert read_options("LLM", {"trust_remote_code": True}) == {}
+    assert [r.getMessage() for r in caplog.records] == [
+        "trust_remote_code=True: nanoserve never runs code that comes with a model."
+    ]
+
+
+# -- seams --
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_seam_takes_a_class(name: str) -> None:
+    """Not its name, as in vLLM, and not an instance. Checked before the model is loaded."""
+    for value in ("my.module.Class", BlockManager(4, 4)):
+        with pytest.raises(TypeError, match=f"^{name} must be a class, got .*{name}=My"):
+            LLM(**{name: value})
+        with pytest.raises(TypeError, match=f"^{name} must be a class"):
+            LLMEngine.from_engine_args(EngineArgs(), **{name: value})
+
+
+def test_an_attention_backend_may_be_a_class() -> None:
+    pytest.importorskip("torch")
+    from nanoserve.attention import AttentionBackend
+
+    class Mine(AttentionBackend):
+        """The definition, under another name."""
+
+    with LLM(num_kv_blocks=16, attention_backend=Mine) as llm:
+        assert type(llm.engine.executor.runner.backend) is Mine
+        assert "Mine" in llm.engine.executor.describe()
+    for value in (5, "FLASH_ATTN", int):
+        with pytest.raises(ValueError, match=r"attention_backend is .* allowed: auto, reference"):
+            LLM(num_kv_blocks=16, attention_backend=value)
+
+
+# -- EngineArgs --
+
+
+def test_engine_args_are_options_of_an_engine() -> None:
+    """Fields, defaults, asdict and vars: what vLLM's programs do with them."""
+    engine_args = EngineArgs("demo", max_num_seqs=3, dtype="half", enable_lora=False)
+    assert (engine_args.model, engine_args.dtype) == ("demo", "float16")
+    assert [each.name for each in fields(engine_args)] == [option.name for option in OPTIONS]
+    assert EngineArgs() == EngineArgs(**asdict(EngineArgs())) != engine_args
+    for options in (asdict(engine_args), vars(engine_args)):
+        assert EngineArgs(**options) == engine_args
+        assert EngineConfig(**options) == engine_args.create_engine_config()
+    assert type(engine_args.create_engine_config()) is EngineConfig
+    assert "max_num_seqs=3" in repr(engine_args)
+
+
+def test_engine_args_can_be_changed() -> None:
+    """Each change is checked, and a refused one changes nothing."""
+    engine_args = EngineArgs(max_num_seqs=8)
+    engine_args.max_num_batched_tokens = 64
+    engine_args.num_kv_blocks = 32
+    engine_args.dtype = "half"
+    engine_args.enable_lora = False
+    for name, value in [("max_num_batched_tokens", 7), ("block_size", 0), ("enable_lora", True)]:
+        with pytest.raises(ValueError, match=name):
+            setattr(engine_args, name, value)
+    with pytest.raises(TypeError, match="Did you mean 'max_num_seqs'"):
+        engine_args.max_num_seq = 5
+    changes = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 32, "dtype": "float16"}
+    assert engine_args == EngineArgs(max_num_seqs=8, **changes)
+
+
+def test_engine_args_answer_for_options_that_are_not_here() -> None:
+    engine_args = EngineArgs()
+    assert engine_args.enable_lora is False
+    assert engine_args.quantization is None
+    assert engine_args.pipeline_parallel_size == 1
+    with pytest.raises(AttributeError, match="no attribute 'zzz'"):
+        engine_args.zzz  # noqa: B018
+
+
+def test_an_engine_from_engine_args() -> None:
+    """The options and the seams arrive."""
+
+    class Mine(Scheduler):
+        """A scheduler, under another name."""
+
+    engine_args = EngineArgs(num_gpu_blocks_override=24, block_size=4, max_model_len=64)
+    engine = LLMEngine.from_engine_args(engine_args, scheduler_cls=Mine)
+    assert engine.executor.num_kv_blocks == 24
+    assert (engine.config.block_size, engine.config.max_model_len) == (4, 64)
+    assert type(engine.scheduler) is Mine
+    engine.close()
+    with LLM.from_engine_args(engine_args) as llm:
+        assert llm.engine.config.max_model_len == 64
+
+
+# -- command line --
+
+
+def parse(*words: str) -> EngineArgs:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--max-tokens", type=int)
+    return EngineArgs.from_cli_args(parser.parse_args(words))
+
+
+def test_flags_with_dashes_and_underscores() -> None:
+    expected = EngineArgs(max_num_seqs=3, enable_prefix_caching=False, num_gpu_blocks_override=9)
+    flags = ["--max-num-seqs=3", "--no-enable-prefix-caching", "--num-kv-blocks", "9"]
+    assert parse() == EngineArgs()
+    assert parse(*flags) == expected
+    assert parse(*(flag.replace("-", "_").replace("__", "--", 1) for flag in flags)) == expected
+    assert parse("-tp", "2").tensor_parallel_size == 2
+    assert parse("--model", "a_b/c_d", "--max_tokens", "5").model == "a_b/c_d"
+
+
+def test_underscores_behind_a_double_dash_stay() -> None:
+    parser = FlexibleArgumentParser()
+    parser.add_argument("words", nargs="*")
+    assert parser.parse_args(["--", "--a_b"]).words == ["--a_b"]
+
+
+def test_vllm_flags_that_change_nothing_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help does not list them; a value that asks for what is not here is refused."""
+    neutral = ["--trust-remote-code", "--no-enable-lora", "--pipeline_parallel_size", "1"]
+    assert parse(*neutral, "--runner", "generate", "--max-loras", "1") == EngineArgs()
+    with pytest.raises(ValueError, match=r"EngineArgs\(quantization='awq'\)"):
+        parse("--quantization", "awq")
+    with pytest.raises(ValueError, match=r"EngineArgs\(enable_lora=True\)"):
+        parse("--enable-lora")
+    page = EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
+    assert "lora" not in page
+    assert "--max-num-seqs" in page
