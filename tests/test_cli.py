@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve import LLM, CompletionOutput, SamplingParams, __main__
+from nanoserve import LLM, SamplingParams, __main__
 from nanoserve.config import OPTIONS
 from nanoserve.tools import cli, cli_chat, cli_complete
 
@@ -415,7 +415,8 @@ def test_texts_come_out_in_order(texts: list[list[str]], n: int, data: st.DataOb
             number, index = data.draw(st.sampled_from(sorted(left)))
             piece = left[number, index].pop(0)
             is_last = not left[number, index]
-            completion = CompletionOutput(index, piece, [], "stop" if is_last else None)
+            reason = "stop" if is_last else None
+            completion = SimpleNamespace(index=index, text=piece, finish_reason=reason)
             printer.take(number, SimpleNamespace(outputs=[completion]))
             if is_last:
                 del left[number, index]

@@ -141,8 +141,7 @@ def complete(
     requests = []
     for number, prompt in enumerate(prompts, start=1):
         try:
-            request_id = llm.new_request_id("complete")
-            requests.append(llm.engine.make_request(request_id, prompt, params))
+            requests.append(llm.engine.make_request(f"prompt {number}", prompt, params))
         except ValueError as error:
             where = f"prompt {number} ({prompt!r:.40}): " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from error
