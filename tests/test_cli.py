@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from nanoserve import LLM, SamplingParams, __main__
 from nanoserve.config import OPTIONS
+from nanoserve.sampling_params import MISSING
 from nanoserve.tools import cli, cli_chat, cli_complete
 
 ROOT = Path(__file__).parent.parent
@@ -314,14 +315,8 @@ def test_sampling_params_are_flags() -> None:
         found = getattr(SamplingParams(**given), name)
         assert (tuple(found) if isinstance(value, tuple) else found) == value, name
     plain = {each.name for each in fields(SamplingParams) if each.type in ("int", "float", "bool")}
-    assert plain - actions.keys() <= {*cli.NO_FLAG, *named_only()}
+    assert plain - actions.keys() <= {*cli.NO_FLAG, *MISSING}
     assert {"seed", "max_tokens", "logprobs", *EXAMPLES} - {int, float} <= actions.keys()
-
-
-def named_only() -> set[str]:
-    """Fields of vLLM's that nanoserve has by name only."""
-    comments = cli.read_comments(SamplingParams)
-    return {name for name, comment in comments.items() if comment.startswith("see ")}
 
 
 @pytest.mark.parametrize("spell", [str, lambda flag: flag.replace("-", "_").replace("__", "--")])

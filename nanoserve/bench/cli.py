@@ -32,9 +32,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nanoserve.arg_utils import read_options
 from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
-from nanoserve.config import EngineConfig, check_names
+from nanoserve.config import EngineConfig
 
 Values = dict[str, Any]
 
@@ -145,8 +146,7 @@ def variant(text: str) -> tuple[str, Values]:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME:OPTION=VALUE,OPTION=VALUE.")
     values = {option: python_value(value) for option, _, value in pairs}
     try:
-        check_names("LLM", values)
-        EngineConfig(**values)
+        EngineConfig(**read_options("LLM", values))
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     return name, values

@@ -33,7 +33,9 @@ from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
-from nanoserve import LLM, EngineConfig, RequestOutput, SamplingParams
+from nanoserve import LLM, RequestOutput, SamplingParams
+from nanoserve.arg_utils import EngineArgs, FlexibleArgumentParser
+from nanoserve.sampling_params import MISSING
 
 NO_FLAG = ("detokenize", "skip_clone")  # the commands print text; a request has a clone
 SIGN = "> "  # in front of what a person types
@@ -44,7 +46,7 @@ CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd"
 # -- the command line --
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(FlexibleArgumentParser):
     """argparse with short errors: one sentence that names the nearest flag.
 
     Positional arguments may stand between flags, and a flag may have underscores.
@@ -62,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
         """The parsed arguments. Ends with SystemExit(2) after a sentence on stderr."""
-        args, unknown = self.parse_known_intermixed_args(with_dashes(arguments))
+        args, unknown = self.parse_known_intermixed_args(arguments)
         if unknown and not unknown[0].startswith("-"):
             self.error(f"{unknown[0]!r} is one word too many.")
         elif unknown:
@@ -78,39 +80,29 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the options.)\n")
 
 
-def with_dashes(arguments: list[str]) -> list[str]:
-    """["--max_tokens=5", "a_b"] -> ["--max-tokens=5", "a_b"]. Nothing changes behind "--"."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    parts = [argument.partition("=") for argument in arguments[:end]]
-    named = [
-        (name.replace("_", "-") if name.startswith("--") else name, equals, value)
-        for name, equals, value in parts
-    ]
-    return ["".join(part) for part in named] + arguments[end:]
-
-
 def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaults: Any) -> None:
-    """Flags for the fields of SamplingParams and EngineConfig. `defaults`: what the command sets
+    """Flags for the fields of SamplingParams and EngineArgs. `defaults`: what the command sets
     where SamplingParams has another default.
 
     The values of SamplingParams are in args.sampling_NAME, None if not given. Some fields have no
-    flag: those in NO_FLAG and `without`, those that hold Python objects (logits_processors,
-    output_kind), and those that exist by name only (their comment begins with "see").
+    flag: those in NO_FLAG, MISSING and `without`, and those that hold Python objects
+    (logits_processors, output_kind).
     """
     group = parser.add_argument_group(
         "sampling options",
         "Not given: what the model's generation_config.json recommends, else the default.",
     )
-    EngineConfig.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
     hints, comments = get_type_hints(SamplingParams), read_comments(SamplingParams)
     for each in fields(SamplingParams):
-        comment, how = comments.get(each.name, ""), flag_of(hints[each.name])
-        if how is None or comment.startswith("see ") or each.name in (*without, *NO_FLAG):
+        how = flag_of(hints[each.name])
+        if how is None or each.name in (*without, *NO_FLAG, *MISSING):
             continue
         flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
         action = group.add_argument(flag, dest=dest, default=None, **how)
         default = defaults.get(each.name, each.default)
-        action.help = f"{comment} (default: {default})".replace("%", "%%")  # %(...)s is argparse's
+        text = f"{comments.get(each.name, '')} (default: {default})"
+        action.help = text.replace("%", "%%")  # %(...)s is argparse's
 
 
 def flag_of(hint: Any) -> dict[str, Any] | None:
@@ -162,10 +154,10 @@ def read_comments(cls: type) -> dict[str, str]:
 # -- the engine --
 
 
-def read_config(parser: Parser, args: argparse.Namespace) -> EngineConfig:
+def read_config(parser: Parser, args: argparse.Namespace) -> EngineArgs:
     """The engine's options; a value that is not allowed ends the command with status 2."""
     try:
-        config = EngineConfig.from_cli_args(args)
+        config = EngineArgs.from_cli_args(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     return config
@@ -184,13 +176,13 @@ def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def build_llm(config: EngineConfig) -> LLM:
+def build_llm(config: EngineArgs) -> LLM:
     """The engine in this process. Raises ValueError for a model that is not there.
 
     Its report of what runs is left out, unless NANOSERVE_LOGGING_LEVEL asks for it.
     """
     os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
-    return LLM(**vars(config))
+    return LLM.from_engine_args(config)
 
 
 def make_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
