@@ -75,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("NANOSERVE_LOGGING_LEVEL", "").upper() == "DEBUG":
             raise
         message = str(error) or type(error).__name__
-        if not isinstance(error, ValueError):  # our own doors say what to do
+        if isinstance(error, ModuleNotFoundError):
+            message += f": it is not installed for {sys.executable}."
+        elif not isinstance(error, ValueError):  # our own doors say what to do
             message += " (NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback)"
         print(f"nanoserve {arguments[0]}: error: {message}", file=sys.stderr)
         return 1

@@ -262,16 +262,29 @@ def test_a_model_that_is_not_there_is_one_sentence(
         run(*arguments, stdin="Hello\n")
 
 
-def test_errors_of_libraries_name_the_way_to_the_traceback(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("no memory"),
+            "no memory (NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback)",
+        ),
+        (MemoryError(), "MemoryError (NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback)"),
+        (ModuleNotFoundError("No module named 'torch'"), "'torch': it is not installed for /"),
+    ],
+)
+def test_errors_of_libraries_are_sentences_too(
+    error: Exception, message: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(config: object) -> None:
-        raise RuntimeError("out of memory")
+        raise error
 
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     monkeypatch.setattr(cli, "build_llm", fail)
     result = run("complete", "a")
     assert result.status == 1
-    assert "error: out of memory (NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback)" in result.err
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1
 
 
 # -- flags --

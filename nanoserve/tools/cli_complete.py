@@ -163,10 +163,11 @@ def complete(
     finally:
         printer.close()
         bar.close()
-    if show_stats and params.output_kind is RequestOutputKind.DELTA and len(prompts) == 1:
-        cli.note(f"[{stats.describe_one()}]")
-    elif show_stats:
+    if show_stats and len(prompts) > 1:
         cli.note(f"[{len(prompts)} prompts, {stats.describe()}]")
+    elif show_stats:
+        is_streamed = params.output_kind is RequestOutputKind.DELTA
+        cli.note(f"[{stats.describe_one() if is_streamed else stats.describe()}]")
     return is_good
 
 
