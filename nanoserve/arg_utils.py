@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
@@ -411,6 +412,22 @@ def check_seams(*classes: Any) -> None:
                 f"{name} must be a class, got {given!r}. Give the class itself, not its name and "
                 f"not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
             )
+
+
+def read_chat_template(given: str | Path | None) -> str | None:
+    """The Jinja template in this file, or `given` itself if it is a template."""
+    if given is None:
+        return None
+    if not isinstance(given, (str, Path)):
+        raise TypeError(f"chat_template must be a string or a path, got {given!r}.")
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    if not Path(given).expanduser().is_file():
+        raise ValueError(
+            f"chat_template is {str(given)!r}, which is neither a file nor a Jinja template. Give "
+            "one of the two, or leave it out: the model's own template."
+        )
+    return Path(given).expanduser().read_text(encoding="utf-8")
 
 
 class EngineArgs(EngineConfig):
