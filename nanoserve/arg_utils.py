@@ -11,8 +11,8 @@ vLLM writes. Every option of vLLM 0.32 and of the V0 engine (0.6.6) is known by 
     LLM(enable_lora=True)                 ValueError: says what is missing and what to use
     LLM(max_num_seq=8)                    TypeError: Did you mean 'max_num_seqs'?
 
-EngineArgs holds such options, and adds them to a command line. The option part of
-coming_from_vllm.md is made from these tables (`describe_options`).
+EngineArgs holds such options, and adds them to a command line. coming_from_vllm.md lists these
+tables for readers.
 
 vLLM: vllm/engine/arg_utils.py, vllm/utils/argparse_utils.py (V0: vllm/utils.py).
 """
@@ -29,7 +29,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
+from nanoserve.config import ALIASES, OPTIONS, EngineConfig
 
 logger = logging.getLogger("nanoserve")
 
@@ -502,25 +502,3 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def describe_options() -> dict[str, list[str]]:
-    """The rows of coming_from_vllm.md's tables of options, by heading."""
-    other_names = [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
-    values = [
-        f'| `{option}="{theirs}"` | `{option}="{ours}"` |'
-        for option, names in VALUE_ALIASES.items()
-        for theirs, ours in names.items()
-    ]
-    rows = {"same": [each.name for each in OPTIONS], "other": other_names + values}
-    return rows | {"known": [_describe_group(group) for group in GROUPS]}
-
-
-def _describe_group(group: Group) -> str:
-    """One row: what the options are about, the verdict, the options with what they accept."""
-    names = []
-    for name, known in KNOWN.items():
-        if known.group is group:
-            accepted = "" if known.accepted == EMPTY else known.describe_accepted()
-            names.append(f"`{name}`" + (f" ({accepted})" if accepted else ""))
-    return f"| {group.topic} | {group.verdict} | {group.reason} | {', '.join(names)} |"
