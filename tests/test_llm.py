@@ -111,7 +111,8 @@ def test_every_form_of_prompt(llm: LLM, story_ids: list[int]) -> None:
 
 def test_prompts_as_vllm_documents_them(llm: LLM, story_ids: list[int]) -> None:
     """Dicts, arrays and tensors, alone and in lists, in every method that takes prompts."""
-    [expected] = generate(llm, STORY)
+    two = SamplingParams(temperature=0, max_tokens=2)
+    [expected] = generate(llm, STORY, two)
     forms: list[Any] = [
         {"prompt": STORY},
         TextPrompt(prompt=STORY),
@@ -122,15 +123,13 @@ def test_prompts_as_vllm_documents_them(llm: LLM, story_ids: list[int]) -> None:
         [np.int64(token_id) for token_id in story_ids],
     ]
     texts = [STORY, STORY, None, None, None, None, None]
-    outputs = [generate(llm, form)[0] for form in forms] + generate(llm, forms)
+    outputs = [generate(llm, form, two)[0] for form in forms] + generate(llm, forms, two)
     assert [output.prompt for output in outputs] == texts * 2
-    beams = llm.beam_search(forms, BeamSearchParams(2, 3))
+    beams = llm.beam_search(forms, BeamSearchParams(1, 2))
     for form, found in zip(forms, beams, strict=True):
-        assert [beam.tokens for beam in found.sequences] == [
-            beam.tokens for beam in beams[0].sequences
-        ]
-        assert token_ids_of(list(llm.stream(form, GREEDY))) == expected.outputs[0].token_ids
-        assert llm.add_request("mine", form, GREEDY) == "mine"
+        assert found.sequences[0].tokens == story_ids + expected.outputs[0].token_ids
+        assert token_ids_of(list(llm.stream(form, two))) == expected.outputs[0].token_ids
+        assert llm.add_request("mine", form, two) == "mine"
         while llm.has_unfinished_requests():
             outputs += [output for output in llm.step() if output.finished]
     assert len(outputs) == 3 * len(forms)
@@ -160,7 +159,7 @@ def test_request_ids_count_from_0() -> None:
     """As vLLM's. An id in use is passed over."""
     with LLM(num_kv_blocks=32) as llm:
         assert [output.request_id for output in generate(llm, [STORY] * 2)] == ["0", "1"]
-        llm.add_request("2", STORY, GREEDY)
+        llm.add_request("2", STORY, replace(GREEDY, max_tokens=40, ignore_eos=True))
         assert [output.request_id for output in generate(llm, STORY)] == ["3"]
         assert llm.llm_engine is llm.engine
         assert llm.llm_engine.get_num_unfinished_requests() == 1
@@ -244,7 +243,7 @@ def test_enqueue_then_wait(llm: LLM) -> None:
     """The outputs are generate's, in the order of queueing; aborted requests have none. Other
     requests wait for step()."""
     expected = generate(llm, [STORY, "One day"]) + llm.chat(SUM, GREEDY, use_tqdm=False)
-    llm.add_request("other", STORY, GREEDY)
+    llm.add_request("other", STORY, replace(GREEDY, max_tokens=60, ignore_eos=True))
     ids = llm.enqueue([STORY, "One day"], GREEDY) + llm.enqueue_chat([SUM, CAPITAL], GREEDY)
     assert llm.llm_engine.get_num_unfinished_requests() == 5
     assert llm.abort_request(ids[3])
