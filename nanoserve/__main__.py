@@ -6,8 +6,8 @@
 
 A command is a module with `main(arguments: list[str]) -> int`. The module is imported when its
 command is called. It reads its arguments first, and imports torch after that: so `--help` and a
-misspelt option are answered at once. A command whose module is not there is told in one sentence
-(`serve` is a chapter that is not written yet; and tools/, bench/ and extras/ can be deleted).
+misspelt option are answered at once. A command whose module is not there says so in one sentence:
+a chapter can be planned, and the folders tools/, bench/ and extras/ can be deleted.
 
 Exit status: 0; 1 for what failed (one sentence on stderr); 2 for a command line that is not right;
 130 after Ctrl-C. NANOSERVE_LOGGING_LEVEL=DEBUG shows the traceback behind the sentence.

@@ -11,8 +11,8 @@ vLLM writes. Every option of vLLM 0.32 and of the V0 engine (0.6.6) is known by 
     LLM(enable_lora=True)                 ValueError: says what is missing and what to use
     LLM(max_num_seq=8)                    TypeError: Did you mean 'max_num_seqs'?
 
-EngineArgs holds such options, and adds them to a command line. The option part of
-coming_from_vllm.md is made from these tables (`describe_options`).
+EngineArgs holds such options, and adds them to a command line. coming_from_vllm.md lists these
+tables for readers.
 
 vLLM: vllm/engine/arg_utils.py, vllm/utils/argparse_utils.py (V0: vllm/utils.py).
 """
@@ -26,9 +26,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
+from nanoserve.config import ALIASES, OPTIONS, EngineConfig
 
 logger = logging.getLogger("nanoserve")
 
@@ -413,6 +414,22 @@ def check_seams(*classes: Any) -> None:
             )
 
 
+def read_chat_template(given: str | Path | None) -> str | None:
+    """The Jinja template in this file, or `given` itself if it is a template."""
+    if given is None:
+        return None
+    if not isinstance(given, (str, Path)):
+        raise TypeError(f"chat_template must be a string or a path, got {given!r}.")
+    if isinstance(given, str) and ("{" in given or "\n" in given):
+        return given
+    if not Path(given).expanduser().is_file():
+        raise ValueError(
+            f"chat_template is {str(given)!r}, which is neither a file nor a Jinja template. Give "
+            "one of the two, or leave it out: the model's own template."
+        )
+    return Path(given).expanduser().read_text(encoding="utf-8")
+
+
 class EngineArgs(EngineConfig):
     """The options of an engine under vLLM's names: those of EngineConfig, and vLLM's others with
     values that change nothing here.
@@ -485,25 +502,3 @@ def _with_dashes(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def describe_options() -> dict[str, list[str]]:
-    """The rows of coming_from_vllm.md's tables of options, by heading."""
-    other_names = [f"| `{alias}` | `{name}` |" for alias, name in ALIASES.items()]
-    values = [
-        f'| `{option}="{theirs}"` | `{option}="{ours}"` |'
-        for option, names in VALUE_ALIASES.items()
-        for theirs, ours in names.items()
-    ]
-    rows = {"same": [each.name for each in OPTIONS], "other": other_names + values}
-    return rows | {"known": [_describe_group(group) for group in GROUPS]}
-
-
-def _describe_group(group: Group) -> str:
-    """One row: what the options are about, the verdict, the options with what they accept."""
-    names = []
-    for name, known in KNOWN.items():
-        if known.group is group:
-            accepted = "" if known.accepted == EMPTY else known.describe_accepted()
-            names.append(f"`{name}`" + (f" ({accepted})" if accepted else ""))
-    return f"| {group.topic} | {group.verdict} | {group.reason} | {', '.join(names)} |"

@@ -102,6 +102,7 @@ class InputProcessor:
         if not is_trusted:
             self._check_sampling(sampling_params)
         components = parse_prompt(prompt)
+        cache_salt = pick_salt(components.cache_salt, cache_salt)
         prompt_token_ids = self.tokenize(components)
         room = self._room_after(len(prompt_token_ids))
         bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
@@ -119,7 +120,7 @@ class InputProcessor:
             metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
             prompt=components.text,
             priority=priority,
-            cache_salt=pick_salt(components.cache_salt, cache_salt),
+            cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
             num_pending_forks=min(sampling_params.n, self.config.max_num_seqs or 1) - 1,
         )
@@ -158,7 +159,9 @@ class InputProcessor:
                 message = f"the tokenizer cannot encode {text!r}: {error}."
                 raise VLLMValidationError(message) from error
         if not token_ids:
-            raise VLLMValidationError("the prompt is empty: it has no tokens. Give at least one.")
+            raise VLLMValidationError(
+                "the prompt is empty: it has no tokens. Give at least one token."
+            )
         last = self.model_config.vocab_size - 1
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id <= last:

@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.arg_utils import EngineArgs, read_options
+from nanoserve.arg_utils import EngineArgs, read_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
@@ -58,13 +58,18 @@ class LLM:
         self,
         model: str | Path | None = None,
         *,
+        chat_template: str | Path | None = None,
         scheduler_cls: type[Scheduler] = Scheduler,
         block_manager_cls: type[BlockManager] = BlockManager,
         executor_cls: Callable[..., Any] | None = None,
         runner_cls: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        """model: None (the embedded demo model), a folder, or a Hugging Face id."""
+        """model: None (the embedded demo model), a folder, or a Hugging Face id.
+
+        chat_template: a template, or a file that holds one, that chat uses in place of the model's.
+        """
+        self.chat_template = read_chat_template(chat_template)
         self.engine = LLMEngine(
             EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,
@@ -416,6 +421,7 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+        options = {**options, "chat_template": options["chat_template"] or self.chat_template}
         processor = self.engine.input_processor
         texts: list[Any] = [
             processor.render_chat(conversation, options, content_format)

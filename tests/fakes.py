@@ -455,7 +455,10 @@ class FakeEngine:
         assert 0 < len(prompt) < self.capacity, "the InputProcessor refuses such a prompt"
         max_tokens = min(max_tokens, self.capacity - len(prompt))
         seq = make_sequence(self.next_seq_id(n), prompt, max_tokens, n=n, **fields)
+        seq.num_pending_forks = min(n, self.config.max_num_seqs or 1) - 1
         self.scheduler.add(seq)
+        for branch in range(1 + seq.num_pending_forks, n):  # as RequestState does
+            self.scheduler.add(seq.make_branch(branch))
         return seq
 
     def next_seq_id(self, number: int = 1) -> int:

@@ -7,10 +7,11 @@ import logging
 import re
 from collections import Counter
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 
-from nanoserve import LLM, EngineArgs, LLMEngine
+from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams
 from nanoserve.arg_utils import (
     ANY,
     GROUPS,
@@ -18,6 +19,7 @@ from nanoserve.arg_utils import (
     NONE_IS_DEFAULT,
     SEAMS,
     FlexibleArgumentParser,
+    read_chat_template,
     read_options,
 )
 from nanoserve.block_manager import BlockManager
@@ -226,6 +228,33 @@ def test_an_attention_backend_may_be_a_class() -> None:
     for value in (5, "FLASH_ATTN", int):
         with pytest.raises(ValueError, match=r"attention_backend is .* allowed: auto, reference"):
             LLM(num_kv_blocks=16, attention_backend=value)
+
+
+# -- chat_template --
+
+
+def test_a_chat_template_is_a_file_or_a_template(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}!"
+    file = tmp_path / "shout.jinja"
+    file.write_text(template)
+    for given in (template, file, str(file)):
+        assert read_chat_template(given) == template
+    assert read_chat_template(None) is None
+    with pytest.raises(ValueError, match=r"'no.jinja', which is neither a file nor a Jinja"):
+        LLM(chat_template="no.jinja")
+    with pytest.raises(TypeError, match="chat_template must be a string or a path, got 5"):
+        LLM(chat_template=5)  # type: ignore[arg-type]
+
+
+def test_chat_uses_the_template_of_the_llm(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template given to chat itself comes first."""
+    monkeypatch.setattr(demo_llm, "chat_template", "{{ messages[0].content }}!")
+    messages, params = [{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=1)
+    [output] = demo_llm.chat(messages, params, use_tqdm=False)
+    assert output.prompt == "Hello!"
+    own = "{{ messages[0].content }}?"
+    [output] = demo_llm.chat(messages, params, use_tqdm=False, chat_template=own)
+    assert output.prompt == "Hello?"
 
 
 # -- EngineArgs --

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 from engines import assert_idle, check, params
 from fakes import StepFailed, add_beam_search, next_logprobs, num_tokens_of, reference_output
@@ -18,7 +19,13 @@ from hypothesis import strategies as st
 
 from nanoserve import LLM, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.engine import StepReport
-from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.extras.beam_search import (
+    BeamSearch,
+    BeamSearchOutput,
+    BeamSearchParams,
+    BeamSearchSequence,
+)
 from nanoserve.sequence import SchedulerOutput, SequenceStatus
 
 VOCAB_SIZE = 11
@@ -107,8 +114,15 @@ class Searches:
         assert found(search) == naive_beam_search(prompt, search.params, max_tokens, seed)
 
 
+def beam(tokens: list[int], cum_logprob: float) -> BeamSearchSequence:
+    return BeamSearchSequence({}, tokens, [], cum_logprob=cum_logprob)
+
+
 def found(search: BeamSearch) -> list[tuple[list[int], float, str | None]]:
-    return [(b.tokens, b.cum_logprob, b.finish_reason) for b in search.get_output().sequences]
+    """(tokens, cumulative log-probability, finish reason). vLLM gives no reason for a beam that
+    ended at max_tokens: here it is "length"."""
+    beams = search.get_output().sequences
+    return [(beam.tokens, beam.cum_logprob, beam.finish_reason or "length") for beam in beams]
 
 
 # -- parameters --
@@ -129,16 +143,86 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("length_penalty", "1", "-10 to 10"),
     ("ignore_eos", 1, "True or False"),
     ("ignore_eos", None, "True or False"),
+    ("skip_special_tokens", 0, "True or False"),
+    ("include_stop_str_in_output", None, "True or False"),
+    ("temperature", -0.5, "0 or more"),
+    ("temperature", None, "0 or more"),
+    ("structured_outputs", {"regex": "a"}, "no structured outputs"),
+    ("watermarking", True, "no watermarking"),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD_VALUES)
 def test_bad_values_are_refused(name: str, value: Any, allowed: str) -> None:
     """The message names the field, what was given, and what is allowed."""
-    with pytest.raises(ValueError, match=name) as raised:
-        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, name: value})
-    assert repr(value) in str(raised.value)
-    assert allowed in str(raised.value)
+    assigned = BeamSearchParams(2, 4)
+    setattr(assigned, name, value)
+    searches = Searches()
+    for call in (
+        lambda: BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, name: value}),
+        lambda: searches.add([1], assigned),
+    ):
+        with pytest.raises(VLLMValidationError, match=name) as raised:
+            call()
+        assert repr(value) in str(raised.value)
+        assert allowed in str(raised.value)
+        assert raised.value.parameter == name
+
+
+def test_parameters_and_results_as_in_vllm() -> None:
+    """The order of the fields, their defaults; numbers of NumPy."""
+    params = BeamSearchParams(np.int64(2), 4, True, 0.5, np.float32(0.5), False, None, False)
+    assert params == BeamSearchParams(
+        beam_width=2,
+        max_tokens=4,
+        ignore_eos=True,
+        temperature=0.5,
+        length_penalty=0.5,
+        include_stop_str_in_output=False,
+        structured_outputs=None,
+        skip_special_tokens=False,
+        watermarking=None,
+    )
+    default = BeamSearchParams(2, 4)
+    assert (default.temperature, default.length_penalty, default.skip_special_tokens) == (
+        0,
+        1,
+        True,
+    )
+    prompt = {"type": "token", "prompt_token_ids": [1]}
+    assert BeamSearchSequence(prompt, [1, 2], [{}]) == BeamSearchSequence(
+        orig_prompt=prompt,
+        tokens=[1, 2],
+        logprobs=[{}],
+        lora_request=None,
+        cum_logprob=0.0,
+        text=None,
+        finish_reason=None,
+        stop_reason=None,
+    )
+
+
+def test_a_beam_has_the_candidates_of_each_step() -> None:
+    """With rank and log-probability, as requests have; its prompt may be searched again."""
+    searches = Searches()
+    search = searches.add([1, 2], BeamSearchParams(2, 3, ignore_eos=True))
+    searches.run()
+    output = search.get_output()
+    assert isinstance(output, BeamSearchOutput)
+    for beam in output.sequences:
+        assert beam.orig_prompt == {"type": "token", "prompt_token_ids": [1, 2]}
+        assert [len(entry) for entry in beam.logprobs] == [4, 4, 4]
+        for position, entry in enumerate(beam.logprobs):
+            tokens = beam.tokens[: 2 + position]
+            logprobs = next_logprobs(tokens, searches.seeds["beams 0"], vocab_size=VOCAB_SIZE)
+            assert {token: found.logprob for token, found in entry.items()} == {
+                token: logprobs[token] for token in entry
+            }
+            assert [found.rank for found in entry.values()] == [1, 2, 3, 4]
+            assert {found.decoded_token for found in entry.values()} == {None}
+    again = searches.add(output.sequences[0].orig_prompt, BeamSearchParams(2, 3, ignore_eos=True))
+    assert again.num_prompt_tokens == 2
+    searches.run()
 
 
 def test_a_misspelt_name_is_pythons_own_error() -> None:
@@ -168,17 +252,17 @@ def test_each_beam_has_twice_the_width_as_candidates(beam_width: int, num_candid
 def test_the_extreme_penalties_work_at_any_length(length_penalty: float) -> None:
     """No overflow, no division by a number that was rounded to zero."""
     search = Searches().add([1], BeamSearchParams(1, 1, length_penalty=length_penalty))
-    assert search.score(BeamSearchSequence([1] * 1_000_000, -5.0)) < 0
+    assert search.score(beam([1] * 1_000_000, -5.0)) < 0
 
 
 def test_the_score_counts_the_prompt_but_not_the_eos() -> None:
     """cumulative log-probability / length ** length_penalty."""
     searches = Searches()
     search = searches.add([1, 2], BeamSearchParams(2, 4, length_penalty=2.0))
-    assert search.score(BeamSearchSequence([1, 2, 5, 6], -8.0)) == -8.0 / 4**2
-    assert search.score(BeamSearchSequence([1, 2, 5, 3], -8.0)) == -8.0 / 3**2
+    assert search.score(beam([1, 2, 5, 6], -8.0)) == -8.0 / 4**2
+    assert search.score(beam([1, 2, 5, 3], -8.0)) == -8.0 / 3**2
     ignoring = searches.add([1, 2], BeamSearchParams(2, 4, ignore_eos=True))
-    assert ignoring.score(BeamSearchSequence([1, 2, 5, 3], -8.0)) == -8.0 / 4
+    assert ignoring.score(beam([1, 2, 5, 3], -8.0)) == -8.0 / 4
 
 
 # -- the naive loop agrees --
@@ -190,7 +274,7 @@ def test_the_score_counts_the_prompt_but_not_the_eos() -> None:
 def test_it_finds_what_the_naive_loop_finds(
     beam_width: int, ignore_eos: bool, length_penalty: float
 ) -> None:
-    params = BeamSearchParams(beam_width, 7, ignore_eos, length_penalty)
+    params = BeamSearchParams(beam_width, 7, ignore_eos, length_penalty=length_penalty)
     searches = Searches()
     prompts = [[5, 6, 7, 8, 9], [1], [2, 2, 2, 2]]
     running = [searches.add(prompt, params) for prompt in prompts]
@@ -303,7 +387,7 @@ def test_the_same_beams_whatever_is_around(data: st.DataObject) -> None:
     for _ in range(draw(st.integers(1, 3))):
         prompt = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))[: room - 1]
         if draw(st.booleans()) and running:
-            name, n = f"other {len(others)}", draw(st.integers(1, max_num_seqs))
+            name, n = f"other {len(others)}", draw(st.integers(1, max_num_seqs + 2))
             others[name] = (prompt, n)
             searches.engine.add_request(name, prompt, params(n=n, max_tokens=5))
             continue
@@ -311,7 +395,7 @@ def test_the_same_beams_whatever_is_around(data: st.DataObject) -> None:
             draw(st.integers(1, 5)),
             draw(st.integers(1, 8)),
             draw(st.booleans()),
-            draw(st.sampled_from([0, 1, 0.5, -2])),
+            length_penalty=draw(st.sampled_from([0, 1, 0.5, -2])),
         )
         running.append((searches.add(prompt, beam_params), prompt))
     for fails in draw(st.lists(st.booleans(), max_size=8)):

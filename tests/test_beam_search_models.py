@@ -93,7 +93,11 @@ def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchPar
         for beam in output.sequences:
             assert beam.tokens[: len(prompt)] == prompt
             ends = not params.ignore_eos and beam.tokens[-1] in eos
-            assert beam.finish_reason == ("stop" if ends else "length")
+            assert beam.finish_reason == ("stop" if ends else None)  # vLLM has no reason here
+            assert beam.orig_prompt["prompt_token_ids"] == prompt
+            found = zip(beam.logprobs, beam.tokens[len(prompt) :], strict=True)
+            total = sum(entry[token].logprob for entry, token in found)
+            assert beam.cum_logprob == pytest.approx(total, abs=NEAR)
             assert ends or len(beam.tokens) == len(prompt) + params.max_tokens
     assert_idle(llm)
 
@@ -117,7 +121,7 @@ def test_the_beams_are_those_of_a_naive_loop(
             BeamSearchParams(1, 6),
             BeamSearchParams(2, 7),
             BeamSearchParams(4, 6, length_penalty=0.0),
-            BeamSearchParams(3, 6, length_penalty=2.0),
+            BeamSearchParams(3, 6, temperature=0.7, length_penalty=2.0),
             BeamSearchParams(3, 5, ignore_eos=True, length_penalty=-1.0),
         ):
             search_and_compare(llm, PROMPTS, params)
@@ -162,6 +166,36 @@ def test_beams_of_the_demo_model(demo_llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=8)
     [output] = demo_llm.generate(STORY, greedy, use_tqdm=False)
     assert best.sequences[0].tokens[len(prompt) :] == output.outputs[0].token_ids
+
+
+def test_a_few_prompts_at_a_time(demo_llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """concurrency_limit changes the company, not the beams; use_tqdm counts the rounds."""
+    prompts = [STORY, "One day", {"prompt": "A cat"}]
+    params = BeamSearchParams(2, 4)
+    expected = demo_llm.beam_search(prompts, params)
+    assert demo_llm.beam_search(prompts, params, None, False, 2) == expected
+    assert capfd.readouterr().err == ""
+    most: list[int] = []
+    demo_llm.engine.step_listeners.append(lambda report: most.append(len(report.sequences)))
+    assert demo_llm.beam_search(prompts, params, use_tqdm=True, concurrency_limit=1) == expected
+    demo_llm.engine.step_listeners.clear()
+    assert max(most) == 2
+    assert "3/3" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="concurrency_limit is 0; allowed: None, or 1 or more"):
+        demo_llm.beam_search(prompts, params, concurrency_limit=0)
+
+
+def test_special_tokens_in_the_texts(demo_llm: LLM) -> None:
+    """Are shown on request."""
+    [hidden, shown] = [
+        demo_llm.beam_search("One day", BeamSearchParams(2, 30, skip_special_tokens=skip))[0]
+        for skip in (True, False)
+    ]
+    decode = demo_llm.get_tokenizer().decode
+    for beam, other in zip(hidden.sequences, shown.sequences, strict=True):
+        assert beam.tokens == other.tokens
+        assert beam.text == decode(beam.tokens, skip_special_tokens=True)
+        assert other.text == decode(other.tokens, skip_special_tokens=False)
 
 
 def search_of_transformers(folder: Path, prompt: list[int], num_beams: int, **options: Any) -> Any:
@@ -233,7 +267,7 @@ def test_other_requests_go_on(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     def fail(scheduler_output: SchedulerOutput) -> Any:
         names = {seq.seq_id: seq.request_id for seq in demo_llm.engine.scheduler.running}
         for item in scheduler_output.scheduled:
-            if names[item.seq_id].startswith("beam-search") and item.num_computed_tokens:
+            if names[item.seq_id] != "other" and item.num_computed_tokens:
                 raise RequestError(item.seq_id, "no beam is possible")
         return execute(scheduler_output)
 

@@ -19,6 +19,7 @@ from functools import cache, partial
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 from engines import (
     assert_idle,
@@ -36,6 +37,7 @@ from fakes import FakeExecutor, StepFailed, add_beam_search
 from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve.block_manager import BlockManager
 from nanoserve.engine import StepReport
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.output_processor import RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import SchedulerOutput, Sequence
@@ -148,12 +150,70 @@ def test_a_request_id_in_use_is_refused(make_engine: MakeEngine) -> None:
     assert tokens_of(finish(engine)["a"]) == [expect([2])]
 
 
-def test_more_completions_than_places_are_refused(make_engine: MakeEngine) -> None:
-    """The message says what was given, what is allowed, and what to do."""
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_more_completions_than_places(make_engine: MakeEngine, kind: RequestOutputKind) -> None:
+    """Those beyond max_num_seqs wait for a place. The request has one output, in the end with all
+    completions. The request behind it gets the place beside the fifth one."""
     engine = make_engine(max_num_seqs=2)
-    with pytest.raises(ValueError, match=r"n is 3.*at most 2.*Lower n, or raise max_num_seqs"):
-        engine.add_request("a", [1], params(n=3))
-    assert not engine.has_unfinished_requests()
+    engine.add_request("a", [1, 2, 3], params(n=5, max_tokens=4, output_kind=kind))
+    engine.add_request("b", [4], params(max_tokens=2))
+    assert engine.get_num_unfinished_requests() == 2
+    tokens: dict[int, list[int]] = {}
+    finished = []
+    while engine.has_unfinished_requests():
+        for output in step(engine):
+            finished += [output.request_id] if output.finished else []
+            for completion in output.outputs if output.request_id == "a" else ():
+                old = tokens.get(completion.index, []) if kind is RequestOutputKind.DELTA else []
+                tokens[completion.index] = old + completion.token_ids
+    assert_idle(engine)
+    assert finished == ["b", "a"]
+    assert tokens == {branch: expect([1, 2, 3], 4, branch) for branch in range(5)}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+def test_abort_with_completions_that_wait(make_engine: MakeEngine, num_steps: int) -> None:
+    """All of the request, or one completion that waits for a place."""
+    engine = make_engine(max_num_seqs=2)
+    for index in (4, None):
+        engine.add_request("a", [1, 2, 3], params(n=5, max_tokens=4))
+        for _ in range(num_steps):
+            step(engine)
+        assert engine.abort_request("a", index)
+        assert engine.is_unfinished("a") == (index is not None)
+        last = finish(engine)
+        if index is not None:
+            reasons = [completion.finish_reason for completion in last["a"].outputs]
+            assert reasons == ["length"] * 4 + ["abort"]
+
+
+def test_arguments_as_in_vllm(make_engine: MakeEngine) -> None:
+    """In vLLM's order; the id comes back. Several requests may be aborted at once."""
+    engine = make_engine(scheduling_policy="priority")
+    prompts = ([1, 2], {"prompt_token_ids": [1, 2]}, np.array([1, 2]))
+    for number, prompt in enumerate(prompts):
+        given = (f"{number}", prompt, params(max_tokens=3), 1e9, None, None, None, -number)
+        assert engine.add_request(*given) == f"{number}"
+    assert [seq.request_id for seq in engine.scheduler.waiting] == ["2", "1", "0"]
+    assert {seq.metrics.arrival_time for seq in engine.scheduler.waiting} == {1e9}
+    assert engine.abort_request(["0", "unknown"])
+    assert not engine.abort_request(["0", "unknown"])
+    assert not engine.abort_request([])
+    last = finish(engine)
+    assert [tokens_of(last[name]) for name in ("1", "2")] == [[expect([1, 2], 3)]] * 2
+    for name in ("lora_request", "trace_headers", "tokenization_kwargs"):
+        with pytest.raises(VLLMValidationError, match=f"add_request got {name}="):
+            engine.add_request("a", [1], params(), **{name: {"a": "b"}})
+    assert_idle(engine)
+
+
+def test_priorities_do_not_count_first_come_first_served(make_engine: MakeEngine) -> None:
+    """As in vLLM: only scheduling_policy="priority" reads them."""
+    engine = make_engine()
+    for name, priority in (("a", 5), ("b", -5)):
+        engine.add_request(name, [1], params(max_tokens=2), priority=priority)
+    assert [seq.request_id for seq in engine.scheduler.waiting] == ["a", "b"]
+    finish(engine)
 
 
 # -- abort --
@@ -686,7 +746,7 @@ def test_another_thread_may_add_and_abort(make_engine: MakeEngine) -> None:
     assert "in use" in str(in_use)
     assert isinstance(empty, ValueError)
     assert [r for r in results if not isinstance(r, ValueError)] == [
-        *[True, None, None, None, True, False, False]
+        *[True, None, "c", "e", True, False, False]
     ]
     outputs = finish(engine)
     assert sorted(outputs) == ["a", "c"]
@@ -720,7 +780,7 @@ def test_a_request_id_is_free_when_its_request_has_failed(
     build = request.fail  # type: ignore[union-attr]
 
     def fail(message: str) -> RequestOutput | None:
-        assert in_thread(lambda: engine.add_request("a", [4, 5, 6], params())) == [None]
+        assert in_thread(lambda: engine.add_request("a", [4, 5, 6], params())) == ["a"]
         return build(message)
 
     def find_stop(seq: Sequence) -> None:
@@ -837,7 +897,7 @@ def test_beam_search_beside_others(make_engine: MakeEngine) -> None:
     assert tokens_of(outputs["a"]) == [expect([1, 2, 3])]
     [beam] = search.get_output().sequences
     greedy = expect([1, 2, 3], 4, seed=root.seed)
-    assert (beam.tokens[3:], beam.finish_reason) == (greedy, "length")
+    assert (beam.tokens[3:], beam.finish_reason) == (greedy, None)
 
 
 @pytest.mark.parametrize("index", [None, 0])

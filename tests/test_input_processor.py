@@ -10,10 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanoserve import SamplingParams
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.sequence import SequenceStatus
 
@@ -62,6 +64,43 @@ def test_sequences_do_not_share_the_callers_list(processor: InputProcessor) -> N
     assert seq.prompt_token_ids == [5, 6]
 
 
+def test_prompts_of_every_kind(processor: InputProcessor) -> None:
+    """Text is tokenized; given token ids count, even beside a text. A prompt's own salt goes before
+    that of the call. (test_inputs.py has every form.)"""
+    ids = demo_tokenizer().encode("One day")
+    for prompt, found in (
+        ("One day", ("One day", ids, "call's")),
+        ({"prompt": "One day", "cache_salt": "own"}, ("One day", ids, "own")),
+        (np.array([5, 6]), (None, [5, 6], "call's")),
+        ({"prompt_token_ids": [5, 6], "prompt": "x"}, ("x", [5, 6], "call's")),
+    ):
+        seq = processor.process("a", prompt, PARAMS, cache_salt="call's")
+        assert (seq.prompt, seq.prompt_token_ids, seq.cache_salt) == found
+    assert processor.process("a", [5], PARAMS, np.int64(3)).priority == 3
+
+
+def test_a_sequence_has_parameters_of_its_own(processor: InputProcessor) -> None:
+    """What the caller assigns later reaches no request; what is wrong is refused at the next."""
+    params = SamplingParams(max_tokens=3, stop_token_ids=[7])
+    seq = processor.process("a", [5], params)
+    params.max_tokens = 9
+    params.stop_token_ids.append(8)  # type: ignore[union-attr]
+    assert seq.sampling_params == SamplingParams(max_tokens=3, stop_token_ids=[7])
+    assert processor.process("b", [5], params).max_tokens == 9
+    params.min_tokens = 10
+    with pytest.raises(VLLMValidationError, match="min_tokens is 10, more than max_tokens 9"):
+        processor.process("c", [5], params)
+
+
+def test_as_many_branches_fork_as_can_run() -> None:
+    """Of the n completions; the others are queued on their own."""
+    processor = make_processor(None, max_num_seqs=3)
+    for n, num_forks in ((1, 0), (3, 2), (4, 2), (1000, 2)):
+        first = processor.process("a", [5], SamplingParams(n=n))
+        assert first.num_pending_forks == num_forks
+        assert processor.process("b", [5], PARAMS).seq_id == first.seq_id + n
+
+
 def test_seeds_of_requests_without_one_differ_and_repeat() -> None:
     """They follow from the engine's seed, in order of arrival."""
 
@@ -97,8 +136,9 @@ PROMPTS: list[tuple[Any, type[Exception], str]] = [
     ([5, 1.5], TypeError, r"token ids must be ints, got 1\.5"),
     ([5, None], TypeError, r"token ids must be ints, got None"),
     ([5, "a"], TypeError, r"token ids must be ints, got 'a'"),
-    (None, TypeError, r"a prompt must be a string or a list of token ids, got None"),
-    ({"prompt": "a"}, TypeError, r"a prompt must be a string.*got \{'prompt'"),
+    (None, TypeError, r"a prompt must be a string, a list of token ids, or a dict .* got None"),
+    ({"prompt_token_ids": []}, ValueError, r"prompt is empty"),
+    ({"prompt": "a", "cache_salt": ""}, TypeError, r"cache_salt must be None or a non-empty"),
     ([5] * 256, ValueError, r"256 tokens.*max_model_len=256\. Shorten it, or raise max_model_len"),
 ]
 REQUESTS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -106,14 +146,12 @@ REQUESTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"request_id": 5}, TypeError, r"request_id must be a non-empty string, got 5"),
     ({"sampling_params": None}, TypeError, r"sampling_params must be SamplingParams, got None"),
     ({"sampling_params": {"n": 2}}, TypeError, r"sampling_params must be Sampl.* got \{'n': 2\}"),
-    ({"priority": 3}, ValueError, r"priority is 3.*first come.*scheduling_policy='priority'"),
     ({"priority": 1.0}, TypeError, r"priority must be an int, got 1\.0"),
     ({"priority": False}, TypeError, r"priority must be an int, got False"),
     ({"cache_salt": 5}, TypeError, r"cache_salt must be None or a non-empty string, got 5"),
     ({"cache_salt": ""}, TypeError, r"cache_salt must be None or a non-empty string, got ''"),
 ]
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"n": 300}, r"n is 300; this engine runs at most 256.*Lower n, or raise max_num_seqs"),
     ({"logit_bias": {9999: 1.0}}, r"logit_bias holds 9999; the vocabulary has 2048 .* 0 to 2047"),
     ({"allowed_token_ids": [5, 2048]}, r"allowed_token_ids holds 2048"),
     ({"stop_token_ids": [2048]}, r"stop_token_ids holds 2048"),
@@ -130,8 +168,9 @@ def test_bad_requests_are_refused(processor: InputProcessor) -> None:
     cases = [({"prompt": prompt}, *rest) for prompt, *rest in PROMPTS] + list(REQUESTS)
     cases += [({"sampling_params": SamplingParams(**f)}, ValueError, m) for f, m in FIELDS]
     for bad, error, message in cases:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message) as raised:
             processor.process(**{**good, **bad})
+        assert isinstance(raised.value, VLLMValidationError) == (error is ValueError)
     assert processor.process(**good).seq_id == 0, "a refused request takes no seq_id"
 
 
@@ -188,6 +227,18 @@ def test_a_conversation_is_rendered_by_the_template(processor: InputProcessor) -
         token_ids = processor.tokenize(text, add_special_tokens=False)
         assert token_ids == tokenizer.encode(text, add_special_tokens=False)
     assert text.endswith("17 + 25")
+
+
+def test_parts_of_a_content_reach_the_template(processor: InputProcessor) -> None:
+    """As one string, or as parts if the template loops over them; a template may be given."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]
+    joined = [{"role": "user", "content": "a\nb"}]
+    assert processor.render_chat(parts, {}) == processor.render_chat(joined, {})
+    loop = "{% for part in messages[0].content %}<{{ part.text }}>{% endfor %}"
+    assert processor.render_chat(parts, {"chat_template": loop}) == "<a><b>"
+    assert processor.render_chat(joined, {"chat_template": loop}) == "<a\nb>"
+    content = {"chat_template": "{{ messages[0].content }}"}
+    assert processor.render_chat(parts, content, "openai").startswith("[{'type': 'text'")
 
 
 def test_bad_conversations_are_refused(processor: InputProcessor) -> None:

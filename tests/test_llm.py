@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import logging
 import shutil
@@ -12,10 +13,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from tqdm import tqdm
 
-from nanoserve import LLM, BeamSearchParams, SamplingParams
+from nanoserve import (
+    LLM,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
 from nanoserve.config import DEMO_MODEL
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.output_processor import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -97,6 +109,202 @@ def test_every_form_of_prompt(llm: LLM, story_ids: list[int]) -> None:
     assert generate(llm, []) == []
 
 
+def test_prompts_as_vllm_documents_them(llm: LLM, story_ids: list[int]) -> None:
+    """Dicts, arrays and tensors, alone and in lists, in every method that takes prompts."""
+    two = SamplingParams(temperature=0, max_tokens=2)
+    [expected] = generate(llm, STORY, two)
+    forms: list[Any] = [
+        {"prompt": STORY},
+        TextPrompt(prompt=STORY),
+        {"prompt_token_ids": story_ids},
+        TokensPrompt(prompt_token_ids=story_ids),
+        np.array(story_ids),
+        torch.tensor(story_ids),
+        [np.int64(token_id) for token_id in story_ids],
+    ]
+    texts = [STORY, STORY, None, None, None, None, None]
+    outputs = [generate(llm, form, two)[0] for form in forms] + generate(llm, forms, two)
+    assert [output.prompt for output in outputs] == texts * 2
+    beams = llm.beam_search(forms, BeamSearchParams(1, 2))
+    for form, found in zip(forms, beams, strict=True):
+        assert found.sequences[0].tokens == story_ids + expected.outputs[0].token_ids
+        assert token_ids_of(list(llm.stream(form, two))) == expected.outputs[0].token_ids
+        assert llm.add_request("mine", form, two) == "mine"
+        while llm.has_unfinished_requests():
+            outputs += [output for output in llm.step() if output.finished]
+    assert len(outputs) == 3 * len(forms)
+    for output in outputs:
+        assert output.prompt_token_ids == story_ids
+        assert output.outputs[0] == expected.outputs[0]
+
+
+def test_salts_of_dict_prompts(llm: LLM) -> None:
+    """Only requests with the same salt share blocks. The argument is for prompts without one."""
+    llm.reset_prefix_cache()
+    prompt = {"prompt_token_ids": [5 + i % 7 for i in range(33)]}
+    hits = [
+        generate(llm, given, cache_salt=salt)[0].num_cached_tokens
+        for given, salt in (
+            ({**prompt, "cache_salt": "mine"}, None),
+            (prompt, None),
+            (prompt, "mine"),
+            ({**prompt, "cache_salt": "mine"}, "yours"),
+            ({**prompt, "cache_salt": "yours"}, "mine"),
+        )
+    ]
+    assert hits == [0, 0, 32, 32, 0]
+
+
+def test_request_ids_count_from_0() -> None:
+    """As vLLM's. An id in use is passed over."""
+    with LLM(num_kv_blocks=32) as llm:
+        assert [output.request_id for output in generate(llm, [STORY] * 2)] == ["0", "1"]
+        llm.add_request("2", STORY, replace(GREEDY, max_tokens=40, ignore_eos=True))
+        assert [output.request_id for output in generate(llm, STORY)] == ["3"]
+        assert llm.llm_engine is llm.engine
+        assert llm.llm_engine.get_num_unfinished_requests() == 1
+        assert llm.abort_request(["2"])
+
+
+# Positional order and names of the arguments, as in vLLM 0.32; behind "|" nanoserve's own. "*":
+# what follows is given by name.
+SIGNATURES = {
+    "generate": "prompts sampling_params * use_tqdm lora_request priority tokenization_kwargs "
+    "mm_processor_kwargs | cache_salt",
+    "enqueue": "prompts sampling_params lora_request priority use_tqdm tokenization_kwargs "
+    "mm_processor_kwargs",
+    "wait_for_completion": "output_type * use_tqdm",
+    "chat": "messages sampling_params use_tqdm lora_request priority chat_template "
+    "chat_template_content_format add_generation_prompt continue_final_message tools "
+    "chat_template_kwargs tokenization_kwargs mm_processor_kwargs | * cache_salt",
+    "enqueue_chat": "messages sampling_params use_tqdm lora_request priority chat_template "
+    "chat_template_content_format add_generation_prompt continue_final_message tools "
+    "chat_template_kwargs tokenization_kwargs mm_processor_kwargs",
+    "beam_search": "prompts params lora_request use_tqdm concurrency_limit",
+    "apply_model": "func",
+    "reset_prefix_cache": "reset_running_requests reset_connector",
+    "get_tokenizer": "",
+    "get_default_sampling_params": "",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_vllms(name: str) -> None:
+    parameters = list(inspect.signature(getattr(LLM, name)).parameters.values())[1:]
+    names: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        names.append(parameter.name)
+    assert names == SIGNATURES[name].replace("| ", "").split()
+
+
+def test_arguments_of_vllm_that_are_not_here(llm: LLM) -> None:
+    """None is accepted; anything else is refused by name, before any work."""
+    calls: dict[str, Callable[..., Any]] = {
+        "generate": lambda **given: generate(llm, STORY, **given),
+        "chat": lambda **given: llm.chat(SUM, GREEDY, False, **given),
+        "enqueue": lambda **given: llm.enqueue(STORY, GREEDY, **given),
+        "enqueue_chat": lambda **given: llm.enqueue_chat(SUM, GREEDY, **given),
+    }
+    nothing = {"lora_request": None, "mm_processor_kwargs": None, "tokenization_kwargs": None}
+    for name, call in calls.items():
+        assert call(**nothing)
+        for argument in ("lora_request", "mm_processor_kwargs"):
+            with pytest.raises(VLLMValidationError, match=f"{name} got {argument}="):
+                call(**{argument: object()})
+        with pytest.raises(VLLMValidationError, match="tokenization_kwargs got max_length=5"):
+            call(tokenization_kwargs={"max_length": 5})
+    assert len(llm.wait_for_completion(use_tqdm=False)) == 2
+    with pytest.raises(VLLMValidationError, match="beam_search got lora_request="):
+        llm.beam_search(STORY, BeamSearchParams(2, 3), object())  # type: ignore[arg-type]
+    with pytest.raises(VLLMValidationError, match="cannot reset running requests"):
+        llm.reset_prefix_cache(reset_running_requests=True)
+
+
+def test_special_tokens_may_be_left_out(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tokenization_kwargs reach the tokenizer. A chat template has written them already."""
+    tokenizer, asked = llm.get_tokenizer(), []
+    encode = type(tokenizer).encode
+
+    def note(self: Any, text: str, add_special_tokens: bool = True) -> Any:
+        asked.append(add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(type(tokenizer), "encode", note)
+    one = SamplingParams(max_tokens=1)
+    for kwargs in (None, {"add_special_tokens": False}, {"add_special_tokens": True}):
+        generate(llm, STORY, one, tokenization_kwargs=kwargs)
+        llm.chat(SUM, one, use_tqdm=False, tokenization_kwargs=kwargs)
+    assert asked == [True, False, False, False, True, True]
+
+
+def test_enqueue_then_wait(llm: LLM) -> None:
+    """The outputs are generate's, in the order of queueing; aborted requests have none. Other
+    requests wait for step()."""
+    expected = generate(llm, [STORY, "One day"]) + llm.chat(SUM, GREEDY, use_tqdm=False)
+    llm.add_request("other", STORY, replace(GREEDY, max_tokens=60, ignore_eos=True))
+    ids = llm.enqueue([STORY, "One day"], GREEDY) + llm.enqueue_chat([SUM, CAPITAL], GREEDY)
+    assert llm.llm_engine.get_num_unfinished_requests() == 5
+    assert llm.abort_request(ids[3])
+    generate(llm, "A cat")  # meanwhile; its steps advance the others, too
+    outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids[:3]
+    assert [o.outputs[0].text for o in outputs] == [o.outputs[0].text for o in expected]
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    assert llm.abort_request("other")
+    with pytest.raises(VLLMValidationError, match="wait_for_completion got output_type="):
+        llm.wait_for_completion(int)
+
+
+def test_text_parts_in_a_chat(llm: LLM) -> None:
+    """OpenAI's form of a content; an image is refused by name. A template may be given."""
+    [expected] = llm.chat(SUM, GREEDY, use_tqdm=False)
+    parts = [{"type": "text", "text": SUM[0]["content"]}]
+    [output] = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
+    assert (output.prompt, output.outputs[0]) == (expected.prompt, expected.outputs[0])
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(VLLMValidationError, match=r"'image_url'.*text parts only"):
+        llm.chat([{"role": "user", "content": [*parts, image]}], GREEDY)
+    for content_format, prompt in (
+        ("auto", SUM[0]["content"]),
+        ("openai", str(parts)),
+    ):
+        [output] = llm.chat(
+            [{"role": "user", "content": parts}],
+            GREEDY,
+            use_tqdm=False,
+            chat_template="{{ messages[0].content }}",
+            chat_template_content_format=content_format,
+        )
+        assert output.prompt == prompt
+
+
+def test_parameters_may_be_assigned_while_requests_wait(llm: LLM) -> None:
+    """A queued request keeps what it was added with; what is wrong is refused at the next call."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.add_request("a", STORY, params)
+    params.max_tokens = np.int64(5)
+    llm.add_request("b", STORY, params)
+    params.top_p = 2
+    with pytest.raises(VLLMValidationError, match="top_p is 2; allowed: above 0, up to 1"):
+        llm.add_request("c", STORY, params)
+    lengths = {}
+    while llm.has_unfinished_requests():
+        lengths |= {o.request_id: len(o.outputs[0].token_ids) for o in llm.step()}
+    assert lengths == {"a": 3, "b": 5}
+    params.top_p = 1
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+    generate(llm, STORY, params)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE, "the caller's own"
+
+
+def test_apply_model(llm: LLM) -> None:
+    """A list, as of all workers: here of one."""
+    [names] = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
+    assert len(names) > 10
+
+
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     """Each with its own parameters, and of different lengths."""
     lengths = [9, 1, 5, 2, 7]
@@ -150,6 +358,10 @@ def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
     llm.generate([STORY, STORY], GREEDY)
     captured = capfd.readouterr()
     assert "2/2" in captured.err
+    bars: list[Any] = []
+    llm.generate(STORY, GREEDY, use_tqdm=lambda **given: bars.append(tqdm(**given)) or bars[-1])
+    assert [(bar.n, bar.total) for bar in bars] == [(1, 1)]
+    capfd.readouterr()
     assert "input:" in captured.err
     assert "output:" in captured.err
     assert captured.out == ""
@@ -545,10 +757,10 @@ def test_a_closed_engine_says_so() -> None:
 # -- bad input is refused before any work; the other refusals are in test_input_processor.py --
 
 BAD_PROMPTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "none": (None, TypeError, r"prompts must be a string, token ids, or a list of either: None"),
-    "number": (5, TypeError, r"prompts must be a string, token ids, or a list of either: 5"),
+    "none": (None, TypeError, r"prompts must be a string, token ids, a dict .* got None"),
+    "number": (5, TypeError, r"prompts must be a string, token ids, a dict .* got 5"),
     "bools": ([True, False], TypeError, r"token ids must be ints, got True"),
-    "floats": ([1.5, 2.5], TypeError, r"prompt must be a string or a list of token ids.*1\.5"),
+    "floats": ([1.5, 2.5], TypeError, r"prompt must be a string, a list of token ids, .* got 1\.5"),
     "empty_string": ("", ValueError, r"prompt is empty.*at least one token"),
     "empty_among_good": ([STORY, ""], ValueError, r"prompt is empty"),
     "none_among_good": ([STORY, None], TypeError, r"prompt must be a string.*got None"),
@@ -575,8 +787,6 @@ def test_one_argument_for_all_or_one_each(llm: LLM, name: str) -> None:
             llm.generate(prompts, **{name: [None] * items})
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams, got None"):
         generate(llm, [STORY, STORY], [GREEDY, None])
-    with pytest.raises(ValueError, match=r"priority is -1.*scheduling_policy='priority'"):
-        generate(llm, [STORY, STORY], priority=[0, -1])
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'temperature'"):
         llm.generate(STORY, temperature=0)  # type: ignore[call-arg]
 

@@ -14,13 +14,21 @@ from nanoserve import SamplingParams
 from nanoserve.config import DEMO_MODEL
 from nanoserve.input_processor import load_tokenizer
 from nanoserve.output_processor import (
+    CompletionOutput,
     Detokenizer,
+    Logprob,
     OutputProcessor,
     RequestOutput,
     find_stop_string,
 )
 from nanoserve.sampling_params import RequestOutputKind
-from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate, TokenLogprobs
+from nanoserve.sequence import (
+    PromptLogprobs,
+    Sequence,
+    SequenceStatus,
+    SequenceUpdate,
+    TokenLogprobs,
+)
 
 # Characters of one to four bytes, joined emoji, combining marks, and any other character.
 TEXTS = st.text(
@@ -179,15 +187,13 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 def find_by_brute_force(text: str, stops: list[str], num_new: int) -> tuple[int, str] | None:
-    """Try every position, for every stop string that ends within the new characters."""
-    found = [
-        (position, stop)
-        for position in range(len(text))
-        for stop in stops
-        if text[position : position + len(stop)] == stop
-        and position + len(stop) > len(text) - num_new
-    ]
-    return min(found) if found else None
+    """Show the new characters one by one, and look for each stop string in the order of the
+    list."""
+    for end in range(len(text) - num_new + 1, len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return end - len(stop), stop
+    return None
 
 
 def test_where_a_stop_string_starts() -> None:
@@ -195,6 +201,8 @@ def test_where_a_stop_string_starts() -> None:
     assert find_stop_string("a END b", ["END"], 2) is None  # END is not new
     assert find_stop_string("a END b", ["b", "END"], 7) == (2, "END")  # the first one in the text
     assert find_stop_string("a END b", [], 7) is None
+    assert find_stop_string("a END b", ["a END b", "END"], 7) == (2, "END")  # complete first
+    assert find_stop_string("a END b", ["D", "END", "ND"], 7) == (4, "D")  # the list's first
 
 
 @settings(max_examples=300, deadline=None)
@@ -222,7 +230,9 @@ def add(processor: OutputProcessor, request_id: str, **fields: Any) -> list[Sequ
     """The n sequences of one request; only the first is known to the processor."""
     params = SamplingParams(max_tokens=99, **fields)
     sequences = [make_branch(request_id, branch, params) for branch in range(params.n)]
+    sequences[0].num_pending_forks = params.n - 1
     processor.add(processor.make_state(sequences[0]))
+    sequences[0].num_pending_forks = 0  # the first step forks them off
     return sequences
 
 
@@ -277,14 +287,92 @@ def test_shown_text_is_never_taken_back(
         assert not any(stop in final for stop in stops)
 
 
+def test_constructors_are_vllms() -> None:
+    """The order of the fields, and which of them may be left out."""
+    completion = CompletionOutput(0, "text", [5], -1.5, None)
+    assert completion == CompletionOutput(
+        index=0,
+        text="text",
+        token_ids=[5],
+        cumulative_logprob=-1.5,
+        logprobs=None,
+        routed_experts=None,
+        finish_reason=None,
+        stop_reason=None,
+        lora_request=None,
+    )
+    assert not completion.finished()
+    completion.finish_reason = "length"
+    assert completion.finished()
+    output = RequestOutput("a", "prompt", [1], None, [completion], True)
+    assert output == RequestOutput(
+        request_id="a",
+        prompt="prompt",
+        prompt_token_ids=[1],
+        prompt_logprobs=None,
+        outputs=[completion],
+        finished=True,
+        metrics=None,
+        lora_request=None,
+        encoder_prompt=None,
+        encoder_prompt_token_ids=None,
+        num_cached_tokens=None,
+    )
+    assert Logprob(-0.5) == Logprob(logprob=-0.5, rank=None, decoded_token=None)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "detokenize", "decoded"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_logprobs_without_text(tokenizer: bool, detokenize: bool, decoded: bool) -> None:
+    """No tokenizer, or detokenize=False: decoded_token is None, as in vLLM."""
+    processor = OutputProcessor(demo_tokenizer() if tokenizer else None, no_scheduler)
+    [seq] = add(processor, "a", logprobs=0, prompt_logprobs=0, detokenize=detokenize)
+    seq.prompt_token_ids.append(6)
+    seq.token_ids.append(6)
+    update = update_of(seq, 7)
+    entry = TokenLogprobs((6,), (-0.5,), 3)
+    processor.requests["a"].prompt_logprobs = [None, None]  # type: ignore[attr-defined]
+    [output] = processor.process_outputs(
+        [update._replace(prompt_logprobs=PromptLogprobs(1, (entry,)))]
+    )
+    names = {6: None, 7: None}
+    if decoded:
+        names = {token_id: demo_tokenizer().decode([token_id]) for token_id in names}
+    assert output.prompt_logprobs == [None, {6: Logprob(-0.5, 3, names[6])}]
+    assert output.outputs[0].logprobs == [{7: Logprob(-1.0, 1, names[7])}]
+
+
+def test_branches_that_cannot_fork_are_sequences_of_their_own() -> None:
+    """Of five completions three are in one sequence: two more are queued. The request has ended
+    when all have, or when the root ends before its branches fork off."""
+    params = SamplingParams(n=5, max_tokens=9)
+    root = make_branch("a", 0, params)
+    root.num_pending_forks = 2
+    state = OutputProcessor(None, no_scheduler).make_state(root)
+    assert [(seq.seq_id, seq.branch) for seq in state.sequences] == [(0, 0), (3, 3), (4, 4)]
+    assert [seq.num_pending_forks for seq in state.sequences] == [2, 0, 0]
+    assert len({id(seq.metrics) for seq in state.sequences}) == 3
+    for seq in state.sequences[1:]:
+        assert not state.is_finished
+        seq.status = SequenceStatus.FINISHED_ABORTED
+    assert not state.is_finished
+    root.status = SequenceStatus.FINISHED_ABORTED
+    assert state.is_finished
+    root.num_pending_forks = 0  # two branches have forked off, and no update has told of them yet
+    assert not state.is_finished
+
+
 # -- errors --
 
 
 class BrokenTokenizer:
-    """A tokenizer whose decode raises for one token."""
+    """A tokenizer that cannot name one token."""
 
     def __init__(self, bad_token_id: int) -> None:
         self.bad_token_id = bad_token_id
+        self.backend_tokenizer = demo_tokenizer().backend_tokenizer
 
     def decode(self, token_ids: list[int]) -> str:
         if self.bad_token_id in token_ids:
@@ -315,7 +403,7 @@ def test_the_error_of_a_request_is_its_last_output(
     processor = OutputProcessor(
         BrokenTokenizer(13), lambda seq_id, status, reason: finished.append(seq_id)
     )
-    fields: dict[str, Any] = {"logprobs": 0, "detokenize": False, "output_kind": kind}
+    fields: dict[str, Any] = {"logprobs": 0, "output_kind": kind}
     [bad] = add(processor, "bad", **fields)
     [good] = add(processor, "good", **fields)
     first = [update_of(seq, 7) for seq in (bad, good)]
@@ -341,7 +429,7 @@ def test_an_error_ends_branches_that_are_new_in_this_step() -> None:
     processor = OutputProcessor(
         BrokenTokenizer(13), lambda seq_id, status, reason: finished.add(seq_id)
     )
-    branches = add(processor, "bad", n=3, logprobs=0, detokenize=False)
+    branches = add(processor, "bad", n=3, logprobs=0)
     updates = [update_of(seq, 13 + branch) for branch, seq in enumerate(branches)]
     [output] = processor.process_outputs(updates)
     assert finished == {0, 1, 2}

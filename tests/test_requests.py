@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -519,6 +520,23 @@ def test_the_prompt_is_computed_once(story_ids: list[int], enable_prefix_caching
     assert len({pair[0] for step in steps for pair in step.blocks_to_copy}) == 1
 
 
+def test_more_completions_than_places(llm: LLM, story_ids: list[int]) -> None:
+    """They are the same, and the whole blocks of the prompt are computed once."""
+    params = replace(BRANCHED, logprobs=2)
+    [expected] = run(llm, story_ids, params)
+    for options in ({"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_num_seqs": 3, **FEW_BLOCKS}):
+        with LLM(**{"num_kv_blocks": 64, "block_size": 4, **options}) as engine:
+            with watch(engine) as steps:
+                [output] = run(engine, story_ids, params)
+            assert_same_output(output, expected)
+            assert_idle(engine)
+            alone = 4 - options["max_num_seqs"]  # branches that compute the prompt's rest again
+            num_tokens = sum(step.total_num_scheduled_tokens for step in steps)
+            rest = len(story_ids) - (len(story_ids) - 1) // 4 * 4
+            if "num_kv_blocks" not in options:
+                assert num_tokens == len(story_ids) + alone * rest + 4 * 11
+
+
 def test_branches_know_what_was_cached(llm: LLM) -> None:
     llm.reset_prefix_cache()
     prompt = [5 + i % 7 for i in range(40)]
@@ -907,13 +925,17 @@ def test_close_frees_everything_in_the_middle(
 
 
 def test_moments_come_in_their_order(story_ids: list[int]) -> None:
+    before = time.time()
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     with LLM(num_kv_blocks=8, max_num_seqs=1) as engine:
         first, second = run(engine, [story_ids, story_ids], params)
     for metrics in (first.metrics, second.metrics):
-        moments = [getattr(metrics, field.name) for field in fields(metrics)[:5]]
+        names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "finished_ts")
+        moments = [getattr(metrics, name) for name in names]
         assert None not in moments
         assert moments == sorted(moments)
+        assert before <= metrics.arrival_time <= time.time()  # wall clock
+        assert metrics.num_generation_tokens == 5
         assert 0 <= metrics.queue_time <= metrics.first_token_latency
         total = metrics.last_token_ts - metrics.first_token_ts
         assert metrics.inter_token_latency(5) == pytest.approx(total / 4)

@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.sampling_params import MISSING
 
 NAN, INF = math.nan, math.inf
 
 
-def test_the_defaults_are_vllms() -> None:
-    """A line of vLLM code means the same here."""
+def test_order_and_defaults_are_vllms() -> None:
+    """A line of vLLM code means the same here, with positional arguments too. vLLM's fields that
+    are not to be given (such as output_text_buffer_length) are left out; V0's last one is added."""
     params = SamplingParams()
-    assert {field.name: getattr(params, field.name) for field in fields(params)} == {
-        "n": 1,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 0,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "seed": None,
-        "max_tokens": 16,
-        "min_tokens": 0,
-        "ignore_eos": False,
-        "stop": (),
-        "stop_token_ids": (),
-        "include_stop_str_in_output": False,
-        "logprobs": None,
-        "prompt_logprobs": None,
-        "logit_bias": {},
-        "allowed_token_ids": None,
-        "bad_words": (),
-        "logits_processors": (),
-        "detokenize": True,
-        "skip_special_tokens": True,
-        "output_kind": RequestOutputKind.CUMULATIVE,
-    }
+    assert [(field.name, getattr(params, field.name)) for field in fields(params)] == [
+        ("n", 1),
+        ("presence_penalty", 0.0),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("temperature", 1.0),
+        ("watermarking", None),
+        ("top_p", 1.0),
+        ("top_k", 0),
+        ("min_p", 0.0),
+        ("seed", None),
+        ("stop", []),
+        ("stop_token_ids", []),
+        ("ignore_eos", False),
+        ("max_tokens", 16),
+        ("min_tokens", 0),
+        ("logprobs", None),
+        ("prompt_logprobs", None),
+        ("prompt_logprob_token_ids", None),
+        ("prompt_logprob_start", None),
+        ("logprob_token_ids", None),
+        ("flat_logprobs", False),
+        ("detokenize", True),
+        ("skip_special_tokens", True),
+        ("spaces_between_special_tokens", True),
+        ("include_stop_str_in_output", False),
+        ("output_kind", RequestOutputKind.CUMULATIVE),
+        ("stream_interval", None),
+        ("skip_clone", False),
+        ("structured_outputs", None),
+        ("logit_bias", None),
+        ("allowed_token_ids", None),
+        ("extra_args", None),
+        ("bad_words", []),
+        ("skip_reading_prefix_cache", False),
+        ("thinking_token_budget", None),
+        ("repetition_detection", None),
+        ("routed_experts_prompt_start", 0),
+        ("trace_decode_token_ids", None),
+        ("logits_processors", None),
+    ]
 
 
 # Of each number: values at the edges of its range, values outside, and the range in words.
 PENALTY = ([-2, 2.0], [-2.1, 2.1, NAN, INF], "-2 to 2, 0 is off")
 LOGPROBS = ([None, 0, -1], [-2], "0 or more, or -1 for the whole vocabulary")
 NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
-    "n": ([1, 1000], [0, -1, 2**31], "1 or more"),
+    "n": ([1, 16384], [0, -1, 16385], "1 or more, up to 16384"),
     "temperature": ([0, 1e-5, 100.0], [-0.1, NAN, INF, -INF, 10**400], "0 (greedy) or more"),
     "top_p": ([1e-9, 1], [0, 0.0, -0.5, 1.01, NAN, INF], "above 0, up to 1"),
     "top_k": ([0, -1, 1], [-2, 2**31], "0 or -1 (off), 1 or more"),
@@ -58,7 +79,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
     "repetition_penalty": ([1e-9, 100], [0, 0.0, -1.2, NAN, INF], "above 0; 1 is off"),
-    "seed": ([None, 0, 2**63 - 1], [-1, 2**63], "0 to 2**63 - 1"),
+    "seed": ([None, 0, -1, 2**63 - 1], [-2, 2**63], "0 to 2**63 - 1"),
     "max_tokens": ([None, 1], [0, -5], "1 or more"),
     "min_tokens": ([0, 16], [-1], "0 or more"),
     "logprobs": LOGPROBS,
@@ -67,14 +88,24 @@ NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
 FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
 FLOATS = (*FLOATS, "repetition_penalty")
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+FLAGS = (*FLAGS, "spaces_between_special_tokens", "skip_clone")
 
 
 def assert_refused(error: type[Exception], words: list[str], **values: Any) -> None:
-    """SamplingParams(**values) raises `error` with a message that has all of `words`."""
-    with pytest.raises(error) as raised:
-        SamplingParams(**values)
-    for word in words:
-        assert word in str(raised.value)
+    """SamplingParams(**values) raises `error` with a message that has all of `words`. So does a
+    clone of parameters to which the same values were assigned. A ValueError is vLLM's own, too."""
+    assigned = SamplingParams()
+    for name, value in values.items():
+        assert hasattr(assigned, name), "a misspelt field"
+        setattr(assigned, name, value)
+    for call in (lambda: SamplingParams(**values), assigned.clone):
+        with pytest.raises(error) as raised:
+            call()
+        for word in words:
+            assert word in str(raised.value)
+        if error is ValueError:
+            assert isinstance(raised.value, VLLMValidationError)
+            assert raised.value.parameter in values
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -85,7 +116,9 @@ def test_numbers(name: str) -> None:
         SamplingParams(**{name: value})
     for value in outside:
         assert_refused(ValueError, [name, repr(value)[:20], allowed], **{name: value})
-    wrong = [True, "1", [1]] if name in FLOATS else [True, "1", [1], 2.0, NAN, INF]
+    no_number = "logprobs" not in name  # False for these: logprobs=True is 1, as in vLLM
+    wrong = [no_number, "1", [1]]
+    wrong += [] if name in FLOATS else [2.0, NAN, INF]
     for value in wrong if None in good else [*wrong, None]:
         noun = "a number" if name in FLOATS else "an int"
         assert_refused(TypeError, [name, repr(value), noun, allowed], **{name: value})
@@ -126,18 +159,33 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     ("logit_bias", {2**31: 1.0}, ValueError, [str(2**31), "0 or more"]),
     ("logit_bias", {"7": 1.0}, TypeError, ["'7'", "int"]),
     ("logit_bias", {True: 1.0}, TypeError, ["True", "int"]),
-    ("logit_bias", {7: 100.5}, ValueError, ["100.5", "-100 to 100"]),
-    ("logit_bias", {7: -INF}, ValueError, ["-inf", "-100 to 100"]),
-    ("logit_bias", {7: NAN}, ValueError, ["nan", "-100 to 100"]),
+    ("logit_bias", {7: -INF}, ValueError, ["-inf", "a finite number"]),
+    ("logit_bias", {7: NAN}, ValueError, ["nan", "a finite number"]),
     ("logit_bias", {7: None}, TypeError, ["None", "number"]),
-    ("logit_bias", [(7, 1.0)], TypeError, ["[(7, 1.0)]", "a dict", "-100 to 100"]),
+    ("logit_bias", [(7, 1.0)], TypeError, ["[(7, 1.0)]", "a dict", "a finite number"]),
     ("logit_bias", 0, TypeError, ["0", "a dict"]),
     ("logits_processors", ["f"], TypeError, ["'f'", "callables on a row of logits"]),
     ("logits_processors", [None], TypeError, ["None", "callables on a row of logits"]),
     ("logits_processors", len, TypeError, ["len", "a list of callables"]),
     ("output_kind", 1, TypeError, ["1", "RequestOutputKind"]),
     ("output_kind", "delta", TypeError, ["'delta'", "RequestOutputKind"]),
+    ("extra_args", [1], TypeError, ["[1]", "a dict"]),
+    ("skip_reading_prefix_cache", 1, TypeError, ["1", "True or False"]),
 ]
+# Of vLLM's fields that are not here: values that change nothing, and others.
+NOT_HERE: dict[str, tuple[list[Any], list[Any]]] = {
+    "watermarking": ([None, False], [True]),
+    "prompt_logprob_token_ids": ([None], [[[1, 2]], np.ones((2, 2), int)]),
+    "prompt_logprob_start": ([None], [0, 3]),
+    "logprob_token_ids": ([None, []], [[5]]),
+    "flat_logprobs": ([False], [True]),
+    "stream_interval": ([None, 1], [2]),
+    "structured_outputs": ([None], [object()]),
+    "thinking_token_budget": ([None, -1], [0, 50]),
+    "repetition_detection": ([None], [object()]),
+    "routed_experts_prompt_start": ([0], [3]),
+    "trace_decode_token_ids": ([None], [[5]]),
+}
 
 
 def test_bad_values_are_refused() -> None:
@@ -146,8 +194,18 @@ def test_bad_values_are_refused() -> None:
         assert_refused(error, [name, *words], **{name: value})
 
 
+def test_fields_of_vllm_that_are_not_here() -> None:
+    """Accepted with the value that changes nothing, refused by name with any other."""
+    assert NOT_HERE.keys() == MISSING.keys()
+    for name, (neutral, others) in NOT_HERE.items():
+        for value in neutral:
+            SamplingParams(**{name: value})
+        for value in others:
+            assert_refused(ValueError, [name, "does not have it; allowed:"], **{name: value})
+
+
 def test_every_field_is_tested() -> None:
-    tested = {*NUMBERS, *FLAGS, *(name for name, *_ in BAD_VALUES)}
+    tested = {*NUMBERS, *FLAGS, *NOT_HERE, *(name for name, *_ in BAD_VALUES)}
     assert tested == {field.name for field in fields(SamplingParams)}
 
 
@@ -161,7 +219,10 @@ def test_every_field_is_tested() -> None:
         {"n": 1000, "temperature": 1e-5},
         {"min_tokens": 16, "max_tokens": 16},
         {"min_tokens": 10_000, "max_tokens": None},
-        {"logit_bias": {0: -100, 5: 100.0}},
+        {"logit_bias": {0: -100, 5: 200.0}},  # as in vLLM: only from_optional cuts to 100
+        {"spaces_between_special_tokens": False, "skip_special_tokens": True},
+        {"logprobs": True, "prompt_logprobs": True},
+        {"extra_args": {"anything": object()}},
         {"allowed_token_ids": [0], "bad_words": ["no", " never "]},
         {"logits_processors": [lambda output, logits: logits]},
         {"detokenize": False, "stop_token_ids": [7]},
@@ -175,7 +236,10 @@ def test_allowed_together(good: dict[str, Any]) -> None:
 # Values that are good alone and contradict each other.
 BAD_PAIRS: list[tuple[dict[str, Any], list[str]]] = [
     ({"n": 2, "temperature": 0}, ["n is 2", "temperature 0", "Raise", "n=1"]),
-    ({"n": 3, "temperature": 1e-6}, ["n is 3", "temperature 1e-06", "Raise", "n=1"]),
+    (
+        {"spaces_between_special_tokens": False, "skip_special_tokens": False},
+        ["spaces_between_special_tokens", "skip_special_tokens=False", "Leave it True"],
+    ),
     ({"min_tokens": 9, "max_tokens": 8}, ["min_tokens is 9", "max_tokens 8", "Lower", "raise"]),
     ({"stop": "END", "detokenize": False}, ["stop strings", "detokenize=True"]),
     ({"stop": ["a", "b"], "detokenize": False}, ["stop strings", "detokenize=True"]),
@@ -193,22 +257,58 @@ def test_top_p_0_names_the_greedy_parameter() -> None:
 
 
 def test_a_misspelt_name_is_pythons_own_error() -> None:
-    assert_refused(TypeError, ["temprature"], temprature=0)
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
     ("stop", "kept"),
     [
-        (None, ()),
-        ("END", ("END",)),
-        ([], ()),
-        (["a", "b"], ("a", "b")),
-        (("a", "b"), ("a", "b")),
+        (None, []),
+        ("END", ["END"]),
+        ([], []),
+        (["a", "b"], ["a", "b"]),
+        (("a", "b"), ["a", "b"]),
     ],
 )
-def test_stop_becomes_a_tuple(stop: Any, kept: tuple[str, ...]) -> None:
+def test_stop_becomes_a_list(stop: Any, kept: list[str]) -> None:
     """One string is one stop string, not a list of letters."""
     assert SamplingParams(stop=stop).stop == kept
+
+
+def test_repeated_words_and_ids_are_kept_once() -> None:
+    params = SamplingParams(stop_token_ids=[7, 5, 7], bad_words=["b", "a", "b"])
+    assert (params.stop_token_ids, params.bad_words) == ([7, 5], ["b", "a"])
+
+
+def test_seed_minus_one_is_none() -> None:
+    assert SamplingParams(seed=-1).seed is None
+
+
+def test_logprobs_true_is_one() -> None:
+    params = SamplingParams(logprobs=True, prompt_logprobs=True)
+    assert (type(params.logprobs), params.logprobs, params.prompt_logprobs) == (int, 1, 1)
+
+
+def test_greedy_needs_no_filters() -> None:
+    """Temperature 0 turns top_p, top_k and min_p off, in a clone, too."""
+    filters: dict[str, Any] = {"top_p": 0.5, "top_k": 7, "min_p": 0.1}
+    assert SamplingParams(temperature=0, **filters) == SamplingParams(temperature=0)
+    params = SamplingParams(**filters)
+    params.temperature = 0
+    assert params.clone() == SamplingParams(temperature=0)
+    assert params.top_k == 7, "the caller's own stays as it was assigned"
+
+
+@pytest.mark.parametrize(
+    ("fields_", "skips"),
+    [({}, False), ({"skip_reading_prefix_cache": True}, True), ({"prompt_logprobs": 0}, True)],
+)
+def test_prompt_logprobs_need_the_whole_prompt(fields_: dict[str, Any], skips: bool) -> None:
+    params = SamplingParams(**fields_)
+    assert params.skip_reading_prefix_cache is skips
+    params.prompt_logprobs = 1
+    assert params.clone().skip_reading_prefix_cache is True
 
 
 def test_top_k_minus_one_is_off() -> None:
@@ -230,41 +330,125 @@ def test_has_penalties(name: str, off: float, on: float) -> None:
     assert SamplingParams(**{name: on}).has_penalties
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (1e-6, True), (1e-5, False)])
-def test_greedy_below_vllms_limit(temperature: float, greedy: bool) -> None:
-    assert SamplingParams(temperature=temperature).is_greedy is greedy
+def test_small_temperatures_are_raised(caplog: pytest.LogCaptureFixture) -> None:
+    """As in vLLM, to 0.01. Only 0 is greedy."""
+    assert SamplingParams(temperature=0).is_greedy
+    with caplog.at_level(logging.WARNING, "nanoserve"):
+        params = SamplingParams(temperature=1e-6)
+    assert (params.temperature, params.is_greedy) == (0.01, False)
+    assert "1e-06 is raised to 0.01" in caplog.text
+    assert SamplingParams(temperature=0.01).temperature == 0.01
 
 
-def test_an_instance_never_changes() -> None:
-    """It is frozen, hashable, and a copy of the caller's lists."""
-    given: dict[str, Any] = {name: [7] for name in ("stop_token_ids", "allowed_token_ids")}
-    given |= {"stop": ["END"], "bad_words": ["no"], "logits_processors": [len]}
-    given["logit_bias"] = {7: 1.0}
+# -- copies --
+
+LISTS: dict[str, Any] = {
+    "stop_token_ids": [7],
+    "allowed_token_ids": [7],
+    "stop": ["END"],
+    "bad_words": ["no"],
+    "logits_processors": [len],
+    "logit_bias": {7: 1.0},
+    "extra_args": {"key": 1},
+}
+
+
+@pytest.mark.parametrize("copy", ["constructor", "clone"])
+def test_later_edits_reach_no_copy(copy: str) -> None:
+    """Neither edits of the caller's lists reach the parameters, nor edits of the parameters and
+    their lists a clone."""
+    given = {name: value.copy() for name, value in LISTS.items()}
     params = SamplingParams(**given)
-    for name, value in given.items():
+    if copy == "clone":
+        original, params = params, params.clone()
+        given = {name: getattr(original, name) for name in given}
+        original.max_tokens = 3
+        original.stop = "other"
+    for value in given.values():
         value.clear()
-        assert getattr(params, name), f"{name} is the caller's own"
-    assert (params.stop, params.stop_token_ids) == (("END",), (7,))
-    same = SamplingParams(
-        stop="END",
-        stop_token_ids=(7,),
-        allowed_token_ids=(7,),
-        bad_words=("no",),
-        logits_processors=(len,),
-        logit_bias={7: 1.0},
-    )
-    assert params == same
-    assert hash(params) == hash(same)
-    assert params != replace(same, logit_bias={7: 2.0})
-    with pytest.raises(FrozenInstanceError):
-        params.temperature = 2.0  # type: ignore[misc]
+    assert params == SamplingParams(**LISTS)
+    assert all(getattr(params, name) for name in LISTS)
 
 
-def test_a_changed_copy_is_checked_again() -> None:
+def test_a_clone_is_checked() -> None:
+    """A field may be assigned as in the constructor; what is wrong is refused by clone()."""
     params = SamplingParams(stop="END", top_k=-1)
-    assert replace(params, temperature=0).stop == ("END",)
-    with pytest.raises(ValueError, match="temperature"):
-        replace(params, temperature=NAN)
+    params.stop, params.max_tokens, params.top_k = "a", np.int64(9), -1
+    clone = params.clone()
+    assert (clone.stop, clone.max_tokens, clone.top_k) == (["a"], 9, 0)
+    params.temperature = NAN
+    with pytest.raises(VLLMValidationError, match="temperature is nan"):
+        params.clone()
+    assert replace(clone, temperature=0).stop == ["a"]
+
+
+# -- other spellings --
+
+FIVES = [np.int64(5), np.uint8(5), np.array(5), torch.tensor(5), torch.tensor(5, dtype=torch.int8)]
+
+
+@pytest.mark.parametrize("five", FIVES, ids=lambda five: type(five).__name__)
+def test_numbers_of_numpy_and_torch(five: Any) -> None:
+    """Become Python's own, alone and in lists and dicts."""
+    params = SamplingParams(
+        max_tokens=five,
+        top_k=five,
+        stop_token_ids=[five],
+        logit_bias={five.item(): five},
+        allowed_token_ids=np.array([5, 6]),
+    )
+    assert params == SamplingParams(
+        max_tokens=5, top_k=5, stop_token_ids=[5], logit_bias={5: 5}, allowed_token_ids=[5, 6]
+    )
+    kept = [params.max_tokens, params.top_k, *params.stop_token_ids, *params.logit_bias.values()]
+    assert {type(value) for value in [*kept, *params.allowed_token_ids]} == {int}
+
+
+@pytest.mark.parametrize("half", [np.float32(0.5), np.float16(0.5), torch.tensor(0.5)])
+def test_floats_of_numpy_and_torch(half: Any) -> None:
+    params = SamplingParams(temperature=half, top_p=half, logit_bias={np.int32(5): half})
+    assert params == SamplingParams(temperature=0.5, top_p=0.5, logit_bias={5: 0.5})
+    assert type(params.temperature) is float
+
+
+def test_arrays_and_flags_of_numpy() -> None:
+    assert SamplingParams(ignore_eos=np.True_, stop=np.array(["a"])).stop == ["a"]
+    assert_refused(TypeError, ["max_tokens", "[5]"], max_tokens=np.array([5]))
+    assert_refused(TypeError, ["max_tokens", "5.0"], max_tokens=np.float64(5))
+
+
+def test_from_optional() -> None:
+    """None is the default; logit_bias may come from JSON, and is cut to -100 to 100."""
+    params = SamplingParams.from_optional(
+        n=None, temperature=None, top_p=None, presence_penalty=None, repetition_penalty=None,
+        max_tokens=None, logit_bias={"5": 200, 6: -300.0, "7": 1},
+    )  # fmt: skip
+    assert params == SamplingParams(max_tokens=None, logit_bias={5: 100.0, 6: -100.0, 7: 1})
+    assert SamplingParams.from_optional() == SamplingParams()
+    with pytest.raises(VLLMValidationError, match=r"logit_bias is \{'a': 1\}"):
+        SamplingParams.from_optional(logit_bias={"a": 1})
+
+
+def test_the_repr_is_vllms() -> None:
+    """With the fields that are not in it, where they are not at their default."""
+    assert repr(SamplingParams(temperature=0.5, stop="END")) == (
+        "SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, "
+        "temperature=0.5, watermarking=None, top_p=1.0, top_k=0, min_p=0.0, seed=None, "
+        "stop=['END'], stop_token_ids=[], bad_words=[], thinking_token_budget=None, "
+        "include_stop_str_in_output=False, ignore_eos=False, max_tokens=16, min_tokens=0, "
+        "logprobs=None, prompt_logprobs=None, skip_special_tokens=True, "
+        "spaces_between_special_tokens=True, structured_outputs=None, extra_args=None)"
+    )
+    assert repr(SamplingParams(detokenize=False)).endswith("extra_args=None, detokenize=False)")
+    again = eval(repr(SamplingParams(seed=3, logit_bias={5: 1.0})))
+    assert again == SamplingParams(seed=3, logit_bias={5: 1.0})
+
+
+def test_beam_search_params_stand_beside() -> None:
+    """vLLM has both in this module."""
+    from nanoserve import BeamSearchParams, sampling_params
+
+    assert sampling_params.BeamSearchParams is BeamSearchParams
 
 
 anything = st.one_of(
@@ -302,7 +486,7 @@ def test_every_instance_is_valid(values: dict[str, Any]) -> None:
     assert params.n == 1 or not params.is_greedy
     assert params.repetition_penalty > 0
     assert min(params.presence_penalty, params.frequency_penalty) >= -2
-    assert all(-100 <= value <= 100 for value in (params.logit_bias or {}).values())
+    assert all(math.isfinite(value) for value in (params.logit_bias or {}).values())
     assert params.allowed_token_ids is None or params.allowed_token_ids
     assert all(isinstance(stop, str) and stop for stop in params.stop or ())
-    assert replace(params) == params
+    assert params.clone() == replace(params) == params

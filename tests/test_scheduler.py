@@ -134,7 +134,8 @@ class History:
         prompt = (shared + own or [3])[: self.engine.capacity - 1]
         if not prompt:
             return  # one slot cannot hold a prompt and a new token: the InputProcessor refuses
-        n = min(request.n, self.engine.config.max_num_seqs or 1)  # the InputProcessor refuses more
+        n = request.n
+        known = set(self.scheduler.sequences)
         seq = self.engine.add(
             prompt,
             request.max_tokens,
@@ -146,7 +147,9 @@ class History:
             seed=request.seed,
             stop_token_ids=frozenset(range(request.num_stop_tokens)),
         )
-        self.sequences.append(seq)
+        new = [s for seq_id, s in self.scheduler.sequences.items() if seq_id not in known]
+        self.sequences += new  # of the branches, those that will not fork off the first
+        assert seq is new[0]
         self.ready_at[seq.request_id] = step + request.late_by
         self.prompt_logprobs[seq.request_id] = []
 
@@ -306,13 +309,16 @@ class History:
         self.engine.block_manager.check()
 
     def check_branches(self) -> None:
-        """A request that sampled a token has n branches, and all prompt logprobs, if it asked."""
+        """A request that sampled a token has n branches, and all prompt logprobs, if it asked. As
+        many branches as can run fork off the first; the others began on their own."""
         for root in self.sequences:
             if root.branch:
                 continue
             n = root.sampling_params.n
             branches = [s.branch for s in self.sequences if s.request_id == root.request_id]
-            assert sorted(branches) == list(range(n if root.num_output_tokens else 1))
+            num_forks = min(n, self.engine.config.max_num_seqs) - 1
+            on_their_own = [0, *range(1 + num_forks, n)]
+            assert sorted(branches) == (list(range(n)) if root.num_output_tokens else on_their_own)
             assert root.num_output_tokens or root.status.finish_reason == "abort"
             positions = set(self.prompt_logprobs[root.request_id])
             if root.sampling_params.prompt_logprobs is None:
@@ -517,6 +523,28 @@ def test_n_completions_wait_until_there_are_n_slots() -> None:
         engine.add([1], max_tokens=2, n=n)
     steps = [sorted(num_tokens_of(step)) for step in engine.run()]
     assert steps == [[0], [0], [1], [1, 2, 3], [4], [4]]
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_completions_beyond_max_num_seqs_wait_for_a_place(enable_prefix_caching: bool) -> None:
+    """n=5 in three places: three branches fork off the prompt. As soon as one has ended, the next
+    begins on its own, and computes only the part of the prompt that is in no cached block."""
+    engine = FakeEngine(max_num_seqs=3, block_size=4, enable_prefix_caching=enable_prefix_caching)
+    ends_branch_1 = frozenset({next_token([*range(10)], branch=1)})
+    engine.add(range(10), max_tokens=4, n=5, stop_token_ids=ends_branch_1)
+    steps = engine.run()
+    rest = 2 if enable_prefix_caching else 10  # of 10 tokens, 8 are in full blocks
+    assert [num_tokens_of(step) for step in steps] == [
+        {0: 10},
+        {0: 1, 2: 1, 3: rest},
+        {0: 1, 2: 1, 3: 1},
+        {0: 1, 2: 1, 3: 1},
+        {3: 1, 4: rest},
+        {4: 1},
+        {4: 1},
+        {4: 1},
+    ]
+    assert steps[0].new_sequences[0].num_samples == 3
 
 
 def test_branches_are_as_urgent_as_their_request() -> None:

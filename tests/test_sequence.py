@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -124,7 +124,7 @@ def test_times_and_latencies() -> None:
         metrics.record_tokens(now, 1)
     assert metrics.queue_time == 1.5
     assert metrics.first_token_latency == 3.0
-    assert metrics.last_token_ts == 15.0
+    assert (metrics.last_token_ts, metrics.num_generation_tokens) == (15.0, 3)
     assert metrics.inter_token_latency(3) == 1.0
 
 
@@ -144,6 +144,19 @@ def test_the_times_come_in_order() -> None:
     engine.run()
     assert len({id(seq.metrics) for seq in sequences}) == 2
     for metrics in (seq.metrics for seq in sequences):
-        times = list(asdict(metrics).values())[:-1]
+        names = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "finished_ts")
+        times = [getattr(metrics, name) for name in names]
         assert times == sorted(times)
-        assert metrics.num_preemptions == 0
+        assert (metrics.num_generation_tokens, metrics.num_preemptions) == (3, 0)
+
+
+def test_another_branch_shares_nothing_that_changes() -> None:
+    """It has the root's request and prompt, no output, and the seq_id that belongs to it."""
+    root = make_sequence(10, [5, 6], n=4, seed=3)
+    root.token_ids.append(7)
+    branch = root.make_branch(2)
+    assert (branch.seq_id, branch.branch, branch.num_pending_forks) == (12, 2, 0)
+    assert (branch.token_ids, branch.seed, branch.request_id) == ([5, 6], 3, root.request_id)
+    assert branch.make_branch(3).seq_id == 13
+    assert branch.metrics is not root.metrics
+    assert branch.block_hashes is not root.block_hashes

@@ -121,7 +121,6 @@ def test_the_reason_agrees_with_the_next_step(
     scheduler = engine.scheduler
     while lengths or scheduler.has_unfinished():
         for prompt_len, max_tokens, n in lengths[:2]:  # two arrivals a step
-            n = min(n, scheduler.max_num_seqs)
             engine.add(range(prompt_len), max_tokens, n=n, priority=max_tokens % 3)
         lengths = lengths[2:]
         is_idle = not scheduler.running

@@ -1,0 +1,256 @@
+"""The forms of a prompt and of a chat: what is the same, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from nanoserve import PromptType, TextPrompt, TokensPrompt
+from nanoserve.exceptions import VLLMClientError, VLLMError, VLLMValidationError
+from nanoserve.inputs import (
+    MISSING_KEYS,
+    TEXT_PART_TYPES,
+    PromptComponents,
+    as_python,
+    find_content_format,
+    parse_chat_messages,
+    parse_prompt,
+    pick_salt,
+    prompt_to_seq,
+    refuse_missing,
+)
+
+IDS = [5, 6, 7]
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+
+
+def every_form(token_ids: list[int]) -> list[Any]:
+    """These token ids in every form that a prompt of token ids may have."""
+    return [
+        token_ids,
+        tuple(token_ids),
+        np.array(token_ids),
+        np.array(token_ids, np.uint16),
+        torch.tensor(token_ids),
+        [np.int64(token_id) for token_id in token_ids],
+        [torch.tensor(token_id) for token_id in token_ids],
+        {"prompt_token_ids": token_ids},
+        {"prompt_token_ids": np.array(token_ids)},
+        {"prompt_token_ids": torch.tensor(token_ids), "multi_modal_data": None},
+        TokensPrompt(prompt_token_ids=token_ids),
+        {"type": "token", "prompt_token_ids": token_ids, "mm_processor_kwargs": {}},
+    ]
+
+
+# -- one prompt --
+
+
+def test_text() -> None:
+    for prompt in ("Once", {"prompt": "Once"}, TextPrompt(prompt="Once"), np.str_("Once")):
+        assert parse_prompt(prompt) == PromptComponents("Once")
+
+
+@given(token_ids=st.lists(st.integers(0, 60000), min_size=1, max_size=8))
+def test_every_form_of_token_ids_is_the_same_prompt(token_ids: list[int]) -> None:
+    """Alone and in a list; each id is an int of Python's own."""
+    forms = every_form(token_ids)
+    for form in forms:
+        text, found, salt = parse_prompt(form)
+        assert (text, found, salt) == (None, token_ids, None)
+        assert {type(token_id) for token_id in found or ()} == {int}
+        assert found is not token_ids
+        [alone] = prompt_to_seq(form)
+        assert parse_prompt(alone).token_ids == token_ids
+    assert [parse_prompt(form).token_ids for form in prompt_to_seq(forms)] == [token_ids] * 12
+
+
+def test_token_ids_may_come_with_their_text_and_a_salt() -> None:
+    prompt = TokensPrompt(prompt_token_ids=IDS, prompt="abc", cache_salt="mine")
+    assert parse_prompt(prompt) == PromptComponents("abc", IDS, "mine")
+    assert parse_prompt({"prompt": "abc", "prompt_token_ids": None}) == PromptComponents("abc")
+    assert parse_prompt(parse_prompt(prompt)) == parse_prompt(prompt)
+
+
+ENCODING = BatchEncoding({"input_ids": IDS, "attention_mask": [1, 1, 1]})
+BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, r"a prompt must be a string, a list of token ids, or a dict .* got None"),
+    (5, TypeError, r"a prompt must be .* got 5"),
+    (b"Once", TypeError, r"a prompt must be .* got b'Once'"),
+    (np.array(5), TypeError, r"a prompt must be .* got 5"),
+    ({5, 6}, TypeError, r"a prompt must be .* got \{5, 6\}"),
+    ([5, 1.5], TypeError, r"token ids must be ints, got 1\.5"),
+    (np.array([5, 1.5]), TypeError, r"token ids must be ints, got 5\.0"),
+    (torch.tensor([True]), TypeError, r"token ids must be ints, got True"),
+    ([True, False], TypeError, r"token ids must be ints, got True"),
+    ([5, None], TypeError, r"token ids must be ints, got None"),
+    ([5, "a"], TypeError, r"token ids must be ints, got 'a'"),
+    ([IDS], TypeError, r"token ids must be ints, got \[5, 6, 7\]"),
+    (ENCODING, TypeError, r"a BatchEncoding .* is no prompt\. Give its input_ids"),
+    ({}, TypeError, r"a dict prompt needs 'prompt' or 'prompt_token_ids', got \{\}"),
+    ({"cache_salt": "a"}, TypeError, r"a dict prompt needs 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": None}, TypeError, r"a dict prompt needs 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": IDS}, TypeError, r"'prompt' of a dict prompt must be a string, got \[5, 6, 7\]"),
+    ({"prompt_token_ids": "a"}, TypeError, r"token ids must be a list of ints, got 'a'"),
+    ({"prompt_token_ids": 5}, TypeError, r"token ids must be a list of ints, got 5"),
+    ({"prompt_token_ids": [IDS]}, TypeError, r"token ids must be ints, got \[5, 6, 7\]"),
+    ({"promt": "a"}, ValueError, r"unknown key 'promt'; allowed: prompt, prompt_token_ids"),
+    ({"prompt": "a", "type": "multimodal"}, ValueError, r"of type 'multimodal'; allowed: 'token'"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "message"), BAD_PROMPTS)
+def test_bad_prompts_are_refused(prompt: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        parse_prompt(prompt)
+
+
+@pytest.mark.parametrize("key", MISSING_KEYS)
+def test_what_vllm_has_and_nanoserve_has_not_is_named(key: str) -> None:
+    """Unless it is empty."""
+    for nothing in (None, {}):
+        assert parse_prompt({"prompt": "a", key: nothing}).text == "a"
+    for value in ({"image": object()}, torch.ones(2, 3), "text"):
+        with pytest.raises(VLLMValidationError, match=f"the prompt has '{key}', which is for "):
+            parse_prompt({"prompt": "a", key: value})
+    with pytest.raises(VLLMValidationError, match=key):
+        parse_prompt({key: "text"})
+
+
+def test_which_salt_counts() -> None:
+    """A prompt's own, or else that of the call."""
+    assert [pick_salt("a", "b"), pick_salt(None, "b"), pick_salt(None, None)] == ["a", "b", None]
+    for own, given_ in (("", None), (None, ""), (5, None), ("a", 5)):
+        with pytest.raises(TypeError, match="cache_salt must be None or a non-empty string, got"):
+            pick_salt(own, given_)
+
+
+# -- lists of prompts --
+
+
+def test_which_lists_are_one_prompt() -> None:
+    """A list of ints is one; any other list is several, even of 0-dimensional arrays or of rows."""
+    mixed = ["Once", IDS, {"prompt": "Once"}]
+    for given_, prompts in (
+        ("Once", ["Once"]),
+        (IDS, [IDS]),
+        ({"prompt": "Once"}, [{"prompt": "Once"}]),
+        ([np.int32(5), torch.tensor(6)], [[5, 6]]),
+        (range(5, 8), [IDS]),
+        (mixed, mixed),
+        (tuple(mixed), mixed),
+        ([], []),
+        (np.array([]), []),
+        (np.array([IDS, IDS]), [IDS, IDS]),
+        ([torch.tensor(IDS), np.array(IDS)], [IDS, IDS]),
+        (np.array(["a", "b"]), ["a", "b"]),
+    ):
+        assert prompt_to_seq(given_) == prompts
+
+
+@pytest.mark.parametrize("prompts", [None, 5, b"Once", np.array(5), (x for x in "ab"), object()])
+def test_what_is_no_list_of_prompts(prompts: Any) -> None:
+    with pytest.raises(TypeError, match=r"prompts must be a string, token ids, a dict .* got "):
+        prompt_to_seq(prompts)
+
+
+def test_as_python_changes_nothing_else() -> None:
+    for value in (5, 0.5, "a", None, IDS, {"a": 1}, int, np.ndarray):
+        assert as_python(value) is value
+
+
+def test_the_type_of_prompts_is_a_value() -> None:
+    """It may stand in an annotation that is evaluated, on Python 3.10, too."""
+    assert TextPrompt in PromptType.__args__
+    assert TokensPrompt.__required_keys__ == {"prompt_token_ids"}
+    assert TextPrompt.__required_keys__ == {"prompt"}
+
+
+# -- chat --
+
+
+def test_text_parts_are_joined() -> None:
+    """By line breaks, for templates that expect a string. Other fields and the caller's messages
+    stay as they are."""
+    parts = [{"type": "text", "text": "Hello"}, "you", {"type": "refusal", "refusal": "No"}]
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": parts, "name": "Ada"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user"},
+    ]
+    before = repr(messages)
+    assert parse_chat_messages(messages, "string") == [
+        messages[0],
+        {"role": "user", "content": "Hello\nyou\nNo", "name": "Ada"},
+        *messages[2:],
+    ]
+    texts = [{"type": "text", "text": text} for text in ("Hello", "you", "No")]
+    assert parse_chat_messages(messages, "openai") == [
+        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": texts, "name": "Ada"},
+        *messages[2:],
+    ]
+    assert repr(messages) == before
+
+
+@pytest.mark.parametrize("kind", TEXT_PART_TYPES)
+def test_every_kind_of_text_part(kind: str) -> None:
+    key = kind if kind in ("refusal", "thinking") else "text"
+    [message] = parse_chat_messages([{"content": [{"type": kind, key: "Hi"}]}], "string")
+    assert message["content"] == "Hi"
+    with pytest.raises(TypeError, match=r"text of a content part must be a string, got"):
+        parse_chat_messages([{"content": [{"type": kind}]}], "string")
+
+
+@pytest.mark.parametrize("part", [IMAGE, {"type": "input_audio"}, {"text": "Hi"}, {}, None, 5])
+@pytest.mark.parametrize("content_format", ["string", "openai"])
+def test_other_parts_are_refused_by_name(part: Any, content_format: str) -> None:
+    with pytest.raises(VLLMValidationError, match=r"takes text parts only.*Allowed types: text"):
+        parse_chat_messages([{"role": "user", "content": ["Hi", part]}], content_format)
+
+
+@pytest.mark.parametrize("messages", [[], None, 5, "hello", ["hello"], [{}, "hello"], {"a": 1}])
+def test_what_is_no_conversation(messages: Any) -> None:
+    with pytest.raises(TypeError, match="a conversation is a list of message dicts, got"):
+        parse_chat_messages(messages, "string")
+
+
+def test_templates_that_loop_over_parts_get_parts() -> None:
+    for template, found in (
+        ("{{ message['content'] }}", "string"),
+        ("{% for message in messages %}{{ message.content | trim }}{% endfor %}", "string"),
+        ("{%- for part in message['content'] %}{{ part.text }}{% endfor %}", "openai"),
+        ("{% for part in message.content %}{{ part.text }}{% endfor %}", "openai"),
+        ("{% set content = m.content %}{% for part in content %}{% endfor %}", "openai"),
+        ({"default": "{{ messages }}"}, "string"),  # several templates, by name
+    ):
+        assert find_content_format(template) == found
+        assert find_content_format(template, "string") == "string"
+        assert find_content_format(template, "openai") == "openai"
+    with pytest.raises(VLLMValidationError, match="'list'; allowed: auto, string, openai"):
+        find_content_format("", "list")
+
+
+# -- errors --
+
+
+def test_arguments_that_are_not_here() -> None:
+    refuse_missing("generate", lora_request=None, other={}, several=[None, None])
+    for value in (object(), [None, 5], {"a": 1}, False):
+        with pytest.raises(VLLMValidationError, match=r"generate got lora_request=") as raised:
+            refuse_missing("generate", lora_request=value)
+        assert (raised.value.parameter, raised.value.value) == ("lora_request", value)
+
+
+def test_the_exception_has_both_names() -> None:
+    """vLLM's and Python's: code that catches either one goes on working."""
+    error = VLLMValidationError("n is 0", parameter="n", value=0)
+    assert isinstance(error, (VLLMClientError, VLLMError))
+    assert isinstance(error, ValueError)
+    assert str(error) == "n is 0"
