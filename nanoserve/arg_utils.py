@@ -62,7 +62,7 @@ GROUPS = (
     Group(
         "no effect",
         "logs, progress and tuning that change no result",
-        "This option has no other value here.",
+        "It changes no result here (trust_remote_code runs no code, and says so in the log).",
         """trust_remote_code=False|True disable_log_stats=False|True
         disable_log_requests=False|True enable_log_requests=False|True
         aggregate_engine_logging=False|True use_tqdm_on_load=False|True
@@ -155,9 +155,9 @@ GROUPS = (
     Group(
         "not there yet",
         "the HTTP server and the asynchronous engine",
-        "The server is not there yet.",
+        "The server is not there yet; the engine runs in your own process.",
         """served_model_name max_num_queued_reqs max_num_queued_tokens io_processor_plugin
-        tokens_only=False enable_trace_replay=False""",
+        tokens_only=False""",
     ),
     Group(
         "not there yet",
@@ -269,6 +269,12 @@ GROUPS = (
         "other stages of the logits",
         "logprobs are those of the model's own distribution (raw_logprobs).",
         "logprobs_mode=raw_logprobs",
+    ),
+    Group(
+        "left out",
+        "replaying recorded outputs",
+        "nanoserve computes every token itself.",
+        "enable_trace_replay=False",
     ),
     Group(
         "left out",
@@ -414,7 +420,7 @@ def check_seams(*classes: Any) -> None:
             )
 
 
-def read_chat_template(given: str | Path | None) -> str | None:
+def load_chat_template(given: str | Path | None) -> str | None:
     """The Jinja template in this file, or `given` itself if it is a template."""
     if given is None:
         return None

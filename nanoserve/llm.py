@@ -24,7 +24,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.arg_utils import EngineArgs, read_chat_template, read_options
+from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, delayed_interrupt
@@ -69,7 +69,7 @@ class LLM:
 
         chat_template: a template, or a file that holds one, that chat uses in place of the model's.
         """
-        self.chat_template = read_chat_template(chat_template)
+        self.chat_template = load_chat_template(chat_template)
         self.engine = LLMEngine(
             EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,

@@ -19,7 +19,7 @@ from nanoserve.arg_utils import (
     NONE_IS_DEFAULT,
     SEAMS,
     FlexibleArgumentParser,
-    read_chat_template,
+    load_chat_template,
     read_options,
 )
 from nanoserve.block_manager import BlockManager
@@ -238,8 +238,8 @@ def test_a_chat_template_is_a_file_or_a_template(tmp_path: Path) -> None:
     file = tmp_path / "shout.jinja"
     file.write_text(template)
     for given in (template, file, str(file)):
-        assert read_chat_template(given) == template
-    assert read_chat_template(None) is None
+        assert load_chat_template(given) == template
+    assert load_chat_template(None) is None
     with pytest.raises(ValueError, match=r"'no.jinja', which is neither a file nor a Jinja"):
         LLM(chat_template="no.jinja")
     with pytest.raises(TypeError, match="chat_template must be a string or a path, got 5"):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_arg_utils import VLLM_0_6_6, VLLM_0_32
 
 import nanoserve
 from nanoserve import LLM, LLMEngine, SamplingParams
@@ -340,6 +341,15 @@ assert "helpful" in llm.chat(messages=chat, sampling_params={GREEDY})[0].prompt
 template = "{{% for message in messages %}}{{{{ message['content'] }}}}{{% endfor %}}"
 assert llm.chat(chat, {GREEDY}, chat_template=template)[0].prompt == "Hello"
 """,
+    "a chat template from a file": f"""{CHAT}
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from vllm.renderers.chat_utils import load_chat_template
+with TemporaryDirectory() as folder:
+    Path(folder, "a.jinja").write_text("{{{{ messages[0].content }}}}")
+    template = load_chat_template(Path(folder, "a.jinja"))
+assert llm.chat(chat, {GREEDY}, chat_template=template)[0].prompt == "Hello"
+""",
     "no generation prompt": f"""{CHAT}
 chat += [{{"role": "assistant", "content": "Once upon"}}]
 options = dict(add_generation_prompt=False, continue_final_message=True)
@@ -539,7 +549,9 @@ def rows(marker: str, file: str = ENGLISH) -> list[list[str]]:
 
 def option_lines() -> list[str]:
     """The part of the document that is made from the tables of options."""
-    lines = ["### Same name", "", ", ".join(f"`{option.name}`" for option in OPTIONS) + "."]
+    same = [f"`{option.name}`" for option in OPTIONS if option.name not in ONLY_HERE]
+    lines = ["### Same name", "", ", ".join(same) + "."]
+    lines += ["", f"Only here: `num_cpu_blocks` ({ONLY_HERE['num_cpu_blocks']})."]
     lines += ["", "### Other name", "", "| vLLM, or nanoserve before | here |", "|---|---|"]
     lines += [f"| `{alias}` | `{declared}` |" for alias, declared in ALIASES.items()]
     for option, values in VALUE_ALIASES.items():
@@ -550,6 +562,7 @@ def option_lines() -> list[str]:
     return lines
 
 
+ONLY_HERE = {"num_cpu_blocks": "V0 computes it from `swap_space`"}
 VERDICTS = {
     "no effect": "Accepted, and without effect",
     "other name": "Done in another way",
@@ -574,6 +587,8 @@ def sampling_lines() -> list[str]:
 
 
 def test_the_options_are_those_of_the_code() -> None:
+    num_options = len((VLLM_0_32 + VLLM_0_6_6).split())
+    assert all(re.search(rf"\b{num_options}\b", read(file)) for file in LANGUAGES)
     between = read().partition(BEGIN)[2].partition("-->\n")[2].partition(END)[0]
     assert between.strip().splitlines() == option_lines()
     assert ["| " + " | ".join(row) + " |" for row in rows("sampling")] == sampling_lines()
@@ -588,14 +603,19 @@ def test_both_languages_have_the_same_tables() -> None:
     assert re.findall(r"<!-- ([\w ]+) -->", chinese) == markers
     for marker in markers:
         if marker != "end of options":
-            ours = [[names(cell) for cell in row[:2]] for row in rows(marker, CHINESE)]
-            assert ours == [[names(cell) for cell in row[:2]] for row in rows(marker)]
+            for ours, theirs in zip(rows(marker, CHINESE), rows(marker), strict=True):
+                assert (names(ours[0]), len(ours)) == (names(theirs[0]), len(theirs))
+                if theirs[1] in WORDS or ours[1] in WORDS.values():
+                    assert ours[1] == WORDS[theirs[1]], theirs[0]
     parts = [text.partition(BEGIN)[2].partition(END)[0] for text in (english, chinese)]
     bullets = [[line for line in part.splitlines() if line[:2] == "- "] for part in parts]
     assert len(bullets[0]) == len(bullets[1]) == len(GROUPS)
     for ours, theirs in zip(*bullets, strict=True):
         options = [option for option in names(theirs) if option in KNOWN]
         assert [option for option in names(ours) if option in KNOWN] == options
+
+
+WORDS = {"same": "相同", "other name": "别名", "not there yet": "还没有", "left out": "不做"}
 
 
 def test_imports_of_the_document() -> None:
