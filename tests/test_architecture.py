@@ -39,7 +39,8 @@ DOZEN = {
     "layers",
     "models.decoder",
 }
-SHARED = {"config", "sampling_params", "sequence"}  # settings and nouns: both planes know them
+# Settings, nouns and messages: both planes know them.
+SHARED = {"config", "logger", "sampling_params", "sequence"}
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 MEETING_POINT = {"engine", "llm"}  # know both planes
 CORE_FOLDERS = {"models", "kernels", "distributed"}  # belong to the data plane
