@@ -34,9 +34,7 @@ vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1)
 
 from __future__ import annotations
 
-import logging
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -48,6 +46,7 @@ from typing import Any, NamedTuple
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.input_processor import InputProcessor, Prompt, load_tokenizer
+from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import (
     OutputProcessor,
     RequestConsumer,
@@ -65,7 +64,7 @@ from nanoserve.sequence import (
     SequenceUpdate,
 )
 
-logger = logging.getLogger("nanoserve")
+logger = init_logger(__name__)
 
 
 class StepReport(NamedTuple):
@@ -107,14 +106,15 @@ class LLMEngine:
 
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
+        configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        self.config = _with_device(config).resolve(self.model_config)
+        config, default_executor = _load_data_plane(config)
+        self.config = config.resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or _default_executor(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
-        self.executor = make_executor(
+        self.executor = (executor_cls or default_executor)(
             self.config, self.model_config, config.attention_backend, **options
         )
         self._check_can_overlap()
@@ -136,7 +136,10 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_closed = False
-        self._log_what_runs()
+        log_startup(self)
+
+    def __repr__(self) -> str:
+        return describe_engine(self)
 
     # -- requests --
 
@@ -410,20 +413,6 @@ class LLMEngine:
                 "or set async_scheduling=False."
             )
 
-    def _log_what_runs(self) -> None:
-        """One line that explains a slow run: to the log if the application configured one, else to
-        stderr."""
-        config, model = self.config, self.model_config
-        line = (
-            f"{model.path.name} ({model.architecture}): {self.executor.describe()}, "
-            f"KV cache {self.executor.num_kv_blocks} blocks x {config.block_size} tokens, "
-            f"{config.describe()}"
-        )
-        if logger.hasHandlers():
-            logger.info(line)
-        else:
-            print(f"nanoserve: {line}", file=sys.stderr)
-
 
 def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:
     """The sequence of this completion, if it exists and has not finished."""
@@ -454,19 +443,12 @@ def delayed_interrupt() -> Iterator[None]:
             raise KeyboardInterrupt
 
 
-def _default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
-    """The default executor class. Imported here because the import loads torch."""
-    if tensor_parallel_size == 1:
-        from nanoserve.executor import UniprocExecutor
+def _load_data_plane(config: EngineConfig) -> tuple[EngineConfig, Callable[..., Any]]:
+    """`config` with the device that "auto" stands for, and the executor class. Imports torch."""
+    from nanoserve.kernels.threads import load_torch
 
-        return UniprocExecutor
-    from nanoserve.distributed.multiproc import MultiprocExecutor
-
-    return MultiprocExecutor
-
-
-def _with_device(config: EngineConfig) -> EngineConfig:
-    """`config` with the device that "auto" stands for. Imported here because that loads torch."""
+    load_torch()
+    from nanoserve.executor import default_executor
     from nanoserve.parallel import with_device
 
-    return with_device(config)
+    return with_device(config), default_executor(config.tensor_parallel_size)

@@ -21,13 +21,13 @@ vllm/outputs.py, vllm/v1/engine/: output_processor.py, detokenizer.py, parallel_
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from nanoserve.logger import init_logger, to_html
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import (
     RequestMetrics,
@@ -37,7 +37,7 @@ from nanoserve.sequence import (
     TokenLogprobs,
 )
 
-logger = logging.getLogger("nanoserve")
+logger = init_logger(__name__)
 # (seq_id, status, stop reason) -> the sequence, or None if it had finished already
 FinishSequence = Callable[[int, SequenceStatus, "int | str | None"], "Sequence | None"]
 
@@ -77,6 +77,9 @@ class RequestOutput:
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     metrics: RequestMetrics  # over all completions; num_preemptions is the largest of them
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
+
+    def _repr_html_(self) -> str | None:
+        return to_html("show_output", self)
 
 
 class Detokenizer:
