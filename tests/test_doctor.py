@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve import LLM
+from nanoserve import LLM, kv_cache
 from nanoserve.__main__ import main
 from nanoserve.tools import doctor
 from nanoserve.tools.doctor import Report
@@ -95,16 +95,16 @@ def test_room_beside_the_weights(
     config = doctor.read_config(str(make_checkpoint("llama", tie_word_embeddings=True)))
     weights = sum(p.numel() * 4 for p in _parameters(config.path))
     device = torch.device("cpu")
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights + 4 * 100 * 8192)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights + 4 * 100 * 8192)
     report = Report()
     doctor.check_room(report, config, device)
     assert "100 of 16 tokens, 1 sequences of 1024 tokens" in str(report)
     assert report.advice == []
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights + 4 * 10 * 8192)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights + 4 * 10 * 8192)
     report = Report()
     doctor.check_room(report, config, device)
     assert "max_model_len=160 would" in str(report)
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights // 2)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights // 2)
     report = Report()
     doctor.check_room(report, config, device)
     assert "does not fit" in str(report)
