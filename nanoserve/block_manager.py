@@ -186,7 +186,7 @@ class BlockManager:
         return f"BlockManager({self.num_free_blocks} of {self.num_blocks} blocks free)"
 
     def _repr_html_(self) -> str | None:
-        return to_html("show_blocks", self)
+        return to_html("blocks", self)
 
     def reset(self) -> None:
         """Forget everything: no block tables, every block free, an empty prefix cache."""

@@ -127,7 +127,8 @@ def describe_engine(engine: LLMEngine, name: str = "LLMEngine") -> str:
 
 def _device_of(engine: LLMEngine) -> str:
     """What the executor says, with less punctuation: "cpu, float32, attention=torch"."""
-    return engine.executor.describe().removeprefix("device=").replace("dtype=torch.", "")
+    text = engine.executor.describe().removeprefix("device=")
+    return text.replace("dtype=", "").replace("torch.", "")
 
 
 def startup_report(engine: LLMEngine) -> list[str]:
@@ -212,9 +213,9 @@ def _listing(names: list[str]) -> str:
 
 
 def to_html(kind: str, value: Any) -> str | None:
-    """What a notebook shows for a value: the result of the function `kind` in tools/notebook.py.
+    """What a notebook shows for a value: the result of the function `kind` in tools/as_html.py.
     None if tools/ was deleted; then the notebook shows the repr."""
     try:
-        return getattr(importlib.import_module("nanoserve.tools.notebook"), kind)(value)
+        return getattr(importlib.import_module("nanoserve.tools.as_html"), kind)(value)
     except ModuleNotFoundError:
         return None

@@ -79,7 +79,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # per prompt token; first: None
 
     def _repr_html_(self) -> str | None:
-        return to_html("show_output", self)
+        return to_html("output", self)
 
 
 class Detokenizer:

@@ -41,22 +41,23 @@ TOLD_TO_SLEEP: list[bool] = []
 
 
 def load_torch() -> None:
-    """Import torch so that its waiting threads sleep.
+    """Import torch so that its waiting threads sleep, unless the user has set one of
+    WAITING_VARIABLES. If torch is loaded already, this changes nothing.
 
-    Nothing happens if torch is loaded already, or if the user has set one of WAITING_VARIABLES. The
-    environment is as before when this returns: other programs that this process starts are not
-    told to sleep.
+    The environment is as before when this returns: programs that this process starts are not told
+    to sleep.
     """
-    if "torch" in sys.modules or _is_set(WAITING_VARIABLES):
-        return
-    os.environ["OMP_WAIT_POLICY"] = "passive"
+    is_ours = "torch" not in sys.modules and not _is_set(WAITING_VARIABLES)
+    if is_ours:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
     try:
         import torch
 
         torch.get_num_threads()  # some OpenMP libraries read their settings at the first call
-        TOLD_TO_SLEEP.append(True)
     finally:
-        del os.environ["OMP_WAIT_POLICY"]
+        if is_ours:
+            del os.environ["OMP_WAIT_POLICY"]
+            TOLD_TO_SLEEP.append(True)
 
 
 def rank_environment() -> dict[str, str]:
