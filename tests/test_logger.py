@@ -181,8 +181,11 @@ def test_a_notebook_shows_reports_without_red(
 # -- what an engine says --
 
 
-def test_the_report_explains_a_slow_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_report_explains_a_slow_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four lines, of the same form for every engine; each value is one that the user can set."""
+    monkeypatch.delenv("NANOSERVE_LOGGING_LEVEL", raising=False)
     caplog.set_level(logging.INFO, "nanoserve")
     options = {"max_num_batched_tokens": 33, "max_num_seqs": 5, "preemption_mode": "swap"}
     engine = make_engine(num_kv_blocks=17, **options)
@@ -220,6 +223,7 @@ def read_steps(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> list[str]
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("NANOSERVE_LOG_SCHEDULER", "1")
+    monkeypatch.delenv("NANOSERVE_LOGGING_LEVEL", raising=False)
     caplog.set_level(logging.INFO, "nanoserve")
 
 

@@ -1,7 +1,7 @@
 """What would a run here use, and does it work?
 
-    python -m nanoserve doctor                          the demo model
-    python -m nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
+    nanoserve doctor                          the demo model
+    nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
 
 The report is one screen: versions, device, threads, the choices of the engine (device, dtype,
 attention), how many KV blocks the memory holds, and a self-check. The self-check generates ten
@@ -297,7 +297,9 @@ def largest_gap(prompt: list[int], output: list[int]) -> float:
     logit of the token in `output`, in standard deviations of the logits."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
@@ -307,9 +309,11 @@ def largest_gap(prompt: list[int], output: list[int]) -> float:
 
 def main(arguments: list[str]) -> int:
     """Print the report; return the exit status."""
-    parser = argparse.ArgumentParser("python -m nanoserve doctor")
+    parser = argparse.ArgumentParser("nanoserve doctor", description="Examine this machine.")
     parser.add_argument("--model", help="folder or Hugging Face id: how many KV blocks would fit?")
     args = parser.parse_args(arguments)
+    # The report says what an engine's first lines say.
+    os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
     try:
         report = examine(args.model)
     except ValueError as error:
