@@ -10,9 +10,8 @@ machine or several: `torchrun --nproc-per-node 2 example.py --tensor-parallel-si
 """
 
 import argparse
+import os
 import sys
-
-from nanoserve import LLM, EngineConfig, SamplingParams
 
 STORIES = ["Once upon a time", "One day a clever fox named Ben"]
 QUESTIONS = [
@@ -24,6 +23,8 @@ QUESTIONS = [
 
 
 def main() -> None:
+    from nanoserve import LLM, EngineConfig, SamplingParams
+
     parser = argparse.ArgumentParser(description="Complete two stories, answer a few questions.")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
     parser.add_argument("--max-tokens", type=int, default=200, help="per answer")
@@ -36,11 +37,32 @@ def main() -> None:
     # Under torchrun, the processes of ranks above 0 work for rank 0 in this line, and exit there.
     with LLM(**vars(config)) as llm:
         for output in llm.generate(STORIES, params):
-            print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}")
+            print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}", flush=True)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, params), strict=True):
-            print(f"\nQ: {question}\nA: {bold}{output.outputs[0].text}{plain}")
+            print(f"\nQ: {question}\nA: {bold}{output.outputs[0].text}{plain}", flush=True)
+
+
+def run() -> None:
+    """Call main(). What a user can cause ends in a sentence instead of a traceback."""
+    if sys.version_info < (3, 10):  # noqa: UP036 (this file can be read by an older Python)
+        sys.exit(f"example.py needs Python 3.10 or newer; this is {sys.version.split()[0]}.")
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nexample.py: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # python example.py | head -1: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except ImportError as error:
+        folder = os.path.dirname(os.path.abspath(__file__))
+        sys.exit(f"example.py: {error}. Install what is missing: pip install -e {folder}")
+    except (ValueError, OSError, RuntimeError) as error:
+        if os.environ.get("NANOSERVE_LOGGING_LEVEL", "").upper() == "DEBUG":
+            raise  # with its traceback
+        sys.exit(f"example.py: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    run()

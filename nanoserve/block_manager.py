@@ -44,6 +44,7 @@ from enum import Enum
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+from nanoserve.logger import to_html
 from nanoserve.sequence import BlockPair, Sequence
 
 
@@ -180,6 +181,12 @@ class BlockManager:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._hash_table = BlockHashTable()
+
+    def __repr__(self) -> str:
+        return f"BlockManager({self.num_free_blocks} of {self.num_blocks} blocks free)"
+
+    def _repr_html_(self) -> str | None:
+        return to_html("blocks", self)
 
     def reset(self) -> None:
         """Forget everything: no block tables, every block free, an empty prefix cache."""

@@ -256,17 +256,6 @@ class EngineConfig:
         names = [each.name for each in OPTIONS]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
-    def describe(self) -> str:
-        """The limits and switches of a resolved config, for the engine's first log line."""
-        return (
-            f"max_model_len {self.max_model_len}, max_num_seqs {self.max_num_seqs}, "
-            f"token budget {self.max_num_batched_tokens}, "
-            f"prefix caching {'on' if self.enable_prefix_caching else 'off'}, "
-            f"chunked prefill {'on' if self.enable_chunked_prefill else 'off'}, "
-            f"preemption by {self.preemption_mode}, "
-            f"overlapped steps {'on' if self.async_scheduling else 'off'}"
-        )
-
     def resolve(self, model: ModelConfig) -> EngineConfig:
         """A new config in which max_model_len, max_num_seqs and max_num_batched_tokens are numbers.
 

@@ -88,7 +88,7 @@ class DecodeGraphs:
         """Record a graph of make_forward(size) for every size, the largest first."""
         free = _free_gpu_memory()
         pool: object | None = None
-        bar = tqdm(self.sizes[::-1], desc="Capturing CUDA graphs", disable=not use_tqdm)
+        bar = tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not use_tqdm, delay=1)
         for size in bar:
             bar.set_postfix_str(f"batch size {size}")
             graph = self.graph_cls(pool)

@@ -34,9 +34,7 @@ vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1)
 
 from __future__ import annotations
 
-import logging
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -50,6 +48,7 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, refuse_missing
+from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import (
     OutputProcessor,
     RequestConsumer,
@@ -67,7 +66,7 @@ from nanoserve.sequence import (
     SequenceUpdate,
 )
 
-logger = logging.getLogger("nanoserve")
+logger = init_logger(__name__)
 
 
 class StepReport(NamedTuple):
@@ -110,17 +109,15 @@ class LLMEngine:
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
         check_seams(scheduler_cls, block_manager_cls, executor_cls, runner_cls)
-        from nanoserve.executor import get_executor_cls  # here, because these imports load torch
-        from nanoserve.parallel import with_device
-
+        configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        self.config = with_device(config).resolve(self.model_config)
+        config, default_executor = _load_data_plane(config)
+        self.config = config.resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
-        self.executor = make_executor(
+        self.executor = (executor_cls or default_executor)(
             self.config, self.model_config, config.attention_backend, **options
         )
         self._check_can_overlap()
@@ -142,7 +139,10 @@ class LLMEngine:
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_closed = False
-        self._log_what_runs()
+        log_startup(self)
+
+    def __repr__(self) -> str:
+        return describe_engine(self)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
@@ -437,20 +437,6 @@ class LLMEngine:
                 "or set async_scheduling=False."
             )
 
-    def _log_what_runs(self) -> None:
-        """One line that explains a slow run: to the log if the application configured one, else to
-        stderr."""
-        config, model = self.config, self.model_config
-        line = (
-            f"{model.path.name} ({model.architecture}): {self.executor.describe()}, "
-            f"KV cache {self.executor.num_kv_blocks} blocks x {config.block_size} tokens, "
-            f"{config.describe()}"
-        )
-        if logger.hasHandlers():
-            logger.info(line)
-        else:
-            print(f"nanoserve: {line}", file=sys.stderr)
-
 
 def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:
     """The sequence of this completion, if it exists and has not finished."""
@@ -479,3 +465,14 @@ def delayed_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if received:
             raise KeyboardInterrupt
+
+
+def _load_data_plane(config: EngineConfig) -> tuple[EngineConfig, Callable[..., Any]]:
+    """`config` with the device that "auto" stands for, and the executor class. Imports torch."""
+    from nanoserve.kernels.threads import load_torch
+
+    load_torch()
+    from nanoserve.executor import get_executor_cls
+    from nanoserve.parallel import with_device
+
+    return with_device(config), get_executor_cls(config.tensor_parallel_size)

@@ -26,12 +26,20 @@ uniproc_executor.py (V1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kernels.threads import most_threads, slow_threads_hint
+from nanoserve.logger import init_logger, warning_once
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
+
+logger = init_logger(__name__)
 
 
 def get_executor_cls(tensor_parallel_size: int) -> Any:
@@ -44,7 +52,8 @@ def get_executor_cls(tensor_parallel_size: int) -> Any:
 
 
 class UniprocExecutor:
-    """Runs the model in this process."""
+    """Runs the model in this process. Invariant: between two steps, torch has as many threads as
+    the application has given it."""
 
     def __init__(
         self,
@@ -56,17 +65,39 @@ class UniprocExecutor:
         self.runner = runner_cls(config, model_config, attention_backend)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
+        on_cpu = self.runner.device.type == "cpu"
+        self._most_threads = most_threads(self.runner.model.num_bytes()) if on_cpu else None
+        hint = slow_threads_hint(self.num_threads) if on_cpu else None
+        if hint:
+            warning_once(logger, hint)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute a step on a CPU."""
+        return min(torch.get_num_threads(), self._most_threads or torch.get_num_threads())
+
+    @contextmanager
+    def _limited_threads(self) -> Iterator[None]:
+        """Let torch use no more threads than are good for this model (kernels/threads.py)."""
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(self.num_threads)
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and return its tokens."""
-        return self.runner.execute_model(scheduler_output)
+        with self._limited_threads():
+            return self.runner.execute_model(scheduler_output)
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Start one step and return at once; result() of the PendingOutput waits for the tokens.
 
         The next step may be launched before the result of this step is read.
         """
-        return self.runner.launch(scheduler_output)
+        with self._limited_threads():
+            return self.runner.launch(scheduler_output)
 
     def describe(self) -> str:
         """Device, dtype and attention, for the engine's first log line."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
+from time import time
 from typing import Any
 
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from tqdm import tqdm
 from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.engine import LLMEngine, delayed_interrupt
+from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.inputs import (
     Message,
@@ -37,6 +38,7 @@ from nanoserve.inputs import (
     prompt_to_seq,
     refuse_missing,
 )
+from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -89,6 +91,9 @@ class LLM:
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """The LLM that `engine_args` describe."""
         return cls(**vars(engine_args))
+
+    def __repr__(self) -> str:
+        return describe_engine(self.engine, "LLM")
 
     # -- step by step --
 
@@ -387,10 +392,10 @@ class LLM:
         """Run these requests to their end; their outputs in the order of the requests. A request
         that was aborted has none."""
         results: dict[str, RequestOutput] = {}
-        with _ProgressBar(len(requests), use_tqdm) as bar:
+        with _ProgressBar(self.engine, len(requests), use_tqdm) as bar:
             for output in self.run_requests(requests, is_queued):
                 results[output.request_id] = output
-                bar.count(output)
+                bar.count()
         ids = [request.request_id for request in requests]
         return [results[request_id] for request_id in ids if request_id in results]
 
@@ -479,29 +484,60 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
 
 
 class _ProgressBar:
-    """Requests done, and input and output tokens per second."""
+    """Requests done and, after each step, how many run and wait, and tokens per second.
 
-    def __init__(self, total: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
+    Drawn ten times a second at most (tqdm's mininterval), so that a step does not wait for it.
+    """
+
+    def __init__(self, engine: LLMEngine, total: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
         """use_tqdm: a function that makes the bar, or whether there is one."""
+        self.engine = engine
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        self.bar = make_bar(total=total, desc="Processed prompts", unit="req", disable=not use_tqdm)
+        self.bar = make_bar(
+            total=total,
+            desc="Prompts",
+            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+            disable=not use_tqdm,
+            miniters=0,  # draw also when no request has ended since
+            file=output_stream(),
+        )
         self.num_input = 0
         self.num_output = 0
 
-    def count(self, output: RequestOutput) -> None:
-        """One request has finished."""
-        self.num_input += len(output.prompt_token_ids)
-        self.num_output += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = max(self.bar.format_dict["elapsed"], 1e-9) if not self.bar.disable else 1.0
+    def __call__(self, report: StepReport) -> None:
+        """Called by the engine after each step."""
+        for update in report.updates:
+            seq, num_new = update.sequence, len(update.new_token_ids)
+            if seq.num_output_tokens == num_new and seq.branch == 0:  # its first tokens
+                self.num_input += seq.num_prompt_tokens
+            self.num_output += num_new
+        if time() - self.bar.last_print_t >= self.bar.mininterval:
+            self._describe()
+            self.bar.update(0)
+
+    def _describe(self) -> None:
+        scheduler = self.engine.scheduler
+        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
+        num_running = len(scheduler.running)
         self.bar.set_postfix_str(
-            f"input: {self.num_input / elapsed:.0f} tok/s, "
-            f"output: {self.num_output / elapsed:.0f} tok/s",
+            f"running: {num_running}, waiting: {len(scheduler.sequences) - num_running}, "
+            f"output: {self.num_output / elapsed:.0f} tok/s, "
+            f"input: {self.num_input / elapsed:.0f} tok/s",
             refresh=False,
         )
-        self.bar.update()
+
+    def count(self) -> None:
+        """One request has finished."""
+        if not self.bar.disable:
+            self._describe()
+            self.bar.update()
 
     def __enter__(self) -> _ProgressBar:
+        if not self.bar.disable:
+            self.engine.step_listeners.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self.bar.disable:
+            self.engine.step_listeners.remove(self)
         self.bar.close()

@@ -179,6 +179,9 @@ class ModelRunner:
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()}, {self.num_kv_blocks} KV blocks)"
+
     def describe(self) -> str:
         """Device, dtype, attention and graphs, for the engine's first log line."""
         backend = type(self.backend)  # one of the user's own may inherit its name

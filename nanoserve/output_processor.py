@@ -21,13 +21,13 @@ vllm/outputs.py, vllm/v1/engine/: output_processor.py, detokenizer.py, parallel_
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from nanoserve.logger import init_logger, to_html
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import (
     RequestMetrics,
@@ -37,7 +37,7 @@ from nanoserve.sequence import (
     TokenLogprobs,
 )
 
-logger = logging.getLogger("nanoserve")
+logger = init_logger(__name__)
 # (seq_id, status, stop reason) -> the sequence, or None if it had finished already
 FinishSequence = Callable[[int, SequenceStatus, "int | str | None"], "Sequence | None"]
 
@@ -88,6 +88,9 @@ class RequestOutput:
     encoder_prompt: None = None  # not here
     encoder_prompt_token_ids: None = None  # not here
     num_cached_tokens: int | None = None  # prompt tokens whose KV came from the prefix cache
+
+    def _repr_html_(self) -> str | None:
+        return to_html("output", self)
 
 
 class Detokenizer:

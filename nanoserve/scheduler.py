@@ -90,6 +90,10 @@ class Scheduler:
         self._dropped_seq_ids: list[int] = []
         self._is_restart = False
 
+    def __repr__(self) -> str:
+        running, waiting, swapped = map(len, (self.running, self.waiting, self.swapped))
+        return f"{type(self).__name__}({running} running, {waiting} waiting, {swapped} swapped)"
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
         self.sequences[seq.seq_id] = seq

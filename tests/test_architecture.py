@@ -39,8 +39,8 @@ DOZEN = {
     "layers",
     "models.decoder",
 }
-# Settings and nouns: both planes know them.
-SHARED = {"config", "exceptions", "inputs", "sampling_params", "sequence"}
+# Settings, nouns and messages: both planes know them.
+SHARED = {"config", "exceptions", "inputs", "logger", "sampling_params", "sequence"}
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 CONTROL_PLANE |= {"arg_utils"}
 MEETING_POINT = {"engine", "llm"}  # know both planes

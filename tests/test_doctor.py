@@ -1,7 +1,8 @@
-"""python -m nanoserve doctor: one screen about this machine, and advice for each problem."""
+"""nanoserve doctor: one screen about this machine, and advice for each problem."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve import LLM
+from nanoserve import LLM, kv_cache
 from nanoserve.__main__ import main
+from nanoserve.kernels import threads as thread_module
 from nanoserve.tools import doctor
 from nanoserve.tools.doctor import Report
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def own_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """doctor sets this variable in its process; other tests of this process shall not see it."""
+    monkeypatch.setenv("NANOSERVE_LOGGING_LEVEL", "WARNING")
 
 
 def test_the_command(
@@ -58,18 +68,77 @@ def test_wrong_tokens_fail_the_self_check(
 
 
 @pytest.mark.parametrize(
-    ("threads", "cores", "advice"),
-    [(2, 2, None), (4, 2, "OMP_NUM_THREADS=2"), (1, 8, "most cores are idle"), (4, 8, None)],
+    ("threads", "cores", "user_set", "advice"),
+    [
+        (2, 2, False, None),
+        (4, 2, True, "Set OMP_NUM_THREADS=2"),
+        (4, 2, False, None),  # the engine uses two
+        (1, 8, True, "most cores are idle: set OMP_NUM_THREADS=8"),
+        (4, 8, True, None),
+    ],
 )
 def test_threads_that_do_not_fit_the_cores(
-    threads: int, cores: int, advice: str | None, monkeypatch: pytest.MonkeyPatch
+    threads: int, cores: int, user_set: bool, advice: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if user_set:
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(doctor, "_num_cores", lambda: cores)
+    for module in (doctor, thread_module):
+        monkeypatch.setattr(module, "num_cores", lambda: cores)
+    monkeypatch.setattr(doctor, "compare_threads", lambda report, num_threads: None)
     report = Report()
     doctor.check_threads(report)
     assert (advice in " ".join(report.advice)) if advice else not report.advice
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sleeping", "spinning", "advice"),
+    [
+        ("passive", 0.024, 0.012, "OMP_WAIT_POLICY=active makes models"),
+        ("passive", 0.024, 0.020, None),
+        ("passive", 0.024, 0.900, None),
+        ("active", 0.024, 0.900, "other programs use the cores: unset OMP_WAIT_POLICY"),
+        ("active", 0.024, 0.012, None),
+    ],
+)
+def test_waiting_threads_are_measured(
+    chosen: str,
+    sleeping: float,
+    spinning: float,
+    advice: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The faster way is advised where it is clearly the faster one."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    monkeypatch.setattr(thread_module, "TOLD_TO_SLEEP", [])
+    times = {"passive": (0.01, sleeping), "active": (0.01, spinning)}
+    monkeypatch.setattr(doctor, "time_tokens", lambda num_threads, policy: times[policy])
+    report = Report()
+    doctor.compare_threads(report, 2)
+    assert f"10 ms on 1 thread; on 2 threads {1000 * sleeping:.0f} ms if waiting" in str(report)
+    assert f"{1000 * spinning:.0f} ms if they spin" in str(report)
+    assert (advice in " ".join(report.advice)) if advice else not report.advice
+
+
+def test_ten_tokens_are_timed() -> None:
+    """In a process of its own, whatever this one has set."""
+    assert all(seconds > 0 for seconds in doctor.time_tokens(2, "passive"))
+
+
+def test_help_needs_no_torch() -> None:
+    code = """
+import sys
+from nanoserve.tools import doctor
+try:
+    doctor.main(["--help"])
+finally:
+    print("torch" in sys.modules, "transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert "--model" in done.stdout
 
 
 def test_versions_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,16 +156,16 @@ def test_room_beside_the_weights(
     config = doctor.read_config(str(make_checkpoint("llama", tie_word_embeddings=True)))
     weights = sum(p.numel() * 4 for p in _parameters(config.path))
     device = torch.device("cpu")
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights + 4 * 100 * 8192)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights + 4 * 100 * 8192)
     report = Report()
     doctor.check_room(report, config, device)
     assert "100 of 16 tokens, 1 sequences of 1024 tokens" in str(report)
     assert report.advice == []
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights + 4 * 10 * 8192)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights + 4 * 10 * 8192)
     report = Report()
     doctor.check_room(report, config, device)
     assert "max_model_len=160 would" in str(report)
-    monkeypatch.setattr(doctor, "available_memory", lambda: weights // 2)
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: weights // 2)
     report = Report()
     doctor.check_room(report, config, device)
     assert "does not fit" in str(report)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import inspect
 import json
-import logging
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from nanoserve import (
     TextPrompt,
     TokensPrompt,
 )
+from nanoserve import llm as llm_module
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.output_processor import RequestOutput
@@ -367,36 +368,19 @@ def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
     assert captured.out == ""
     llm.generate([STORY, STORY], GREEDY, use_tqdm=False)
     assert capfd.readouterr() == ("", "")
+    assert llm.engine.step_listeners == []
 
 
-def test_the_first_log_line_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
-    """Device, dtype, attention, blocks, budget: what explains a slow run."""
-    with (
-        caplog.at_level(logging.INFO, "nanoserve"),
-        LLM(
-            device="cpu",
-            num_kv_blocks=17,
-            block_size=8,
-            max_num_batched_tokens=333,
-            max_num_seqs=5,
-        ),
-    ):
-        pass
-    [record] = caplog.records
-    line = record.getMessage()
-    for part in (
-        "Qwen3ForCausalLM",
-        "device=cpu",
-        "float32",
-        "attention=",
-        "17 blocks x 8 tokens",
-        "budget 333",
-        "max_num_seqs 5",
-        "max_model_len",
-        "prefix caching on",
-        "chunked prefill on",
-    ):
-        assert part in line, f"{part!r} is not in {line!r}"
+def test_the_progress_bar_moves_before_a_request_ends(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step may draw it: here tqdm, which draws ten times a second, may draw always."""
+    draw_always = partial(llm_module.tqdm, mininterval=0)
+    monkeypatch.setattr(llm_module, "tqdm", draw_always)
+    llm.generate([STORY, STORY], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    drawn = [line for line in capfd.readouterr().err.split("\r") if "running: 2" in line]
+    assert len(drawn) == 3, "a line for each step but the last, after which nothing runs"
+    assert all("0/2" in line and "waiting: 0" in line for line in drawn)
 
 
 # -- how a request ends --

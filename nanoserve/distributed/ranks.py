@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
+from nanoserve.kernels.threads import num_cores, rank_environment
 from nanoserve.parallel import (
     IDLE_TIMEOUT,
     ParallelState,
@@ -75,7 +76,7 @@ class SpawnedRanks:
             check_num_gpus(self.world_size)
             self.device = torch.device("cuda", 0)
         self.store, port = start_store()
-        self.num_threads = max(1, torch.get_num_threads() // self.world_size)
+        self.num_threads = max(1, min(torch.get_num_threads(), num_cores()) // self.world_size)
         self.processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
         self._finalizer = weakref.finalize(self, end_processes, self.processes, self._closing)
@@ -93,7 +94,7 @@ class SpawnedRanks:
         process = subprocess.Popen(
             [sys.executable, "-m", "nanoserve.distributed.multiproc"],
             stdin=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
+            env={**rank_environment(), "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
             start_new_session=True,
         )
         task = {

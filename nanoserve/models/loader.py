@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig, Shard
+from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry, build_model
 
@@ -74,7 +75,12 @@ def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> N
     unexpected: list[str] = []
     files = find_files(folder)
     with tqdm(
-        total=len(missing), desc="Loading weights", unit="tensor", disable=not use_tqdm
+        total=len(missing),
+        desc="Loading weights",
+        unit="tensor",
+        disable=not use_tqdm,
+        delay=1,  # seconds; below that, a bar would only flash
+        file=output_stream(),
     ) as bar:
         for file in files:
             for name, source in _open(file):

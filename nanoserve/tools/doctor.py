@@ -1,19 +1,23 @@
 """What would a run here use, and does it work?
 
-    python -m nanoserve doctor                          the demo model
-    python -m nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
+    nanoserve doctor                          the demo model
+    nanoserve doctor --model Qwen/Qwen3-0.6B  and room for this model (config.json alone)
 
 The report is one screen: versions, device, threads, the choices of the engine (device, dtype,
 attention), how many KV blocks the memory holds, and a self-check. The self-check generates ten
 tokens with the demo model. Each token must be the likeliest one that transformers computes for the
-same text. The last lines name each problem and its remedy. The exit status is 1 if the self-check
-fails.
+same text. On a CPU, ten tokens are also timed with other threads, because the right number depends
+on what else runs. The last lines name each problem and its remedy. The exit status is 1 if the
+self-check fails.
 
     device        cpu: x86_64, 2 cores; 20.1 GiB free
+    threads       2 of torch, waiting ones sleep; load 0.3 on 2 cores
+    ten tokens    11 ms on 1 thread; on 2 threads 24 ms if waiting ones sleep, 12 ms if they spin
     KV blocks     demo: 16384 of 16 tokens, 128 sequences of 2048 tokens
     self-check    passed: ' there was a kind girl named Mia. ', as transformers would
 
-Left out: measuring speed (bench.py), and changes to the machine.
+torch is imported after the arguments are read. Left out: measuring speed (bench.py), and changes
+to the machine.
 
 vLLM: vllm/collect_env.py (V1).
 """
@@ -25,27 +29,35 @@ import contextlib
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from packaging.requirements import Requirement
 
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
-from nanoserve.kernels.selector import choose_dtype
-from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
-from nanoserve.layers import LayerConfig
+from nanoserve.kernels.threads import (
+    WAITING_VARIABLES,
+    load_torch,
+    num_cores,
+    slow_threads_hint,
+    waiting_threads,
+)
 from nanoserve.llm import LLM
-from nanoserve.models.registry import ModelRegistry, build_model
-from nanoserve.parallel import choose_device
 from nanoserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPT = "Once upon a time"
 NUM_TOKENS = 10
 # Rounding can change which of two almost equal logits is the higher one, above all in bfloat16. So
 # a logit may be this much lower than the highest one, in standard deviations of the logits.
 TOLERANCE = 0.05
+CLEARLY = 1.5  # times as fast; less may be chance
 GIB = 2**30
 
 
@@ -68,11 +80,15 @@ class Report:
 
 def examine(model: str | None = None) -> Report:
     """Make the whole report. Raises ValueError if `model` has no readable config.json."""
+    load_torch()
+    from nanoserve.parallel import choose_device
+
     report, device = Report(), choose_device("auto")
     model_config = None if model is None else read_config(model)
     check_versions(report)
     check_device(report, device)
-    check_threads(report)
+    if device.type == "cpu":
+        check_threads(report)
     with LLM() as llm:
         executor = llm.engine.executor
         report.add("engine", executor.describe())
@@ -122,6 +138,10 @@ def _version(package: str) -> str | None:
 
 def check_device(report: Report, device: torch.device) -> None:
     """The device that "auto" means here, and its memory."""
+    import torch
+
+    from nanoserve.kv_cache import available_memory
+
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         major, minor = torch.cuda.get_device_capability(device)
@@ -130,7 +150,7 @@ def check_device(report: Report, device: torch.device) -> None:
         if free < 0.5 * total:
             report.advice.append("half of the GPU's memory is in use: see nvidia-smi for programs")
         return
-    name = f"cpu: {platform.processor() or platform.machine()}, {_num_cores()} cores"
+    name = f"cpu: {platform.processor() or platform.machine()}, {num_cores()} cores"
     report.add("device", f"{name}; {available_memory() / GIB:.1f} GiB free")
     if shutil.which("nvidia-smi"):
         build = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
@@ -139,23 +159,73 @@ def check_device(report: Report, device: torch.device) -> None:
         report.advice.append(f"{problem}: {remedy}")
 
 
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
 def check_threads(report: Report) -> None:
-    """How many cores torch uses, and whether its waiting threads keep cores busy."""
-    threads, cores = torch.get_num_threads(), _num_cores()
-    is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
-    waiting = "waiting threads " + ("sleep" if is_passive else "may spin")
-    report.add("threads", f"{threads} of torch on {cores} cores; {waiting}")
-    if not (cores + 1) // 2 <= threads <= cores:
-        problem = "more threads than cores" if threads > cores else "most cores are idle"
-        report.advice.append(f"{problem}: set OMP_NUM_THREADS={cores}")
-    if not is_passive and not torch.cuda.is_available():
-        report.advice.append("if other programs share these cores: set OMP_WAIT_POLICY=passive")
+    """How many threads torch has, what waiting ones do, and which choice is the fastest now."""
+    import torch
+
+    threads, cores = torch.get_num_threads(), num_cores()
+    load = f"; load {os.getloadavg()[0]:.1f} on {cores} cores" if hasattr(os, "getloadavg") else ""
+    report.add("threads", f"{threads} of torch, waiting ones {waiting_threads()}{load}")
+    is_set = "OMP_NUM_THREADS" in os.environ
+    hint = slow_threads_hint(threads if is_set else min(threads, cores))  # as the engine does
+    if threads < (cores + 1) // 2:
+        hint = f"most cores are idle: set OMP_NUM_THREADS={cores}"
+    report.advice += [hint] if hint else []
+    if min(threads, cores) > 1:
+        compare_threads(report, min(threads, cores))
+
+
+def compare_threads(report: Report, num_threads: int) -> None:
+    """Time ten tokens of the demo model on one thread, and on several that sleep or spin while they
+    wait. OpenMP reads the way of waiting once, so each way has a process."""
+    alone, sleeping = time_tokens(num_threads, "passive")
+    _, spinning = time_tokens(num_threads, "active")
+    report.add(
+        "ten tokens",
+        f"{1000 * alone:.0f} ms on 1 thread; on {num_threads} threads {1000 * sleeping:.0f} ms if "
+        f"waiting ones sleep, {1000 * spinning:.0f} ms if they spin",
+    )
+    gain = sleeping / spinning
+    if waiting_threads() == "sleep" and gain > CLEARLY:
+        report.advice.append(
+            "as long as nothing else runs here, OMP_WAIT_POLICY=active makes models of 10M to 100M "
+            "parameters faster"
+        )
+    elif waiting_threads() == "spin" and gain < 1 / CLEARLY:
+        chosen = [name for name in WAITING_VARIABLES if name in os.environ]
+        what = f"unset {chosen[0]}" if chosen else "set OMP_WAIT_POLICY=passive"
+        report.advice.append(f"other programs use the cores: {what}")
+
+
+TIMED = """
+import statistics, time, torch
+from nanoserve import LLM, SamplingParams
+params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+llm, times = LLM(num_kv_blocks=64, device="cpu"), []
+for num_threads in (1, torch.get_num_threads()):
+    torch.set_num_threads(num_threads)
+    for _ in range(5):
+        start = time.perf_counter()
+        llm.generate("Once upon a time", params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+print(statistics.median(times[1:5]), statistics.median(times[6:]))
+"""
+
+
+def time_tokens(num_threads: int, wait_policy: str) -> tuple[float, float]:
+    """Seconds for ten tokens on one thread and on `num_threads`, in a process of its own."""
+    environment = {name: v for name, v in os.environ.items() if name not in WAITING_VARIABLES}
+    environment |= {
+        "OMP_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": wait_policy,
+        "NANOSERVE_LOGGING_LEVEL": "ERROR",
+        "NANOSERVE_LOG_SCHEDULER": "0",
+        "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),
+    }
+    command = [sys.executable, "-c", TIMED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    alone, together = done.stdout.split()[-2:]
+    return float(alone), float(together)
 
 
 def describe_room(num_blocks: int, config: EngineConfig) -> str:
@@ -168,6 +238,13 @@ def describe_room(num_blocks: int, config: EngineConfig) -> str:
 
 def check_room(report: Report, model_config: ModelConfig, device: torch.device) -> None:
     """How many KV blocks would fit beside the weights of a model that is not loaded."""
+    import torch
+
+    from nanoserve.kernels.selector import choose_dtype
+    from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
+    from nanoserve.layers import LayerConfig
+    from nanoserve.models.registry import ModelRegistry, build_model
+
     name, architecture = model_config.path.name, model_config.architecture
     if ModelRegistry.get(architecture) is None:
         report.add("", f"{name}: {architecture} runs through transformers; its size is not known")
@@ -218,8 +295,11 @@ def self_check(report: Report, llm: LLM) -> None:
 def largest_gap(prompt: list[int], output: list[int]) -> float:
     """The largest difference between transformers' highest logit (on a CPU, in float32) and the
     logit of the token in `output`, in standard deviations of the logits."""
+    import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
@@ -229,9 +309,11 @@ def largest_gap(prompt: list[int], output: list[int]) -> float:
 
 def main(arguments: list[str]) -> int:
     """Print the report; return the exit status."""
-    parser = argparse.ArgumentParser("python -m nanoserve doctor")
+    parser = argparse.ArgumentParser("nanoserve doctor", description="Examine this machine.")
     parser.add_argument("--model", help="folder or Hugging Face id: how many KV blocks would fit?")
     args = parser.parse_args(arguments)
+    # The report says what an engine's first lines say.
+    os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
     try:
         report = examine(args.model)
     except ValueError as error:

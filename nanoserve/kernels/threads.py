@@ -1,0 +1,158 @@
+"""How many threads compute on a CPU, and what do waiting ones do?
+
+torch divides an operation among its threads (OpenMP) and waits for the last one. Its defaults suit
+a large model on an idle machine: one thread for each core, and a waiting thread keeps its core busy
+("spins") in case new work comes soon. Two other cases are common, above all on a laptop:
+
+*Other programs run.* A spinning thread takes the time that the thread it waits for needs. On two
+busy cores that made decoding 30 to 100 times slower. So `load_torch` loads torch with waiting
+threads that sleep. On idle cores this costs a 0.6B model at most a tenth of its speed, and models
+between 10M and 30M parameters a third.
+
+*The model is tiny.* Waking a thread takes longer than half of an operation. `most_threads`
+gives a model of less than SMALL_MODEL bytes one thread. For the demo model that is as fast as two
+threads that spin, and twice as fast as two that sleep.
+
+A container may have a quota of CPU time, such as `docker run --cpus=1`, and torch does not know it.
+`num_cores` reads the quota. The number of threads never exceeds it.
+
+What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number, OMP_WAIT_POLICY
+(active: spin), GOMP_SPINCOUNT or KMP_BLOCKTIME for the waiting.
+
+This module imports torch in `load_torch` only.
+
+vLLM: vllm/v1/worker/cpu_worker.py (threads on cores), vllm/env_override.py (variables that must be
+set before torch is imported).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+
+SMALL_MODEL = 32 * 2**20  # bytes of weights
+NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+# One entry, when load_torch has told torch's OpenMP library that waiting threads sleep. The library
+# reads its settings once, and cannot be asked for them.
+TOLD_TO_SLEEP: list[bool] = []
+
+
+def load_torch() -> None:
+    """Import torch so that its waiting threads sleep, unless the user has set one of
+    WAITING_VARIABLES. If torch is loaded already, this changes nothing.
+
+    The environment is as before when this returns: programs that this process starts are not told
+    to sleep.
+    """
+    is_ours = "torch" not in sys.modules and not _is_set(WAITING_VARIABLES)
+    if is_ours:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        import torch
+
+        torch.get_num_threads()  # some OpenMP libraries read their settings at the first call
+    finally:
+        if is_ours:
+            del os.environ["OMP_WAIT_POLICY"]
+            TOLD_TO_SLEEP.append(True)
+
+
+def rank_environment() -> dict[str, str]:
+    """This process's environment for a rank that it starts: its waiting threads sleep, too."""
+    wait_policy = {} if _is_set(WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "passive"}
+    return {**os.environ, **wait_policy}
+
+
+def _is_set(names: tuple[str, ...]) -> bool:
+    """Has the user set one of these environment variables?"""
+    return any(name in os.environ for name in names)
+
+
+def waiting_threads() -> str:
+    """What torch's waiting threads do: "sleep" or "spin"."""
+    is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
+    never_spin = os.environ.get("GOMP_SPINCOUNT") == "0" or os.environ.get("KMP_BLOCKTIME") == "0"
+    return "sleep" if TOLD_TO_SLEEP or is_passive or never_spin else "spin"
+
+
+def most_threads(model_bytes: int) -> int | None:
+    """The largest number of threads that is good for a model on this machine's cores; None if the
+    user has set a number. model_bytes: of the model's weights."""
+    if _is_set(NUMBER_VARIABLES):
+        return None
+    return 1 if model_bytes < SMALL_MODEL else num_cores()
+
+
+def num_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may keep busy: those it may run on, within its quota. At least 1.
+
+    A quota of 1.5 cores counts as 1: with two threads, both would often stop for the rest of a
+    period, and the one that stops first keeps the other waiting.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")  # Linux
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    quota = cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Cores' worth of CPU time that control groups grant this process; None: no limit.
+
+    A group's limit binds the groups inside it too, so the smallest limit on the way up counts. In a
+    container the path may not exist; its own group is then the mounted folder itself.
+    """
+    quotas = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")  # "": version 2
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            quotas.append(_quota_of(mount.joinpath(*parts[:depth])))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(folder: Path) -> float | None:
+    """The limit of one control group: "50000 100000" (microseconds) in cpu.max (version 2), or the
+    same two numbers in two files (version 1). "max" and -1 mean no limit."""
+    numbers = _read(folder / "cpu.max").split()
+    numbers = numbers or [
+        _read(folder / "cpu.cfs_quota_us").strip(),
+        _read(folder / "cpu.cfs_period_us").strip(),
+    ]
+    if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        return None
+    return int(numbers[0]) / int(numbers[1]) if int(numbers[1]) else None
+
+
+def _read(file: Path) -> str:
+    """The text of a file; "" if it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def slow_threads_hint(num_threads: int) -> str | None:
+    """What makes this number of threads slow on this machine, and what to do; None if nothing does.
+
+    The load is the average of the last minute, where the system tells it.
+    """
+    cores = num_cores()
+    if num_threads > cores:
+        return (
+            f"{num_threads} threads on {cores} {'core' if cores == 1 else 'cores'} wait for each "
+            f"other. Set OMP_NUM_THREADS={cores}."
+        )
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if num_threads > 1 and load >= cores and waiting_threads() == "spin":
+        return (
+            f"other programs use the cores (load {load:.1f} on {cores} cores), and torch's waiting "
+            "threads spin, which can make each step many times slower. Set OMP_WAIT_POLICY=passive "
+            "before Python starts, or import nanoserve and build the LLM before torch is imported."
+        )
+    return None

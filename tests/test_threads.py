@@ -1,0 +1,238 @@
+"""How many threads compute, what waiting ones do, and whose word counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.kernels import threads
+from nanoserve.kernels.threads import (
+    NUMBER_VARIABLES,
+    SMALL_MODEL,
+    WAITING_VARIABLES,
+    cpu_quota,
+    most_threads,
+    num_cores,
+    rank_environment,
+    slow_threads_hint,
+    waiting_threads,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a user who has set nothing."""
+    for name in (*NUMBER_VARIABLES, *WAITING_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "TOLD_TO_SLEEP", [])
+
+
+# -- control groups --
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+QUOTAS = {
+    "no control groups": ({}, None),
+    "version 2, in a container": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
+        0.5,
+    ),
+    "version 2, no limit": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
+        None,
+    ),
+    "version 2, the outer group's limit is the smaller one": (
+        {
+            "proc/self/cgroup": "0::/user/shell\n",
+            "sys/fs/cgroup/user/cpu.max": "150000 100000",
+            "sys/fs/cgroup/user/shell/cpu.max": "800000 100000",
+        },
+        1.5,
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": "7:memory:/box\n3:cpuset:/\n2:cpu,cpuacct:/box\n",
+            "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "300000\n",
+            "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n",
+        },
+        3.0,
+    ),
+    "version 1, in a container: the path is the host's": (
+        {
+            "proc/self/cgroup": "2:cpuacct,cpu:/docker/1234\n0::/docker/1234\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        2.0,
+    ),
+    "version 1, no limit": (
+        {
+            "proc/self/cgroup": "2:cpu:/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUOTAS)
+def test_cpu_quota(name: str, tmp_path: Path) -> None:
+    files, quota = QUOTAS[name]
+    assert cpu_quota(write(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("10000", 1), ("150000", 1), ("250000", 2), ("9900000", 4), ("max", 4)]
+)
+def test_num_cores_is_what_may_be_kept_busy(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole cores of the quota, at least one, and no more than the process may run on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000"}
+    assert num_cores(write(tmp_path, files)) == cores
+
+
+# -- the number of threads --
+
+
+def test_most_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for a tiny model, else one for each core; no limit if the user has set a number."""
+    monkeypatch.setattr(threads, "num_cores", lambda: 6)
+    assert most_threads(SMALL_MODEL - 1) == 1
+    assert most_threads(SMALL_MODEL) == 6
+    for name in NUMBER_VARIABLES:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "12")
+            assert most_threads(1) is None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_runs_on_its_own_number_of_threads(
+    fails: bool, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after it, and when it fails, torch has the application's number."""
+    executor, seen = demo_llm.engine.executor, []
+    forward = executor.runner.forward
+
+    def note(inputs: object) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise MemoryError("no memory")
+        return forward(inputs)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(executor.runner, "forward", note)
+    try:
+        for most, expected in ((1, 1), (2, 2), (8, 3), (None, 3)):
+            monkeypatch.setattr(executor, "_most_threads", most)
+            assert executor.num_threads == expected
+            try:
+                demo_llm.generate([5, 6], SamplingParams(max_tokens=1), use_tqdm=False)
+            except MemoryError:
+                assert fails
+            assert seen.pop() == expected
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- waiting threads --
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh process in which nothing is set but `environment`."""
+    names = (*NUMBER_VARIABLES, *WAITING_VARIABLES)
+    inherited = {name: value for name, value in os.environ.items() if name not in names}
+    path = os.pathsep.join(filter(None, [environment.pop("PYTHONPATH", ""), str(ROOT)]))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**inherited, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+REPORT = """
+import os
+from nanoserve.kernels.threads import load_torch, waiting_threads
+load_torch()
+print(waiting_threads(), os.environ.get("OMP_WAIT_POLICY"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only libgomp prints what it has read")
+def test_openmp_is_told_to_sleep_and_nobody_else() -> None:
+    """OpenMP says what it has read; the environment is as before."""
+    done = python(REPORT, OMP_DISPLAY_ENV="true")
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
+    assert done.stdout.split() == ["sleep", "None"]
+
+
+FAKE_TORCH = """
+import os
+print("loaded with", os.environ.get("OMP_WAIT_POLICY"))
+get_num_threads = lambda: 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "environment", "printed"),
+    [
+        ("", {}, "loaded with passive sleep None"),
+        ("", {"OMP_WAIT_POLICY": "active"}, "loaded with active spin active"),
+        ("", {"OMP_WAIT_POLICY": "PASSIVE"}, "loaded with PASSIVE sleep PASSIVE"),
+        ("", {"GOMP_SPINCOUNT": "1000"}, "loaded with None spin None"),
+        ("import torch", {}, "loaded with None spin None"),
+        ("from nanoserve import LLM", {}, "loaded with passive sleep None"),
+    ],
+)
+def test_the_users_choice_counts(
+    first: str, environment: dict[str, str], printed: str, tmp_path: Path
+) -> None:
+    """Whoever sets a variable, or imports torch first, has chosen. A small file stands in for
+    torch."""
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    done = python(f"{first}\n{REPORT}", PYTHONPATH=str(tmp_path), **environment)
+    assert " ".join(done.stdout.split()) == printed
+
+
+def test_ranks_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_environment() == {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    assert rank_environment() == dict(os.environ)
+
+
+# -- the hint --
+
+
+def test_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More threads than cores; threads that spin while other programs run. Else none."""
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.5, 0.0, 0.0), raising=False)
+    assert waiting_threads() == "spin"
+    assert "Set OMP_NUM_THREADS=2" in str(slow_threads_hint(4))
+    assert "load 3.5 on 2 cores" in str(slow_threads_hint(2))
+    assert slow_threads_hint(1) is None, "one thread waits for nobody"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert slow_threads_hint(2) is None
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 9.0, 9.0), raising=False)
+    assert slow_threads_hint(2) is None
