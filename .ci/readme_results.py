@@ -66,7 +66,7 @@ SPEED, SHARE, TIMES = "{:,.0f} tok/s", "{:.1%}", "{:.2f} x"
 # (model and device, suite, how the value is shown, the value)
 FIGURES: list[tuple[tuple[str, str], str, str, Getter]] = [
     (SMALL, "throughput", SPEED, at("tokens_per_second", **OURS)),
-    (SMALL, "throughput", SHARE, at("share_of_floor", **OURS)),
+    (SMALL, "throughput", SHARE, at("share_of_roofline", **OURS)),
     (SMALL, "throughput", TIMES, ratio_to("vllm")),
     (SMALL, "throughput", TIMES, ratio_to("hf", "hf-continuous")),
     (DEMO, "latency", SPEED, at("tokens_per_second", **OURS)),
@@ -79,7 +79,7 @@ FIGURES: list[tuple[tuple[str, str], str, str, Getter]] = [
     (DEMO, "memory", SHARE, at("wasted_share", way="paged")),
     (DEMO, "memory", SHARE, at("wasted_share", way="contiguous, maximum")),
     (BIG, "throughput", SPEED, at("tokens_per_second", **OURS)),
-    (BIG, "throughput", SHARE, at("share_of_floor", **OURS)),
+    (BIG, "throughput", SHARE, at("share_of_roofline", **OURS)),
     (BIG, "throughput", TIMES, ratio_to("hf-continuous")),
     (BIG, "throughput", TIMES, ratio_to("nano-vllm")),
     (BIG, "throughput", TIMES, ratio_to("vllm")),

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from nanoserve.bench import cli, control, inside, kernels, plot, report, suites, turns
-from nanoserve.bench.floor import Cost, MachineLimits, ModelCosts, floor_seconds, ideal_steps
 from nanoserve.bench.peers import PEERS, EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
+from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
 from nanoserve.bench.workload import (
     DUMMY_MODELS,
     Request,
@@ -113,7 +113,7 @@ def test_a_dummy_is_written_once(tiny: Path) -> None:
         write_dummy("gpt-5", tiny.parent, "float32")
 
 
-# -- the floor --
+# -- the roofline --
 
 
 @pytest.mark.parametrize("name", DUMMY_MODELS)
@@ -164,10 +164,10 @@ def test_a_token_is_multiplied_with_few_experts_and_a_step_reads_all(tmp_path: P
     assert costs.resident_weights - costs.layer_weights == 6 * one_expert
 
 
-def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
     assert LIMITS.seconds(Cost(2e9, 1e9)) == 2.0
     assert LIMITS.seconds(Cost(1e8, 5e10)) == 5.0
-    assert floor_seconds(LIMITS, [Cost(2e9, 0), Cost(0, 5e10)]) == 7.0
+    assert roofline_seconds(LIMITS, [Cost(2e9, 0), Cost(0, 5e10)]) == 7.0
 
 
 # -- engines in processes of their own --
@@ -447,8 +447,8 @@ def test_ratios_are_computed_and_failures_told(tiny_settings: turns.Settings) ->
     assert rows["vllm"]["tokens_per_second"] == result["num_output_tokens"] / 4
     assert rows["vllm"]["same_tokens"] == pytest.approx(2 / 3)
     assert rows["hf, batch 2"]["same_tokens"] == 1
-    floor = result["num_output_tokens"] / result["floor_tokens_per_second"]
-    assert rows["nanoserve"]["share_of_floor"] == pytest.approx(floor)
+    roofline = result["num_output_tokens"] / result["roofline_tokens_per_second"]
+    assert rows["nanoserve"]["share_of_roofline"] == pytest.approx(roofline)
     assert result["skipped"] == {
         "hf-continuous": "out of memory",
         "nano-vllm": "nanovllm is not importable",
@@ -622,7 +622,7 @@ def fake_result(**changes: Any) -> dict[str, Any]:
     run = {"command": "python bench.py", "date": "2026-01-01", "versions": {"python": "3.11"}}
     what = {"model": "qwen3-29m", "device": "cpu", "is_toy": False, "note": "a busy machine"}
     rows = [
-        {"engine": "nanoserve", "tokens_per_second": 1234.4, "share_of_floor": 0.5},
+        {"engine": "nanoserve", "tokens_per_second": 1234.4, "share_of_roofline": 0.5},
         {"engine": "hf, batch 8", "nanoserve_is": 6.17},
         {"engine": "hf-continuous", "nanoserve_is": 4.11},
     ]

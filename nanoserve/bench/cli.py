@@ -8,9 +8,9 @@
 
 Peers run the same requests on the same checkpoint in the same run, each in a process of its own. A
 peer that is not importable is left out, and the result says so. Shown are medians over `--repeat`
-rounds, the ratio of nanoserve to each peer, and the share of the floor: the time that the measured
-bandwidth and operation rate of this machine allow. On a busy machine, ratios close to 1 say
-nothing: see the range.
+rounds, the ratio of nanoserve to each peer, and the share of the roofline: the time that the
+measured bandwidth and operation rate of this machine allow. On a busy machine, ratios close to 1
+say nothing: see the range.
 
 Suites: throughput, batch, latency, prefix, scheduler, memory, steps, kernel, parallel; `gpu` is
 throughput, batch, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256
@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from nanoserve.bench import control, inside, kernels, plot, report, suites
-from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEERS
+from nanoserve.bench.roofline import measure_limits
 from nanoserve.bench.turns import Settings
 from nanoserve.bench.workload import DUMMY_MODELS, write_dummy
 from nanoserve.config import ModelConfig, resolve_folder
