@@ -11,7 +11,7 @@ Everything else is made from the declaration:
     check                EngineConfig(max_num_seqs=0)    ValueError: ... allowed: 1 or more.
     Python argument      LLM(max_num_seqs=8)
     command line         python example.py --max-num-seqs 8
-    README's table       OPTIONS
+    the guide's table    OPTIONS
 
 config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
 torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
@@ -345,7 +345,7 @@ class ModelConfig:
                 f"{folder / 'config.json'} has no {error}, which a decoder-only model "
                 f"({architectures[0]}) must name. Is this a causal language model, with positions "
                 "that are learnt or rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
-                "the README's section Models lists what can."
+                "nanoserve/GUIDE.md, section Models, lists what can."
             ) from None
 
     @property
