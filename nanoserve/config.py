@@ -11,7 +11,7 @@ Everything else is made from the declaration:
     check                EngineConfig(max_num_seqs=0)    ValueError: ... allowed: 1 or more.
     Python argument      LLM(max_num_seqs=8)
     command line         python example.py --max-num-seqs 8
-    the guide's table    OPTIONS
+    README's table       OPTIONS
 
 config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
 torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
