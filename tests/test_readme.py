@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -42,7 +42,9 @@ from test_architecture import (
 )
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.__main__ import COMMANDS
 from nanoserve.config import OPTIONS
+from nanoserve.sampling_params import MISSING
 
 ROOT = Path(__file__).parent.parent
 FRONT, INSIDE, GUIDE = "README.md", "nanoserve/README.md", "nanoserve/GUIDE.md"
@@ -322,11 +324,16 @@ def test_the_life_of_a_request_is_told_in_the_order_in_which_it_runs(
     assert sorted(codes, key=calls.index) == codes, order
 
 
+def sampling_options() -> list[Field[Any]]:
+    """The fields of SamplingParams that do something here."""
+    return [field for field in fields(SamplingParams) if field.name not in MISSING]
+
+
 @both
 def test_every_option_is_listed_with_its_default(is_chinese: bool) -> None:
     for marker, declared in (
         ("llm-options", [*OPTIONS, *seams().values()]),
-        ("sampling-options", fields(SamplingParams)),
+        ("sampling-options", sampling_options()),
     ):
         expected = [(option.name, shown(option.default)) for option in declared]
         rows = table(part(twin(GUIDE, is_chinese), marker))
@@ -349,7 +356,7 @@ def test_every_feature_has_a_place_and_a_test() -> None:
             wrong += [test for test in spans(line) if not re.search(rf"(?m)^def {test}\(", text)]
     assert wrong == []
     listed = {span for row in rows for span in spans(row[0])}
-    assert [field.name for field in fields(SamplingParams) if field.name not in listed] == []
+    assert [field.name for field in sampling_options() if field.name not in listed] == []
 
 
 def test_every_architecture_and_rope_type_is_listed() -> None:
@@ -414,11 +421,32 @@ def test_files_and_command_line_options_exist(name: str) -> None:
     files = re.findall(r"(?<![\w./-])(?:tests|nanoserve|notebooks|\.ci)/[\w/.-]*\w", words)
     below = [ROOT, (ROOT / name).parent]
     assert [file for file in files if not any((each / file).exists() for each in below)] == []
-    scripts = ("example.py", "nanoserve/bench/cli.py", "nanoserve/tools/doctor.py", __file__)
-    code = "".join(map(read, scripts)) + "".join(f'"{option.flag}"' for option in OPTIONS)
-    given = {flag.replace("--no-", "--") for span in spans(text) for flag in span.split()}
-    flags = {flag for flag in given - {"--help"} if re.fullmatch(r"--[\w-]+", flag)}
-    assert {flag for flag in flags if f'"{flag}"' not in code} == set()
+    assert flags_of(" ".join(spans(text))) - known_flags() == set()
+
+
+def known_flags() -> set[str]:
+    scripts = [ROOT / "example.py", ROOT / "nanoserve/bench/cli.py", Path(__file__)]
+    scripts += (ROOT / "nanoserve/tools").glob("*.py")
+    code = "".join(script.read_text("utf-8") for script in scripts)
+    names = [option.name for option in OPTIONS] + [field.name for field in sampling_options()]
+    fields_ = {f"--{name.replace('_', '-')}" for name in names}
+    return {"--help", *fields_, *re.findall(r'"(--[\w-]+)"', code)}
+
+
+def flags_of(text: str) -> set[str]:
+    """The flags among these words; --no-x is the flag --x."""
+    return {flag.replace("--no-", "--") for flag in re.findall(r"(?<!\S)--[\w-]+", text)}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_commands_have_the_flags_and_names_shown(name: str) -> None:
+    """Each line of a code box that runs nanoserve, bench.py or example.py."""
+    lines = "\n".join(blocks(read(name), "bash")).replace("\\\n", " ").splitlines()
+    for line in lines:
+        command = re.search(r"(?:nanoserve (\w+)|(?:bench|example)\.py)(.*)", line)
+        if command and not line.startswith(("pip", "cd")):
+            assert flags_of(command[2]) - known_flags() == set(), line
+            assert command[1] is None or command[1] in COMMANDS, line
 
 
 def test_commands_and_versions_are_those_of_the_package() -> None:
@@ -504,6 +532,13 @@ def test_vllm_has_the_files_and_symbols_named() -> None:
     for row in table(part(read(INSIDE), "glossary")):
         wrong += [word for word in spans(row[-1]) if not re.search(rf"\b{word}\b", code)]
     assert wrong == []
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    listed = {spans(row[0])[0] for row in table(part(read(GUIDE), "environment"))}
+    code = "".join(file.read_text("utf-8") for file in FILES.values())
+    assert {name for name in listed if name in code} == listed
+    assert set(re.findall(r"\bNANOSERVE_[A-Z_]+", code)) <= listed
 
 
 # -- the code, run --
