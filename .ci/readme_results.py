@@ -1,26 +1,23 @@
-"""Writes the measured column of the table "How fast" in both READMEs, from notebooks/results/.
+"""Writes the figures of bench.py into the documents, from the files in notebooks/results/.
 
     python .ci/readme_results.py
 
-    | the same, of the floor |  45.9%  | 60% |      the words and the bar are the README's
-                                ^ the newest result that holds this figure, or "not measured yet"
-
-FIGURES has a line for each row of the table, in the same order. Below the table stands a line for
-each result that was used: machine, versions, command. Results of toy sizes are never used.
+Each figure is taken from the newest result that holds it; results of toy sizes are never used. The
+tables stand between markers: <!-- bench --> in the front pages (a few figures) and in
+notebooks/results/README.md (all, then what is not measured yet, then a line for each result that
+was used: machine, versions, command); <!-- targets --> in tests/README.md (those with a target).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
-START, END = "<!-- bench -->\n", "<!-- /bench -->"
-# README -> what stands where a figure has not been measured, and between a source and its text
-READMES = {"README.md": ("not measured yet", ":"), "README.zh-CN.md": ("还没有测量", "：")}
 
 Suite = dict[str, Any]  # one suite of a result
 Getter = Callable[[Suite], Any]
@@ -62,64 +59,209 @@ def triton(case: str) -> Getter:
 
 OURS = {"engine": "nanoserve"}
 SMALL, DEMO, BIG = ("qwen3-29m", "cpu"), ("demo", "cpu"), ("qwen3-0.6b", "cuda")
+MACHINES = {
+    SMALL: "29M parameters on a CPU",
+    DEMO: "the demo model on a CPU",
+    BIG: "Qwen3-0.6B on a GPU",
+}
 SPEED, SHARE, TIMES = "{:,.0f} tok/s", "{:.1%}", "{:.2f} x"
-# (model and device, suite, how the value is shown, the value)
-FIGURES: list[tuple[tuple[str, str], str, str, Getter]] = [
-    (SMALL, "throughput", SPEED, at("tokens_per_second", **OURS)),
-    (SMALL, "throughput", SHARE, at("share_of_floor", **OURS)),
-    (SMALL, "throughput", TIMES, ratio_to("vllm")),
-    (SMALL, "throughput", TIMES, ratio_to("hf", "hf-continuous")),
-    (DEMO, "latency", SPEED, at("tokens_per_second", **OURS)),
-    (DEMO, "latency", TIMES, ratio_to("hf")),
-    (DEMO, "prefix", SHARE, lambda suite: suite["hit_rate"]),
-    (DEMO, "prefix", TIMES, lambda suite: suite["speed_up"]),
-    (DEMO, "prefix", "{:+.2%}", lambda suite: suite["cost_at_no_hits"]["control_plane"]),
-    (DEMO, "scheduler", "{:.0f} us", at("step_us", num_running=256)),
-    (DEMO, "scheduler", TIMES, lambda suite: suite["growth_with_context"]["256"]),
-    (DEMO, "memory", SHARE, at("wasted_share", way="paged")),
-    (DEMO, "memory", SHARE, at("wasted_share", way="contiguous, maximum")),
-    (BIG, "throughput", SPEED, at("tokens_per_second", **OURS)),
-    (BIG, "throughput", SHARE, at("share_of_floor", **OURS)),
-    (BIG, "throughput", TIMES, ratio_to("hf-continuous")),
-    (BIG, "throughput", TIMES, ratio_to("nano-vllm")),
-    (BIG, "throughput", TIMES, ratio_to("vllm")),
-    (BIG, "kernel", SHARE, triton("decode 64 x 4096")),
-    (BIG, "kernel", TIMES, ratio_to_varlen("decode 64 x 4096")),
-    (BIG, "kernel", SHARE, triton("decode 1 x 32768")),
-    (BIG, "kernel", TIMES, ratio_to_varlen("prefill 1 x 8192")),
-]
+Figure = tuple[tuple[str, str], str, str, Getter]
+# Name -> model and device, suite, how the value is shown, the value.
+FIGURES: dict[str, Figure] = {
+    "CPU, 29M parameters: output": (SMALL, "throughput", SPEED, at("tokens_per_second", **OURS)),
+    "CPU, 29M parameters: share of the roofline": (
+        SMALL,
+        "throughput",
+        SHARE,
+        at("share_of_roofline", **OURS),
+    ),
+    "CPU, 29M parameters: against vLLM's CPU build": (SMALL, "throughput", TIMES, ratio_to("vllm")),
+    "CPU, 29M parameters: against transformers' best": (
+        SMALL,
+        "throughput",
+        TIMES,
+        ratio_to("hf", "hf-continuous"),
+    ),
+    "CPU, demo model: output, one request at a time": (
+        DEMO,
+        "latency",
+        SPEED,
+        at("tokens_per_second", **OURS),
+    ),
+    "CPU, demo model: against `transformers.generate`": (DEMO, "latency", TIMES, ratio_to("hf")),
+    "prefix of 512 tokens: shared tokens never computed again": (
+        DEMO,
+        "prefix",
+        SHARE,
+        lambda suite: suite["hit_rate"],
+    ),
+    "prefix of 512 tokens: against caching off": (
+        DEMO,
+        "prefix",
+        TIMES,
+        lambda suite: suite["speed_up"],
+    ),
+    "nothing in common: cost of prefix caching in the control plane": (
+        DEMO,
+        "prefix",
+        "{:+.2%}",
+        lambda suite: suite["cost_at_no_hits"]["control_plane"],
+    ),
+    "`Scheduler.schedule` and `Scheduler.update_from_output`, 256 running": (
+        DEMO,
+        "scheduler",
+        "{:.0f} us",
+        at("step_us", num_running=256),
+    ),
+    "a step of 256: longest context against shortest": (
+        DEMO,
+        "scheduler",
+        TIMES,
+        lambda suite: suite["growth_with_context"]["256"],
+    ),
+    "KV slots wasted: paged": (DEMO, "memory", SHARE, at("wasted_share", way="paged")),
+    "KV slots wasted: maximum length reserved": (
+        DEMO,
+        "memory",
+        SHARE,
+        at("wasted_share", way="contiguous, maximum"),
+    ),
+    "GPU, Qwen3-0.6B: output": (BIG, "throughput", SPEED, at("tokens_per_second", **OURS)),
+    "GPU, Qwen3-0.6B: share of the roofline": (
+        BIG,
+        "throughput",
+        SHARE,
+        at("share_of_roofline", **OURS),
+    ),
+    "GPU, Qwen3-0.6B: against transformers' `generate_batch`": (
+        BIG,
+        "throughput",
+        TIMES,
+        ratio_to("hf-continuous"),
+    ),
+    "GPU, Qwen3-0.6B: against nano-vllm": (BIG, "throughput", TIMES, ratio_to("nano-vllm")),
+    "GPU, Qwen3-0.6B: against vLLM": (BIG, "throughput", TIMES, ratio_to("vllm")),
+    "Triton, decode of 64 x 4096: share of the bandwidth": (
+        BIG,
+        "kernel",
+        SHARE,
+        triton("decode 64 x 4096"),
+    ),
+    "Triton, decode of 64 x 4096: against torch's `varlen_attn`": (
+        BIG,
+        "kernel",
+        TIMES,
+        ratio_to_varlen("decode 64 x 4096"),
+    ),
+    "Triton, decode of 1 x 32768: share of the bandwidth": (
+        BIG,
+        "kernel",
+        SHARE,
+        triton("decode 1 x 32768"),
+    ),
+    "Triton, prefill of 8192: against torch's `varlen_attn`": (
+        BIG,
+        "kernel",
+        TIMES,
+        ratio_to_varlen("prefill 1 x 8192"),
+    ),
+}
+# The figures of the front pages, and their names in Chinese.
+FRONT = {
+    "CPU, 29M parameters: output": "CPU，29M 参数：输出速度",
+    "CPU, 29M parameters: against vLLM's CPU build": "CPU，29M 参数：与 vLLM 的 CPU 版本相比",
+    "CPU, 29M parameters: against transformers' best": "CPU，29M 参数：与最快的 transformers 比",
+    "prefix of 512 tokens: against caching off": "512 个 token 的公共前缀：与关闭前缀缓存相比",
+    "KV slots wasted: paged": "浪费的 KV 槽位：分页",
+    "KV slots wasted: maximum length reserved": "浪费的 KV 槽位：按最大长度预留",
+}
+TARGETS = {
+    "CPU, 29M parameters: against vLLM's CPU build": "1.00 x",
+    "CPU, 29M parameters: against transformers' best": "4.00 x",
+    "CPU, demo model: against `transformers.generate`": "2.00 x",
+    "prefix of 512 tokens: shared tokens never computed again": "90%",
+    "nothing in common: cost of prefix caching in the control plane": "< 1%",
+    "`Scheduler.schedule` and `Scheduler.update_from_output`, 256 running": "< 1000 us",
+    "a step of 256: longest context against shortest": "1.00 x",
+    "KV slots wasted: paged": "< 4%",
+    "GPU, Qwen3-0.6B: share of the roofline": "60%",
+    "GPU, Qwen3-0.6B: against transformers' `generate_batch`": "3.00 x",
+    "GPU, Qwen3-0.6B: against nano-vllm": "1.00 x",
+    "Triton, decode of 64 x 4096: share of the bandwidth": "80%",
+    "Triton, decode of 64 x 4096: against torch's `varlen_attn`": "1.00 x",
+    "Triton, decode of 1 x 32768: share of the bandwidth": "60%",
+    "Triton, prefill of 8192: against torch's `varlen_attn`": "0.60 x",
+}
+Results = dict[str, Any]  # file name -> result
 
 
-def load_results(folder: Path = RESULTS) -> dict[str, Any]:
+def load_results(folder: Path = RESULTS) -> Results:
     """File name -> result, oldest first."""
     files = {file.name: json.loads(file.read_text("utf-8")) for file in folder.glob("*.json")}
     by_date = sorted(files.items(), key=lambda item: (item[1]["date"], item[0]))
     return {name: result for name, result in by_date if not result["is_toy"]}
 
 
-def fill_in(readme: str, results: dict[str, Any], missing: str, colon: str) -> str:
-    """The README's text with the measured column, and the lines below the table, written anew."""
-    before, _, rest = readme.partition(START)
-    table, _, after = rest.partition(END)
-    head, ruler, *rows = [line for line in table.splitlines() if line.startswith("|")]
-    lines, used = [head, ruler], set()
-    for row, (machine, suite, form, get) in zip(rows, FIGURES, strict=True):
-        found = [
-            name
-            for name, result in results.items()
-            if (result["model"], result["device"]) == machine and suite in result["suites"]
-        ]
-        value = get(results[found[-1]]["suites"][suite]) if found else None
-        shown = missing if value is None else form.format(value)
-        used |= set() if value is None else {found[-1]}
-        cells = row.split("|")
-        lines.append("|".join([*cells[:2], f" {shown} ", *cells[3:]]))
-    lines += [""] * bool(used)
-    lines += [describe(name, results[name], colon) for name in sorted(used)]
-    return before + START + "\n".join(lines) + "\n" + END + after
+def look_up(name: str, results: Results) -> tuple[str, str]:
+    """The value as it is shown, and the file that it comes from; empty: not measured."""
+    machine, suite, form, get = FIGURES[name]
+    found = [
+        file
+        for file, result in results.items()
+        if (result["model"], result["device"]) == machine and suite in result["suites"]
+    ]
+    value = get(results[found[-1]]["suites"][suite]) if found else None
+    return ("", "") if value is None else (form.format(value), found[-1])
 
 
-def describe(name: str, result: dict[str, Any], colon: str) -> str:
+def front_table(results: Results, names: dict[str, str]) -> str:
+    """The figures of a front page, under the names of its language."""
+    measured = {name: look_up(name, results)[0] for name in FRONT}
+    lines = [f"| {names.get(name, name)} | {shown} |" for name, shown in measured.items() if shown]
+    head = "| 指标 | 实测 |" if names else "| figure | measured |"
+    return "\n".join([head, "|---|---|", *lines]) + "\n"
+
+
+def full_table(results: Results) -> str:
+    """All figures, what is not measured yet, and where the figures come from."""
+    lines, used, missing = ["| figure | measured |", "|---|---|"], set(), set()
+    for name, (machine, *_) in FIGURES.items():
+        shown, file = look_up(name, results)
+        if shown:
+            lines.append(f"| {name} | {shown} |")
+            used.add(file)
+        else:
+            missing.add(MACHINES[machine])
+    if missing:
+        lines += ["", f"Not measured yet, in part or at all: {'; '.join(sorted(missing))}."]
+    lines += ["", *(describe(file, results[file]) for file in sorted(used))]
+    return "\n".join(lines).strip() + "\n"
+
+
+def targets_table(results: Results) -> str:
+    lines = ["| figure | measured | target |", "|---|---|---|"]
+    lines += [f"| {name} | {look_up(name, results)[0]} | {TARGETS[name]} |" for name in TARGETS]
+    return "\n".join(lines) + "\n"
+
+
+TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "README.md": ("bench", lambda results: front_table(results, {})),
+    "README.zh-CN.md": ("bench", lambda results: front_table(results, FRONT)),
+    "notebooks/results/README.md": ("bench", full_table),
+    "tests/README.md": ("targets", targets_table),
+}
+
+
+def fill_in(document: str, text: str, results: Results) -> str:
+    """The document's text with its table written anew."""
+    marker, make_table = TABLES[document]
+    between = re.compile(rf"(<!-- {marker} -->\n).*?(?=<!-- /{marker} -->)", re.DOTALL)
+    text, count = between.subn(lambda match: match[1] + make_table(results), text)
+    assert count == 1, f"{document} has {count} tables <!-- {marker} -->"
+    return text
+
+
+def describe(name: str, result: dict[str, Any]) -> str:
     """Where figures come from: file, machine, date, versions, command."""
     found = dict(result["versions"])
     for suite in result["suites"].values():
@@ -129,10 +271,10 @@ def describe(name: str, result: dict[str, Any], colon: str) -> str:
     about = ", ".join([result["machine"]["device_name"], result["date"]])
     about += "".join(f", {package} {version}" for package, version in found.items())
     note = f" ({result['note']})" if result["note"] else ""
-    return f"- [{name}](notebooks/results/{name}){colon} {about}{note}. `{result['command']}`"
+    return f"- [{name}]({name}): {about}{note}. `{result['command']}`"
 
 
 if __name__ == "__main__":
-    for readme, words in READMES.items():
-        path = ROOT / readme
-        path.write_text(fill_in(path.read_text("utf-8"), load_results(), *words), "utf-8")
+    for document in TABLES:
+        path = ROOT / document
+        path.write_text(fill_in(document, path.read_text("utf-8"), load_results()), "utf-8")

@@ -378,7 +378,7 @@ class ModelConfig:
                 f"{folder / 'config.json'} has no {error}, which a decoder-only model "
                 f"({architectures[0]}) must name. Is this a causal language model, with positions "
                 "that are learnt or rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
-                "the README's section Models lists what can."
+                "nanoserve/GUIDE.md, section Models, lists what can."
             ) from None
 
     @property

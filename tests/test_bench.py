@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from nanoserve.bench import cli, control, inside, kernels, plot, report, run, suites, turns
-from nanoserve.bench.floor import Cost, MachineLimits, ModelCosts, floor_seconds, ideal_steps
 from nanoserve.bench.peers import PEERS, EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
+from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
 from nanoserve.bench.workload import (
     DUMMY_MODELS,
     Request,
@@ -113,7 +113,7 @@ def test_a_dummy_is_written_once(tiny: Path) -> None:
         write_dummy("gpt-5", tiny.parent, "float32")
 
 
-# -- the floor --
+# -- the roofline --
 
 
 @pytest.mark.parametrize("name", DUMMY_MODELS)
@@ -164,10 +164,10 @@ def test_a_token_is_multiplied_with_few_experts_and_a_step_reads_all(tmp_path: P
     assert costs.resident_weights - costs.layer_weights == 6 * one_expert
 
 
-def test_the_floor_is_the_slower_of_memory_and_arithmetic() -> None:
+def test_the_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
     assert LIMITS.seconds(Cost(2e9, 1e9)) == 2.0
     assert LIMITS.seconds(Cost(1e8, 5e10)) == 5.0
-    assert floor_seconds(LIMITS, [Cost(2e9, 0), Cost(0, 5e10)]) == 7.0
+    assert roofline_seconds(LIMITS, [Cost(2e9, 0), Cost(0, 5e10)]) == 7.0
 
 
 # -- engines in processes of their own --
@@ -447,8 +447,8 @@ def test_ratios_are_computed_and_failures_told(tiny_settings: turns.Settings) ->
     assert rows["vllm"]["tokens_per_second"] == result["num_output_tokens"] / 4
     assert rows["vllm"]["same_tokens"] == pytest.approx(2 / 3)
     assert rows["hf, batch 2"]["same_tokens"] == 1
-    floor = result["num_output_tokens"] / result["floor_tokens_per_second"]
-    assert rows["nanoserve"]["share_of_floor"] == pytest.approx(floor)
+    roofline = result["num_output_tokens"] / result["roofline_tokens_per_second"]
+    assert rows["nanoserve"]["share_of_roofline"] == pytest.approx(roofline)
     assert result["skipped"] == {
         "hf-continuous": "out of memory",
         "nano-vllm": "nanovllm is not importable",
@@ -625,7 +625,7 @@ def test_folders_stay_private() -> None:
     )
 
 
-# -- the picture, and the READMEs' table --
+# -- the picture, and the documents' tables --
 
 
 def fake_result(**changes: Any) -> dict[str, Any]:
@@ -633,7 +633,7 @@ def fake_result(**changes: Any) -> dict[str, Any]:
     run = {"command": "python bench.py", "date": "2026-01-01", "versions": {"python": "3.11"}}
     what = {"model": "qwen3-29m", "device": "cpu", "is_toy": False, "note": "a busy machine"}
     rows = [
-        {"engine": "nanoserve", "tokens_per_second": 1234.4, "share_of_floor": 0.5},
+        {"engine": "nanoserve", "tokens_per_second": 1234.4, "share_of_roofline": 0.5},
         {"engine": "hf, batch 8", "nanoserve_is": 6.17},
         {"engine": "hf-continuous", "nanoserve_is": 4.11},
     ]
@@ -653,7 +653,7 @@ def test_a_picture_is_refused_with_a_reason(
 
 @pytest.fixture(scope="module")
 def readme_results() -> Any:
-    """The script that writes the table."""
+    """The script that writes the tables."""
     file = ROOT / ".ci" / "readme_results.py"
     spec = importlib.util.spec_from_file_location("readme_results", file)
     assert spec
@@ -663,31 +663,42 @@ def readme_results() -> Any:
     return module
 
 
-def test_the_tables_in_the_readmes_are_up_to_date(readme_results: Any) -> None:
+def test_the_tables_in_the_documents_are_up_to_date(readme_results: Any) -> None:
     """If this fails: python .ci/readme_results.py."""
-    for readme, words in readme_results.READMES.items():
-        text = (ROOT / readme).read_text(encoding="utf-8")
-        assert text == readme_results.fill_in(text, readme_results.load_results(), *words), readme
+    for document in readme_results.TABLES:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        assert text == readme_results.fill_in(document, text, readme_results.load_results())
+
+
+def test_the_names_of_figures_are_those_of_the_list(readme_results: Any) -> None:
+    assert {*readme_results.FRONT, *readme_results.TARGETS} <= readme_results.FIGURES.keys()
 
 
 def test_figures_come_from_the_newest_result_that_has_them(
     tmp_path: Path, readme_results: Any
 ) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-
     def measured(*results: dict[str, Any]) -> list[str]:
         for number, result in enumerate(results):
             (tmp_path / f"{number}.json").write_text(json.dumps(result))
         found = readme_results.load_results(tmp_path)
-        text = readme_results.fill_in(readme, found, "not measured yet", ":")
-        table = text.partition("<!-- bench -->")[2].partition("<!-- /bench -->")[0]
-        return [line.split("|")[2].strip() for line in table.splitlines() if "|" in line][2:]
+        return [readme_results.look_up(name, found)[0] for name in readme_results.FIGURES]
 
-    first, floor, vllm, hf, *others = measured(fake_result())
-    assert (first, floor, vllm, hf) == ("1,234 tok/s", "50.0%", "not measured yet", "4.11 x")
-    assert set(others) == {"not measured yet"}
+    first, roofline, vllm, hf, *others = measured(fake_result())
+    assert (first, roofline, vllm, hf) == ("1,234 tok/s", "50.0%", "", "4.11 x")
+    assert set(others) == {""}
     alone = {"throughput": {"rows": fake_result()["suites"]["throughput"]["rows"][:1]}}
     newer = fake_result(date="2026-02-01", suites=alone)
     toy = fake_result(date="2026-03-01", is_toy=True)
-    assert measured(newer, fake_result(), toy)[3] == "not measured yet"
-    assert set(measured(*[fake_result(model="demo")] * 3)) == {"not measured yet"}
+    assert measured(newer, fake_result(), toy)[3] == ""
+    assert set(measured(*[fake_result(model="demo")] * 3)) == {""}
+
+
+def test_what_is_not_measured_becomes_one_sentence(readme_results: Any) -> None:
+    table = readme_results.full_table({"a.json": fake_result()})
+    rows = [line.split(" | ")[1] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert rows == ["1,234 tok/s |", "50.0% |", "4.11 x |"]
+    [sentence] = [line for line in table.splitlines() if line.startswith("Not measured yet")]
+    assert all(words in sentence for words in readme_results.MACHINES.values())
+    assert table.endswith(
+        "- [a.json](a.json): x, 2026-01-01, python 3.11 (a busy machine). `python bench.py`\n"
+    )

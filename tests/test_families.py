@@ -1,4 +1,4 @@
-"""Every family of the README through the whole engine: the tokens are those of transformers.
+"""Every family of the guide through the whole engine: the tokens are those of transformers.
 
 One engine per family does everything at once: prompts in chunks beside sequences that decode,
 prefixes from the cache, and preemption, because there are few blocks.

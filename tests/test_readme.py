@@ -1,8 +1,10 @@
-"""Both READMEs are compared with the code: what they name exists, what they show was printed, and
-the Chinese one says the same as the English one. So names are looked up in the English one only.
+"""The documents are compared with the code: what they name exists, what they show was printed,
+every link leads somewhere, every table fits the page, and a Chinese document says the same as its
+English twin. So names are looked up in the English ones only.
 
     python tests/test_readme.py --update     rewrite what is generated: the example's output, the
-                                             start-up line, the English table of options
+                                             start-up report, the table of options, the lists of
+                                             modules
 
 What is checked in a way of its own stands between markers, <!-- life --> ... <!-- /life -->. In the
 tables, names in backticks are names in the code.
@@ -19,25 +21,49 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import Field, fields
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_architecture import DOZEN, FILES
+from test_architecture import (
+    CONTROL_PLANE,
+    CORE,
+    CORE_FOLDERS,
+    DATA_PLANE,
+    DOZEN,
+    FILES,
+    FOLDERS,
+    MEETING_POINT,
+    OUTER_FOLDERS,
+    code_lines,
+)
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.__main__ import COMMANDS
 from nanoserve.config import OPTIONS
+from nanoserve.sampling_params import MISSING
 
 ROOT = Path(__file__).parent.parent
-ENGLISH, CHINESE = NAMES = ["README.md", "README.zh-CN.md"]
-FOLDERS = {name.split(".")[0] for name in FILES if "." in name}
+FRONT, INSIDE, GUIDE = "README.md", "nanoserve/README.md", "nanoserve/GUIDE.md"
+TESTS, RESULTS = "tests/README.md", "notebooks/results/README.md"
+TWINS = {name: name.replace(".md", ".zh-CN.md") for name in (FRONT, INSIDE, GUIDE)}
+ENGLISH = [*TWINS, TESTS, RESULTS]
+OURS = [*ENGLISH, *TWINS.values()]  # whose names and code this file checks
+DOCUMENTS = sorted(
+    file.relative_to(ROOT).as_posix()
+    for place in (".", "nanoserve", "tests", "notebooks")
+    for file in (ROOT / place).glob("*.md" if place == "." else "**/*.md")
+)
+PAGE_WIDTH = 832  # pixels of a column on GitHub
+LETTER, LETTER_OF_CODE = 8.5, 8.16  # pixels; of text, a mean that few words exceed
 MODULES = {name for name in FILES if name.split(".")[0] != "demo" and "__" not in name}
 # Folders of vLLM's own packages, where somebody has them: the names of its files are checked, too.
 VLLM = [os.environ.get(name, "") for name in ("VLLM_0_6", "VLLM_0_32")]
 
-both = pytest.mark.parametrize("name", NAMES)
+both = pytest.mark.parametrize("is_chinese", [False, True])
 
 
 # -- reading Markdown --
@@ -61,6 +87,11 @@ def blocks(text: str, language: str) -> list[str]:
 def prose(text: str) -> str:
     """The text without its code blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def twin(name: str, is_chinese: bool) -> str:
+    """The text of a document, or of its Chinese twin."""
+    return read(TWINS[name] if is_chinese else name)
 
 
 def spans(text: str) -> list[str]:
@@ -124,13 +155,17 @@ def first_calls(action: Callable[[], object]) -> list[Any]:
 
 # -- what is generated --
 
-GENERATED = {ENGLISH: ["example-output", "start-up-line", "llm-options"]}
-GENERATED[CHINESE] = GENERATED[ENGLISH][:2]
+GENERATED = [
+    *[(name, "example-output") for name in (FRONT, TWINS[FRONT])],
+    *[(name, "planes") for name in (INSIDE, TWINS[INSIDE])],
+    *[(name, "start-up-report") for name in (GUIDE, TWINS[GUIDE])],
+    (GUIDE, "llm-options"),
+]
 
 
 @lru_cache(maxsize=1)
-def run_example() -> tuple[str, str]:
-    """What example.py prints on a CPU, without colours; and the engine's start-up line."""
+def run_example() -> tuple[list[str], str]:
+    """The lines that example.py prints on a CPU, without colours; and the start-up report."""
     run = subprocess.run(
         [sys.executable, "example.py"],
         cwd=ROOT,
@@ -139,75 +174,122 @@ def run_example() -> tuple[str, str]:
         encoding="utf-8",
         check=True,
     )
-    lines = re.sub(r"\033\[\d+m", "", run.stdout).strip().splitlines()
-    [start_up] = re.findall(r"nanoserve: .*", run.stderr)
-    return "\n".join(line.rstrip() for line in lines), re.sub(r"\d+ blocks", "N blocks", start_up)
+    lines = [line.rstrip() for line in re.sub(r"\033\[\d+m", "", run.stdout).splitlines()]
+    report = re.findall(r"nanoserve: (.*)", run.stderr)
+    of_the_machine = r"\d+ (?=blocks|threads?)"
+    return [line for line in lines if line], re.sub(of_the_machine, "N ", "\n".join(report))
+
+
+def shorten(line: str) -> str:
+    """A line that fits into the code box: its first words, and "..." if there are more."""
+    words = line.split(" ")
+    while len(" ".join(words)) > 90:
+        words.pop()
+    return " ".join(words) + " ..." * (" ".join(words) != line)
+
+
+def show_example() -> str:
+    """The beginning of each story, the first two questions and their answers."""
+    lines = run_example()[0]
+    stories = [line for line in lines if not re.match("[QA]: ", line)]
+    dialogue = [line for line in lines if re.match("[QA]: ", line)]
+    return "\n".join(map(shorten, [*stories, *dialogue[:4]]))
+
+
+def list_planes(text: str) -> str:
+    """Each line keeps its words; the names behind them are those of tests/test_architecture.py."""
+    flat = {name for name in FILES if "." not in name and "__" not in name} - FOLDERS
+    modules = [sorted(flat & plane) for plane in (CONTROL_PLANE, DATA_PLANE, MEETING_POINT)]
+    folders = [[], sorted(CORE_FOLDERS), [], sorted(OUTER_FOLDERS)]
+    lines = []
+    for line, names, below in zip(text.splitlines(), [*modules, []], folders, strict=True):
+        words = line.split("`")[0].rstrip()
+        shown = " ".join(f"`{name}`" for name in (*names, *(f"{folder}/" for folder in below)))
+        lines.append(f"{words} {shown}")
+    return "\n".join(lines) + "\n"
+
+
+def list_options(text: str) -> str:
+    """The rows of the engine's options; the last rows, for classes, stay as they are."""
+    head, ruler, *rows = text.splitlines()
+    names = {option.name for option in OPTIONS}
+    kept = [row for row in rows if spans(row)[0] not in names and spans(row)[0] in seams()]
+    options = [f"| `{o.name}` | `{shown(o.default)}` | {o.help} |" for o in OPTIONS]
+    return "\n".join([head, ruler, *options, *kept]) + "\n"
+
+
+def seams() -> dict[str, inspect.Parameter]:
+    """The arguments of LLM that are no options: classes of your own."""
+    parameters = inspect.signature(LLM.__init__).parameters
+    return {name: each for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
 
 
 def generate(text: str, marker: str) -> str:
-    """What should stand between these markers of a README."""
-    if marker == "example-output":
-        return f"```text\n{run_example()[0]}\n```\n"
-    if marker == "start-up-line":
-        return f"```text\n{run_example()[1]}\n```\n"
-    head, ruler, *rows = part(text, marker).splitlines()
-    seams = [row for row in rows if spans(row)[0] in inspect.signature(LLM.__init__).parameters]
-    seams = [row for row in seams if spans(row)[0] not in {option.name for option in OPTIONS}]
-    options = [f"| `{o.name}` | `{shown(o.default)}` | {o.help} |" for o in OPTIONS]
-    return "\n".join([head, ruler, *options, *seams]) + "\n"
+    """What should stand between these markers of a document."""
+    match marker:
+        case "example-output":
+            return f"```text\n{show_example()}\n```\n"
+        case "start-up-report":
+            return f"```text\n{run_example()[1]}\n```\n"
+        case "planes":
+            return list_planes(part(text, marker))
+        case _:
+            return list_options(part(text, marker))
 
 
 def shown(default: Any) -> str:
     """A default as the tables write it."""
     if isinstance(default, type):
         return default.__name__
+    if isinstance(default, Enum):
+        return default.name
     return f'"{default}"' if isinstance(default, str) else str(default)
 
 
 def update() -> None:
-    for name, markers in GENERATED.items():
+    for name, marker in GENERATED:
         text = read(name)
-        for marker in markers:
-            old, new = part(text, marker), generate(text, marker)
-            text = text.replace(f"<!-- {marker} -->\n{old}", f"<!-- {marker} -->\n{new}")
+        old, new = part(text, marker), generate(text, marker)
+        text = text.replace(f"<!-- {marker} -->\n{old}", f"<!-- {marker} -->\n{new}")
         (ROOT / name).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("name", "marker"), [(name, marker) for name in NAMES for marker in GENERATED[name]]
-)
+@pytest.mark.parametrize(("name", "marker"), GENERATED)
 def test_what_is_generated_is_up_to_date(name: str, marker: str) -> None:
     """If this fails: python tests/test_readme.py --update."""
     text = read(name)
     assert part(text, marker) == generate(text, marker)
 
 
+def test_the_output_shown_is_the_beginning_of_what_the_example_prints() -> None:
+    printed = run_example()[0]
+    [box] = blocks(part(read(FRONT), "example-output"), "text")
+    for line in box.splitlines():
+        assert any(each.startswith(line.removesuffix(" ...")) for each in printed), line
+    assert 4 <= len(box.splitlines()) <= 6
+
+
 # -- names --
 
 
-@both
-def test_the_drawing_shows_every_flat_module_and_every_folder(name: str) -> None:
-    [drawing] = [block for block in blocks(read(name), "text") if "bench.py" in block]
-    flat = {module for module in MODULES - FOLDERS if "." not in module}
-    assert set(re.findall(r"\w+/?", drawing)) >= flat | {f"{folder}/" for folder in FOLDERS}
-    assert set(re.findall(r"(\w+) \*", drawing)) == {module.split(".")[-1] for module in DOZEN}
+def reading_map(name: str = INSIDE) -> list[list[str]]:
+    text = read(name)
+    return [*table(part(text, "reading-map")), *table(part(text, "reading-map-rest"))]
 
 
 def test_the_reading_map_has_every_module_and_its_symbols() -> None:
-    """The dozen first, with a star each."""
-    modules, starred = [], []
-    for row in table(part(read(ENGLISH), "reading-map")):
-        [(file, star)] = re.findall(r"^\[([\w/.]+)\]\(nanoserve/\1\)( \*)?$", row[0])
+    """The dozen in a table of its own."""
+    modules = []
+    for ours, _ in reading_map():
+        [file] = re.findall(r"^\*\*\[([\w/.]+)\]\(\1\)\*\*", ours)
         module = file.removesuffix(".py").removesuffix("/").replace("/", ".")
         modules.append(module)
-        starred += [module] * bool(star)
-        symbols = spans(row[-1])
+        symbols = spans(ours)
         assert symbols, module
         assert missing([f"{module}.{symbol}" for symbol in symbols]) == []
     files = {module for module in MODULES - FOLDERS if not module.startswith("bench.")}
     assert set(modules) == {*files, "bench"}
-    assert set(starred) == DOZEN
-    assert starred == modules[: len(DOZEN)]
+    assert set(modules[: len(table(part(read(INSIDE), "reading-map")))]) == DOZEN
 
 
 def test_names_with_a_dot_exist() -> None:
@@ -216,7 +298,7 @@ def test_names_with_a_dot_exist() -> None:
     homes = {name: m for m in MODULES for name in classes.findall(FILES[m].read_text("utf-8"))}
     ours = homes.keys() | {module.split(".")[0] for module in MODULES}
     dotted = []
-    for span in spans(read(ENGLISH)):
+    for span in (span for name in ENGLISH for span in spans(read(name))):
         first, *rest = span.removesuffix("()").split(".")
         is_name = rest and all(word.isidentifier() for word in rest) and rest[-1] != "py"
         if is_name and first in ours:
@@ -227,11 +309,11 @@ def test_names_with_a_dot_exist() -> None:
 
 @both
 def test_the_life_of_a_request_is_told_in_the_order_in_which_it_runs(
-    name: str, demo_llm: LLM
+    is_chinese: bool, demo_llm: LLM
 ) -> None:
     """Every function that the eight steps name is called, each for the first time after the one
     before it."""
-    steps = re.findall(r"(?m)^\d\. .*", part(read(name), "life"))
+    steps = re.findall(r"(?m)^\d\. .*", part(twin(INSIDE, is_chinese), "life"))
     named = [[span for span in spans(step) if module_of(span)] for step in steps]
     assert len(steps) == 8
     assert all(named)
@@ -243,33 +325,39 @@ def test_the_life_of_a_request_is_told_in_the_order_in_which_it_runs(
     assert sorted(codes, key=calls.index) == codes, order
 
 
+def sampling_options() -> list[Field[Any]]:
+    """The fields of SamplingParams that do something here."""
+    return [field for field in fields(SamplingParams) if field.name not in MISSING]
+
+
 @both
-def test_every_option_is_listed_with_its_default(name: str) -> None:
-    parameters = inspect.signature(LLM.__init__).parameters.values()
-    seams = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+def test_every_option_is_listed_with_its_default(is_chinese: bool) -> None:
     for marker, declared in (
-        ("llm-options", [*OPTIONS, *seams]),
-        ("sampling-options", fields(SamplingParams)),
+        ("llm-options", [*OPTIONS, *seams().values()]),
+        ("sampling-options", sampling_options()),
     ):
         expected = [(option.name, shown(option.default)) for option in declared]
-        rows = table(part(read(name), marker))
+        rows = table(part(twin(GUIDE, is_chinese), marker))
         assert [(spans(row[0])[0], spans(row[1])[0]) for row in rows] == expected
 
 
 def test_every_feature_has_a_place_and_a_test() -> None:
-    """A row of the table: feature, `module.symbol` ..., `test_file.py::test_name` ..."""
-    rows = table(part(read(ENGLISH), "features"))
+    """Beside a feature stand lines: `module.symbol` ..., then [test_file.py](...) `test` ..."""
+    rows = table(part(read(TESTS), "features"))
     wrong = []
-    for feature, places, tests in rows:
+    for feature, cell in rows:
+        places, *tests = cell.split("<br>")
         assert spans(places), feature
-        assert spans(tests), feature
+        assert tests, feature
         wrong += missing(spans(places))
-        for test in spans(tests):
-            file, _, function = test.partition("::")
-            wrong += [test] * (not re.search(rf"(?m)^def {function}\(", read(f"tests/{file}")))
+        for line in tests:
+            [file] = re.findall(r"^\[(test_\w+\.py)\]\(\1\)", line)
+            text = read(f"tests/{file}")
+            assert spans(line), feature
+            wrong += [test for test in spans(line) if not re.search(rf"(?m)^def {test}\(", text)]
     assert wrong == []
     listed = {span for row in rows for span in spans(row[0])}
-    assert [field.name for field in fields(SamplingParams) if field.name not in listed] == []
+    assert [field.name for field in sampling_options() if field.name not in listed] == []
 
 
 def test_every_architecture_and_rope_type_is_listed() -> None:
@@ -281,7 +369,7 @@ def test_every_architecture_and_rope_type_is_listed() -> None:
 
     classes = ModelRegistry.CLASSES.items()
     native = [name for name, cls in classes if cls.__module__ == decoder.__name__]
-    text = part(read(ENGLISH), "models")
+    text = part(read(GUIDE), "models")
     assert [spans(row[0]) for row in table(text)] == [[a] for a in (*native, *FALLBACK)]
     ways = [row[1] for row in table(text)]
     assert set(ways[: len(native)]) == {"natively"}
@@ -295,35 +383,80 @@ def test_every_architecture_and_rope_type_is_listed() -> None:
 
 def test_the_words_of_the_glossary_are_words_of_the_code() -> None:
     code = " ".join(FILES[module].read_text("utf-8") for module in MODULES)
-    words = [word for row in table(part(read(ENGLISH), "glossary")) for word in spans(row[0])]
+    words = [word for row in table(part(read(INSIDE), "glossary")) for word in spans(row[0])]
     assert len(words) > 10
     assert [word for word in words if not re.search(rf"\b{re.escape(word)}\b", code)] == []
 
 
-@both
+def slugs(text: str) -> set[str]:
+    """The anchors that GitHub gives to headings."""
+    headings = re.findall(r"(?m)^#+ (.*)", prose(text).lower())
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def files_linked(text: str) -> list[str]:
+    """The targets of all links and pictures, without their anchors."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(text)) + re.findall(r'src="([^"]+)"', text)
+    return [link.partition("#")[0] for link in found]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_link_leads_somewhere(name: str) -> None:
+    """To a file of the repository, and to a heading in it."""
+    text = prose(read(name))
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue  # another site, which no test asks
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), link
+        assert file.resolve().is_relative_to(ROOT.resolve()), link
+        assert not anchor or anchor in slugs(file.read_text("utf-8")), link
+
+
+@pytest.mark.parametrize("name", OURS)
 def test_files_and_command_line_options_exist(name: str) -> None:
     text = read(name)
-    links = re.findall(r"\]\(([^)#]+)", text)
-    files = [link for link in links if not link.startswith("http")]
-    files += re.findall(r"(?<![\w./])(?:tests|nanoserve|notebooks|\.ci)/[\w/.-]*\w", text)
-    assert sorted({file for file in files if not (ROOT / file).exists()}) == []
-    headings = re.findall(r"(?m)^##+ (.*)", prose(text).lower())
-    anchors = {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= anchors
-    scripts = ("example.py", "nanoserve/bench/cli.py", "nanoserve/tools/doctor.py", __file__)
-    code = "".join(map(read, scripts)) + "".join(f'"{option.flag}"' for option in OPTIONS)
-    given = {flag.replace("--no-", "--") for span in spans(text) for flag in span.split()}
-    flags = {flag for flag in given - {"--help"} if re.fullmatch(r"--[\w-]+", flag)}
-    assert len(flags) > 10
-    assert {flag for flag in flags if f'"{flag}"' not in code} == set()
+    words = re.sub(r"\]\(.*?\)", "", prose(text))  # links have a test of their own
+    files = re.findall(r"(?<![\w./-])(?:tests|nanoserve|notebooks|\.ci)/[\w/.-]*\w", words)
+    below = [ROOT, (ROOT / name).parent]
+    assert [file for file in files if not any((each / file).exists() for each in below)] == []
+    assert flags_of(" ".join(spans(text))) - known_flags() == set()
 
 
-@both
-def test_commands_and_versions_are_those_of_the_package(name: str) -> None:
-    text, ci = read(name), read(".ci/run")
-    assert part(text, "develop").split("```bash\n")[1].split("```")[0].splitlines() == [
+def known_flags() -> set[str]:
+    scripts = [ROOT / "example.py", ROOT / "nanoserve/bench/cli.py", Path(__file__)]
+    scripts += (ROOT / "nanoserve/tools").glob("*.py")
+    code = "".join(script.read_text("utf-8") for script in scripts)
+    names = [option.name for option in OPTIONS] + [field.name for field in sampling_options()]
+    fields_ = {f"--{name.replace('_', '-')}" for name in names}
+    return {"--help", *fields_, *re.findall(r'"(--[\w-]+)"', code)}
+
+
+def flags_of(text: str) -> set[str]:
+    """The flags among these words; --no-x is the flag --x."""
+    return {flag.replace("--no-", "--") for flag in re.findall(r"(?<!\S)--[\w-]+", text)}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_commands_have_the_flags_and_names_shown(name: str) -> None:
+    """Each line of a code box that runs nanoserve, bench.py or example.py."""
+    lines = "\n".join(blocks(read(name), "bash")).replace("\\\n", " ").splitlines()
+    for line in lines:
+        command = re.search(r"(?:nanoserve (\w+)|(?:bench|example)\.py)(.*)", line)
+        if command and not line.startswith(("pip", "cd")):
+            assert flags_of(command[2]) - known_flags() == set(), line
+            assert command[1] is None or command[1] in COMMANDS, line
+
+
+def test_commands_and_versions_are_those_of_the_package() -> None:
+    ci = read(".ci/run")
+    [commands] = blocks(part(read(TESTS), "develop"), "bash")
+    assert commands.splitlines() == [
         line for line in ci.splitlines() if line.startswith(("ruff", "mypy", "pytest"))
     ]
+    text = read(FRONT)
     for command in ("pip install -e . && python example.py", 'pip install -e ".[test]"'):
         assert command in "\n".join(blocks(text, "bash"))
         assert command in ci.replace("--quiet ", "")
@@ -334,13 +467,60 @@ def test_commands_and_versions_are_those_of_the_package(name: str) -> None:
     assert f"Python {setup['options']['python_requires'].removeprefix('>=')}" in text
 
 
+@both
+def test_the_sizes_in_the_comparison_are_those_of_the_package(is_chinese: bool) -> None:
+    """The engine without the folders around it; within 5%, so that not every change of the code
+    is one of the front page."""
+    rows = table(part(twin(FRONT, is_chinese), "comparison"))
+    numbers = [re.match(r"\d[\d,]+", row[1]) for row in rows]
+    lines, num_tests = [int(found[0].replace(",", "")) for found in numbers if found]
+    tests = "".join(file.read_text("utf-8") for file in (ROOT / "tests").glob("test_*.py"))
+    sources = [FILES[name].read_text("utf-8") for name in CORE]
+    assert lines == pytest.approx(sum(map(code_lines, sources)), rel=0.05)
+    assert num_tests == pytest.approx(len(re.findall(r"(?m)^def test_", tests)), rel=0.05)
+
+
+# -- the page --
+
+
+@both
+def test_the_front_page_is_short(is_chinese: bool) -> None:
+    assert len(twin(FRONT, is_chinese).splitlines()) <= 200
+
+
+def least_width(cell: str) -> float:
+    """Pixels that a cell needs on GitHub: lines are broken between words and between Chinese
+    characters, but not in a name. Letters are as wide as a browser makes them."""
+    code = [LETTER_OF_CODE * len(word) + 11 for span in spans(cell) for word in span.split()]
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)|<[^>]*>", " ", cell)
+    words = [LETTER * len(word) for word in re.findall(r"[\x21-\x7e]+", text)]
+    return max([16.0, *code, *words]) + 27  # padding and a border
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_table_and_code_block_fits_the_page(name: str) -> None:
+    text = read(name)
+    for rows in re.findall(r"(?m)(?:^\|.*\n)+", prose(text)):
+        cells = [re.split(r"(?<!\\)\|", row)[1:-1] for row in rows.splitlines()]
+        columns = [max(map(least_width, column)) for column in zip(*cells, strict=True)]
+        assert sum(columns) <= PAGE_WIDTH, (columns, rows.splitlines()[0])
+    boxes = re.findall(r"(?ms)^```\w*\n(.*?)^```$", text)
+    lines = [line for box in boxes for line in box.splitlines()]
+    assert [line for line in lines if LETTER_OF_CODE * len(line) + 32 > PAGE_WIDTH] == []
+
+
+# -- vLLM --
+
+
 @pytest.mark.skipif(not all(VLLM), reason="VLLM_0_6 and VLLM_0_32 name no folders")
 def test_vllm_has_the_files_and_symbols_named() -> None:
-    """A cell of the map lists `a/file.py` `symbol` `symbol` `another/file.py` `symbol` ..."""
+    """A cell of the map: **V0** `a/file.py` `symbol` `symbol`<br>`another/file.py` `symbol` ..."""
     wrong = []
     folders = list(map(Path, VLLM))
-    for row in table(part(read(ENGLISH), "reading-map")):
-        for folder, cell in zip(folders, row[3:5], strict=True):
+    cells = [cell for _, theirs in reading_map() for cell in theirs.split("<br>**")]
+    for cell in cells:
+        [version] = re.findall(r"^(?:\*\*)?V([01])\*\*|—", cell)
+        for folder in folders[int(version or 0) :][:1]:
             source = ""
             for span in spans(cell):
                 if span.endswith(".py"):
@@ -350,28 +530,53 @@ def test_vllm_has_the_files_and_symbols_named() -> None:
                 elif not re.search(rf"(?m)^\s*(class |def |async def |){span}\b", source):
                     wrong.append(span)
     code = "".join(file.read_text() for folder in folders for file in folder.rglob("*.py"))
-    for row in table(part(read(ENGLISH), "glossary")):
+    for row in table(part(read(INSIDE), "glossary")):
         wrong += [word for word in spans(row[-1]) if not re.search(rf"\b{word}\b", code)]
     assert wrong == []
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    listed = {spans(row[0])[0] for row in table(part(read(GUIDE), "environment"))}
+    code = "".join(file.read_text("utf-8") for file in FILES.values())
+    assert {name for name in listed if name in code} == listed
+    assert set(re.findall(r"\bNANOSERVE_[A-Z_]+", code)) <= listed
 
 
 # -- the code, run --
 
 
+@pytest.mark.parametrize("name", [FRONT, GUIDE])
 def test_the_python_blocks_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, in one namespace; what they are there to show, they print."""
     from nanoserve.models.registry import ModelRegistry
 
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(ModelRegistry, "CLASSES", dict(ModelRegistry.CLASSES))
     namespace: dict[str, Any] = {}
     try:
-        for block in blocks(read(ENGLISH), "python"):
-            exec(compile(block, ENGLISH, "exec"), namespace)
+        for block in blocks(read(name), "python"):
+            exec(compile(block, name, "exec"), namespace)
             assert capsys.readouterr().out.strip(), block
     finally:
         namespace["llm"].close()
+
+
+def test_the_lines_of_the_front_page_run_on_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import changed, as the comment in the first line says; six lines, and the same output."""
+    pytest.importorskip("vllm")
+    [ours] = blocks(read(FRONT), "python")
+    first, *others = ours.splitlines()
+    assert len([line for line in (first, *others) if line]) == 6
+    monkeypatch.chdir(ROOT)
+    outputs = []
+    for code in (ours, "\n".join([first.partition("vLLM: ")[2], *others])):
+        exec(compile(code, FRONT, "exec"), {})
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
 
 
 # -- the twin --
@@ -381,27 +586,34 @@ def names_and_numbers(text: str) -> tuple[list[str], list[str]]:
     return sorted(spans(text)), sorted(re.findall(r"\d+", text))
 
 
-def test_the_twin_names_the_same_things_cell_by_cell() -> None:
-    ours, theirs = map(read, NAMES)
+twins = pytest.mark.parametrize("name", TWINS)
+
+
+@twins
+def test_the_twin_names_the_same_things_cell_by_cell(name: str) -> None:
+    ours, theirs = read(name), read(TWINS[name])
     for marker in re.findall(r"<!-- (\w[\w-]*) -->", ours):
         cells = [
             [[names_and_numbers(cell) for cell in row] for row in table(part(text, marker))]
             for text in (ours, theirs)
         ]
         assert cells[1] == cells[0], marker
-    steps = [re.findall(r"(?m)^\d\. .*", part(text, "life")) for text in (ours, theirs)]
+    steps = [re.findall(r"(?m)^\d\. .*", text) for text in (ours, theirs)]
     assert list(map(names_and_numbers, steps[1])) == list(map(names_and_numbers, steps[0]))
 
 
-def test_the_twin_has_the_same_code_names_and_sections() -> None:
-    ours, theirs = map(read, NAMES)
-    assert CHINESE in ours.splitlines()[2]
-    assert ENGLISH in theirs.splitlines()[2]
+@twins
+def test_the_twin_has_the_same_code_names_links_and_sections(name: str) -> None:
+    ours, theirs = read(name), read(TWINS[name])
+    assert Path(TWINS[name]).name in ours.splitlines()[2]
+    assert Path(name).name in theirs.splitlines()[2]
     assert sorted(set(spans(theirs))) == sorted(set(spans(ours)))
+    links = [{link.replace(".zh-CN", "") for link in files_linked(text)} for text in (ours, theirs)]
+    assert links[1] == links[0]
     assert blocks(theirs, "bash") == blocks(ours, "bash")
     pairs = zip(blocks(theirs, "python"), blocks(ours, "python"), strict=True)
     assert all(ast.dump(ast.parse(a)) == ast.dump(ast.parse(b)) for a, b in pairs)
-    for mark in ("## ", "### ", "**", "<!-- "):
+    for mark in ("## ", "### ", "- ", "**", "<!-- "):
         assert len(re.findall(rf"(?m)^{re.escape(mark)}", theirs)) == len(
             re.findall(rf"(?m)^{re.escape(mark)}", ours)
         ), mark

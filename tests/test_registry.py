@@ -1,4 +1,4 @@
-"""Models of one's own: the example of the README, run and checked against plain torch."""
+"""Models of one's own: the example of the guide, run and checked against plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanoserve.models.registry import ModelRegistry
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
-README = Path(__file__).parent.parent / "README.md"
+GUIDE = Path(__file__).parent.parent / "nanoserve" / "GUIDE.md"
 LAYERS, HEADS, HIDDEN, VOCAB = 2, 4, 32, 300
 CONFIG = {
     "architectures": ["ToyForCausalLM"],
@@ -46,11 +46,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> type[ModelRegistry]:
 
 @pytest.fixture
 def toy(registry: type[ModelRegistry], tmp_path: Path) -> Path:
-    """The README's block has run; a folder with random weights for its architecture."""
-    text = README.read_text(encoding="utf-8").split("### Add your own model")[1]
+    """The guide's block has run; a folder with random weights for its architecture."""
+    text = GUIDE.read_text(encoding="utf-8").split("### Add your own model")[1]
     [block] = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     params = SamplingParams(temperature=0, max_tokens=5)
-    exec(compile(block, "README.md", "exec"), {"LLM": LLM, "params": params})
+    exec(compile(block, "GUIDE.md", "exec"), {"LLM": LLM, "params": params})
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {
@@ -81,7 +81,7 @@ def plain_logits(weights: dict[str, Tensor], token_ids: list[int]) -> Tensor:
     return x @ embed.T
 
 
-def test_the_example_of_the_readme_says_what_plain_torch_says(toy: Path) -> None:
+def test_the_example_of_the_guide_says_what_plain_torch_says(toy: Path) -> None:
     """In chunks, beside others, from the cache and after preemptions."""
     from safetensors.torch import load_file
 

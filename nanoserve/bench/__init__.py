@@ -6,7 +6,7 @@
     parallel.py   what each rank of a toy model holds, sends and takes
     control.py    scheduler and memory: the control plane alone
     kernels.py    attention alone
-    floor.py      the limits of the machine: bytes / bandwidth, operations / rate
+    roofline.py   the limits of the machine: bytes / bandwidth, operations / rate
     turns.py      how several engines are measured in turns
     peers.py      the engines under one interface; runs inside each engine's own process
     process.py    starts such a process and talks to it

@@ -20,8 +20,8 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.control import control_plane_seconds
-from nanoserve.bench.floor import synchronize
 from nanoserve.bench.parallel import measure_ranks
+from nanoserve.bench.roofline import synchronize
 from nanoserve.bench.turns import WARM_UP, Settings
 from nanoserve.bench.workload import Request, draw_requests, draw_shared_prefix
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.bench.floor import MachineLimits, measure_limits, run_seconds
+from nanoserve.bench.roofline import MachineLimits, measure_limits, run_seconds
 from nanoserve.bench.turns import Settings
 from nanoserve.kernels.attention_cpu import paged_attention_torch
 

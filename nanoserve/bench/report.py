@@ -85,7 +85,7 @@ Columns = dict[str, tuple[str, str]]
 SPEED: Columns = {"engine": ("engine", ""), "output tok/s": ("tokens_per_second", ".0f")}
 AGAINST: Columns = {
     "nanoserve is": ("nanoserve_is", ".2f"),
-    "of floor": ("share_of_floor", ".1%"),
+    "of roofline": ("share_of_roofline", ".1%"),
 }
 STEP_PARTS = ("schedule", "prepare", "model", "launch", "sample", "update", "other")
 COLUMNS: dict[str, Columns] = {
@@ -96,7 +96,7 @@ COLUMNS: dict[str, Columns] = {
         **AGAINST,
         "same tokens": ("same_tokens", ".0%"),
     },
-    "batch": {**SPEED, "requests": ("batch", "d"), "of floor": ("share_of_floor", ".1%")},
+    "batch": {**SPEED, "requests": ("batch", "d"), "of roofline": ("share_of_roofline", ".1%")},
     "latency": {
         **SPEED,
         "TTFT p50 ms": ("ttft_ms.p50", ".1f"),
@@ -144,8 +144,8 @@ COLUMNS: dict[str, Columns] = {
 }
 
 COMPARED = (
-    "{lengths[0]} to {lengths[1]} tokens in and out, {num_output_tokens} output tokens; floor: "
-    "{floor_tokens_per_second:.0f} tok/s"
+    "{lengths[0]} to {lengths[1]} tokens in and out, {num_output_tokens} output tokens; roofline: "
+    "{roofline_tokens_per_second:.0f} tok/s"
 )
 WORKLOADS = {
     "throughput": "{num_requests} requests at once, " + COMPARED,

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from nanoserve.bench import control, inside, kernels, report, suites
-from nanoserve.bench.floor import measure_limits
 from nanoserve.bench.peers import PEER_NAMES
+from nanoserve.bench.roofline import measure_limits
 from nanoserve.bench.turns import Settings
 from nanoserve.bench.workload import write_dummy
 from nanoserve.config import ModelConfig, resolve_folder

@@ -8,8 +8,8 @@ Each takes Settings and returns a dict of plain values, as --json writes it.
 
 Every suite is a job that an engine does in each round (turns.py), and what is computed from the
 measured times. "nanoserve_is" is a ratio: 2.0 means that nanoserve is twice as fast as the engine
-of that row. "share_of_floor" is the least time that this machine allows (floor.py), divided by the
-measured time.
+of that row. "share_of_roofline" is the least time that this machine allows (roofline.py), divided
+by the measured time.
 
 vLLM: vllm/benchmarks/throughput.py, latency.py, serve.py.
 """
@@ -21,8 +21,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from nanoserve.bench.floor import floor_seconds, ideal_steps
 from nanoserve.bench.process import EngineProcess
+from nanoserve.bench.roofline import ideal_steps, roofline_seconds
 from nanoserve.bench.turns import Settings, engine_specs, run_in_turns
 from nanoserve.bench.workload import Request, draw_requests
 
@@ -40,7 +40,7 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
     measured = run_in_turns(settings, specs, job, "throughput")
     requests = settings.draw(0)
     num_output = sum(request.num_output for request in requests)
-    floor = floor_seconds(settings.limits, ideal_steps(settings.costs, requests))
+    least = roofline_seconds(settings.limits, ideal_steps(settings.costs, requests))
     reference = measured.results["nanoserve"]
     rows = []
     for label, results in measured.results.items():
@@ -58,7 +58,7 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
                 "slowest": num_output / max(seconds),
                 "fastest": num_output / min(seconds),
                 "nanoserve_is": measured.ratio(label, lambda result: 1 / result["seconds"]),
-                "share_of_floor": floor / statistics.median(seconds),
+                "share_of_roofline": least / statistics.median(seconds),
                 "same_tokens": None if settings.temperature else sum(same) / len(same),
             }
         )
@@ -68,7 +68,7 @@ def throughput_suite(settings: Settings) -> dict[str, Any]:
         "num_input_tokens": sum(len(request.prompt) for request in requests),
         "num_output_tokens": num_output,
         "temperature": settings.temperature,
-        "floor_tokens_per_second": num_output / floor,
+        "roofline_tokens_per_second": num_output / least,
         "rows": rows,
         "skipped": measured.skipped,
     }
@@ -106,7 +106,7 @@ def batch_suite(settings: Settings, prompt_len: int = 64, num_output: int = 32) 
                     "tokens_per_second": size * num_output / seconds,
                     "operations": sum(step.operations for step in steps),
                     "bytes": sum(step.num_bytes for step in steps),
-                    "share_of_floor": floor_seconds(settings.limits, steps) / seconds,
+                    "share_of_roofline": roofline_seconds(settings.limits, steps) / seconds,
                 }
             )
     sizes_of_requests = {"prompt_len": prompt_len, "num_output": num_output}
@@ -131,7 +131,7 @@ def latency_suite(settings: Settings) -> dict[str, Any]:
     measured = run_in_turns(settings, engine_specs(settings, (1,)), job, "latency")
     requests = draw(0)
     alone = [ideal_steps(settings.costs, [request]) for request in requests]
-    floor = sum(floor_seconds(settings.limits, steps) for steps in alone)
+    least = sum(roofline_seconds(settings.limits, steps) for steps in alone)
     num_output = sum(request.num_output for request in requests)
     rows = []
     for label, rounds in measured.results.items():
@@ -147,14 +147,14 @@ def latency_suite(settings: Settings) -> dict[str, Any]:
                     [(b - a) * 1000 for times in streams for a, b in pairwise(times)]
                 ),
                 "nanoserve_is": measured.ratio(label, lambda times: 1 / total(times)),
-                "share_of_floor": floor / statistics.median(seconds),
+                "share_of_roofline": least / statistics.median(seconds),
             }
         )
     return {
         "num_requests": len(requests),
         "lengths": settings.lengths,
         "num_output_tokens": num_output,
-        "floor_tokens_per_second": num_output / floor,
+        "roofline_tokens_per_second": num_output / least,
         "rows": rows,
         "skipped": measured.skipped,
     }

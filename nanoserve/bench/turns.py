@@ -28,9 +28,9 @@ import torch
 from tqdm import tqdm
 
 from nanoserve import LLM
-from nanoserve.bench.floor import MachineLimits, ModelCosts
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
+from nanoserve.bench.roofline import MachineLimits, ModelCosts
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.config import ModelConfig
 

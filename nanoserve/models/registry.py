@@ -1,7 +1,8 @@
 """Which class runs which architecture?
 
-ModelRegistry maps the architecture that config.json names to a class; `register` adds your own (the
-README has an example). Other architectures run through transformers_fallback.py, where possible.
+ModelRegistry maps the architecture that config.json names to a class; `register` adds your own
+(nanoserve/GUIDE.md has an example). Other architectures run through transformers_fallback.py, where
+possible.
 
 vLLM: vllm/model_executor/models/registry.py (V0 and V1).
 """

@@ -3,14 +3,14 @@
 A step must read every weight once and the keys and values of all its sequences. It must also do the
 multiplications and additions of every matrix product. So its time is at least
 
-    floor of a step  =  max(bytes / bandwidth, operations / rate)
+    least time of a step  =  max(bytes / bandwidth, operations / rate)
 
 Both limits are measured on this machine at start, not taken from a datasheet. Decoding 32
 sequences with 29M float32 weights reads 117 MB and needs 2 x 29M x 32 = 1.9 GFLOP; at 20 GB/s and
 100 GFLOP/s that is max(5.9, 19) = 19 ms: such a batch is bound by arithmetic, a batch of 1 by
 memory. A roofline diagram shows this crossing.
 
-The floor of a workload is that of an ideal schedule: all prompts in one step, then one token per
+The roofline of a workload is that of an ideal schedule: all prompts in one step, then one token per
 step for every request that is unfinished. Left out: activations, norms, sampling, sliding windows.
 
 Paper: Roofline, Williams, Waterman and Patterson, CACM 52(4), 2009.
@@ -108,7 +108,7 @@ def ideal_steps(costs: ModelCosts, requests: list[Request]) -> list[Cost]:
     return steps
 
 
-def floor_seconds(limits: MachineLimits, steps: list[Cost]) -> float:
+def roofline_seconds(limits: MachineLimits, steps: list[Cost]) -> float:
     return sum(limits.seconds(step) for step in steps)
 
 
