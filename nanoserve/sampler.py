@@ -2,7 +2,7 @@
 
 Every stage is a short function on a batch of logits [num_rows, vocab_size]. Each row has parameters
 of its own, so requests with different parameters share one pass. The order is vLLM V1's; beside it
-the order that the documents give for V0:
+that of V0 (0.6.6):
 
     V1, and here                              V0
     1  raw logprobs, if asked for             1  logits processors (bias, allowed ids, yours)
