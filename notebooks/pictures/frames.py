@@ -11,8 +11,8 @@ read from the engine.
         RequestView(name="B", state="running", text="17 + ",
                     events=(Event("hit", 8, 0),), num_scheduled=10)
 
-Left out: swapped sequences (their blocks are not in the KV cache), and everything that is a picture;
-drawing is hero.py's part.
+Left out: swapped sequences (their blocks are not in the KV cache), and everything that is a
+picture; drawing is hero.py's part.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ WORDS = {
     },
     "zh-CN": {
         "title": "nanoserve：四个请求逐步共享同一个 KV cache",
-        "description": "演示模型的一次真实运行：请求共享前缀，长 prompt 分块与其他请求的 decode 在同一 "
-        "step 中计算；没有空闲 block 时一个请求被抢占，随后借助前缀缓存恢复。",
+        "description": "演示模型的一次真实运行：请求共享前缀，长 prompt 分块与其他请求的 "
+        "decode 在同一 step 中计算；没有空闲 block 时一个请求被抢占，随后借助前缀缓存恢复。",
         "step": "第 {} 步",
         "budget": "预算：{} / {}",
         "cache": "KV cache",
@@ -232,9 +232,9 @@ def seconds_of(frame: Frame, words: dict[str, str]) -> float:
 
 
 def interest_of(frame: Frame, words: dict[str, str]) -> tuple[int, int, int]:
-    """The still picture is the step with the most requests, then pills, then text."""
+    """The still picture is the step with the most requests, then pills, then tokens."""
     pills = sum(label_of(request, words)[1] for request in frame.requests)
-    return len(scheduled(frame)), pills, sum(len(request.text) for request in frame.requests)
+    return len(scheduled(frame)), pills, sum(each.num_scheduled for each in frame.requests)
 
 
 def draw_budget(film: Film, index: int, frame: Frame, words: dict[str, str]) -> None:

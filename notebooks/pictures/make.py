@@ -27,10 +27,22 @@ def make_hero() -> dict[str, str]:
     import hero
 
     frames = hero.record_story()
-    return {f"hero{suffix}.svg": hero.draw(frames, name) for name, suffix in LANGUAGES.items()}
+    return {f"hero{s}.svg": hero.draw(frames, name) for name, s in LANGUAGES.items()}
 
 
-MAKERS = {"hero": make_hero}
+def make_architecture() -> dict[str, str]:
+    import architecture
+
+    return {f"architecture{s}.svg": architecture.draw(name) for name, s in LANGUAGES.items()}
+
+
+def make_benchmark() -> dict[str, str]:
+    import benchmark
+
+    return {f"benchmark{s}.svg": benchmark.draw(name) for name, s in LANGUAGES.items()}
+
+
+MAKERS = {"hero": make_hero, "architecture": make_architecture, "benchmark": make_benchmark}
 
 
 def main() -> None:
