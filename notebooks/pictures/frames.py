@@ -30,6 +30,7 @@ class Event:
     """Something worth a word that a step did to a request.
 
     "hit": the request was admitted, with `count` tokens from the prefix cache.
+    "fork": one of n completions begins, with the `count` computed tokens that it shares.
     "chunk": chunk number `count` of `total` of its prompt was computed (total 0: was never done).
     "preempted": its blocks were taken away.
     "back": it runs again; `count` tokens came from the prefix cache.
@@ -122,9 +123,11 @@ class Recorder:
         for seq_id in dropped:  # finished in an earlier step, or preempted in this one
             record = self._records[seq_id]
             record.table, record.chunks = [], []
-            if record.state == "running":
+            if record.state == "running" and seq_id in scheduler.sequences:
                 record.state = "preempted"
                 events[seq_id].append(Event("preempted"))
+            elif seq_id not in scheduler.sequences:  # also one that was aborted
+                record.state = "finished"
         for new in step.new_sequences:
             self._records[new.seq_id].table = list(new.block_ids)
         num_scheduled = {item.seq_id: item.num_scheduled_tokens for item in step.scheduled}
@@ -154,7 +157,7 @@ class Recorder:
         if record.state == "preempted":
             events.append(Event("back", record.start))
         elif not record.was_admitted and record.start:
-            events.append(Event("hit", record.start))
+            events.append(Event("fork" if seq.branch else "hit", record.start))
         record.was_admitted, record.state = True, "running"
         is_partial = len(record.token_ids or seq.prompt_token_ids) > record.end
         record.token_ids = seq.token_ids[:]
@@ -184,16 +187,16 @@ class Recorder:
                 first = record.table.index(block_id) * size
                 start = record.start if seq_id in num_scheduled else record.end
                 for position in range(first, min(first + size, record.end)):
-                    text = self._token_text(record.token_ids[position])
+                    text = self.token_text(record.token_ids[position])
                     was_new = position in slots and slots[position].is_new
                     slots[position] = Slot(text, was_new or position >= start)
             held = hashes[block_id]
             if not owners and held is not None:
-                slots = {i: Slot(self._token_text(t), False) for i, t in enumerate(held.token_ids)}
+                slots = {i: Slot(self.token_text(t), False) for i, t in enumerate(held.token_ids)}
             views.append(BlockView(tuple(owners), tuple(slots.values())))
         return tuple(views)
 
-    def _token_text(self, token_id: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """A token's text: "▸" for a special token, "↵" for a new line, "␣" for a space alone."""
         text = self.engine.tokenizer.decode([token_id])
         if text.startswith("<|"):
