@@ -173,13 +173,13 @@ def test_a_picture_without_the_story_is_refused(
         if any(event.kind == "preempted" for each in frame.requests for event in each.events)
     )
     assert set(hero.missing_in(story[:first])) == {
-        "one preemption",
-        "a return through the prefix cache",
-        "the right answers",
+        "single preemption",
+        "return through the prefix cache",
+        "right answer everywhere",
     }
-    assert "a prefix hit of two blocks" in hero.missing_in(story[:1])
+    assert "prefix hit of two blocks" in hero.missing_in(story[:1])
     monkeypatch.setattr(hero, "record_run", lambda *arguments: story[:first])
-    with pytest.raises(ValueError, match=r"25 blocks, arrivals .*: no one preemption, no a return"):
+    with pytest.raises(ValueError, match=r"16 tokens, 25 blocks, .*: no single preemption, no ret"):
         hero.record_story()
 
 

@@ -198,7 +198,7 @@ class Recorder:
 
     def token_text(self, token_id: int) -> str:
         """A token's text: "▸" for a special token, "↵" for a new line, "␣" for a space alone."""
-        text = self.engine.tokenizer.decode([token_id])
+        text: str = self.engine.tokenizer.decode([token_id])
         if text.startswith("<|"):
             return "▸"
         return text.replace("\n", "↵").strip() or "␣"
