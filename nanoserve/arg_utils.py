@@ -250,7 +250,7 @@ GROUPS = (
     Group(
         "left out",
         "torch.compile and the choice of kernels",
-        "Nothing is compiled by torch.compile; attention_backend and enforce_eager choose what "
+        "Nothing is compiled by torch.compile. attention_backend and enforce_eager choose what "
         "runs.",
         """compilation_config=0|{} kernel_config attention_config ir_op_priority moe_backend
         linear_backend sparse_indexer_topk_backend enable_flashinfer_autotune=False|True
@@ -420,20 +420,20 @@ def check_seams(*classes: Any) -> None:
             )
 
 
-def load_chat_template(given: str | Path | None) -> str | None:
-    """The Jinja template in this file, or `given` itself if it is a template."""
-    if given is None:
+def load_chat_template(chat_template: str | Path | None) -> str | None:
+    """The Jinja template in this file, or `chat_template` itself if it is a template."""
+    if chat_template is None:
         return None
-    if not isinstance(given, (str, Path)):
-        raise TypeError(f"chat_template must be a string or a path, got {given!r}.")
-    if isinstance(given, str) and ("{" in given or "\n" in given):
-        return given
-    if not Path(given).expanduser().is_file():
+    if not isinstance(chat_template, (str, Path)):
+        raise TypeError(f"chat_template must be a string or a path, got {chat_template!r}.")
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
+        return chat_template
+    if not Path(chat_template).expanduser().is_file():
         raise ValueError(
-            f"chat_template is {str(given)!r}, which is neither a file nor a Jinja template. Give "
-            "one of the two, or leave it out: the model's own template."
+            f"chat_template is {str(chat_template)!r}, which is neither a file nor a Jinja "
+            "template. Give one of the two, or leave it out: the model's own template."
         )
-    return Path(given).expanduser().read_text(encoding="utf-8")
+    return Path(chat_template).expanduser().read_text(encoding="utf-8")
 
 
 class EngineArgs(EngineConfig):
