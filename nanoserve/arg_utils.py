@@ -368,7 +368,7 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     nearest known one) and for two names of one option, ValueError for a value of a known option
     that asks for what is not here.
     """
-    names = [each.name for each in OPTIONS]
+    defaults = {each.name: each.default for each in OPTIONS}
     found: dict[str, tuple[str, Any]] = {}
     for given, value in options.items():
         name = ALIASES.get(given, given)
@@ -377,7 +377,7 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{call}() got {found[name][0]!r} and {given!r}, two names of one option. "
                 f"Give {name!r} only."
             )
-        if name in names:
+        if name in defaults:
             found[name] = given, value
         elif name in KNOWN:
             check_known(call, name, value)
@@ -385,9 +385,8 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
             hint = "".join(f" Did you mean {near!r}?" for near in _nearest(given))
             raise TypeError(f"{call}() got an unexpected keyword argument {given!r}.{hint}")
     return {
-        name: value
+        name: defaults[name] if value is None and name in NONE_IS_DEFAULT else value
         for name, (_, value) in found.items()
-        if not (value is None and name in NONE_IS_DEFAULT)
     }
 
 
