@@ -250,7 +250,7 @@ GROUPS = (
     Group(
         "left out",
         "torch.compile and the choice of kernels",
-        "Nothing is compiled by torch.compile; attention_backend and enforce_eager choose what "
+        "Nothing is compiled by torch.compile. attention_backend and enforce_eager choose what "
         "runs.",
         """compilation_config=0|{} kernel_config attention_config ir_op_priority moe_backend
         linear_backend sparse_indexer_topk_backend enable_flashinfer_autotune=False|True
@@ -368,7 +368,7 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
     nearest known one) and for two names of one option, ValueError for a value of a known option
     that asks for what is not here.
     """
-    names = [each.name for each in OPTIONS]
+    defaults = {each.name: each.default for each in OPTIONS}
     found: dict[str, tuple[str, Any]] = {}
     for given, value in options.items():
         name = ALIASES.get(given, given)
@@ -377,7 +377,7 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{call}() got {found[name][0]!r} and {given!r}, two names of one option. "
                 f"Give {name!r} only."
             )
-        if name in names:
+        if name in defaults:
             found[name] = given, value
         elif name in KNOWN:
             check_known(call, name, value)
@@ -385,9 +385,8 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
             hint = "".join(f" Did you mean {near!r}?" for near in _nearest(given))
             raise TypeError(f"{call}() got an unexpected keyword argument {given!r}.{hint}")
     return {
-        name: value
+        name: defaults[name] if value is None and name in NONE_IS_DEFAULT else value
         for name, (_, value) in found.items()
-        if not (value is None and name in NONE_IS_DEFAULT)
     }
 
 
@@ -420,20 +419,20 @@ def check_seams(*classes: Any) -> None:
             )
 
 
-def load_chat_template(given: str | Path | None) -> str | None:
-    """The Jinja template in this file, or `given` itself if it is a template."""
-    if given is None:
+def load_chat_template(chat_template: str | Path | None) -> str | None:
+    """The Jinja template in this file, or `chat_template` itself if it is a template."""
+    if chat_template is None:
         return None
-    if not isinstance(given, (str, Path)):
-        raise TypeError(f"chat_template must be a string or a path, got {given!r}.")
-    if isinstance(given, str) and ("{" in given or "\n" in given):
-        return given
-    if not Path(given).expanduser().is_file():
+    if not isinstance(chat_template, (str, Path)):
+        raise TypeError(f"chat_template must be a string or a path, got {chat_template!r}.")
+    if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
+        return chat_template
+    if not Path(chat_template).expanduser().is_file():
         raise ValueError(
-            f"chat_template is {str(given)!r}, which is neither a file nor a Jinja template. Give "
-            "one of the two, or leave it out: the model's own template."
+            f"chat_template is {str(chat_template)!r}, which is neither a file nor a Jinja "
+            "template. Give one of the two, or leave it out: the model's own template."
         )
-    return Path(given).expanduser().read_text(encoding="utf-8")
+    return Path(chat_template).expanduser().read_text(encoding="utf-8")
 
 
 class EngineArgs(EngineConfig):

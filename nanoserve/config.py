@@ -36,6 +36,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from nanoserve.inputs import as_python
+
 DEMO_MODEL = Path(__file__).parent / "demo"
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
 SEED_LIMIT = 2**63 - 1
@@ -212,6 +214,8 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
         for each in OPTIONS:
+            if each.kind is not Any:  # a number of NumPy or torch becomes Python's
+                object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
             each.check(getattr(self, each.name))
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(

@@ -99,8 +99,8 @@ class LLMEngine:
         self,
         config: EngineConfig,
         *,
-        scheduler_cls: type[Scheduler] = Scheduler,
-        block_manager_cls: type[BlockManager] = BlockManager,
+        scheduler_cls: type[Scheduler] | None = None,
+        block_manager_cls: type[BlockManager] | None = None,
         executor_cls: Callable[..., Any] | None = None,
         runner_cls: Any = None,
     ) -> None:
@@ -121,13 +121,13 @@ class LLMEngine:
             self.config, self.model_config, config.attention_backend, **options
         )
         self._check_can_overlap()
-        self.block_manager = block_manager_cls(
+        self.block_manager = (block_manager_cls or BlockManager)(
             self.executor.num_kv_blocks,
             config.block_size,
             config.enable_prefix_caching,
             self.executor.num_cpu_blocks,
         )
-        self.scheduler = scheduler_cls(self.config, self.block_manager)
+        self.scheduler = (scheduler_cls or Scheduler)(self.config, self.block_manager)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )

@@ -216,8 +216,8 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
     """The messages, each content in one format, as chat templates expect it.
 
     "string": one string; the parts of a content are joined by line breaks. "openai": a list of
-    {"type": "text", "text": ...}. Raises TypeError for what is no conversation, ValueError for a
-    part that is not text.
+    {"type": "text", "text": ...}. None, the content of a message with tool_calls, has no parts.
+    Raises TypeError for what is no conversation, ValueError for a part that is not text.
     """
     if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
@@ -225,15 +225,13 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
     for message in messages:
         if not isinstance(message, Mapping):
             raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
-        content = message.get("content")
-        if isinstance(content, (list, tuple)) or (
-            isinstance(content, str) and content_format == "openai"
-        ):
-            texts = [content] if isinstance(content, str) else [_text_of(part) for part in content]
-            parts = [{"type": "text", "text": text} for text in texts]
-            content = parts if content_format == "openai" else "\n".join(texts)
-            message = {**message, "content": content}
         parsed.append(dict(message))
+        content = message.get("content", 0)  # a message without one is the template's business
+        parts = [content] if isinstance(content, str) else [] if content is None else content
+        if isinstance(parts, (list, tuple)):
+            texts = [_text_of(part) for part in parts]
+            as_parts = [{"type": "text", "text": text} for text in texts]
+            parsed[-1]["content"] = as_parts if content_format == "openai" else "\n".join(texts)
     return parsed
 
 
@@ -244,7 +242,7 @@ def _text_of(part: Any) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in TEXT_PART_TYPES:
         raise VLLMValidationError(
-            f"a content part is {part!r}; nanoserve takes text parts only, such as "
+            f"a content part is of type {kind!r}; nanoserve takes text parts only, such as "
             f"{{'type': 'text', 'text': ...}}. Allowed types: {', '.join(TEXT_PART_TYPES)}.",
             parameter="type",
             value=kind,

@@ -28,6 +28,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tqdm import tqdm
@@ -62,6 +63,8 @@ def configure_logging() -> None:
             f"NANOSERVE_LOGGING_LEVEL is {level!r}; allowed: {', '.join(LEVELS)}. "
             "Change or unset this environment variable."
         )
+    if in_notebook():  # Hugging Face's packages import tqdm's widgets; our bars are plain text
+        warnings.filterwarnings("ignore", "IProgress not found")
     if level:
         logger.setLevel(level)
     if not logger.hasHandlers():
@@ -96,8 +99,12 @@ class PlainHandler(logging.Handler):
 
 def output_stream() -> TextIO:
     """Where reports and progress bars go: stderr, in a notebook stdout."""
-    in_notebook = type(sys.stdout).__module__.startswith("ipykernel")
-    return sys.stdout if in_notebook else sys.stderr
+    return sys.stdout if in_notebook() else sys.stderr
+
+
+def in_notebook() -> bool:
+    """Is what this process prints shown in a notebook?"""
+    return type(sys.stdout).__module__.startswith("ipykernel")
 
 
 # -- what an engine says --

@@ -23,10 +23,11 @@ vLLM: V0 and V1 share vllm/sampling_params.py.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -72,6 +73,7 @@ RANGES = {
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
 }
+PLAIN = {int, float, bool, str, type(None), RequestOutputKind}  # most values, by far
 OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # None is allowed, too
 FLAGS = (
     "ignore_eos",
@@ -160,8 +162,9 @@ class SamplingParams:
     logits_processors: Seq[LogitsProcessor] | None = None  # functions on one row of logits (V0's)
 
     def __post_init__(self) -> None:
-        for name in FIELDS:
-            setattr(self, name, as_python(getattr(self, name)))
+        for name, value in self.__dict__.items():
+            if type(value) not in PLAIN:
+                setattr(self, name, as_python(value))
         self._normalize()
         for name, allowed in RANGES.items():
             value = getattr(self, name)
@@ -296,7 +299,9 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this instance, checked again. Raises as the
         constructor does, if a field was assigned a bad value."""
-        return replace(self)
+        clone = copy.copy(self)
+        clone.__post_init__()
+        return clone
 
     @property
     def is_greedy(self) -> bool:

@@ -19,7 +19,7 @@ import contextlib
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -29,8 +29,13 @@ from matplotlib.textpath import TextPath
 
 from nanoserve import LLMEngine
 from nanoserve.engine import StepReport
-from nanoserve.model_runner import StepInputs
+from nanoserve.kernels.threads import load_torch
 from nanoserve.sequence import SchedulerOutput, Sequence
+
+if TYPE_CHECKING:
+    from nanoserve.model_runner import StepInputs
+
+load_torch()  # before a notebook imports it: waiting threads sleep (nanoserve/kernels/threads.py)
 
 WIDTH = 10.5  # inches, of every picture
 DPI = 96
@@ -42,8 +47,8 @@ CACHED = "#E4E4E4"  # a free block that can still be found
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Keep progress bars out of the stored notebook."""
-    with contextlib.redirect_stderr(io.StringIO()):
+    """Keep an engine's first lines and progress bars out of the stored notebook."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

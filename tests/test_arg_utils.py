@@ -136,6 +136,9 @@ def test_other_names_of_options() -> None:
 def test_none_where_vllm_allows_it() -> None:
     for name in NONE_IS_DEFAULT:
         assert EngineArgs(**{name: None}) == EngineArgs()
+    engine_args = EngineArgs(block_size=8)
+    engine_args.block_size = None
+    assert engine_args == EngineArgs()
     with pytest.raises(TypeError, match="seed must be an int, got None"):
         EngineArgs(seed=None)
 
@@ -312,6 +315,16 @@ def test_an_engine_from_engine_args() -> None:
     engine.close()
     with LLM.from_engine_args(engine_args) as llm:
         assert llm.engine.config.max_model_len == 64
+        assert type(llm.engine.scheduler) is Scheduler
+
+
+def test_a_seam_that_is_none_is_the_default() -> None:
+    """As scheduler_cls=None in vLLM."""
+    args = EngineArgs(num_gpu_blocks_override=8, max_model_len=64)
+    engine = LLMEngine.from_engine_args(args, **dict.fromkeys(SEAMS))
+    assert type(engine.scheduler) is Scheduler
+    assert type(engine.block_manager) is BlockManager
+    engine.close()
 
 
 # -- command line --

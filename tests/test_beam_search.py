@@ -205,12 +205,13 @@ def test_parameters_and_results_as_in_vllm() -> None:
 def test_a_beam_has_the_candidates_of_each_step() -> None:
     """With rank and log-probability, as requests have; its prompt may be searched again."""
     searches = Searches()
-    search = searches.add([1, 2], BeamSearchParams(2, 3, ignore_eos=True))
+    prompt: Any = {"prompt_token_ids": [1, 2], "prompt": "text", "cache_salt": "mine"}
+    search = searches.add(prompt, BeamSearchParams(2, 3, ignore_eos=True))
     searches.run()
     output = search.get_output()
     assert isinstance(output, BeamSearchOutput)
     for beam in output.sequences:
-        assert beam.orig_prompt == {"type": "token", "prompt_token_ids": [1, 2]}
+        assert beam.orig_prompt == {"type": "token", **prompt}
         assert [len(entry) for entry in beam.logprobs] == [4, 4, 4]
         for position, entry in enumerate(beam.logprobs):
             tokens = beam.tokens[: 2 + position]

@@ -4,6 +4,7 @@ transformers' own search where its rule and vLLM's are the same."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ NEAR = 1e-3  # scores nearer than this are a tie: sums of float32 log-probabilit
 
 @cache
 def naive_beam_search(
-    folder: Path, prompt: tuple[int, ...], params: BeamSearchParams, eos_token_ids: frozenset[int]
+    folder: Path, prompt: tuple[int, ...], settings: tuple[Any, ...], eos_token_ids: frozenset[int]
 ) -> list[tuple[list[int], float]]:
     """(tokens, score), best first: the rule, with the whole text computed anew each time.
+    settings: the fields of BeamSearchParams.
 
     Each beam has its 2 * beam_width likeliest tokens as candidates. Candidates that end in EOS are
     completed. The beam_width best of the others go on. After max_tokens steps all are completed.
     """
+
+    params = BeamSearchParams(*settings)
 
     def score(tokens: list[int], total: float) -> float:
         length = len(tokens) - (tokens[-1] in eos_token_ids)
@@ -88,7 +92,8 @@ def search_and_compare(llm: LLM, prompts: list[list[int]], params: BeamSearchPar
 
     outputs = llm.beam_search(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected = naive_beam_search(llm.engine.model_config.path, tuple(prompt), params, eos)
+        folder, settings = llm.engine.model_config.path, astuple(params)
+        expected = naive_beam_search(folder, tuple(prompt), settings, eos)
         assert_same_beams(output, expected, score)
         for beam in output.sequences:
             assert beam.tokens[: len(prompt)] == prompt
@@ -172,12 +177,17 @@ def test_a_few_prompts_at_a_time(demo_llm: LLM, capfd: pytest.CaptureFixture[str
     """concurrency_limit changes the company, not the beams; use_tqdm counts the rounds."""
     prompts = [STORY, "One day", {"prompt": "A cat"}]
     params = BeamSearchParams(2, 4)
-    expected = demo_llm.beam_search(prompts, params)
-    assert demo_llm.beam_search(prompts, params, None, False, 2) == expected
+
+    def tokens(outputs: list[BeamSearchOutput]) -> list[list[list[int]]]:
+        return [[beam.tokens for beam in output.sequences] for output in outputs]
+
+    expected = tokens(demo_llm.beam_search(prompts, params))
+    assert tokens(demo_llm.beam_search(prompts, params, None, False, 2)) == expected
     assert capfd.readouterr().err == ""
     most: list[int] = []
     demo_llm.engine.step_listeners.append(lambda report: most.append(len(report.sequences)))
-    assert demo_llm.beam_search(prompts, params, use_tqdm=True, concurrency_limit=1) == expected
+    one_by_one = demo_llm.beam_search(prompts, params, use_tqdm=True, concurrency_limit=1)
+    assert tokens(one_by_one) == expected
     demo_llm.engine.step_listeners.clear()
     assert max(most) == 2
     assert "3/3" in capfd.readouterr().err
@@ -187,15 +197,14 @@ def test_a_few_prompts_at_a_time(demo_llm: LLM, capfd: pytest.CaptureFixture[str
 
 def test_special_tokens_in_the_texts(demo_llm: LLM) -> None:
     """Are shown on request."""
-    [hidden, shown] = [
-        demo_llm.beam_search("One day", BeamSearchParams(2, 30, skip_special_tokens=skip))[0]
-        for skip in (True, False)
-    ]
-    decode = demo_llm.get_tokenizer().decode
-    for beam, other in zip(hidden.sequences, shown.sequences, strict=True):
-        assert beam.tokens == other.tokens
-        assert beam.text == decode(beam.tokens, skip_special_tokens=True)
-        assert other.text == decode(other.tokens, skip_special_tokens=False)
+    prompt = demo_llm.engine.input_processor.render_chat([{"role": "user", "content": "Hi"}], {})
+    assert "<|im_start|>" in prompt
+    for skip in (True, False):
+        params = BeamSearchParams(1, 2, skip_special_tokens=skip)
+        [beam] = demo_llm.beam_search(prompt, params)[0].sequences
+        decoded = demo_llm.get_tokenizer().decode(beam.tokens, skip_special_tokens=skip)
+        assert beam.text == decoded
+        assert ("<|im_start|>" in decoded) == (not skip)
 
 
 def search_of_transformers(folder: Path, prompt: list[int], num_beams: int, **options: Any) -> Any:

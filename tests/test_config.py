@@ -11,6 +11,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import make_model_config
@@ -153,6 +154,22 @@ def test_a_config_has_a_hash_whatever_the_backend() -> None:
     config = EngineConfig(attention_backend=backend)
     assert hash(config) == hash(EngineConfig(attention_backend=backend))
     assert config == EngineConfig(attention_backend=backend) != EngineConfig()
+
+
+def test_numbers_of_numpy_and_torch() -> None:
+    """A sweep in a notebook makes them; the config holds Python's own."""
+    config = EngineConfig(
+        max_num_seqs=np.int64(3),
+        gpu_memory_utilization=np.float32(0.5),
+        enforce_eager=np.bool_(True),
+        seed=torch.tensor(7),  # type: ignore[arg-type]
+    )
+    assert config == EngineConfig(
+        max_num_seqs=3, gpu_memory_utilization=0.5, enforce_eager=True, seed=7
+    )
+    assert type(config.max_num_seqs) is type(config.seed) is int
+    with refused(TypeError, "block_size", "must be an int"):
+        EngineConfig(block_size=np.array([16]))  # type: ignore[arg-type]
 
 
 def test_options_that_must_agree() -> None:

@@ -213,8 +213,8 @@ def test_constraints_name_rows_of_the_logits() -> None:
 def test_a_feature_that_no_row_uses_is_not_there() -> None:
     """A batch of greedy rows has nothing that a random draw needs."""
     batch = make_batch()
-    batch.add(new(0, [5], SamplingParams(temperature=0.5)))
-    batch.add(new(1, [5], SamplingParams(temperature=0, logprobs=3, top_k=3)))
+    batch.add(new(0, [5], SamplingParams(temperature=0.5, top_k=3)))
+    batch.add(new(1, [5], SamplingParams(temperature=0, logprobs=3)))
     assert batch.logit_states == {}
     assert_same_batch(sampling_of(batch, 1), SamplingBatch(num_logprobs=(3,), is_greedy=True))
     made = sampling_of(batch, 0, 1)

@@ -188,13 +188,15 @@ def test_text_parts_are_joined() -> None:
     assert parse_chat_messages(messages, "string") == [
         messages[0],
         {"role": "user", "content": "Hello\nyou\nNo", "name": "Ada"},
-        *messages[2:],
+        {"role": "assistant", "content": "", "tool_calls": []},
+        {"role": "user"},
     ]
     texts = [{"type": "text", "text": text} for text in ("Hello", "you", "No")]
     assert parse_chat_messages(messages, "openai") == [
         {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
         {"role": "user", "content": texts, "name": "Ada"},
-        *messages[2:],
+        {"role": "assistant", "content": [], "tool_calls": []},
+        {"role": "user"},
     ]
     assert repr(messages) == before
 

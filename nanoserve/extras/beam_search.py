@@ -114,7 +114,7 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """One beam: prompt and output. The fields and their order are vLLM's."""
 
-    orig_prompt: dict[str, Any]  # {"type": "token", "prompt_token_ids": [...], "prompt": ...}
+    orig_prompt: dict[str, Any]  # {"type": "token", "prompt_token_ids": [...]}, a text, a salt
     tokens: list[int]  # of prompt and output
     logprobs: list[dict[int, Logprob]]  # per output token: its candidates
     lora_request: None = None  # not here
@@ -166,9 +166,10 @@ class BeamSearch:
         self.eos_token_ids = frozenset() if params.ignore_eos else model_config.eos_token_ids
         self.num_prompt_tokens = root.num_prompt_tokens
         self.max_tokens = root.max_tokens  # what fits
-        prompt_dict = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
-        prompt_dict |= {} if root.prompt is None else {"prompt": root.prompt}
-        beam = BeamSearchSequence(prompt_dict, list(root.token_ids), [])
+        given = {"prompt": root.prompt, "cache_salt": root.cache_salt}
+        orig_prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
+        orig_prompt |= {key: value for key, value in given.items() if value is not None}
+        beam = BeamSearchSequence(orig_prompt, list(root.token_ids), [])
         self.beams = {root.seq_id: _Beam(beam, root)}
         self.completed: list[BeamSearchSequence] = []
         self.error: str | None = "the search was aborted"  # until it has finished
