@@ -102,14 +102,7 @@ def run(arguments: list[str]) -> int:
     if not is_there(command):
         print(f"nanoserve {name}: error: {describe_missing(command)}", file=sys.stderr)
         return 1
-    set_thread_defaults()
     return import_module(command.module).main(arguments[1:])
-
-
-def set_thread_defaults() -> None:
-    """Threads of torch that wait for work leave the cores to others. Read when torch is
-    imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def is_there(command: Command) -> bool:

@@ -36,6 +36,7 @@ from nanoserve.arg_utils import read_options
 from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.config import EngineConfig
+from nanoserve.kernels.threads import load_torch
 
 Values = dict[str, Any]
 
@@ -92,7 +93,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     args = parser.parse_intermixed_args(arguments)
-    from nanoserve.bench import plot, run  # imports torch
+    load_torch()
+    from nanoserve.bench import plot, run
 
     try:
         with tempfile.TemporaryDirectory() as scratch:
