@@ -392,7 +392,7 @@ class LLM:
         """Run these requests to their end; their outputs in the order of the requests. A request
         that was aborted has none."""
         results: dict[str, RequestOutput] = {}
-        with _ProgressBar(self.engine, len(requests), use_tqdm) as bar:
+        with _ProgressBar(self.engine, requests, use_tqdm) as bar:
             for output in self.run_requests(requests, is_queued):
                 results[output.request_id] = output
                 bar.count()
@@ -486,51 +486,56 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
 class _ProgressBar:
     """Requests done and, after each step, how many run and wait, and tokens per second.
 
-    Drawn ten times a second at most (tqdm's mininterval), so that a step does not wait for it.
+    Drawn ten times a second at most (tqdm's mininterval). Other steps only look at the clock.
     """
 
-    def __init__(self, engine: LLMEngine, total: int, use_tqdm: bool | Callable[..., tqdm]) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        requests: Seq[RequestConsumer],
+        use_tqdm: bool | Callable[..., tqdm],
+    ) -> None:
         """use_tqdm: a function that makes the bar, or whether there is one."""
         self.engine = engine
+        self.requests = requests
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         self.bar = make_bar(
-            total=total,
+            total=len(requests),
             desc="Prompts",
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
             disable=not use_tqdm,
             miniters=0,  # draw also when no request has ended since
             file=output_stream(),
         )
-        self.num_input = 0
-        self.num_output = 0
 
     def __call__(self, report: StepReport) -> None:
         """Called by the engine after each step."""
-        for update in report.updates:
-            seq, num_new = update.sequence, len(update.new_token_ids)
-            if seq.num_output_tokens == num_new and seq.branch == 0:  # its first tokens
-                self.num_input += seq.num_prompt_tokens
-            self.num_output += num_new
-        if time() - self.bar.last_print_t >= self.bar.mininterval:
+        if self._is_due():
             self._describe()
             self.bar.update(0)
 
-    def _describe(self) -> None:
-        scheduler = self.engine.scheduler
-        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
-        num_running = len(scheduler.running)
-        self.bar.set_postfix_str(
-            f"running: {num_running}, waiting: {len(scheduler.sequences) - num_running}, "
-            f"output: {self.num_output / elapsed:.0f} tok/s, "
-            f"input: {self.num_input / elapsed:.0f} tok/s",
-            refresh=False,
-        )
-
     def count(self) -> None:
         """One request has finished."""
-        if not self.bar.disable:
+        is_last = not self.bar.disable and self.bar.n + 1 == self.bar.total
+        if is_last or self._is_due():
             self._describe()
-            self.bar.update()
+        self.bar.update()
+
+    def _is_due(self) -> bool:
+        return not self.bar.disable and time() - self.bar.last_print_t >= self.bar.mininterval
+
+    def _describe(self) -> None:
+        """The numbers behind the bar, of all requests of the call."""
+        scheduler = self.engine.scheduler
+        num_running, sequences = len(scheduler.running), [r.sequences for r in self.requests]
+        num_input = sum(min(s.num_computed_tokens, s.num_prompt_tokens) for s, *_ in sequences)
+        num_output = sum(seq.num_output_tokens for each in sequences for seq in each)
+        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
+        self.bar.set_postfix_str(
+            f"running: {num_running}, waiting: {len(scheduler.sequences) - num_running}, "
+            f"output: {num_output / elapsed:.0f} tok/s, input: {num_input / elapsed:.0f} tok/s",
+            refresh=False,
+        )
 
     def __enter__(self) -> _ProgressBar:
         if not self.bar.disable:
