@@ -208,7 +208,7 @@ def test_engines_give_the_same_tokens(
         assert stream["times"] == sorted(stream["times"])
         if name == "nanoserve":
             with pytest.raises(
-                EngineError, match="nanoserve: VLLMValidationError: the prompt has 5000"
+                EngineError, match="VLLMValidationError: the prompt has 5000"
             ):
                 engine.generate([Request([5] * 5000, 4)])
             assert engine.generate(requests)["token_ids"] == outputs, "after an error, too"
