@@ -68,7 +68,6 @@ SPEED, SHARE, TIMES = "{:,.0f} tok/s", "{:.1%}", "{:.2f} x"
 Figure = tuple[tuple[str, str], str, str, Getter]
 # Name -> model and device, suite, how the value is shown, the value.
 FIGURES: dict[str, Figure] = {
-    "CPU, 29M parameters: output": (SMALL, "throughput", SPEED, at("tokens_per_second", **OURS)),
     "CPU, 29M parameters: share of the roofline": (
         SMALL,
         "throughput",
@@ -81,12 +80,6 @@ FIGURES: dict[str, Figure] = {
         "throughput",
         TIMES,
         ratio_to("hf", "hf-continuous"),
-    ),
-    "CPU, demo model: output, one request at a time": (
-        DEMO,
-        "latency",
-        SPEED,
-        at("tokens_per_second", **OURS),
     ),
     "CPU, demo model: against `transformers.generate`": (DEMO, "latency", TIMES, ratio_to("hf")),
     "prefix of 512 tokens: shared tokens never computed again": (
@@ -168,7 +161,6 @@ FIGURES: dict[str, Figure] = {
 }
 # The figures of the front pages, and their names in Chinese.
 FRONT = {
-    "CPU, 29M parameters: output": "CPU，29M 参数：输出速度",
     "CPU, 29M parameters: against vLLM's CPU build": "CPU，29M 参数：与 vLLM 的 CPU 版本相比",
     "CPU, 29M parameters: against transformers' best": "CPU，29M 参数：与最快的 transformers 比",
     "prefix of 512 tokens: against caching off": "512 个 token 的公共前缀：与关闭前缀缓存相比",
