@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
@@ -56,6 +56,7 @@ def test_text() -> None:
         assert parse_prompt(prompt) == PromptComponents("Once")
 
 
+@settings(max_examples=25)
 @given(token_ids=st.lists(st.integers(0, 60000), min_size=1, max_size=8))
 def test_every_form_of_token_ids_is_the_same_prompt(token_ids: list[int]) -> None:
     """Alone and in a list; each id is an int of Python's own."""
