@@ -249,9 +249,15 @@ def test_choose_backend() -> None:
     assert get_attn_backend(own, CPU) is own
 
 
-@pytest.mark.parametrize("wrong", ["flash", "Torch", "", None, paged_attention_torch, MyBackend])
+def test_a_backend_may_be_a_class() -> None:
+    """If it needs no arguments."""
+    assert type(get_attn_backend(TorchBackend, CPU)) is TorchBackend
+    with pytest.raises(ValueError, match=r"MyBackend'>, a class that needs arguments.*an instance"):
+        get_attn_backend(MyBackend, CPU)
+
+
+@pytest.mark.parametrize("wrong", ["flash", "Torch", "", None, paged_attention_torch, int])
 def test_choose_backend_refuses_what_it_does_not_know(wrong: Any) -> None:
-    """A class is no backend; an instance of it is."""
     with pytest.raises(ValueError, match=r"attention_backend is .*auto, reference, torch, triton"):
         get_attn_backend(wrong, CPU)
 

@@ -137,7 +137,7 @@ def test_more_keys_than_32_bits_tell_apart_are_refused() -> None:
     tables = torch.zeros(1, 1).int(), torch.tensor([0, 1]).int(), torch.tensor([3]).int()
     [decode] = split_batch(*tables, 8, torch.float32)
     assert isinstance(decode, SparseDecode)
-    with pytest.raises(ValueError, match=r"32-bit.*num_kv_blocks"):
+    with pytest.raises(ValueError, match=r"32-bit.*num_gpu_blocks_override"):
         decode.make_pattern(len(cache), 1, 1, None)
 
 

@@ -178,7 +178,7 @@ def test_prompt_and_output_fit_the_kv_cache() -> None:
     """2 blocks hold 32 tokens: a prompt of 31 leaves room for one."""
     processor = make_processor(None, num_kv_blocks=2)
     assert processor.process("a", [5] * 31, PARAMS).max_tokens == 1
-    with pytest.raises(ValueError, match=r"32 tokens.*cache holds \(32 tokens\).*num_kv_blocks"):
+    with pytest.raises(ValueError, match=r"32 tokens.*cache holds \(32 tokens\).*num_gpu_blocks"):
         processor.process("a", [5] * 32, PARAMS)
 
 

@@ -314,8 +314,8 @@ def test_whose_model_may_be_chosen(make_checkpoint: MakeCheckpoint) -> None:
     known = ", ".join(ModelRegistry.architectures())
     with pytest.raises(ValueError, match=f"GPT2LMHeadModel is not supported; supported: {known}"):
         load(make_checkpoint("gpt2"), model_impl="nanoserve")
-    with pytest.raises(ValueError, match="model_impl is 'vllm'; allowed: auto, nanoserve"):
-        load(folder, model_impl="vllm")
+    with pytest.raises(ValueError, match="model_impl is 'terratorch'; allowed: auto, nanoserve"):
+        load(folder, model_impl="terratorch")
 
 
 # ------------------------------------------------------------------------------ the probe itself

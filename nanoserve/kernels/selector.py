@@ -55,7 +55,13 @@ def get_attn_backend(
     TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
     """
     if isinstance(wanted, type) and issubclass(wanted, AttentionBackend):
-        wanted = wanted()
+        try:
+            return wanted()
+        except TypeError as error:
+            raise ValueError(
+                f"attention_backend is {wanted!r}, a class that needs arguments ({error}). Give an "
+                "instance of it."
+            ) from error
     if isinstance(wanted, AttentionBackend):
         return wanted
     if wanted == "reference":
