@@ -26,7 +26,7 @@ uniproc_executor.py (V1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,15 @@ from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
 logger = init_logger(__name__)
+
+
+def get_executor_cls(tensor_parallel_size: int) -> Any:
+    """The executor class for so many ranks (vLLM: Executor.get_class)."""
+    if tensor_parallel_size == 1:
+        return UniprocExecutor
+    from nanoserve.distributed.multiproc import MultiprocExecutor
+
+    return MultiprocExecutor
 
 
 class UniprocExecutor:
@@ -97,12 +106,3 @@ class UniprocExecutor:
     def close(self) -> None:
         """Release the model and the KV cache."""
         del self.runner
-
-
-def default_executor(tensor_parallel_size: int) -> Callable[..., Any]:
-    """The executor class for this number of ranks."""
-    if tensor_parallel_size == 1:
-        return UniprocExecutor
-    from nanoserve.distributed.multiproc import MultiprocExecutor
-
-    return MultiprocExecutor
