@@ -90,7 +90,7 @@ class DecodeGraphs:
         pool: object | None = None
         bar = tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not use_tqdm, delay=1)
         for size in bar:
-            bar.set_postfix_str(f"batch size {size}")
+            bar.set_postfix_str(f"batch size {size}", refresh=False)
             graph = self.graph_cls(pool)
             self.outputs[size] = graph.capture(make_forward(size))
             self.graphs[size] = graph

@@ -48,6 +48,7 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, refuse_missing
+from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import (
     OutputProcessor,
@@ -112,12 +113,16 @@ class LLMEngine:
         configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
-        config, default_executor = _load_data_plane(config)
-        self.config = config.resolve(self.model_config)
+        load_torch()
+        from nanoserve.executor import get_executor_cls  # here, because these imports load torch
+        from nanoserve.parallel import with_device
+
+        self.config = with_device(config).resolve(self.model_config)
         tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
+        make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
-        self.executor = (executor_cls or default_executor)(
+        self.executor = make_executor(
             self.config, self.model_config, config.attention_backend, **options
         )
         self._check_can_overlap()
@@ -465,14 +470,3 @@ def delayed_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if received:
             raise KeyboardInterrupt
-
-
-def _load_data_plane(config: EngineConfig) -> tuple[EngineConfig, Callable[..., Any]]:
-    """`config` with the device that "auto" stands for, and the executor class. Imports torch."""
-    from nanoserve.kernels.threads import load_torch
-
-    load_torch()
-    from nanoserve.executor import get_executor_cls
-    from nanoserve.parallel import with_device
-
-    return with_device(config), get_executor_cls(config.tensor_parallel_size)

@@ -55,6 +55,8 @@ class UniprocExecutor:
     """Runs the model in this process. Invariant: between two steps, torch has as many threads as
     the application has given it."""
 
+    _most_threads: int | None = None  # that are good for the model on a CPU; None: no limit
+
     def __init__(
         self,
         config: EngineConfig,
@@ -65,11 +67,11 @@ class UniprocExecutor:
         self.runner = runner_cls(config, model_config, attention_backend)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
-        on_cpu = self.runner.device.type == "cpu"
-        self._most_threads = most_threads(self.runner.model.num_bytes()) if on_cpu else None
-        hint = slow_threads_hint(self.num_threads) if on_cpu else None
-        if hint:
-            warning_once(logger, hint)
+        if self.runner.device.type == "cpu":
+            self._most_threads = most_threads(self.runner.model.num_bytes())
+            hint = slow_threads_hint(self.num_threads)
+            if hint:
+                warning_once(logger, hint)
 
     @property
     def num_threads(self) -> int:

@@ -207,9 +207,7 @@ def test_engines_give_the_same_tokens(
         assert len(stream["times"]) == requests[0].num_output
         assert stream["times"] == sorted(stream["times"])
         if name == "nanoserve":
-            with pytest.raises(
-                EngineError, match="VLLMValidationError: the prompt has 5000"
-            ):
+            with pytest.raises(EngineError, match="VLLMValidationError: the prompt has 5000"):
                 engine.generate([Request([5] * 5000, 4)])
             assert engine.generate(requests)["token_ids"] == outputs, "after an error, too"
         engine.close()  # and a second time at the end of the block

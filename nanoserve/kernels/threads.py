@@ -5,13 +5,14 @@ a large model on an idle machine: one thread for each core, and a waiting thread
 ("spins") in case new work comes soon. Two other cases are common, above all on a laptop:
 
 *Other programs run.* A spinning thread takes the time that the thread it waits for needs. On two
-busy cores that made decoding 30 to 100 times slower. So `load_torch` loads torch with waiting
-threads that sleep. On idle cores this costs a 0.6B model at most a tenth of its speed, and models
-between 10M and 30M parameters a third.
+cores beside two busy programs, decoding became up to 100 times slower. So `load_torch` loads torch
+with waiting threads that sleep. On idle cores this costs a model of 0.6B parameters up to a sixth
+of its speed, and models between 8M and 30M parameters about a third; OMP_WAIT_POLICY=active gives
+it back.
 
-*The model is tiny.* Waking a thread takes longer than half of an operation. `most_threads`
-gives a model of less than SMALL_MODEL bytes one thread. For the demo model that is as fast as two
-threads that spin, and twice as fast as two that sleep.
+*The model is tiny.* Waking a thread takes longer than half of an operation. `most_threads` gives a
+model of less than SMALL_MODEL bytes one thread. The demo model is then as fast as on two threads
+that spin, and twice as fast as on two that sleep.
 
 A container may have a quota of CPU time, such as `docker run --cpus=1`, and torch does not know it.
 `num_cores` reads the quota. The number of threads never exceeds it.
