@@ -143,6 +143,8 @@ class Sequence:
             seq_id=self.seq_id - self.branch + branch,
             branch=branch,
             num_pending_forks=0,
+            status=SequenceStatus.WAITING,
+            num_computed_tokens=0,
             num_output_placeholders=0,
             metrics=replace(self.metrics),
             block_hashes=[],

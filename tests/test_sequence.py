@@ -154,7 +154,9 @@ def test_another_branch_shares_nothing_that_changes() -> None:
     """It has the root's request and prompt, no output, and the seq_id that belongs to it."""
     root = make_sequence(10, [5, 6], n=4, seed=3)
     root.token_ids.append(7)
+    root.status, root.num_computed_tokens = SequenceStatus.RUNNING, 2
     branch = root.make_branch(2)
+    assert (branch.status, branch.num_computed_tokens) == (SequenceStatus.WAITING, 0)
     assert (branch.seq_id, branch.branch, branch.num_pending_forks) == (12, 2, 0)
     assert (branch.token_ids, branch.seed, branch.request_id) == ([5, 6], 3, root.request_id)
     assert branch.make_branch(3).seq_id == 13
