@@ -168,7 +168,6 @@ FIGURES: dict[str, Figure] = {
 }
 # The figures of the front pages, and their names in Chinese.
 FRONT = {
-    "CPU, 29M parameters: output": "CPU，29M 参数：输出速度",
     "CPU, 29M parameters: against vLLM's CPU build": "CPU，29M 参数：与 vLLM 的 CPU 版本相比",
     "CPU, 29M parameters: against transformers' best": "CPU，29M 参数：与最快的 transformers 比",
     "prefix of 512 tokens: against caching off": "512 个 token 的公共前缀：与关闭前缀缓存相比",
