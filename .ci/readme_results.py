@@ -68,7 +68,6 @@ SPEED, SHARE, TIMES = "{:,.0f} tok/s", "{:.1%}", "{:.2f} x"
 Figure = tuple[tuple[str, str], str, str, Getter]
 # Name -> model and device, suite, how the value is shown, the value.
 FIGURES: dict[str, Figure] = {
-    "CPU, 29M parameters: output": (SMALL, "throughput", SPEED, at("tokens_per_second", **OURS)),
     "CPU, 29M parameters: share of the roofline": (
         SMALL,
         "throughput",
@@ -81,12 +80,6 @@ FIGURES: dict[str, Figure] = {
         "throughput",
         TIMES,
         ratio_to("hf", "hf-continuous"),
-    ),
-    "CPU, demo model: output, one request at a time": (
-        DEMO,
-        "latency",
-        SPEED,
-        at("tokens_per_second", **OURS),
     ),
     "CPU, demo model: against `transformers.generate`": (DEMO, "latency", TIMES, ratio_to("hf")),
     "prefix of 512 tokens: shared tokens never computed again": (
