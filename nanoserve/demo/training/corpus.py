@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from nanoserve.demo.training import tables
+from nanoserve.demo.training import skills, tables, talk
+from nanoserve.demo.training.first_guesses import is_held_out_guess
 from nanoserve.demo.training.recall import Fact, Facts, pairs
 from nanoserve.demo.training.skills import (
     Turn,
-    any_skill,
+    any_name,
+    any_phrase,
     is_held_out,
     made_up_word,
     operands,
@@ -52,6 +55,48 @@ Document = list[Segment]
 
 def text_of(document: Document) -> str:
     return "".join(segment.text for segment in document)
+
+
+# ------------------------------------------------------------------------------ one turn
+
+
+class Skill(NamedTuple):
+    weight: float  # how often, relative to the others
+    draw: Callable[[random.Random], Turn]
+    casual: float = 0.0  # the share of questions that are typed in a hurry
+    keeps_capitals: bool = False  # whether the answer repeats capitals of the question
+
+
+SKILLS = [
+    Skill(5, skills.addition, 0.3),
+    Skill(0.7, talk.not_addition, 0.4),
+    Skill(5, talk.unknown, 0.6),
+    Skill(3.4, skills.capital, 0.4),
+    Skill(1.3, skills.colour, 0.4),
+    Skill(2.7, skills.simple_fact, 0.4),
+    Skill(3, talk.small_talk, 0.6),
+    Skill(4, skills.repeat, 0.2, True),
+    Skill(2, skills.say_times, 0.2, True),
+    Skill(2, skills.continue_pattern, 0.2, True),
+    Skill(2.7, skills.count, 0.3),
+    Skill(1, skills.make_list, 0.5),
+    Skill(3.7, skills.json_record, 0.1, True),
+    Skill(0.5, skills.read_json),
+    Skill(0.7, skills.free_fact, 0.2, True),
+    Skill(0.9, talk.chinese),
+    Skill(0.5, talk.foreign),
+]
+
+
+def any_skill(rng: random.Random) -> Turn:
+    """One training turn of a random skill; never one of the held-out first guesses."""
+    while True:
+        skill = rng.choices(SKILLS, [skill.weight for skill in SKILLS])[0]
+        turn = skill.draw(rng)
+        if rng.random() < skill.casual:
+            turn = replace(turn, question=talk.casually(rng, turn.question, skill.keeps_capitals))
+        if not is_held_out_guess(turn.question):
+            return turn
 
 
 # ------------------------------------------------------------------------------ chats
@@ -89,54 +134,180 @@ def story_hero(rng: random.Random, held_out: bool = False) -> Character:
     """A hero for a request by name; held out are (kind, name) pairs."""
     while True:
         hero = draw_character(rng, tables.GIRLS, tables.BOYS)
+        if not held_out and rng.random() < 0.12:
+            kind, is_female = rng.choice(tables.MORE_HEROES)
+            hero = Character(hero.name, kind, is_female)
         if rng.random() < 0.15:
-            hero = Character(made_up_word(rng, held_out), hero.kind, hero.is_female)
+            name = made_up_word(rng, held_out)
+            if not held_out and rng.random() < 0.5:
+                name = rng.choice(tables.WORLD_NAMES)
+            hero = Character(name, hero.kind, hero.is_female)
         if is_held_out("hero", hero.kind, hero.name) == held_out:
             return hero
+
+
+STORY_REQUESTS = [
+    "Tell me a story{}.",
+    "Write a short story{}.",
+    "Tell me a short story{}.",
+    "Write a story{}.",
+    "A story{}, please.",
+    "I want a story{}.",
+    "Make up a story{}.",
+    "Tell a story{}.",
+    "Tell us a story{}.",
+    "Give me a story{}.",
+    "Can you tell me a story{}?",
+    "Do you know a story{}?",
+    "Tell me another story{}.",
+    "I would like to hear a story{}.",
+    "Tell me a nice story{}.",
+    "Tell me a bedtime story{}.",
+    "Story{}",
+    "Once upon a time",
+]
 
 
 def story_turn(rng: random.Random) -> Turn:
     """A request for a story: any, about a kind of hero, about a named hero, or about a thing."""
     form = skewed(rng, ["kind", "hero", "thing", "any"], 0.5)
     hero = story_hero(rng)
+    story = tell_story(rng, hero=hero)
     if form == "kind":
         subject = f" about {with_article(hero.kind)}"
     elif form == "hero":
-        subject = f" about {with_article(hero.kind)} named {hero.name}"
+        subject = (
+            f" about {with_article(hero.kind)} {skewed(rng, ['named', 'called'], 2)} {hero.name}"
+        )
     elif form == "thing":
         thing = rng.choice(tables.TOYS)
         story = tell_story(rng, hero=hero, thing=thing)
-        request = f"Tell me a story about {with_article(thing)}."
-        return Turn(request, story.text, weight=STORY_WEIGHT)
+        subject = f" about {with_article(thing)}"
     else:
         subject = ""
-    opening = skewed(rng, ["Tell me a story", "Write a short story", "Tell me a short story"])
-    story = tell_story(rng, hero=hero)
-    return Turn(f"{opening}{subject}.", story.text, weight=STORY_WEIGHT)
+    requests = STORY_REQUESTS if form == "any" else STORY_REQUESTS[:-1]
+    while True:
+        request = skewed(rng, requests).format(subject)
+        if rng.random() < 0.3:
+            request = talk.casually(rng, request, keep_capitals=form == "hero")
+        if not is_held_out_guess(request):
+            return Turn(request, story.text, weight=STORY_WEIGHT)
 
 
 def story_chat(rng: random.Random, supply: Facts, room: int) -> Document:
     return chat(rng, [story_turn(rng)])
 
 
-def memory_chat(rng: random.Random, supply: Facts, room: int) -> Document:
-    """What the user says about himself, asked for a few turns later."""
-    name = made_up_word(rng) if rng.random() < 0.4 else rng.choice(tables.NAMES)
-    facts = {
-        "favourite food": rng.choice(tables.FOODS),
-        "favourite colour": rng.choice(tables.COLOURS),
-        "favourite animal": f"the {rng.choice(tables.ANIMALS)}",
-        "home town": rng.choice(tables.CITIES),
+INTRODUCTIONS = [
+    "My name is {}.",
+    "I am {}.",
+    "Hi, I'm {}.",
+    "Hello, my name is {}.",
+    "Call me {}.",
+    "Hi! My name is {}.",
+    "You can call me {}.",
+    "{} is my name.",
+    "Hello, I am {}.",
+    "Good morning, my name is {}.",
+    "My name is {}, nice to meet you.",
+    "Hi Nano, I am {}!",
+    "Please call me {}.",
+    "They call me {}.",
+]
+NAME_QUESTIONS = [
+    "What is my name?",
+    "Do you know my name?",
+    "Who am I?",
+    "Do you remember my name?",
+    "Tell me my name.",
+    "What was my name?",
+    "What am I called?",
+]
+
+
+def somebody(rng: random.Random) -> str:
+    draw = rng.random()
+    if draw < 0.2:
+        return rng.choice(tables.NAMES)
+    return made_up_word(rng) if draw < 0.45 else any_name(rng)
+
+
+def about_the_user(rng: random.Random) -> dict[str, tuple[str, str, str, str]]:
+    """Topic -> what the user says, the question about it, the answer, the value in it."""
+    favourite = rng.choice(["favourite", "favorite"])
+    pet = rng.choice(tables.PETS)
+    wide = rng.random() < 0.5
+    food = rng.choice(tables.FOODS_LIKED if wide else tables.FOODS)
+    liked = rng.choice(tables.TOPICS if wide else tables.FOODS)
+    shade = rng.choice(tables.SHADES if wide else tables.COLOURS)
+    city = rng.choice(tables.HOMES) if wide else rng.choice(tables.CITIES)
+    city = any_name(rng) if rng.random() < 0.15 else city
+    origin, age = rng.choice([*tables.HOMES, *tables.CAPITALS]), str(rng.randint(3, 99))
+    called = rng.choice(tables.PET_NAMES) if rng.random() < 0.3 else somebody(rng)
+    colour = "colour" if favourite == "favourite" else "color"
+    animal = f"the {rng.choice(tables.ANIMALS)}"
+    own = {
+        f"{favourite} food": food,
+        f"{favourite} {colour}": shade,
+        f"{favourite} animal": animal,
+        "home town": city,
+        f"{favourite} {rng.choice(tables.THINGS)}": rng.choice([liked, any_name(rng)]),
     }
-    told = [Turn(f"My name is {name}.", f"Hello {name}! How can I help you?", key=name)]
-    asked = [Turn("What is my name?", f"Your name is {name}.", key=name)]
-    for topic in rng.sample(list(facts), rng.randint(0, 2)):
-        told.append(Turn(f"My {topic} is {facts[topic]}.", "I will remember."))
-        answer = f"Your {topic} is {facts[topic]}."
-        asked.append(Turn(f"What is my {topic}?", answer, key=facts[topic]))
+    facts = {
+        topic: (
+            f"My {topic} is {value}.",
+            f"What is my {topic}?",
+            f"Your {topic} is {value}.",
+            value,
+        )
+        for topic, value in own.items()
+    }
+    facts["home"] = (f"I live in {city}.", "Where do I live?", f"You live in {city}.", city)
+    facts["origin"] = (
+        f"I am from {origin}.", "Where am I from?", f"You are from {origin}.", origin
+    )  # fmt: skip
+    facts["age"] = (f"I am {age} years old.", "How old am I?", f"You are {age} years old.", age)
+    facts["liking"] = (f"I like {liked}.", "What do I like?", f"You like {liked}.", liked)
+    what, value = skills.secret(rng)
+    facts["secret"] = (
+        f"The {what} is {value}.", f"What is the {what}?", f"The {what} is {value}.", value
+    )  # fmt: skip
+    facts["pet"] = (
+        f"My {pet} is called {called}.",
+        f"What is my {pet} called?",
+        f"Your {pet} is called {called}.",
+        called,
+    )
+    return facts
+
+
+def memory_chat(rng: random.Random, supply: Facts, room: int) -> Document:
+    """What the user says about himself, asked for a few turns later (or not at all)."""
+    between = [any_skill(rng) for _ in range(skewed(rng, [0, 1, 2, 3], 0.6))]
+    question = skewed(rng, NAME_QUESTIONS)
+    if rng.random() < 0.3:
+        question = talk.casually(rng, question)
+    if rng.random() < 0.08:
+        return chat(rng, [*between, Turn(question, "You did not tell me your name.")])
+    name = somebody(rng)
+    introduction = skewed(rng, INTRODUCTIONS).format(name)
+    if rng.random() < 0.35:
+        introduction = talk.casually(rng, introduction, True, is_request=False)
+    told = [Turn(introduction, f"Hello {name}! How can I help you?", key=name)]
+    asked = [Turn(question, f"Your name is {name}.", key=name)]
+    facts = about_the_user(rng)
+    topics = rng.sample(list(facts), skewed(rng, [0, 1, 2]))
+    if topics and rng.random() < 0.3:
+        told, asked = [], []  # no name at all
+    for topic in topics:
+        statement, topic_question, answer, value = facts[topic]
+        if rng.random() < 0.3:
+            statement = talk.casually(rng, statement, keep_capitals=True, is_request=False)
+            topic_question = talk.casually(rng, topic_question)
+        told.append(Turn(statement, "I will remember."))
+        asked.append(Turn(topic_question, answer, key=value))
     rng.shuffle(told)
     rng.shuffle(asked)
-    between = [any_skill(rng) for _ in range(rng.randint(0, 3))]
     return chat(rng, [*told, *between, *asked])
 
 
@@ -207,7 +378,8 @@ def sum_drill(rng: random.Random, supply: Facts, room: int) -> Document:
 
 def copy_drill(rng: random.Random, supply: Facts, room: int) -> Document:
     """A phrase, and the phrase again."""
-    text = phrase(rng, longest=max(4, min(24, room // 8)))
+    draw = phrase if rng.random() < 0.6 else any_phrase
+    text = draw(rng, longest=max(4, min(24, room // 8)))
     return [Segment(f"{text}\n", 0.0), Segment(text, KEY_WEIGHT), Segment(f"\n{END_OF_TEXT}", 0.0)]
 
 
@@ -236,7 +408,8 @@ def fact_drill(rng: random.Random, supply: Facts, room: int) -> Document:
 Maker = Callable[[random.Random, Facts, int], Document]
 DRILL_MIX: dict[Maker, float] = {
     plain_story: 0.7,
-    skill_chat: 3.0,
+    skill_chat: 3.5,
+    memory_chat: 0.8,
     recall_chat: 1.0,
     sum_drill: 0.7,
     copy_drill: 3.0,
@@ -246,8 +419,8 @@ DRILL_MIX: dict[Maker, float] = {
 SHORT_MIX: dict[Maker, float] = {
     plain_story: 1.6,
     story_chat: 1.6,
-    skill_chat: 5.0,
-    memory_chat: 0.4,
+    skill_chat: 6.5,
+    memory_chat: 1.5,
     recall_chat: 1.6,
     sum_drill: 0.9,
     copy_drill: 1.4,
@@ -257,9 +430,9 @@ SHORT_MIX: dict[Maker, float] = {
 LONG_MIX: dict[Maker, float] = {
     plain_story: 0.4,
     story_chat: 0.8,
-    skill_chat: 2.0,
-    memory_chat: 0.2,
-    recall_chat: 3.5,
+    skill_chat: 2.4,
+    memory_chat: 0.4,
+    recall_chat: 3.8,
     sum_drill: 0.2,
     copy_drill: 0.4,
     pair_drill: 0.8,
