@@ -52,7 +52,7 @@ ROW_STAGES = (  # from which step on, which share of the steps has rows of which
 class Plan:
     """Everything the weights depend on, besides the code."""
 
-    steps: int = 6000
+    steps: int = 6600
     seed: int = 0
     tokens_per_step: int = 4096
     matrix_lr: float = 0.02  # Muon, matrices inside the blocks
