@@ -7,15 +7,17 @@ one after the other; only the last answer counts. `evaluate` scores it as the ro
     "My name is Maria."  "What is my name?"    ->  "Maria"
 
 Most prompts are held out: no training row asks them, in any spelling of capitals and punctuation
-(`is_held_out_guess`), and the names in them are in no table. Their kind of question is trained, with
-other words. For a few fixed phrases ("hi", "Who are you?") there are no other words: they are in
-`SEEN` and are trained as they stand.
+(`is_held_out_guess`), and the names in them are in no table. Their kind of question is trained,
+with other words. For a few fixed phrases ("hi", "Who are you?") there are no other words: they are
+in `SEEN` and are trained as they stand.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from nanoserve.demo.training.tables import words
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,14 @@ class Guess:
     is_seen: bool  # whether training shows this very question
 
 
+Texts = str | tuple[str, ...]  # one, or several
+Entry = tuple[Texts, Texts]  # the prompts, and what the answer contains
 REFUSAL, ONLY_ADDS = "Sorry, I am too small for that.", "I can only add"
 FOREIGN, CHINESE = "only simple English", "我只会说简单的英语"
 HELLO, ABILITIES = "How can I help you?", "I can tell stories"
 NANO = "I am Nano"
 
-SEEN = [
+SEEN: list[Entry] = [
     ("hi", HELLO),
     ("Hello", HELLO),
     ("hey", HELLO),
@@ -48,7 +52,7 @@ SEEN = [
     ("List the days of the week", "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"),
 ]
 
-HELD_OUT = [
+HELD_OUT: list[Entry] = [
     # greetings, with and without a question behind
     ("Hello, who are you?", NANO),
     ("Good evening", HELLO),
@@ -146,18 +150,20 @@ HELD_OUT = [
 ]
 
 
-def _guess(prompt: str | tuple[str, ...], contains: str | tuple[str, ...], is_seen: bool) -> Guess:
-    return Guess(
-        (prompt,) if isinstance(prompt, str) else prompt,
-        (contains,) if isinstance(contains, str) else contains,
-        is_seen,
-    )
+def _texts(entry: Texts) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry
 
 
-GUESSES = [_guess(*entry, True) for entry in SEEN] + [_guess(*entry, False) for entry in HELD_OUT]
+GUESSES = [
+    Guess(_texts(prompt), _texts(contains), is_seen)
+    for entries, is_seen in ((SEEN, True), (HELD_OUT, False))
+    for prompt, contains in entries
+]
 NAMES = frozenset(
-    "Alexander Maria Xiaoming Ada Priya John Muhammad O'Brien Ishmael Søren Wei Zhang Barcelona "
-    "Waffles Sophia Alice".split()
+    words(
+        "Alexander Maria Xiaoming Ada Priya John Muhammad O'Brien Ishmael Søren Wei Zhang "
+        "Barcelona Waffles Sophia Alice"
+    )
 )  # in held-out guesses, and in no table
 
 

@@ -105,8 +105,8 @@ def _other_letters(rng: random.Random) -> str:
 
 
 _ALL_ONSETS = tables.words(
-    "b c d f g h j k l m n p q r s t v w x y z ch sh th ph kh zh qu br cr dr fr gr pr tr bl cl fl gl "
-    "pl sl sc sk sm sn sp st str thr wr kn ng ts dz mb nd"
+    "b c d f g h j k l m n p q r s t v w x y z ch sh th ph kh zh qu br cr dr fr gr pr tr bl cl fl "
+    "gl pl sl sc sk sm sn sp st str thr wr kn ng ts dz mb nd"
 )
 _ALL_VOWELS = tables.words("a e i o u y ai au ea ee ei ia ie io oa oo ou ua ue ui")
 _ALL_CODAS = [
