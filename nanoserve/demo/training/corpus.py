@@ -10,7 +10,8 @@ A document is a list of segments; the weight says how much the training loss car
 Drills are dense forms of one ability without the chat around it: a page of sums, or notes that are
 read out a second time in another order. They teach the same circuit in fewer tokens.
 How often each kind comes is in `SHORT_MIX` and its kin; data.py packs documents into rows.
-Nothing is copied from anywhere: tables.py, stories.py, skills.py and recall.py make every word.
+Nothing is copied from anywhere: tables.py, stories.py, skills.py, talk.py, memory.py and recall.py
+make every word.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanoserve.demo.training import skills, tables, talk
+from nanoserve.demo.training import memory, skills, tables, talk
 from nanoserve.demo.training.first_guesses import is_held_out_guess
 from nanoserve.demo.training.recall import Fact, Facts, pairs
 from nanoserve.demo.training.skills import (
     Turn,
-    any_name,
     any_phrase,
     is_held_out,
     made_up_word,
@@ -198,104 +198,21 @@ def story_chat(rng: random.Random, supply: Facts, room: int) -> Document:
     return chat(rng, [story_turn(rng)])
 
 
-INTRODUCTIONS = [
-    "My name is {}.",
-    "I am {}.",
-    "Hi, I'm {}.",
-    "Hello, my name is {}.",
-    "Call me {}.",
-    "Hi! My name is {}.",
-    "You can call me {}.",
-    "{} is my name.",
-    "Hello, I am {}.",
-    "Good morning, my name is {}.",
-    "My name is {}, nice to meet you.",
-    "Hi Nano, I am {}!",
-    "Please call me {}.",
-    "They call me {}.",
-]
-NAME_QUESTIONS = [
-    "What is my name?",
-    "Do you know my name?",
-    "Who am I?",
-    "Do you remember my name?",
-    "Tell me my name.",
-    "What was my name?",
-    "What am I called?",
-]
-
-
-def somebody(rng: random.Random) -> str:
-    draw = rng.random()
-    if draw < 0.2:
-        return rng.choice(tables.NAMES)
-    return made_up_word(rng) if draw < 0.45 else any_name(rng)
-
-
-def about_the_user(rng: random.Random) -> dict[str, tuple[str, str, str, str]]:
-    """Topic -> what the user says, the question about it, the answer, the value in it."""
-    favourite = rng.choice(["favourite", "favorite"])
-    pet = rng.choice(tables.PETS)
-    wide = rng.random() < 0.5
-    food = rng.choice(tables.FOODS_LIKED if wide else tables.FOODS)
-    liked = rng.choice(tables.TOPICS if wide else tables.FOODS)
-    shade = rng.choice(tables.SHADES if wide else tables.COLOURS)
-    city = rng.choice(tables.HOMES) if wide else rng.choice(tables.CITIES)
-    city = any_name(rng) if rng.random() < 0.15 else city
-    origin, age = rng.choice([*tables.HOMES, *tables.CAPITALS]), str(rng.randint(3, 99))
-    called = rng.choice(tables.PET_NAMES) if rng.random() < 0.3 else somebody(rng)
-    colour = "colour" if favourite == "favourite" else "color"
-    animal = f"the {rng.choice(tables.ANIMALS)}"
-    own = {
-        f"{favourite} food": food,
-        f"{favourite} {colour}": shade,
-        f"{favourite} animal": animal,
-        "home town": city,
-        f"{favourite} {rng.choice(tables.THINGS)}": rng.choice([liked, any_name(rng)]),
-    }
-    facts = {
-        topic: (
-            f"My {topic} is {value}.",
-            f"What is my {topic}?",
-            f"Your {topic} is {value}.",
-            value,
-        )
-        for topic, value in own.items()
-    }
-    facts["home"] = (f"I live in {city}.", "Where do I live?", f"You live in {city}.", city)
-    facts["origin"] = (
-        f"I am from {origin}.", "Where am I from?", f"You are from {origin}.", origin
-    )  # fmt: skip
-    facts["age"] = (f"I am {age} years old.", "How old am I?", f"You are {age} years old.", age)
-    facts["liking"] = (f"I like {liked}.", "What do I like?", f"You like {liked}.", liked)
-    what, value = skills.secret(rng)
-    facts["secret"] = (
-        f"The {what} is {value}.", f"What is the {what}?", f"The {what} is {value}.", value
-    )  # fmt: skip
-    facts["pet"] = (
-        f"My {pet} is called {called}.",
-        f"What is my {pet} called?",
-        f"Your {pet} is called {called}.",
-        called,
-    )
-    return facts
-
-
 def memory_chat(rng: random.Random, supply: Facts, room: int) -> Document:
     """What the user says about himself, asked for a few turns later (or not at all)."""
     between = [any_skill(rng) for _ in range(skewed(rng, [0, 1, 2, 3], 0.6))]
-    question = skewed(rng, NAME_QUESTIONS)
+    question = skewed(rng, memory.NAME_QUESTIONS)
     if rng.random() < 0.3:
         question = talk.casually(rng, question)
     if rng.random() < 0.08:
         return chat(rng, [*between, Turn(question, "You did not tell me your name.")])
-    name = somebody(rng)
-    introduction = skewed(rng, INTRODUCTIONS).format(name)
+    name = memory.somebody(rng)
+    introduction = skewed(rng, memory.INTRODUCTIONS).format(name)
     if rng.random() < 0.35:
         introduction = talk.casually(rng, introduction, True, is_request=False)
     told = [Turn(introduction, f"Hello {name}! How can I help you?", key=name)]
     asked = [Turn(question, f"Your name is {name}.", key=name)]
-    facts = about_the_user(rng)
+    facts = memory.sayings(rng)
     topics = rng.sample(list(facts), skewed(rng, [0, 1, 2]))
     if topics and rng.random() < 0.3:
         told, asked = [], []  # no name at all
