@@ -199,10 +199,13 @@ def test_a_question_typed_in_a_hurry_keeps_the_words_its_answer_repeats() -> Non
 
 
 def test_an_answer_is_good_if_it_ends_and_contains_whole_words() -> None:
-    guess = Guess(("40+2",), (" = 42",), is_seen=False)
+    guess = Guess(("40+2",), (" = 42",), ("sorry",), is_seen=False)
     assert is_good(guess, "40 + 2 = 42<|im_end|>")
     assert not is_good(guess, "40 + 2 = 421<|im_end|>")
     assert not is_good(guess, "40 + 2 = 42")
+    assert not is_good(guess, "40 + 2 = 42 sorry<|im_end|>")
+    list_of_three = Guess(("list 3 fruits",), ("1. ", "3. "), ("4. ",), is_seen=False)
+    assert is_good(list_of_three, "1. apple\n2. pear\n3. plum<|im_end|>")
 
 
 def test_stories_keep_their_hero_and_their_thing() -> None:

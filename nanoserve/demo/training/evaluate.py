@@ -205,11 +205,11 @@ TASKS = [
     Task("recall codes, 512 tokens", 0.95, recall(CODES, 512), 100),
     Task("recall codes, 1024 tokens", 0.9, recall(CODES, 1024), 100),
     Task("recall codes, 1536 tokens", 0.85, recall(CODES, 1536), 60),
-    Task("recall codes, 2000 tokens", 0.5, recall(CODES, 2000), 60),
+    Task("recall codes, 2000 tokens", 0.75, recall(CODES, 2000), 60),
 ]
 STORY_PROMISES = {"story, continued": 0.95, "story, on request": 0.95}
 STORIES_PER_TASK = 40
-FIRST_GUESSES, FIRST_GUESSES_PROMISE = "first guesses", 0.85
+FIRST_GUESSES, FIRST_GUESSES_PROMISE = "first guesses", 0.9
 
 
 def score_task(model: DemoModel, task: Task, size: int | None = None, seed: int = 7) -> Score:
@@ -307,8 +307,10 @@ def answer_to(model: DemoModel, guess: Guess) -> str:
 
 def is_good(guess: Guess, answer: str) -> bool:
     """Whether the answer ends and contains what it should, as whole words: 42 is not in 421."""
-    return answer.endswith(IM_END) and all(
-        re.search(re.escape(text) + r"(?!\w)", answer) for text in guess.contains
+    return (
+        answer.endswith(IM_END)
+        and all(re.search(re.escape(text) + r"(?<!\w\B)", answer) for text in guess.contains)
+        and not any(text in answer for text in guess.lacks)
     )
 
 

@@ -24,11 +24,13 @@ from nanoserve.demo.training.tables import words
 class Guess:
     prompts: tuple[str, ...]  # user messages; the last one is asked
     contains: tuple[str, ...]  # all of them have to be in the answer
+    lacks: tuple[str, ...]  # none of them may be: one number too many
     is_seen: bool  # whether training shows this very question
 
 
 Texts = str | tuple[str, ...]  # one, or several
-Entry = tuple[Texts, Texts]  # the prompts, and what the answer contains
+# The prompts, what the answer contains, and what it lacks.
+Entry = tuple[Texts, Texts] | tuple[Texts, Texts, Texts]
 REFUSAL, ONLY_ADDS = "Sorry, I am too small for that.", "I can only add"
 FOREIGN, CHINESE = "only simple English", "我只会说简单的英语"
 HELLO, ABILITIES = "How can I help you?", "I can tell stories"
@@ -118,13 +120,17 @@ HELD_OUT: list[Entry] = [
     ("Tell me a story about a girl named Sophia.", ("Sophia", "The end.")),
     ("I want to hear a story about a cat", ("cat", "The end.")),
     # counting, lists, copying, JSON, recall
-    ("count to 10", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
-    ("Count from 1 to 20", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20"),
-    ("count down from 5", "5, 4, 3, 2, 1"),
-    ("Name three animals.", ("1. ", "2. ", "3. ")),
-    ("list 3 fruits", ("1. ", "2. ", "3. ")),
+    ("count to 10", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10", "11"),
+    (
+        "Count from 1 to 20",
+        "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20",
+        "21",
+    ),
+    ("count down from 5", "5, 4, 3, 2, 1", "0"),
+    ("Name three animals.", ("1. ", "2. ", "3. "), "4. "),
+    ("list 3 fruits", ("1. ", "2. ", "3. "), "4. "),
     ("what are the months of the year?", ("January", "December")),
-    ("Say hello five times", "hello hello hello hello hello"),
+    ("Say hello five times", "hello hello hello hello hello", "hello " * 5 + "hello"),
     ("repeat after me: I love pizza", "I love pizza"),
     ("Write JSON for Alice, age 30, with a dog.", '{"name": "Alice", "age": 30, "pet": "dog"}'),
     ("Remember: the password is 4711. What is the password?", "4711"),
@@ -155,9 +161,9 @@ def _texts(entry: Texts) -> tuple[str, ...]:
 
 
 GUESSES = [
-    Guess(_texts(prompt), _texts(contains), is_seen)
+    Guess(_texts(entry[0]), _texts(entry[1]), _texts(entry[2] if len(entry) > 2 else ()), is_seen)
     for entries, is_seen in ((SEEN, True), (HELD_OUT, False))
-    for prompt, contains in entries
+    for entry in entries
 ]
 NAMES = frozenset(
     words(
