@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoserve.demo import MODEL_DIR
-from nanoserve.demo.training import skills
+from nanoserve.demo.training import first_guesses, skills, tables, talk
 from nanoserve.demo.training.corpus import (
     DRILL_MIX,
     LONG_MIX,
@@ -29,15 +29,19 @@ from nanoserve.demo.training.corpus import (
 )
 from nanoserve.demo.training.data import Batches, encode_document, train_tokenizer
 from nanoserve.demo.training.evaluate import (
+    FIRST_GUESSES_PROMISE,
     TASKS,
     DemoModel,
     Score,
     Task,
+    answer_to,
     as_table,
+    is_good,
     score_stories,
     score_task,
     story_faults,
 )
+from nanoserve.demo.training.first_guesses import GUESSES, Guess, is_held_out_guess, normalised
 from nanoserve.demo.training.model import ModelShape, orthogonalise
 from nanoserve.demo.training.recall import Facts
 from nanoserve.demo.training.skills import Turn
@@ -136,6 +140,7 @@ def test_the_corpus_depends_on_the_seed_alone(mix: dict[Maker, float]) -> None:
 HELD_OUT_SKILLS = [
     skills.addition, skills.capital, skills.colour, skills.simple_fact, skills.repeat,
     skills.say_times, skills.continue_pattern, skills.count, skills.json_record,
+    talk.unknown, talk.chinese,
 ]  # fmt: skip
 
 
@@ -150,7 +155,7 @@ def test_what_is_held_out_is_never_drawn_for_training(draw: Callable[..., Turn])
 def test_no_training_document_contains_a_held_out_item() -> None:
     for mix, room in ((DRILL_MIX, 128), (SHORT_MIX, 256), (LONG_MIX, 1024)):
         text = "\n".join(documents(1, mix, 1500, room))
-        for a, b in re.findall(r"\b(\d+) \+ (\d+) =", text):
+        for a, b in re.findall(r"\b(\d+) ?(?:\+|plus|and) ?(\d+)\b", text):
             assert not skills.is_held_out("sum", *sorted((int(a), int(b))))
         for record in re.findall(r'\{"name": .*?\}', text):
             name, age, pet = list(json.loads(record).values())[:3]
@@ -159,6 +164,48 @@ def test_no_training_document_contains_a_held_out_item() -> None:
             assert not skills.is_held_out("fact", statement)
         for kind, name in re.findall(r"[Ss]tory about an? ([a-z]+) named ([A-Z][a-z]+)", text):
             assert not skills.is_held_out("hero", kind, name)
+        for question in re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL):
+            assert not is_held_out_guess(question)
+
+
+def test_there_are_a_hundred_first_guesses() -> None:
+    assert len({guess.prompts for guess in GUESSES}) == 100
+    assert all(guess.contains and guess.contains[0] for guess in GUESSES)
+
+
+def test_the_corpus_knows_no_name_of_the_held_out_guesses() -> None:
+    known = {
+        word
+        for table in vars(tables).values()
+        if isinstance(table, list)
+        for entry in table
+        if isinstance(entry, str)
+        for word in entry.split()
+    }
+    assert not first_guesses.NAMES & known
+    rng = random.Random(0)
+    drawn = {part for _ in range(20_000) for part in skills.any_name(rng).split()}
+    assert not {normalised(name) for name in first_guesses.NAMES} & set(map(normalised, drawn))
+
+
+def test_a_question_typed_in_a_hurry_keeps_the_words_its_answer_repeats() -> None:
+    rng = random.Random(0)
+    for draw in (skills.repeat, skills.say_times, skills.free_fact, skills.json_record):
+        for _ in range(500):
+            turn = draw(rng)
+            typed = talk.casually(rng, turn.question, keep_capitals=True)
+            for word in re.findall(r"\w+", turn.key):
+                assert word in typed or not re.search(rf"\b{word}\b", turn.question)
+
+
+def test_an_answer_is_good_if_it_ends_and_contains_whole_words() -> None:
+    guess = Guess(("40+2",), (" = 42",), ("sorry",), is_seen=False)
+    assert is_good(guess, "40 + 2 = 42<|im_end|>")
+    assert not is_good(guess, "40 + 2 = 421<|im_end|>")
+    assert not is_good(guess, "40 + 2 = 42")
+    assert not is_good(guess, "40 + 2 = 42 sorry<|im_end|>")
+    list_of_three = Guess(("list 3 fruits",), ("1. ", "3. "), ("4. ",), is_seen=False)
+    assert is_good(list_of_three, "1. apple\n2. pear\n3. plum<|im_end|>")
 
 
 def test_stories_keep_their_hero_and_their_thing() -> None:
@@ -272,6 +319,23 @@ def test_a_fresh_sample_keeps_the_promise(demo: DemoModel, task: Task) -> None:
     score = score_task(demo, task, size=16, seed=99)
     allowed = 2 * (score.promise * (1 - score.promise) / score.n) ** 0.5  # of sampling error
     assert score.score >= score.promise - allowed
+
+
+def test_first_guesses_get_good_answers(demo: DemoModel) -> None:
+    guesses = GUESSES[2::5]
+    good = sum(is_good(guess, answer_to(demo, guess)) for guess in guesses)
+    assert good / len(guesses) >= FIRST_GUESSES_PROMISE - 0.1
+
+
+def test_the_card_quotes_what_the_model_says(demo: DemoModel) -> None:
+    card = (MODEL_DIR / "README.md").read_text()
+    table = card.split("| asked | answered |\n|---|---|\n")[1].split("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    quoted = [(asked, answer) for asked, answer in rows if "chat template" not in asked]
+    assert len(quoted) >= 8
+    for asked, answer in quoted:
+        prompt = demo.prompt([{"role": "user", "content": asked}])
+        assert demo.generate(prompt) == answer + "<|im_end|>"
 
 
 @pytest.mark.slow

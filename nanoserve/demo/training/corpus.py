@@ -10,20 +10,23 @@ A document is a list of segments; the weight says how much the training loss car
 Drills are dense forms of one ability without the chat around it: a page of sums, or notes that are
 read out a second time in another order. They teach the same circuit in fewer tokens.
 How often each kind comes is in `SHORT_MIX` and its kin; data.py packs documents into rows.
-Nothing is copied from anywhere: tables.py, stories.py, skills.py and recall.py make every word.
+Nothing is copied from anywhere: tables.py, stories.py, skills.py, talk.py, memory.py and recall.py
+make every word.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from nanoserve.demo.training import tables
+from nanoserve.demo.training import memory, skills, tables, talk
+from nanoserve.demo.training.first_guesses import is_held_out_guess
 from nanoserve.demo.training.recall import Fact, Facts, pairs
 from nanoserve.demo.training.skills import (
     Turn,
-    any_skill,
+    any_phrase,
     is_held_out,
     made_up_word,
     operands,
@@ -52,6 +55,48 @@ Document = list[Segment]
 
 def text_of(document: Document) -> str:
     return "".join(segment.text for segment in document)
+
+
+# ------------------------------------------------------------------------------ one turn
+
+
+class Skill(NamedTuple):
+    weight: float  # how often, relative to the others
+    draw: Callable[[random.Random], Turn]
+    casual: float = 0.0  # the share of questions that are typed in a hurry
+    keeps_capitals: bool = False  # whether the answer repeats capitals of the question
+
+
+SKILLS = [
+    Skill(5, skills.addition, 0.3),
+    Skill(0.7, talk.not_addition, 0.4),
+    Skill(5, talk.unknown, 0.6),
+    Skill(3.4, skills.capital, 0.4),
+    Skill(1.3, skills.colour, 0.4),
+    Skill(2.7, skills.simple_fact, 0.4),
+    Skill(3, talk.small_talk, 0.6),
+    Skill(4, skills.repeat, 0.2, True),
+    Skill(2, skills.say_times, 0.2, True),
+    Skill(2, skills.continue_pattern, 0.2, True),
+    Skill(2.7, skills.count, 0.3),
+    Skill(1, skills.make_list, 0.5),
+    Skill(3.7, skills.json_record, 0.1, True),
+    Skill(0.5, skills.read_json),
+    Skill(0.7, skills.free_fact, 0.2, True),
+    Skill(0.9, talk.chinese),
+    Skill(0.5, talk.foreign),
+]
+
+
+def any_skill(rng: random.Random) -> Turn:
+    """One training turn of a random skill; never one of the held-out first guesses."""
+    while True:
+        skill = rng.choices(SKILLS, [skill.weight for skill in SKILLS])[0]
+        turn = skill.draw(rng)
+        if rng.random() < skill.casual:
+            turn = replace(turn, question=talk.casually(rng, turn.question, skill.keeps_capitals))
+        if not is_held_out_guess(turn.question):
+            return turn
 
 
 # ------------------------------------------------------------------------------ chats
@@ -89,30 +134,64 @@ def story_hero(rng: random.Random, held_out: bool = False) -> Character:
     """A hero for a request by name; held out are (kind, name) pairs."""
     while True:
         hero = draw_character(rng, tables.GIRLS, tables.BOYS)
+        if not held_out and rng.random() < 0.12:
+            kind, is_female = rng.choice(tables.MORE_HEROES)
+            hero = Character(hero.name, kind, is_female)
         if rng.random() < 0.15:
-            hero = Character(made_up_word(rng, held_out), hero.kind, hero.is_female)
+            name = made_up_word(rng, held_out)
+            if not held_out and rng.random() < 0.5:
+                name = rng.choice(tables.WORLD_NAMES)
+            hero = Character(name, hero.kind, hero.is_female)
         if is_held_out("hero", hero.kind, hero.name) == held_out:
             return hero
+
+
+STORY_REQUESTS = [
+    "Tell me a story{}.",
+    "Write a short story{}.",
+    "Tell me a short story{}.",
+    "Write a story{}.",
+    "A story{}, please.",
+    "I want a story{}.",
+    "Make up a story{}.",
+    "Tell a story{}.",
+    "Tell us a story{}.",
+    "Give me a story{}.",
+    "Can you tell me a story{}?",
+    "Do you know a story{}?",
+    "Tell me another story{}.",
+    "I would like to hear a story{}.",
+    "Tell me a nice story{}.",
+    "Tell me a bedtime story{}.",
+    "Story{}",
+    "Once upon a time",
+]
 
 
 def story_turn(rng: random.Random) -> Turn:
     """A request for a story: any, about a kind of hero, about a named hero, or about a thing."""
     form = skewed(rng, ["kind", "hero", "thing", "any"], 0.5)
     hero = story_hero(rng)
+    story = tell_story(rng, hero=hero)
     if form == "kind":
         subject = f" about {with_article(hero.kind)}"
     elif form == "hero":
-        subject = f" about {with_article(hero.kind)} named {hero.name}"
+        subject = (
+            f" about {with_article(hero.kind)} {skewed(rng, ['named', 'called'], 2)} {hero.name}"
+        )
     elif form == "thing":
         thing = rng.choice(tables.TOYS)
         story = tell_story(rng, hero=hero, thing=thing)
-        request = f"Tell me a story about {with_article(thing)}."
-        return Turn(request, story.text, weight=STORY_WEIGHT)
+        subject = f" about {with_article(thing)}"
     else:
         subject = ""
-    opening = skewed(rng, ["Tell me a story", "Write a short story", "Tell me a short story"])
-    story = tell_story(rng, hero=hero)
-    return Turn(f"{opening}{subject}.", story.text, weight=STORY_WEIGHT)
+    requests = STORY_REQUESTS if form == "any" else STORY_REQUESTS[:-1]
+    while True:
+        request = skewed(rng, requests).format(subject)
+        if rng.random() < 0.3:
+            request = talk.casually(rng, request, keep_capitals=form == "hero")
+        if not is_held_out_guess(request):
+            return Turn(request, story.text, weight=STORY_WEIGHT)
 
 
 def story_chat(rng: random.Random, supply: Facts, room: int) -> Document:
@@ -120,23 +199,32 @@ def story_chat(rng: random.Random, supply: Facts, room: int) -> Document:
 
 
 def memory_chat(rng: random.Random, supply: Facts, room: int) -> Document:
-    """What the user says about himself, asked for a few turns later."""
-    name = made_up_word(rng) if rng.random() < 0.4 else rng.choice(tables.NAMES)
-    facts = {
-        "favourite food": rng.choice(tables.FOODS),
-        "favourite colour": rng.choice(tables.COLOURS),
-        "favourite animal": f"the {rng.choice(tables.ANIMALS)}",
-        "home town": rng.choice(tables.CITIES),
-    }
-    told = [Turn(f"My name is {name}.", f"Hello {name}! How can I help you?", key=name)]
-    asked = [Turn("What is my name?", f"Your name is {name}.", key=name)]
-    for topic in rng.sample(list(facts), rng.randint(0, 2)):
-        told.append(Turn(f"My {topic} is {facts[topic]}.", "I will remember."))
-        answer = f"Your {topic} is {facts[topic]}."
-        asked.append(Turn(f"What is my {topic}?", answer, key=facts[topic]))
+    """What the user says about himself, asked for a few turns later (or not at all)."""
+    between = [any_skill(rng) for _ in range(skewed(rng, [0, 1, 2, 3], 0.6))]
+    question = skewed(rng, memory.NAME_QUESTIONS)
+    if rng.random() < 0.3:
+        question = talk.casually(rng, question)
+    if rng.random() < 0.08:
+        return chat(rng, [*between, Turn(question, "You did not tell me your name.")])
+    name = memory.somebody(rng)
+    introduction = skewed(rng, memory.INTRODUCTIONS).format(name)
+    if rng.random() < 0.35:
+        introduction = talk.casually(rng, introduction, True, is_request=False)
+    told = [Turn(introduction, f"Hello {name}! How can I help you?", key=name)]
+    asked = [Turn(question, f"Your name is {name}.", key=name)]
+    facts = memory.sayings(rng)
+    topics = rng.sample(list(facts), skewed(rng, [0, 1, 2]))
+    if topics and rng.random() < 0.3:
+        told, asked = [], []  # no name at all
+    for topic in topics:
+        statement, topic_question, answer, value = facts[topic]
+        if rng.random() < 0.3:
+            statement = talk.casually(rng, statement, keep_capitals=True, is_request=False)
+            topic_question = talk.casually(rng, topic_question)
+        told.append(Turn(statement, "I will remember."))
+        asked.append(Turn(topic_question, answer, key=value))
     rng.shuffle(told)
     rng.shuffle(asked)
-    between = [any_skill(rng) for _ in range(rng.randint(0, 3))]
     return chat(rng, [*told, *between, *asked])
 
 
@@ -207,7 +295,8 @@ def sum_drill(rng: random.Random, supply: Facts, room: int) -> Document:
 
 def copy_drill(rng: random.Random, supply: Facts, room: int) -> Document:
     """A phrase, and the phrase again."""
-    text = phrase(rng, longest=max(4, min(24, room // 8)))
+    draw = phrase if rng.random() < 0.6 else any_phrase
+    text = draw(rng, longest=max(4, min(24, room // 8)))
     return [Segment(f"{text}\n", 0.0), Segment(text, KEY_WEIGHT), Segment(f"\n{END_OF_TEXT}", 0.0)]
 
 
@@ -236,7 +325,8 @@ def fact_drill(rng: random.Random, supply: Facts, room: int) -> Document:
 Maker = Callable[[random.Random, Facts, int], Document]
 DRILL_MIX: dict[Maker, float] = {
     plain_story: 0.7,
-    skill_chat: 3.0,
+    skill_chat: 3.5,
+    memory_chat: 0.8,
     recall_chat: 1.0,
     sum_drill: 0.7,
     copy_drill: 3.0,
@@ -246,8 +336,8 @@ DRILL_MIX: dict[Maker, float] = {
 SHORT_MIX: dict[Maker, float] = {
     plain_story: 1.6,
     story_chat: 1.6,
-    skill_chat: 5.0,
-    memory_chat: 0.4,
+    skill_chat: 6.5,
+    memory_chat: 1.5,
     recall_chat: 1.6,
     sum_drill: 0.9,
     copy_drill: 1.4,
@@ -257,9 +347,9 @@ SHORT_MIX: dict[Maker, float] = {
 LONG_MIX: dict[Maker, float] = {
     plain_story: 0.4,
     story_chat: 0.8,
-    skill_chat: 2.0,
-    memory_chat: 0.2,
-    recall_chat: 3.5,
+    skill_chat: 2.4,
+    memory_chat: 0.4,
+    recall_chat: 3.8,
     sum_drill: 0.2,
     copy_drill: 0.4,
     pair_drill: 0.8,

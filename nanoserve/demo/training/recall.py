@@ -18,7 +18,7 @@ import random
 from dataclasses import dataclass
 
 from nanoserve.demo.training import tables
-from nanoserve.demo.training.skills import Turn, is_held_out, made_up_word
+from nanoserve.demo.training.skills import Turn, any_name, is_held_out, made_up_word
 from nanoserve.demo.training.stories import skewed
 
 
@@ -114,9 +114,9 @@ def pairs(rng: random.Random, count: int) -> list[tuple[str, str]]:
 
 
 def _distinct_names(rng: random.Random, count: int) -> list[str]:
-    names = rng.sample(tables.NAMES, min(count, len(tables.NAMES)))
+    names = rng.sample(tables.NAMES, min(rng.randint(0, count), len(tables.NAMES)))
     while len(names) < count:
-        word = made_up_word(rng)
+        word = made_up_word(rng) if rng.random() < 0.5 else any_name(rng)
         if word not in names:
             names.append(word)
     return names

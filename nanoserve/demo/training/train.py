@@ -8,7 +8,7 @@ Same seed, same machine: same weights. A run that was interrupted (Ctrl-C) is co
 products need about half an hour if nothing else runs; a GPU is used if there is one.
 
 Row lengths follow a curriculum: short rows until the model has learnt to copy, then also rows of up
-to 2048 tokens, and more of the long rows from step 2400 on. Learning rates: warm-up, constant,
+to 2048 tokens, and more of the long rows from step 2600 on. Learning rates: warm-up, constant,
 linear decay.
 """
 
@@ -44,7 +44,7 @@ ROW_LENGTHS = (128, 256, 512, 1024, 2048)
 ROW_STAGES = (  # from which step on, which share of the steps has rows of which length
     (0, (1, 0, 0, 0, 0)),
     (640, (0, 45, 22, 25, 8)),
-    (2400, (0, 35, 10, 20, 35)),
+    (2600, (0, 35, 10, 15, 40)),
 )
 
 
@@ -52,7 +52,7 @@ ROW_STAGES = (  # from which step on, which share of the steps has rows of which
 class Plan:
     """Everything the weights depend on, besides the code."""
 
-    steps: int = 4400
+    steps: int = 6600
     seed: int = 0
     tokens_per_step: int = 4096
     matrix_lr: float = 0.02  # Muon, matrices inside the blocks
