@@ -52,7 +52,7 @@ def make_requests() -> list[Request]:
     def greedy(max_tokens: int) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=max_tokens)
 
-    story = tokenizer.encode("Once upon a time there was a little dog. The dog was very happy.")
+    story = tokenizer.encode("Once upon a time there was a kind dog named Tom. He lived near the")
     random_ids = [noise.randrange(3, vocab_size) for _ in range(170)]
     sampled = [
         SamplingParams(temperature=0.8, seed=7, max_tokens=24),

@@ -56,13 +56,13 @@ def pieces_of(
 
 
 def test_a_character_of_several_tokens_comes_whole() -> None:
-    """The demo tokenizer writes 你 as three tokens, one for each byte."""
+    """The demo tokenizer writes 字 as three tokens, one for each byte."""
     tokenizer = demo_tokenizer()
-    assert len(tokenizer.encode("你")) == 3
-    assert pieces_of(tokenizer, tokenizer.encode("a"), tokenizer.encode("你b")) == [
+    assert len(tokenizer.encode("字")) == 3
+    assert pieces_of(tokenizer, tokenizer.encode("a"), tokenizer.encode("字b")) == [
         "",
         "",
-        "你",
+        "字",
         "b",
         "",
     ]
@@ -71,7 +71,7 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
 def test_an_unfinished_character_is_flushed_as_a_replacement() -> None:
     """max_tokens may end a text anywhere."""
     tokenizer = demo_tokenizer()
-    output = tokenizer.encode("a你")[:-1]
+    output = tokenizer.encode("a字")[:-1]
     assert pieces_of(tokenizer, tokenizer.encode("x"), output) == ["a", "", "", "\ufffd"]
 
 

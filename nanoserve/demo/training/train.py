@@ -5,7 +5,7 @@
 
 Same seed, same machine: same weights. A run that was interrupted (Ctrl-C) is continued by
 `--resume`, and ends with the weights of an uninterrupted run. Two cores of a CPU with bfloat16
-products need about half an hour if nothing else runs; a GPU is used if there is one.
+products need 50 minutes if other work runs beside it; a GPU is used if there is one.
 
 Row lengths follow a curriculum: short rows until the model has learnt to copy, then also rows of up
 to 2048 tokens, and more of the long rows from step 2600 on. Learning rates: warm-up, constant,
