@@ -458,7 +458,10 @@ class EngineArgs(EngineConfig):
         self.__dict__.update({each: getattr(new, each) for each in changed})
 
     def __getattr__(self, name: str) -> Any:
-        """vLLM's other options have the value that is accepted here: enable_lora is False."""
+        """An option under another name (ALIASES). vLLM's other options have the value that is
+        accepted here: enable_lora is False."""
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
         if name not in KNOWN:
             raise AttributeError(f"'EngineArgs' object has no attribute {name!r}")
         accepted = KNOWN[name].accepted
