@@ -232,17 +232,15 @@ class LLM:
         are those of generate.
         """
         refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
         prompts = self._render(
             messages,
-            {**(chat_template_kwargs or {}), **options},
             chat_template_content_format,
             tokenization_kwargs,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
         return self.generate(
             prompts,
@@ -272,17 +270,15 @@ class LLM:
         The arguments are those of chat."""
         missing = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
         refuse_missing("enqueue_chat", **missing)
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
         prompts = self._render(
             messages,
-            {**(chat_template_kwargs or {}), **options},
             chat_template_content_format,
             tokenization_kwargs,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
         return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
 
@@ -416,15 +412,17 @@ class LLM:
     def _render(
         self,
         messages: Any,
-        options: dict[str, Any],
         content_format: str,
         tokenization_kwargs: dict[str, Any] | None,
+        chat_template_kwargs: dict[str, Any] | None,
+        **options: Any,
     ) -> list[Any]:
         """The prompts of one conversation, or of a list of conversations. `options` go to the chat
-        template."""
+        template, and chat_template_kwargs below them."""
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
         is_one = bool(messages) and isinstance(messages[0], Mapping)
+        options = {**(chat_template_kwargs or {}), **options}
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
         options = {**options, "chat_template": options["chat_template"] or self.chat_template}
