@@ -35,6 +35,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.arg_utils import EngineArgs, FlexibleArgumentParser
+from nanoserve.config import to_flag
 from nanoserve.logger import configure_logging
 from nanoserve.sampling_params import MISSING
 
@@ -105,7 +106,7 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
         how = flag_of(hints[each.name])
         if how is None or each.name in (*without, *NO_FLAG, *MISSING):
             continue
-        flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
+        flag, dest = to_flag(each.name), f"sampling_{each.name}"
         action = group.add_argument(flag, dest=dest, default=None, **how)
         default = defaults.get(each.name, each.default)
         text = f"{comments.get(each.name, '')} (default: {default})"
