@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -441,8 +440,9 @@ def test_from_optional() -> None:
         ({5.5: 1}, TypeError, "logit_bias must be an int, got 5.5; allowed: token ids"),
         ([1], TypeError, "logit_bias must be a dict, got [1]; token id -> a finite number"),
     ]:
-        with pytest.raises(error, match=f"^{re.escape(words)}"):
+        with pytest.raises(error) as raised:
             SamplingParams.from_optional(logit_bias=bias)
+        assert str(raised.value).startswith(words)
 
 
 def test_the_repr_is_vllms() -> None:
