@@ -26,14 +26,13 @@ import argparse
 import os
 import sys
 import tempfile
-from ast import literal_eval
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoserve.arg_utils import read_options
+from nanoserve.arg_utils import python_value, read_options
 from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.config import EngineConfig
@@ -164,14 +163,6 @@ def variant(text: str) -> tuple[str, Values]:
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     return name, values
-
-
-def python_value(text: str) -> Any:
-    """ "True" -> True, "16" -> 16, "triton" -> "triton"."""
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def numbers(text: str) -> tuple[int, ...]:
