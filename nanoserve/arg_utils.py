@@ -219,6 +219,20 @@ GROUPS = (
         ec_transfer_config ec_manager_config""",
     ),
     Group(
+        "not there yet",
+        "pipeline parallelism",
+        "Pipeline parallelism is not there yet: nanoserve divides a model by tensor_parallel_size "
+        "only.",
+        "pipeline_parallel_size=1",
+    ),
+    Group(
+        "not there yet",
+        "embedding models and other pooling models: classification, scoring, reward",
+        "Pooling models are not there yet; nanoserve generates text.",
+        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
+        "override_pooler_config",
+    ),
+    Group(
         "left out",
         "weights in other memory",
         "All weights stay on the device. Use a smaller model, a half-precision dtype or "
@@ -231,9 +245,9 @@ GROUPS = (
     Group(
         "left out",
         "other ways to divide the work",
-        "nanoserve divides a model by tensor_parallel_size only. Start one engine for each copy of "
+        "nanoserve divides a model by tensor_parallel_size. Start one engine for each copy of "
         "the model that you want.",
-        """pipeline_parallel_size=1 data_parallel_size=1 data_parallel_rank
+        """data_parallel_size=1 data_parallel_rank
         data_parallel_start_rank data_parallel_size_local data_parallel_address
         data_parallel_rpc_port data_parallel_hybrid_lb=False data_parallel_external_lb=False
         data_parallel_multi_port_external_lb=False data_parallel_backend=mp
@@ -291,13 +305,6 @@ GROUPS = (
         video_pruning_method=* mm_tensor_ipc=* mm_processor_device mm_ipc_gpu_memory_gb=0
         mm_device_do_normalize=False|True language_model_only=False|True
         disable_chunked_mm_input=False|True disable_mm_preprocessor_cache=False|True""",
-    ),
-    Group(
-        "left out",
-        "embedding, classification, scoring and reward models",
-        "nanoserve generates text; it runs no pooling models.",
-        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
-        "override_pooler_config",
     ),
     Group(
         "left out",
