@@ -43,7 +43,21 @@ NONE_IS_DEFAULT = {
     "enforce_eager",
     "preemption_mode",
 }
-SEAMS = ("scheduler_cls", "block_manager_cls", "executor_cls", "runner_cls")
+# The arguments of LLM that take a class of your own. Each has the class that it replaces, and the
+# methods that the engine calls: a class that lacks one is refused. (launch is for async_scheduling.)
+SEAMS = {
+    "scheduler_cls": (
+        "nanoserve.scheduler.Scheduler",
+        "add add_fork finish has_unfinished preempt_all schedule update_from_output",
+    ),
+    "block_manager_cls": (
+        "nanoserve.block_manager.BlockManager",
+        "allocate append can_allocate can_append can_swap_in can_swap_out fork free "
+        "get_cached_blocks reset reset_prefix_cache swap_in swap_out take_copies",
+    ),
+    "executor_cls": ("nanoserve.executor.UniprocExecutor", "close describe execute_model"),
+    "runner_cls": ("nanoserve.model_runner.ModelRunner", "describe execute_model launch"),
+}
 ANY: tuple[Any, ...] = ()  # whatever the value
 
 
@@ -409,13 +423,20 @@ def check_known(call: str, name: str, value: Any) -> None:
 
 
 def check_seams(*classes: Any) -> None:
-    """Raise TypeError unless each of the SEAMS is None or a class (or a function that makes an
-    object)."""
-    for name, given in zip(SEAMS, classes, strict=True):
+    """Raise TypeError unless each of the SEAMS is None, or a class with the methods that the engine
+    calls, or a function that takes the arguments of such a class and returns an object of it."""
+    for (name, (ours, methods)), given in zip(SEAMS.items(), classes, strict=True):
         if given is not None and not callable(given):
             raise TypeError(
                 f"{name} must be a class, got {given!r}. Give the class itself, not its name and "
                 f"not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
+            )
+        missing = [each for each in methods.split() if not hasattr(given, each)]
+        if isinstance(given, type) and missing:
+            raise TypeError(
+                f"{name} is {given!r}, which has no method {', '.join(missing)}. The engine calls "
+                f"{', '.join(methods.split())}. Give a subclass of {ours}, or a class with these "
+                "methods."
             )
 
 

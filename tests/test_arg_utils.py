@@ -7,11 +7,13 @@ import logging
 import re
 from collections import Counter
 from dataclasses import asdict, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams
+from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
 from nanoserve.arg_utils import (
     ANY,
     GROUPS,
@@ -19,6 +21,7 @@ from nanoserve.arg_utils import (
     NONE_IS_DEFAULT,
     SEAMS,
     FlexibleArgumentParser,
+    check_seams,
     load_chat_template,
     read_options,
 )
@@ -216,6 +219,50 @@ def test_a_seam_takes_a_class(name: str) -> None:
             LLM(**{name: value})
         with pytest.raises(TypeError, match=f"^{name} must be a class"):
             LLMEngine.from_engine_args(EngineArgs(), **{name: value})
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_class_without_the_methods_of_its_seam_is_refused(name: str) -> None:
+    """Any class is callable, so int would fail in the middle of the constructor. The message has
+    the methods that are missing and the class to derive from; a class with them is accepted."""
+    ours, methods = SEAMS[name]
+    first, *others = methods.split()
+    for given, missing in [
+        (int, methods.split()),
+        (type("Almost", (), dict.fromkeys(others)), [first]),
+    ]:
+        words = f"^{name} is .*, which has no method {', '.join(missing)}. .*subclass of {ours},"
+        with pytest.raises(TypeError, match=words):
+            LLM(**{name: given})
+        with pytest.raises(TypeError, match=words):
+            LLMEngine.from_engine_args(EngineArgs(), **{name: given})
+    whole = type("Whole", (), dict.fromkeys(methods.split()))
+    check_seams(*(whole if each == name else None for each in SEAMS))
+    check_seams(*(partial(int) if each == name else None for each in SEAMS))
+
+
+def test_the_methods_of_the_seams_are_those_that_are_called() -> None:
+    """Except for launch, which only async_scheduling needs."""
+    folder = Path(arg_utils.__file__).parent
+    callers = {
+        "scheduler": ["engine.py", "extras/beam_search.py"],
+        "block_manager": ["engine.py", "scheduler.py"],
+        "executor": ["engine.py", "logger.py"],
+        "runner": ["executor.py", "distributed/multiproc.py"],
+    }
+    for part, files in callers.items():
+        _, methods = SEAMS[f"{part}_cls"]
+        source = "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
+        called = set(re.findall(rf"\b{part}\.(\w+)\(", source))
+        assert called - {"launch"} == set(methods.split()) - {"launch"}
+
+
+def test_the_classes_to_derive_from_have_the_methods() -> None:
+    pytest.importorskip("torch")
+    for ours, methods in SEAMS.values():
+        module, _, name = ours.rpartition(".")
+        cls = getattr(import_module(module), name)
+        assert [each for each in methods.split() if not callable(getattr(cls, each, None))] == []
 
 
 def test_an_attention_backend_may_be_a_class() -> None:
