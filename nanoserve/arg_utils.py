@@ -43,8 +43,8 @@ NONE_IS_DEFAULT = {
     "enforce_eager",
     "preemption_mode",
 }
-# The arguments of LLM that take a class of your own. Each has the class that it replaces, and the
-# methods that the engine calls: a class that lacks one is refused. (launch is for async_scheduling.)
+# The arguments of LLM that take a class of your own: the class that it replaces, and the methods
+# that the engine calls. (An executor needs launch for async_scheduling only.)
 SEAMS = {
     "scheduler_cls": (
         "nanoserve.scheduler.Scheduler",
@@ -371,6 +371,31 @@ def _literal(text: str) -> Any:
         return text
 
 
+# vLLM's short flags of these options.
+SHORT_FLAGS = {
+    "quantization": "-q",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "pipeline_parallel_size": "-pp",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "data_parallel_size": "-dp",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "enable_expert_parallel": "-ep",
+    "speculative_config": "-sc",
+    "diffusion_config": "-dc",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "optimization_level": "-O",
+}
 EMPTY: tuple[Any, ...] = ("auto", "", {}, [], set())
 KNOWN: Mapping[str, Known] = dict(_read_known())
 
@@ -488,14 +513,17 @@ class EngineArgs(EngineConfig):
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add one flag for each option of EngineConfig. vLLM's other options are read too, but
-        --help does not list them."""
+        --help does not list them. With so many flags, none can be abbreviated any more."""
+        parser.allow_abbrev = False  # --config would be --config-format
         EngineConfig.add_cli_args(parser)
         for name, known in KNOWN.items():
-            flag = "--" + name.strip("_").replace("_", "-")
+            flags = ["--" + name.strip("_").replace("_", "-"), *SHORT_FLAGS.get(name, "").split()]
             how: dict[str, Any] = {"type": _literal}
             if known.is_switch:
                 how = {"action": argparse.BooleanOptionalAction}
-            action = parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
+            taken = parser._option_string_actions  # the program's own -q stays its own
+            flags = flags[:1] + [flag for flag in flags[1:] if flag not in taken]
+            action = parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **how)
             action.help = argparse.SUPPRESS
         return parser
 
@@ -511,7 +539,8 @@ class EngineArgs(EngineConfig):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does."""
+    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does. vLLM's also
+    reads flags from a file (--config FILE), and keys of a dict (-cc.mode 3)."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -519,6 +548,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         end = given.index("--") if "--" in given else len(given)
         dashed = [_with_dashes(word) for word in given[:end]]
+        is_file = any(word.partition("=")[0] == "--config" for word in dashed)
+        if is_file and "--config" not in self._option_string_actions:
+            self.error("--config: flags are not read from a file here. Give them one by one.")
         return super().parse_known_args(dashed + given[end:], namespace)
 
 
