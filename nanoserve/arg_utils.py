@@ -43,7 +43,21 @@ NONE_IS_DEFAULT = {
     "enforce_eager",
     "preemption_mode",
 }
-SEAMS = ("scheduler_cls", "block_manager_cls", "executor_cls", "runner_cls")
+# The arguments of LLM that take a class of your own: the class that it replaces, and the methods
+# that the engine calls. (An executor needs launch for async_scheduling only.)
+SEAMS = {
+    "scheduler_cls": (
+        "nanoserve.scheduler.Scheduler",
+        "add add_fork finish has_unfinished preempt_all schedule update_from_output",
+    ),
+    "block_manager_cls": (
+        "nanoserve.block_manager.BlockManager",
+        "allocate append can_allocate can_append can_swap_in can_swap_out fork free "
+        "get_cached_blocks reset reset_prefix_cache swap_in swap_out take_copies",
+    ),
+    "executor_cls": ("nanoserve.executor.UniprocExecutor", "close describe execute_model"),
+    "runner_cls": ("nanoserve.model_runner.ModelRunner", "describe execute_model launch"),
+}
 ANY: tuple[Any, ...] = ()  # whatever the value
 
 
@@ -219,6 +233,20 @@ GROUPS = (
         ec_transfer_config ec_manager_config""",
     ),
     Group(
+        "not there yet",
+        "pipeline parallelism",
+        "Pipeline parallelism is not there yet: nanoserve divides a model by tensor_parallel_size "
+        "only.",
+        "pipeline_parallel_size=1",
+    ),
+    Group(
+        "not there yet",
+        "embedding models and other pooling models: classification, scoring, reward",
+        "Pooling models are not there yet; nanoserve generates text.",
+        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
+        "override_pooler_config",
+    ),
+    Group(
         "left out",
         "weights in other memory",
         "All weights stay on the device. Use a smaller model, a half-precision dtype or "
@@ -231,9 +259,9 @@ GROUPS = (
     Group(
         "left out",
         "other ways to divide the work",
-        "nanoserve divides a model by tensor_parallel_size only. Start one engine for each copy of "
+        "nanoserve divides a model by tensor_parallel_size. Start one engine for each copy of "
         "the model that you want.",
-        """pipeline_parallel_size=1 data_parallel_size=1 data_parallel_rank
+        """data_parallel_size=1 data_parallel_rank
         data_parallel_start_rank data_parallel_size_local data_parallel_address
         data_parallel_rpc_port data_parallel_hybrid_lb=False data_parallel_external_lb=False
         data_parallel_multi_port_external_lb=False data_parallel_backend=mp
@@ -294,13 +322,6 @@ GROUPS = (
     ),
     Group(
         "left out",
-        "embedding, classification, scoring and reward models",
-        "nanoserve generates text; it runs no pooling models.",
-        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
-        "override_pooler_config",
-    ),
-    Group(
-        "left out",
         "Mamba and other recurrent layers, diffusion, prompt adapters, watermarks in the text",
         "The models that nanoserve runs have attention in every layer.",
         """mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode=none
@@ -357,6 +378,31 @@ def python_value(text: str) -> Any:
         return text
 
 
+# vLLM's short flags of these options.
+SHORT_FLAGS = {
+    "quantization": "-q",
+    "nnodes": "-n",
+    "node_rank": "-r",
+    "pipeline_parallel_size": "-pp",
+    "decode_context_parallel_size": "-dcp",
+    "prefill_context_parallel_size": "-pcp",
+    "data_parallel_size": "-dp",
+    "data_parallel_rank": "-dpn",
+    "data_parallel_start_rank": "-dpr",
+    "data_parallel_size_local": "-dpl",
+    "data_parallel_address": "-dpa",
+    "data_parallel_rpc_port": "-dpp",
+    "data_parallel_backend": "-dpb",
+    "data_parallel_hybrid_lb": "-dph",
+    "data_parallel_external_lb": "-dpe",
+    "data_parallel_multi_port_external_lb": "-dpm",
+    "enable_expert_parallel": "-ep",
+    "speculative_config": "-sc",
+    "diffusion_config": "-dc",
+    "compilation_config": "-cc",
+    "attention_config": "-ac",
+    "optimization_level": "-O",
+}
 EMPTY: tuple[Any, ...] = ("auto", "", {}, [], set())
 KNOWN: Mapping[str, Known] = dict(_read_known())
 
@@ -409,13 +455,20 @@ def check_known(call: str, name: str, value: Any) -> None:
 
 
 def check_seams(*classes: Any) -> None:
-    """Raise TypeError unless each of the SEAMS is None or a class (or a function that makes an
-    object)."""
-    for name, given in zip(SEAMS, classes, strict=True):
+    """Raise TypeError unless each of the SEAMS is None, or a class with the methods that the engine
+    calls, or a function that takes the arguments of such a class and returns an object of it."""
+    for (name, (ours, methods)), given in zip(SEAMS.items(), classes, strict=True):
         if given is not None and not callable(given):
             raise TypeError(
                 f"{name} must be a class, got {given!r}. Give the class itself, not its name and "
                 f"not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
+            )
+        missing = [each for each in methods.split() if not hasattr(given, each)]
+        if isinstance(given, type) and missing:
+            raise TypeError(
+                f"{name} is {given!r}, which has no method {', '.join(missing)}. The engine calls "
+                f"{', '.join(methods.split())}. Give a subclass of {ours}, or a class with these "
+                "methods."
             )
 
 
@@ -470,14 +523,22 @@ class EngineArgs(EngineConfig):
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add one flag for each option of EngineConfig. vLLM's other options are read too, but
-        --help does not list them."""
+        --help does not list them. With so many flags, none can be abbreviated any more."""
+        parser.allow_abbrev = False  # --config would be --config-format
         EngineConfig.add_cli_args(parser)
         for name, known in KNOWN.items():
+<<<<<<< HEAD
             flag = to_flag(name.strip("_"))
             how: dict[str, Any] = {"type": python_value}
+=======
+            flags = ["--" + name.strip("_").replace("_", "-"), *SHORT_FLAGS.get(name, "").split()]
+            how: dict[str, Any] = {"type": _literal}
+>>>>>>> h-readme-options
             if known.is_switch:
                 how = {"action": argparse.BooleanOptionalAction}
-            action = parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
+            taken = parser._option_string_actions  # the program's own -q stays its own
+            flags = flags[:1] + [flag for flag in flags[1:] if flag not in taken]
+            action = parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, **how)
             action.help = argparse.SUPPRESS
         return parser
 
@@ -493,7 +554,8 @@ class EngineArgs(EngineConfig):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does."""
+    """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does. vLLM's also
+    reads flags from a file (--config FILE), and keys of a dict (-cc.mode 3)."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -501,6 +563,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         end = given.index("--") if "--" in given else len(given)
         dashed = [_with_dashes(word) for word in given[:end]]
+        is_file = any(word.partition("=")[0] == "--config" for word in dashed)
+        if is_file and "--config" not in self._option_string_actions:
+            self.error("--config: flags are not read from a file here. Give them one by one.")
         return super().parse_known_args(dashed + given[end:], namespace)
 
 

@@ -32,6 +32,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -68,6 +69,16 @@ def check_number(name: str, value: Any, kind: type, low: float, high: float, all
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
+def read_int(text: str) -> int:
+    """An int as vLLM's flags have it: "1k" is 1000, "1K" 1024, "2.5k" 2500; also m, g, t, M, G, T.
+    Raises ValueError for anything else, such as "1.5K"."""
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text):
+        return int(Decimal(match[1]) * DECIMAL[match[2]])
+    if match := re.fullmatch(r"(\d+)([KMGT])", text):
+        return int(match[1]) * BINARY[match[2]]
+    return int(text)
+
+
 class Option(NamedTuple):
     """One engine option, as EngineConfig declares it."""
 
@@ -93,12 +104,14 @@ class Option(NamedTuple):
 
     def read(self, text: str) -> Any:
         """The value that `text` stands for on the command line, or argparse's error."""
-        if text == "None":
-            raise argparse.ArgumentTypeError(f"None is not a value: leave {self.flag} out for that")
-        if self.kind not in (int, float):
+        is_number = self.kind in (int, float)
+        if text == "None" or (text == "auto" and is_number):
+            message = f"{text} is not a value: leave {self.flag} out for that"
+            raise argparse.ArgumentTypeError(message)
+        if not is_number:
             return VALUE_ALIASES.get(self.name, {}).get(text, text)
         try:
-            return self.kind(text)
+            return read_int(text) if self.name in WITH_SUFFIX else self.kind(text)
         except ValueError:
             noun = "an int" if self.kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
@@ -133,6 +146,10 @@ ALIASES = {
     "device_memory_utilization": "gpu_memory_utilization",
 }
 SHORT_FLAGS = {"tensor_parallel_size": "-tp"}  # as in vLLM
+# Whose flags take 1k (1000), 1K (1024), ... as in vLLM.
+WITH_SUFFIX = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # vLLM's names for values that have another name here.
 VALUE_ALIASES = {
     "dtype": {"half": "float16", "float": "float32"},

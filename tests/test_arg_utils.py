@@ -7,11 +7,14 @@ import logging
 import re
 from collections import Counter
 from dataclasses import asdict, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams
+from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
 from nanoserve.arg_utils import (
     ANY,
     GROUPS,
@@ -19,11 +22,12 @@ from nanoserve.arg_utils import (
     NONE_IS_DEFAULT,
     SEAMS,
     FlexibleArgumentParser,
+    check_seams,
     load_chat_template,
     read_options,
 )
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import ALIASES, OPTIONS, EngineConfig
+from nanoserve.config import ALIASES, OPTIONS, WITH_SUFFIX, EngineConfig
 from nanoserve.scheduler import Scheduler
 
 NAMES = {option.name for option in OPTIONS}
@@ -218,6 +222,50 @@ def test_a_seam_takes_a_class(name: str) -> None:
             LLMEngine.from_engine_args(EngineArgs(), **{name: value})
 
 
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_class_without_the_methods_of_its_seam_is_refused(name: str) -> None:
+    """Any class is callable, so int would fail in the middle of the constructor. The message has
+    the methods that are missing and the class to derive from; a class with them is accepted."""
+    ours, methods = SEAMS[name]
+    first, *others = methods.split()
+    for given, missing in [
+        (int, methods.split()),
+        (type("Almost", (), dict.fromkeys(others)), [first]),
+    ]:
+        words = f"^{name} is .*, which has no method {', '.join(missing)}. .*subclass of {ours},"
+        with pytest.raises(TypeError, match=words):
+            LLM(**{name: given})
+        with pytest.raises(TypeError, match=words):
+            LLMEngine.from_engine_args(EngineArgs(), **{name: given})
+    whole = type("Whole", (), dict.fromkeys(methods.split()))
+    check_seams(*(whole if each == name else None for each in SEAMS))
+    check_seams(*(partial(int) if each == name else None for each in SEAMS))
+
+
+def test_the_methods_of_the_seams_are_those_that_are_called() -> None:
+    """Except for launch, which only async_scheduling needs."""
+    folder = Path(arg_utils.__file__).parent
+    callers = {
+        "scheduler": ["engine.py", "extras/beam_search.py"],
+        "block_manager": ["engine.py", "scheduler.py"],
+        "executor": ["engine.py", "logger.py"],
+        "runner": ["executor.py", "distributed/multiproc.py"],
+    }
+    for part, files in callers.items():
+        _, methods = SEAMS[f"{part}_cls"]
+        source = "\n".join((folder / file).read_text(encoding="utf-8") for file in files)
+        called = set(re.findall(rf"\b{part}\.(\w+)\(", source))
+        assert called - {"launch"} == set(methods.split()) - {"launch"}
+
+
+def test_the_classes_to_derive_from_have_the_methods() -> None:
+    pytest.importorskip("torch")
+    for ours, methods in SEAMS.values():
+        module, _, name = ours.rpartition(".")
+        cls = getattr(import_module(module), name)
+        assert [each for each in methods.split() if not callable(getattr(cls, each, None))] == []
+
+
 def test_an_attention_backend_may_be_a_class() -> None:
     pytest.importorskip("torch")
     from nanoserve.attention import AttentionBackend
@@ -366,3 +414,78 @@ def test_vllm_flags_that_change_nothing_are_read(capsys: pytest.CaptureFixture[s
     page = EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
     assert "lora" not in page
     assert "--max-num-seqs" in page
+
+
+@pytest.mark.parametrize("make_parser", [FlexibleArgumentParser, argparse.ArgumentParser])
+def test_no_flag_is_abbreviated(make_parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """--config FILE, which vLLM reads, is not --config-format FILE. The message names the flag."""
+    parser = EngineArgs.add_cli_args(make_parser())
+    for word in ("--config=hf", "--enable-lor"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([word])
+        assert word.partition("=")[0] in capsys.readouterr().err.partition("error:")[2]
+
+
+def test_a_file_of_flags_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A --config of the program's own is the program's."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--config", "f.yaml"])
+    assert "--config: flags are not read from a file here." in capsys.readouterr().err
+    parser.add_argument("--config")
+    assert parser.parse_args(["--config", "f.yaml"]).config == "f.yaml"
+
+
+def test_vllms_short_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    """They mean the long ones: the same values are accepted, the same sentences refuse others."""
+    for words in ("-O3", "-O 2", "-pp 1", "-dp 1", "-dcp 1 -pcp 1", "-n 1 -r 0", "-cc {}"):
+        assert parse(*words.split()) == EngineArgs(), words
+    for words, option in [
+        ("-q awq", "quantization='awq'"),
+        ("-pp 2", "pipeline_parallel_size=2"),
+        ("-dp 2", "data_parallel_size=2"),
+        ("-ep", "enable_expert_parallel=True"),
+        ("-sc x", "speculative_config='x'"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(f"EngineArgs({option}): ")):
+            parse(*words.split())
+
+
+def test_a_short_flag_of_the_programs_own_comes_first() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-q", "--quick")
+    args = EngineArgs.add_cli_args(parser).parse_args(["-q", "Hello"])
+    assert args.quick == "Hello" and EngineArgs.from_cli_args(args) == EngineArgs()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("64", 64),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("2.5k", 2500),
+        ("25.6k", 25600),
+        ("3m", 3 * 10**6),
+        ("2G", 2**31),
+        ("1t", 10**12),
+        *(
+            (text, None)
+            for text in ("0.5M", "k", "1kk", "", "nan", "-1.5k", "infk", "1e3k", "auto")
+        ),
+    ],
+)
+def test_numbers_with_a_suffix(
+    text: str, number: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For vLLM's options of this kind, and no others."""
+    for name in WITH_SUFFIX:
+        flag = "--" + name.replace("_", "-")
+        if number is None:
+            with pytest.raises(SystemExit):
+                parse(f"{flag}={text}")
+            assert flag in capsys.readouterr().err
+        else:
+            assert getattr(parse(flag, text), name) == number
+    with pytest.raises(SystemExit):
+        parse("--max-num-seqs", "1k")

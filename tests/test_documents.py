@@ -1,8 +1,9 @@
 """documents.md and its Chinese twin: every name and every link in them leads somewhere.
 
-The package is read as text (with ast), so nothing is imported. Tables stand between markers,
-<!-- names --> ... <!-- /names -->. In a cell, a name in backticks belongs to the file before it:
-a linked file of nanoserve, or a path of vLLM in backticks. "V0:" and "V1:" say which vLLM.
+The package is read as text (with ast); only the table of vLLM's options is imported. Tables stand
+between markers, <!-- names --> ... <!-- /names -->. In a cell, a name in backticks belongs to the
+file before it: a linked file of nanoserve, or a path of vLLM in backticks. "V0:" and "V1:" say
+which vLLM.
 
 VLLM_0_6 and VLLM_0_32 name the folders of vLLM's two packages, where somebody has them: then
 vLLM's names are checked, too.
@@ -19,6 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+
+from nanoserve.arg_utils import GROUPS, KNOWN
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
 ENGLISH, CHINESE = NAMES = ["documents.md", "documents.zh-CN.md"]
@@ -212,6 +215,26 @@ def test_other_names_are_in_alphabetical_order(name: str) -> None:
     keys = [one.lstrip("_").lower() for [one] in names]
     assert len(keys) > 120
     assert keys == sorted(set(keys))
+
+
+@both
+def test_every_page_agrees_on_what_is_planned_and_what_is_left_out(name: str) -> None:
+    """The front page's two lists, the two tables, and the answers to vLLM's options."""
+    front = (PACKAGE.parent / name.replace("documents", "README")).read_text("utf-8")
+    for verdict, marker, words in (
+        ("not there yet", "not-yet", r"Planned, not there yet: |计划中，尚未实现："),
+        ("left out", "left-out", r"Left out on purpose: |有意不做："),
+    ):
+        [listed] = re.findall(rf"(?m)^- (?:{words})((?:.|\n  )*)[.。]$", front)
+        items = re.split(r",\s+|、", listed.replace("\n ", ""))
+        titles = [re.findall(r"\*\*(.*?)\*\*", row[0])[0] for row in table(name, marker)]
+        assert len(items) > 2
+        assert [item for item in items if item not in " | ".join(titles)] == []
+        for topic in (group.topic for group in GROUPS if group.verdict != verdict):
+            assert [item for item in items if item.lower() in topic.lower()] == []
+        named = set(re.findall(r"\w+", " ".join(row[0] for row in table(name, marker))))
+        others = {"not there yet", "left out"} - {verdict}
+        assert [n for n in named & KNOWN.keys() if KNOWN[n].group.verdict in others] == []
 
 
 # -- both languages --

@@ -1,4 +1,5 @@
-"""Invariant 1, end to end on the demo model: a request's tokens depend on the request alone.
+"""Invariant 1, end to end on the demo model, in float32: a request's tokens depend on the request
+alone.
 Invariant 4: an engine changes neither another engine nor the process."""
 
 from __future__ import annotations

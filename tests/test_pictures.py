@@ -195,6 +195,21 @@ def test_the_events_are_in_the_picture(story: list[Any], fresh: dict[str, str]) 
         assert any(ask.answer in text for text in shown)
 
 
+def test_the_still_picture_is_the_preemption(story: list[Any], fresh: dict[str, str]) -> None:
+    """For readers who want no motion: the caption speaks of it."""
+    for language, suffix in make.LANGUAGES.items():
+        groups = [e for e in ET.fromstring(fresh[f"hero{suffix}.svg"]) if e.tag.endswith("}g")]
+        still = {
+            "".join(e.itertext())
+            for group in groups
+            if group.attrib["class"].startswith("f s ")
+            for e in group
+        }
+        [number] = [f.number for f in story if hero.is_preempting(f)]
+        words = hero.WORDS[language]
+        assert {words["step"].format(number), words["preempted"]} <= still
+
+
 def test_the_budget_is_kept_in_every_frame(story: list[Any]) -> None:
     for number, frame in enumerate(story, start=1):
         assert frame.number == number

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import Field, fields
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -636,3 +637,37 @@ def test_the_twin_has_the_same_code_names_links_and_sections(name: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--update"]:
         update()
+
+
+# -- Chinese --
+
+CHINESE_PAGES = [name for name in DOCUMENTS if name.endswith(".zh-CN.md")]
+# One word for one thing. A name in a code span is not a word.
+VOCABULARY = {
+    "checkpoint": "检查点",
+    "tokenizer": "分词器",
+    "logits processor": "logits 处理器",
+    "内核": "kernel",
+    "提示词": "prompt",
+    "还没有实现": "尚未实现",
+    "换了名字": "名称不同",
+    "从 vLLM 过来": "从 vLLM 迁移",
+}
+
+
+@pytest.mark.parametrize("page", CHINESE_PAGES)
+def test_a_chinese_paragraph_is_one_line(page: str) -> None:
+    """A line break between two Chinese characters is shown as a space."""
+    lines = prose(read(page)).splitlines()
+    for line, following in pairwise(lines):
+        is_chinese = re.search(r"[\u3000-\u9fff\uff00-\uffef]$", line.rstrip())
+        is_text = re.match(r"[^\s|<#>-]", following) and not re.match(r"\d+\. ", following)
+        assert not (is_chinese and is_text), f"{line}\n{following}"
+
+
+@pytest.mark.parametrize("page", CHINESE_PAGES)
+def test_chinese_pages_have_one_vocabulary(page: str) -> None:
+    """documents.zh-CN.md also quotes other documents, in the first column of its tables."""
+    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", prose(read(page)))
+    text = re.sub(r"(?m)^\|[^|]*\|", "", text) if "documents" in page else text
+    assert [(word, ours) for word, ours in VOCABULARY.items() if word in text] == []

@@ -22,8 +22,10 @@ from test_arg_utils import VLLM_0_6_6, VLLM_0_32
 
 import nanoserve
 from nanoserve import LLM, LLMEngine, SamplingParams
-from nanoserve.arg_utils import ANY, EMPTY, GROUPS, KNOWN, read_options
+from nanoserve.arg_utils import EMPTY, GROUPS, KNOWN, read_options
 from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
+from nanoserve.exceptions import VLLMValidationError
+from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.output_processor import CompletionOutput, Logprob, RequestOutput
 from nanoserve.sampling_params import MISSING
 
@@ -576,9 +578,9 @@ def option_line(group: Any) -> str:
     shown = []
     for option, known in KNOWN.items():
         if known.group is group:
-            is_plain = known.accepted in (EMPTY, ANY, (False,), (False, True))
-            accepted = "" if is_plain else f" ({known.describe_accepted()})"
-            shown.append(f"`{option}`{accepted}")
+            is_plain = known.accepted is EMPTY or (known.accepted == (False,) and known.is_switch)
+            accepted = known.describe_accepted().replace("any value", "any")
+            shown.append(f"`{option}`" if is_plain else f"`{option}` ({accepted})")
     return f"- **{group.topic}**: {group.reason} Options: {', '.join(shown)}."
 
 
@@ -592,6 +594,33 @@ def test_the_options_are_those_of_the_code() -> None:
     between = read().partition(BEGIN)[2].partition("-->\n")[2].partition(END)[0]
     assert between.strip().splitlines() == option_lines()
     assert ["| " + " | ".join(row) + " |" for row in rows("sampling")] == sampling_lines()
+
+
+@pytest.mark.parametrize("file", LANGUAGES)
+def test_the_rule_for_values_of_options(file: str) -> None:
+    """Every option of the lists accepts what the document says, and refuses anything else."""
+    text = read(file).partition(BEGIN)[2].partition(END)[0]
+    text = text.translate(str.maketrans("（）", "()")).replace(" 或 ", " or ")
+    listed = {}
+    for line in [line for line in text.splitlines() if line.startswith("- **")]:
+        options = re.split("Options: |选项：", line)[1]
+        listed.update(re.findall(r"`(\w+)`(?: ?\(([^()]*)\))?", options))
+    assert set(listed) == set(KNOWN)
+    values = [None, True, False, 0, 1, 0.0, "auto", "", {}, [], "yes", 12345, ["x"], object()]
+    for option, said in listed.items():
+        allowed = [None]
+        if said not in ("", "any", "任意"):
+            allowed += [eval(word) for word in said.split(" or ")]
+        elif not said:
+            allowed += [False] if KNOWN[option].is_switch else ["auto", "", {}, []]
+        for value in [*values, *allowed]:
+            is_bool = isinstance(value, bool)
+            same = (value == each and isinstance(each, bool) == is_bool for each in allowed)
+            if said in ("any", "任意") or any(same):
+                assert read_options("LLM", {option: value}) == {}, option
+            else:
+                with pytest.raises(ValueError, match=re.escape(KNOWN[option].group.reason)):
+                    read_options("LLM", {option: value})
 
 
 def test_both_languages_have_the_same_tables() -> None:
@@ -615,7 +644,12 @@ def test_both_languages_have_the_same_tables() -> None:
         assert [option for option in names(ours) if option in KNOWN] == options
 
 
-WORDS = {"same": "相同", "other name": "别名", "not there yet": "还没有", "left out": "不做"}
+WORDS = {
+    "same": "相同",
+    "other name": "名称不同",
+    "not there yet": "尚未实现",
+    "left out": "有意不做",
+}
 
 
 def test_imports_of_the_document() -> None:
@@ -684,6 +718,73 @@ def test_defaults_of_the_document() -> None:
     defaults = {option.name: option.default for option in OPTIONS}
     for option, _, ours in rows("defaults"):
         assert name(ours) == str(defaults[name(option)])
+
+
+# The fields of vLLM 0.32.0's SamplingParams, in their order: up to skip_clone, then the others.
+POSITIONAL = """
+n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p
+seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs
+prompt_logprob_token_ids prompt_logprob_start logprob_token_ids flat_logprobs detokenize
+skip_special_tokens spaces_between_special_tokens include_stop_str_in_output output_kind
+stream_interval skip_clone
+"""
+BY_NAME = """
+structured_outputs logit_bias allowed_token_ids extra_args bad_words skip_reading_prefix_cache
+thinking_token_budget repetition_detection routed_experts_prompt_start trace_decode_token_ids
+"""
+NOT_HERE = "num_logprobs sampling_type eos_token_id all_stop_token_ids bad_words_token_ids"
+
+
+def test_sampling_params_of_the_document() -> None:
+    """vLLM's order up to skip_clone; the fields behind it; what is said to be missing is."""
+    ours = [each.name for each in fields(SamplingParams)]
+    assert ours == [*POSITIONAL.split(), *BY_NAME.split(), "logits_processors"]
+    assert SamplingParams(*[getattr(SamplingParams(), each) for each in ours]) == SamplingParams()
+    for file in LANGUAGES:
+        section = read(file).partition("## SamplingParams\n")[2].partition("<!-- sampling -->")[0]
+        missing = {"output_text_buffer_length", *NOT_HERE.split()}
+        assert missing | {"skip_clone", "logits_processors"} <= set(names(section))
+        assert not [each for each in missing if hasattr(SamplingParams(), each)]
+    with pytest.raises(TypeError, match="output_text_buffer_length"):
+        SamplingParams(output_text_buffer_length=0)  # type: ignore[call-arg]
+
+
+def test_values_of_the_document() -> None:
+    """The middle column is about vLLM."""
+    for value, _, here in rows("values"):
+        if here == "accepted":
+            eval(f"SamplingParams({name(value)})")
+        else:
+            with pytest.raises(ValueError, match=f"^{name(value).partition('=')[0]} is "):
+                eval(f"SamplingParams({name(value)})")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("SamplingParams(max_tokens='5')", TypeError),
+        ("SamplingParams(stop=5)", TypeError),
+        ("SamplingParams(detokenize=1)", TypeError),
+        ("SamplingParams(stop_token_ids=['a'])", TypeError),
+        ("EngineArgs(max_num_seqs='8')", TypeError),
+        ("EngineArgs(enable_prefix_caching=1)", TypeError),
+        ("EngineArgs(max_num_seq=8)", TypeError),
+        ("SamplingParams(top_p=2)", VLLMValidationError),
+        ("SamplingParams(stop=[None])", VLLMValidationError),
+        ("SamplingParams(structured_outputs=5)", VLLMValidationError),
+        ("BeamSearchParams(2.0, 3)", VLLMValidationError),
+        ("EngineArgs(block_size=0)", ValueError),
+        ("EngineArgs(dtype=5)", ValueError),
+        ("EngineArgs(disable_log_stats='yes')", ValueError),
+        ("EngineArgs(use_tqdm_on_load=1)", ValueError),
+    ],
+)
+def test_exceptions_of_the_document(call: str, error: type[Exception]) -> None:
+    """The rows about options and SamplingParams, with one wrong value each."""
+    scope = {**vars(nanoserve), "BeamSearchParams": BeamSearchParams}
+    with pytest.raises(error) as raised:
+        eval(call, scope)
+    assert type(raised.value) is error
 
 
 def test_prompts_of_the_document(demo_llm: LLM) -> None:

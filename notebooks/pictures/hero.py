@@ -120,11 +120,13 @@ WORDS = {
         "computed in chunks beside the decodes of others, one request is preempted when no block "
         "is free, and returns through the prefix cache.",
         "step": "Step {}",
-        "budget": "budget: {} of {}",
+        "budget": "token budget: {} of {}",
         "cache": "KV cache",
         "blocks": "{} blocks of {} tokens, {} in use",
         "written": "written in this step",
         "free": "free, but still cached",
+        "legend": "Top: one square for each token of the step. "
+        "In the blocks: ▸ special token, ␣ space, ↵ new line.",
         "hit": "prefix hit: {count} tokens",
         "chunk": "chunk {count} of {total}: {tokens} tokens",
         "preempted": "preempted: no free block",
@@ -140,11 +142,12 @@ WORDS = {
         "description": "演示模型的一次真实运行：请求共享前缀，长 prompt 分块与其他请求的 "
         "decode 在同一 step 中计算；没有空闲 block 时一个请求被抢占，随后借助前缀缓存恢复。",
         "step": "第 {} 步",
-        "budget": "预算：{} / {}",
+        "budget": "token 预算：{} / {}",
         "cache": "KV cache",
         "blocks": "{} 个 block，每个 {} 个 token，已用 {} 个",
         "written": "本步写入",
         "free": "空闲，但仍在缓存中",
+        "legend": "顶部：每个方格是本步计算的一个 token。block 内：▸ 特殊 token，␣ 空格，↵ 换行。",
         "hit": "前缀命中：{count} 个 token",
         "chunk": "第 {count} / {total} 块：{tokens} 个 token",
         "preempted": "被抢占：没有空闲 block",
@@ -185,6 +188,7 @@ OWNER_WIDTH = 19
 BLOCK_WIDTH = (WIDTH - 2 * MARGIN - (COLUMNS - 1) * GAP) / COLUMNS
 SLOT = (BLOCK_WIDTH - OWNER_WIDTH) / BLOCK_SIZE
 CACHE_TOP = ROW_TOP + ROW * len(ASKS) + 37
+LEGEND = 25  # height of the last line
 QUICK, SLOW, LAST = 0.9, 2.8, 5.0  # seconds of a frame: nothing new, something to read, the end
 
 
@@ -206,7 +210,9 @@ def draw(frames: list[Frame], language: str = "en") -> str:
             draw_request(film, index, row, request, words)
         draw_cache(film, index, frame, words)
     rows = -(-len(frames[0].blocks) // COLUMNS)
-    height = round(CACHE_TOP + rows * (BLOCK_HEIGHT + GAP) - GAP + MARGIN)
+    height = round(CACHE_TOP + rows * (BLOCK_HEIGHT + GAP) - GAP + LEGEND + MARGIN)
+    for index in range(len(frames)):
+        film.add(index, text(MARGIN, height - MARGIN, words["legend"], 14, "faint"))
     still = max(range(len(frames)), key=lambda index: interest_of(frames[index], words))
     title, description = words["title"], words["description"]
     return document(WIDTH, height, title, description, film.style(), film.body(still))
@@ -217,16 +223,20 @@ def seconds_of(frame: Frame, words: dict[str, str]) -> float:
     return SLOW if has_pill else QUICK
 
 
-def interest_of(frame: Frame, words: dict[str, str]) -> tuple[int, int, int]:
-    """The still picture is the step with the most requests, then pills, then tokens."""
+def interest_of(frame: Frame, words: dict[str, str]) -> tuple[bool, int, int]:
+    """The still picture is the step that preempts; else that with the most requests, then pills."""
     pills = sum(label_of(request, words)[1] for request in frame.requests)
-    return len(scheduled(frame)), pills, sum(each.num_scheduled for each in frame.requests)
+    return is_preempting(frame), len(scheduled(frame)), pills
+
+
+def is_preempting(frame: Frame) -> bool:
+    return any(event.kind == "preempted" for each in frame.requests for event in each.events)
 
 
 def draw_budget(film: Film, index: int, frame: Frame, words: dict[str, str]) -> None:
     """The step's number, and one cell for each token that it may compute."""
     film.add(index, text(MARGIN, 37, words["step"].format(frame.number), 20, "ink bold"))
-    left, cell = 118, 29.5
+    left, cell = 112, 26.5
     names = [request.name for request in scheduled(frame) for _ in range(request.num_scheduled)]
     for place in range(frame.budget):
         x = left + place * cell
@@ -259,12 +269,12 @@ def draw_request(
     right = WIDTH - MARGIN
     if is_notable:
         width = text_width(label, 15.5) + 26
-        film.add(index, rect(right - width, top + 18, width, 24, fill=colour(name), rx=12))
+        film.add(index, rect(right - width, top + 21, width, 23, fill=colour(name), rx=11.5))
         middle = right - width / 2
         style = {"anchor": "middle", "fill": on_colour(name)}
-        film.add(index, text(middle, top + 35.5, label, 15.5, "bold", **style), layer=1)
+        film.add(index, text(middle, top + 38, label, 15.5, "bold", **style), layer=1)
     else:
-        film.add(index, text(right - 8, top + 35.5, label, 15.5, "faint", anchor="end"), layer=1)
+        film.add(index, text(right - 8, top + 38, label, 15.5, "faint", anchor="end"), layer=1)
 
 
 def draw_cache(film: Film, index: int, frame: Frame, words: dict[str, str]) -> None:
