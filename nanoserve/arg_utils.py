@@ -29,7 +29,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoserve.config import ALIASES, OPTIONS, EngineConfig
+from nanoserve.config import ALIASES, OPTIONS, EngineConfig, to_flag
 
 logger = logging.getLogger("nanoserve")
 
@@ -345,12 +345,12 @@ def _read_known() -> Iterator[tuple[str, Known]]:
     for group in GROUPS:
         for word in group.names.split():
             name, has_values, values = word.partition("=")
-            accepted = tuple(map(_literal, values.split("|"))) if has_values else EMPTY
+            accepted = tuple(map(python_value, values.split("|"))) if has_values else EMPTY
             yield name, Known(ANY if values == "*" else accepted, group)
 
 
-def _literal(text: str) -> Any:
-    """The Python value that `text` spells, or `text` itself."""
+def python_value(text: str) -> Any:
+    """The Python value that `text` spells, or `text` itself: "16" -> 16, "triton" -> "triton"."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -458,7 +458,10 @@ class EngineArgs(EngineConfig):
         self.__dict__.update({each: getattr(new, each) for each in changed})
 
     def __getattr__(self, name: str) -> Any:
-        """vLLM's other options have the value that is accepted here: enable_lora is False."""
+        """An option under another name (ALIASES). vLLM's other options have the value that is
+        accepted here: enable_lora is False."""
+        if name in ALIASES:
+            return getattr(self, ALIASES[name])
         if name not in KNOWN:
             raise AttributeError(f"'EngineArgs' object has no attribute {name!r}")
         accepted = KNOWN[name].accepted
@@ -470,8 +473,8 @@ class EngineArgs(EngineConfig):
         --help does not list them."""
         EngineConfig.add_cli_args(parser)
         for name, known in KNOWN.items():
-            flag = "--" + name.strip("_").replace("_", "-")
-            how: dict[str, Any] = {"type": _literal}
+            flag = to_flag(name.strip("_"))
+            how: dict[str, Any] = {"type": python_value}
             if known.is_switch:
                 how = {"action": argparse.BooleanOptionalAction}
             action = parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, **how)
@@ -506,4 +509,4 @@ def _with_dashes(word: str) -> str:
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+    return to_flag(name[2:]) + equals + value

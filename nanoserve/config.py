@@ -51,6 +51,11 @@ HUB_ID = r"(?!\.)(?!.*\.(gguf|safetensors|bin|pth?|json)$)[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
+def to_flag(name: str) -> str:
+    """An option's name on the command line: "max_num_seqs" -> "--max-num-seqs"."""
+    return "--" + name.replace("_", "-")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
@@ -79,7 +84,7 @@ class Option(NamedTuple):
     @property
     def flag(self) -> str:
         """The option on the command line, such as "--max-num-seqs"."""
-        return "--" + self.name.replace("_", "-")
+        return to_flag(self.name)
 
     @property
     def cli_help(self) -> str:
@@ -249,9 +254,7 @@ class EngineConfig:
                 kind = str if each.kind is Any else each.kind
                 how = {"type": each.read, "choices": each.choices or None}
                 how["metavar"] = None if each.choices else kind.__name__.upper()
-            aliases = [
-                f"--{alias}".replace("_", "-") for alias in ALIASES if ALIASES[alias] == each.name
-            ]
+            aliases = [to_flag(alias) for alias in ALIASES if ALIASES[alias] == each.name]
             flags = [each.flag, *aliases, *filter(None, [SHORT_FLAGS.get(each.name)])]
             action = group.add_argument(*flags, default=each.default, **how)
             # Not given above: the action of a bool may add the default itself, or may not.

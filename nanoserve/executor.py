@@ -26,15 +26,18 @@ uniproc_executor.py (V1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.kernels.threads import most_threads, slow_threads_hint
+from nanoserve.kernels.threads import (
+    limited_threads,
+    most_threads,
+    slow_threads_hint,
+    thread_setters,
+)
 from nanoserve.logger import init_logger, warning_once
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
@@ -52,8 +55,8 @@ def get_executor_cls(tensor_parallel_size: int) -> Any:
 
 
 class UniprocExecutor:
-    """Runs the model in this process. Invariant: between two steps, torch has as many threads as
-    the application has given it."""
+    """Runs the model in this process. Invariant: no other thread of the process, and nothing that
+    runs between two steps, computes with another number of threads than the application's."""
 
     _most_threads: int | None = None  # that are good for the model on a CPU; None: no limit
 
@@ -76,21 +79,12 @@ class UniprocExecutor:
     @property
     def num_threads(self) -> int:
         """Threads that compute a step on a CPU."""
-        return min(torch.get_num_threads(), self._most_threads or torch.get_num_threads())
-
-    @contextmanager
-    def _limited_threads(self) -> Iterator[None]:
-        """Let torch use no more threads than are good for this model (kernels/threads.py)."""
-        before = torch.get_num_threads()
-        try:
-            torch.set_num_threads(self.num_threads)
-            yield
-        finally:
-            torch.set_num_threads(before)
+        of_torch = torch.get_num_threads()
+        return min(of_torch, self._most_threads or of_torch) if thread_setters() else of_torch
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and return its tokens."""
-        with self._limited_threads():
+        with limited_threads(self.num_threads):
             return self.runner.execute_model(scheduler_output)
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
@@ -98,7 +92,7 @@ class UniprocExecutor:
 
         The next step may be launched before the result of this step is read.
         """
-        with self._limited_threads():
+        with limited_threads(self.num_threads):
             return self.runner.launch(scheduler_output)
 
     def describe(self) -> str:

@@ -234,17 +234,15 @@ class LLM:
         are those of generate.
         """
         refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
         prompts = self._render(
             messages,
-            {**(chat_template_kwargs or {}), **options},
             chat_template_content_format,
             tokenization_kwargs,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
         return self.generate(
             prompts,
@@ -274,17 +272,15 @@ class LLM:
         The arguments are those of chat."""
         missing = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
         refuse_missing("enqueue_chat", **missing)
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
         prompts = self._render(
             messages,
-            {**(chat_template_kwargs or {}), **options},
             chat_template_content_format,
             tokenization_kwargs,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
         return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
 
@@ -367,6 +363,7 @@ class LLM:
         output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[RequestState]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
+        SamplingParams(output_kind=output_kind)  # raises TypeError for what is no output kind
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
@@ -417,17 +414,19 @@ class LLM:
     def _render(
         self,
         messages: Any,
-        options: dict[str, Any],
         content_format: str,
         tokenization_kwargs: dict[str, Any] | None,
+        chat_template_kwargs: dict[str, Any] | None,
+        **options: Any,
     ) -> list[Any]:
         """The prompts of one conversation, or of a list of conversations. `options` go to the chat
-        template."""
+        template, and chat_template_kwargs below them."""
         if not isinstance(messages, (list, tuple)):
             raise TypeError(
                 f"messages must be a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
             )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
+        options = {**(chat_template_kwargs or {}), **options}
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
         options = {**options, "chat_template": options["chat_template"] or self.chat_template}
@@ -490,7 +489,8 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
 class _ProgressBar:
     """Requests done and, after each step, how many run and wait, and tokens per second.
 
-    Drawn ten times a second at most (tqdm's mininterval). Other steps only look at the clock.
+    Drawn ten times a second at most (tqdm's mininterval). Other steps only look at the clock. A bar
+    that the caller makes gets the keyword arguments that vLLM gives, and decides about the rest.
     """
 
     def __init__(
@@ -504,15 +504,22 @@ class _ProgressBar:
 
         self.engine = engine
         self.requests = requests
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        self.bar = make_bar(
-            total=len(requests),
-            desc="Prompts",
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-            disable=not use_tqdm,
-            miniters=0,  # draw also when no request has ended since
-            file=output_stream(),
-        )
+        what: dict[str, Any] = {"total": len(requests), "desc": "Prompts"}
+        if callable(use_tqdm):
+            self.bar = use_tqdm(**what, dynamic_ncols=True, postfix="")
+        else:
+            self.bar = tqdm(
+                **what,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+                disable=not use_tqdm,
+                miniters=0,  # draw also when no request has ended since
+                file=output_stream(),
+            )
+        # A bar that is not tqdm's may have update and close only: it counts the requests.
+        is_drawn = not getattr(self.bar, "disable", False)
+        self.shows_numbers = is_drawn and hasattr(self.bar, "set_postfix_str")
+        self.num_finished = 0
+        self.start_time = self.described_at = time()
 
     def __call__(self, report: StepReport) -> None:
         """Called by the engine after each step."""
@@ -522,20 +529,23 @@ class _ProgressBar:
 
     def count(self) -> None:
         """One request has finished."""
-        is_last = not self.bar.disable and self.bar.n + 1 == self.bar.total
+        self.num_finished += 1
+        is_last = self.shows_numbers and self.num_finished == len(self.requests)
         if is_last or self._is_due():
             self._describe()
-        self.bar.update()
+        self.bar.update(1)
 
     def _is_due(self) -> bool:
-        return not self.bar.disable and time() - self.bar.last_print_t >= self.bar.mininterval
+        interval = getattr(self.bar, "mininterval", 0.1)
+        return self.shows_numbers and time() - self.described_at >= interval
 
     def _describe(self) -> None:
         """The numbers behind the bar, of all requests of the call."""
         scheduler = self.engine.scheduler
         num_running, sequences = len(scheduler.running), [r.sequences for r in self.requests]
         num_output = sum(seq.num_output_tokens for each in sequences for seq in each)
-        elapsed = max(self.bar.format_dict["elapsed"], 1e-9)
+        self.described_at = time()
+        elapsed = max(self.described_at - self.start_time, 1e-9)
         self.bar.set_postfix_str(
             f"run {num_running}, wait {len(scheduler.sequences) - num_running}, "
             f"{num_output / elapsed:.0f} tok/s",
@@ -543,11 +553,11 @@ class _ProgressBar:
         )
 
     def __enter__(self) -> _ProgressBar:
-        if not self.bar.disable:
+        if self.shows_numbers:
             self.engine.step_listeners.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if not self.bar.disable:
+        if self.shows_numbers:
             self.engine.step_listeners.remove(self)
         self.bar.close()

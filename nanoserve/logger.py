@@ -32,10 +32,9 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanoserve.sequence import Sequence
-
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine, StepReport
+    from nanoserve.sequence import Sequence
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 LEVEL_ALIASES = {"WARN": "WARNING", "FATAL": "CRITICAL"}  # as in Python's logging
@@ -50,11 +49,13 @@ def init_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if is_ours else f"nanoserve.{name}")
 
 
-def configure_logging() -> None:
-    """Show messages of INFO and above, unless the application has configured logging itself.
+def configure_logging(default: str = "INFO") -> None:
+    """Show messages, unless the application has configured logging itself.
 
     NANOSERVE_LOGGING_LEVEL is obeyed in both cases. It is read in each call, so that a notebook may
-    change it between two engines. Raises ValueError if it is not one of LEVELS.
+    change it between two engines. Raises ValueError if it is not one of LEVELS. Where it is not
+    set, messages of the level `default` and above are shown; of INFO and above with
+    NANOSERVE_LOG_SCHEDULER, whose lines are INFO. The first call decides about that.
     """
     logger = logging.getLogger("nanoserve")
     level = os.environ.get("NANOSERVE_LOGGING_LEVEL", "").upper()
@@ -71,7 +72,12 @@ def configure_logging() -> None:
     if not logger.hasHandlers():
         logger.addHandler(PlainHandler())
         if logger.level == logging.NOTSET:
-            logger.setLevel(logging.INFO)
+            logger.setLevel("INFO" if logs_steps() else default)
+
+
+def logs_steps() -> bool:
+    """Does the environment ask for a line for each step?"""
+    return os.environ.get("NANOSERVE_LOG_SCHEDULER", "0") not in ("", "0")
 
 
 def warning_once(logger: logging.Logger, message: str) -> None:
@@ -117,7 +123,7 @@ def log_startup(engine: LLMEngine) -> None:
     logger = init_logger("nanoserve.engine")
     for line in startup_report(engine):
         logger.info(line)
-    if os.environ.get("NANOSERVE_LOG_SCHEDULER", "0") not in ("", "0"):
+    if logs_steps():
         engine.step_listeners.append(SchedulerLog(engine))
 
 

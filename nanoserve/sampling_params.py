@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.inputs import as_python
+from nanoserve.logger import warning_once
 
 logger = logging.getLogger("nanoserve")
 
@@ -228,7 +229,9 @@ class SamplingParams:
                 setattr(self, name, 1)
         temperature = self.temperature
         if isinstance(temperature, float) and 0 < temperature < SMALLEST_TEMPERATURE:
-            logger.warning("temperature %s is raised to %s", temperature, SMALLEST_TEMPERATURE)
+            # Once: an assigned value is seen by each clone.
+            message = f"temperatures above 0 and below {SMALLEST_TEMPERATURE} are raised to it."
+            warning_once(logger, message)
             self.temperature = SMALLEST_TEMPERATURE
 
     def _check_combinations(self) -> None:
@@ -313,10 +316,13 @@ class SamplingParams:
         100."""
         defaults = ("n", "temperature", "top_p", *(name for name in FIELDS if "penalty" in name))
         given = {k: v for k, v in given.items() if v is not None or k not in defaults}
-        if given.get("logit_bias"):
-            bias = given["logit_bias"]
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping):  # else refused below
             try:
-                given["logit_bias"] = {int(k): min(100.0, max(-100.0, v)) for k, v in bias.items()}
+                given["logit_bias"] = {
+                    int(key) if isinstance(key, str) else key: _clip(as_python(value))
+                    for key, value in bias.items()
+                }
             except ValueError:
                 message = f"logit_bias is {bias!r}; allowed: token id -> a number."
                 raise _error("logit_bias", bias, message) from None
@@ -376,6 +382,12 @@ def _check_number(name: str, value: Any, *allowed: Any) -> None:
         check_number(name, value, *allowed)
     except ValueError as error:
         raise _error(name, value, str(error)) from None
+
+
+def _clip(value: Any) -> Any:
+    """A number, cut to -100 to 100. What is no number is left as it is."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return min(max(value, -100.0), 100.0) if is_number else value  # NaN stays NaN
 
 
 def _error(name: str, value: Any, message: str) -> VLLMValidationError:

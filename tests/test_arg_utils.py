@@ -297,6 +297,9 @@ def test_engine_args_answer_for_options_that_are_not_here() -> None:
     assert engine_args.enable_lora is False
     assert engine_args.quantization is None
     assert engine_args.pipeline_parallel_size == 1
+    for alias, name in ALIASES.items():
+        assert getattr(engine_args, alias) == getattr(engine_args, name)
+    assert EngineArgs(num_kv_blocks=8).num_kv_blocks == 8
     with pytest.raises(AttributeError, match="no attribute 'zzz'"):
         engine_args.zzz  # noqa: B018
 

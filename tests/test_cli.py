@@ -7,6 +7,7 @@ import configparser
 import contextlib
 import io
 import json
+import logging
 import os
 import select
 import subprocess
@@ -24,8 +25,9 @@ from hypothesis import strategies as st
 
 from nanoserve import LLM, SamplingParams, __main__
 from nanoserve.config import OPTIONS
+from nanoserve.logger import configure_logging
 from nanoserve.sampling_params import MISSING
-from nanoserve.tools import cli, cli_chat, cli_complete
+from nanoserve.tools import cli, cli_chat, cli_complete, doctor
 
 ROOT = Path(__file__).parent.parent
 STORY = "Once upon a time"
@@ -250,6 +252,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["complete", "a", "--json", "--stream"], "leave --stream out"),
         (["complete"], "no prompt: standard input is empty"),
         (["chat", "Hello"], "'Hello' is one word too many"),
+        (["chat", "--", "--foo"], "'--foo' is one word too many"),
+        (["complete", "--foo", "--", "--bar"], "no option --foo."),
         (["chat", "--n", "2"], "no option --n."),
         (["chat", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
     ],
@@ -309,6 +313,16 @@ def test_errors_of_libraries_are_sentences_too(
 
 def make_args(*arguments: str) -> argparse.Namespace:
     return cli_complete.make_parser().parse(list(arguments))
+
+
+def test_behind_a_double_dash_all_words_are_prompts() -> None:
+    """Flags, a second double dash and underscores, too."""
+    args = make_args("one", "--n", "2", "two", "--", "--n", "--", "-x", "--a_b")
+    assert args.sampling_n == 2
+    assert args.prompts == ["one", "two", "--n", "--", "-x", "--a_b"]
+    assert make_args("--", "--help").prompts == ["--help"]
+    assert make_args("one", "--").prompts == ["one"]
+    assert make_args("--").prompts == []
 
 
 # field -> what is typed, and the value of the field then; by the field's type, or by its name
@@ -376,6 +390,46 @@ def test_what_is_not_given_is_the_models_choice(
     params = cli.make_params(demo_llm, {"top_p": 0.5}, max_tokens=256)
     assert (params.temperature, params.max_tokens, params.top_p) == (0.6, 9, 0.5)
     assert cli.make_params(demo_llm, {"max_tokens": 4}, max_tokens=256).max_tokens == 4
+
+
+# -- the log --
+
+
+@pytest.mark.parametrize("command", ["complete", "doctor"])
+@pytest.mark.parametrize(
+    ("variables", "level"),
+    [
+        ({}, "WARNING"),
+        ({"NANOSERVE_LOG_SCHEDULER": "1"}, "INFO"),
+        ({"NANOSERVE_LOGGING_LEVEL": "INFO"}, "INFO"),
+        ({"NANOSERVE_LOGGING_LEVEL": "ERROR", "NANOSERVE_LOG_SCHEDULER": "1"}, "ERROR"),
+    ],
+)
+def test_a_command_shows_warnings_and_what_is_asked_for(
+    command: str, variables: dict[str, str], level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The level that an engine would log at. The environment stays as it was."""
+    for name in ("NANOSERVE_LOGGING_LEVEL", "NANOSERVE_LOG_SCHEDULER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    environment, logger = dict(os.environ), logging.getLogger("nanoserve")
+    for each in (logger, logging.getLogger()):
+        monkeypatch.setattr(each, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    levels: list[str] = []
+
+    def build(_: object) -> None:
+        configure_logging()  # as LLMEngine does
+        levels.append(logging.getLevelName(logger.getEffectiveLevel()))
+        raise ValueError
+
+    monkeypatch.setattr(doctor, "examine", build)
+    monkeypatch.setattr(LLM, "from_engine_args", build)
+    with contextlib.suppress(SystemExit):
+        __main__.main(["complete", "a prompt"] if command == "complete" else [command])
+    assert levels == [level]
+    assert dict(os.environ) == environment
 
 
 # -- complete --

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import json
 import shutil
 import signal
@@ -299,6 +300,13 @@ def test_parameters_may_be_assigned_while_requests_wait(llm: LLM) -> None:
     assert params.output_kind is RequestOutputKind.CUMULATIVE, "the caller's own"
 
 
+@pytest.mark.parametrize("kind", ["delta", None, 7])
+def test_a_stream_of_no_kind_is_refused(llm: LLM, kind: Any) -> None:
+    """Before the loop begins."""
+    with pytest.raises(TypeError, match=f"output_kind must be a RequestOutputKind, got {kind!r}"):
+        llm.stream(STORY, GREEDY, output_kind=kind)
+
+
 def test_apply_model(llm: LLM) -> None:
     """A list, as of all workers: here of one."""
     [names] = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
@@ -368,6 +376,35 @@ def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
     llm.generate([STORY, STORY], GREEDY, use_tqdm=False)
     assert capfd.readouterr() == ("", "")
     assert llm.engine.step_listeners == []
+
+
+def test_a_bar_of_the_callers_own_decides(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    """It gets vLLM's keyword arguments, so what it was made with stays."""
+    file = io.StringIO()
+    llm.generate(STORY, GREEDY, use_tqdm=partial(tqdm, file=file, bar_format="{n}/{total}"))
+    assert "1/1" in file.getvalue()
+    assert "%" not in file.getvalue()
+    file = io.StringIO()
+    llm.generate(STORY, GREEDY, use_tqdm=partial(tqdm, file=file, disable=True))
+    assert file.getvalue() == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_needs_update_and_close_only(llm: LLM) -> None:
+    seen: list[Any] = []
+
+    class Bar:
+        def __init__(self, *, total: int, desc: str, dynamic_ncols: bool, postfix: str) -> None:
+            seen.append(total)
+
+        def update(self, number: int) -> None:
+            seen.append(number)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    llm.generate([STORY, STORY], GREEDY, use_tqdm=Bar)
+    assert seen == [2, 1, 1, "closed"]
 
 
 def test_the_progress_bar_moves_before_a_request_ends(

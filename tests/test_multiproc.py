@@ -27,6 +27,7 @@ from ranks import ThreadExecutor
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams, kv_cache
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.distributed import ranks as ranks_module
 from nanoserve.distributed.multiproc import (
     MultiprocExecutor,
     check_divisible,
@@ -289,6 +290,17 @@ def test_what_other_ranks_cannot_import_is_refused(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"runner_cls .*LocalRunner.* must be able to import it"):
         LLM(tensor_parallel_size=2, executor_cls=executor_cls, device="cpu")
     check_is_importable("runner_cls", ModelRunner)
+
+
+def test_ranks_share_the_cores_of_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank gets its share of the cores that the process may keep busy, and at least one."""
+    monkeypatch.setattr(SpawnedRanks, "_spawn", lambda *_: subprocess.Popen([sys.executable, "-V"]))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    for cores, expected in ((1, 1), (8, 4), (64, 8)):
+        monkeypatch.setattr(ranks_module, "num_cores", lambda cores=cores: cores)
+        ranks = SpawnedRanks(EngineConfig(tensor_parallel_size=2, device="cpu"))
+        ranks.close()
+        assert ranks.num_threads == expected
 
 
 def test_threads_are_limited_in_one_thread_only() -> None:

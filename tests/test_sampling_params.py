@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import RequestOutputKind, SamplingParams
+from nanoserve import RequestOutputKind, SamplingParams, logger
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.sampling_params import MISSING, REMOVED
 
@@ -347,13 +347,19 @@ def test_has_penalties(name: str, off: float, on: float) -> None:
     assert SamplingParams(**{name: on}).has_penalties
 
 
-def test_small_temperatures_are_raised(caplog: pytest.LogCaptureFixture) -> None:
-    """As in vLLM, to 0.01. Only 0 is greedy."""
+def test_small_temperatures_are_raised(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in vLLM, to 0.01. Only 0 is greedy. A clone of an assigned value says nothing new."""
+    monkeypatch.setattr(logger, "WARNED", set())
     assert SamplingParams(temperature=0).is_greedy
     with caplog.at_level(logging.WARNING, "nanoserve"):
         params = SamplingParams(temperature=1e-6)
-    assert (params.temperature, params.is_greedy) == (0.01, False)
-    assert "1e-06 is raised to 0.01" in caplog.text
+        assert (params.temperature, params.is_greedy) == (0.01, False)
+        params.temperature = 0.005
+        assert [params.clone().temperature, params.clone().temperature] == [0.01, 0.01]
+    expected = "temperatures above 0 and below 0.01 are raised to it."
+    assert [record.getMessage() for record in caplog.records] == [expected]
     assert SamplingParams(temperature=0.01).temperature == 0.01
 
 
@@ -444,6 +450,16 @@ def test_from_optional() -> None:
     assert SamplingParams.from_optional() == SamplingParams()
     with pytest.raises(VLLMValidationError, match=r"logit_bias is \{'a': 1\}"):
         SamplingParams.from_optional(logit_bias={"a": 1})
+    for bias, error, words in [
+        ({"5": "x"}, TypeError, "logit_bias must be a number, got 'x'; allowed: token id ->"),
+        ({"5": None}, TypeError, "logit_bias must be a number, got None"),
+        ({"5": NAN}, ValueError, "logit_bias is nan; allowed: token id -> a finite number"),
+        ({5.5: 1}, TypeError, "logit_bias must be an int, got 5.5; allowed: token ids"),
+        ([1], TypeError, "logit_bias must be a dict, got [1]; token id -> a finite number"),
+    ]:
+        with pytest.raises(error) as raised:
+            SamplingParams.from_optional(logit_bias=bias)
+        assert str(raised.value).startswith(words)
 
 
 def test_the_repr_is_vllms() -> None:

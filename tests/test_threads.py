@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from nanoserve import LLM, SamplingParams
+from nanoserve.executor import UniprocExecutor
 from nanoserve.kernels import threads
 from nanoserve.kernels.threads import (
     NUMBER_VARIABLES,
     SMALL_MODEL,
     WAITING_VARIABLES,
     cpu_quota,
+    limited_threads,
     most_threads,
     num_cores,
     rank_environment,
     slow_threads_hint,
+    thread_setters,
     waiting_threads,
 )
 
@@ -122,33 +129,60 @@ def test_most_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             assert most_threads(1) is None
 
 
+@pytest.mark.skipif(not thread_setters(), reason="torch's library cannot limit one thread here")
+@pytest.mark.parametrize("method", ["execute_model", "launch"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_runs_on_its_own_number_of_threads(
-    fails: bool, demo_llm: LLM, monkeypatch: pytest.MonkeyPatch
+    fails: bool, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before and after it, and when it fails, torch has the application's number."""
-    executor, seen = demo_llm.engine.executor, []
-    forward = executor.runner.forward
+    """Before and after it, and when it fails, torch has the application's number. A thread that
+    computes for the first time while a step runs has that number, too, and keeps it."""
+    executor, seen, others = UniprocExecutor.__new__(UniprocExecutor), [], []
+    has_begun, step_has_ended = threading.Event(), threading.Event()
 
-    def note(inputs: object) -> torch.Tensor:
+    def other_thread() -> None:
+        others.append(torch.get_num_threads())
+        has_begun.set()
+        step_has_ended.wait()
+        others.append(torch.get_num_threads())
+
+    def run(step: object) -> None:
         seen.append(torch.get_num_threads())
+        if not has_begun.is_set():
+            other.start()
+            has_begun.wait()
         if fails:
             raise MemoryError("no memory")
-        return forward(inputs)
 
+    executor.runner = cast(Any, SimpleNamespace(execute_model=run, launch=run))
+    other = threading.Thread(target=other_thread)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    monkeypatch.setattr(executor.runner, "forward", note)
     try:
         for most, expected in ((1, 1), (2, 2), (8, 3), (None, 3)):
             monkeypatch.setattr(executor, "_most_threads", most)
             assert executor.num_threads == expected
-            try:
-                demo_llm.generate([5, 6], SamplingParams(max_tokens=1), use_tqdm=False)
-            except MemoryError:
-                assert fails
+            with pytest.raises(MemoryError) if fails else nullcontext():
+                getattr(executor, method)(None)
             assert seen.pop() == expected
             assert torch.get_num_threads() == 3
+    finally:
+        step_has_ended.set()
+        other.join()
+        torch.set_num_threads(before)
+    assert others == [3, 3]
+
+
+@pytest.mark.skipif(not thread_setters(), reason="torch's library cannot limit one thread here")
+def test_the_limit_reaches_every_library() -> None:
+    """Also after the application has set a number, which binds MKL on its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with limited_threads(2):
+            limited = torch.__config__.parallel_info()
+        assert not re.findall(r"(?:omp|mkl)_get_max_threads\(\) : (?!2\n)", limited)
+        assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
 
@@ -189,19 +223,25 @@ def test_openmp_is_told_to_sleep_and_nobody_else() -> None:
 FAKE_TORCH = """
 import os
 print("loaded with", os.environ.get("OMP_WAIT_POLICY"))
-get_num_threads = lambda: 2
+def get_num_threads():
+    print("asked with", os.environ.get("OMP_WAIT_POLICY"))
+    return 2
 """
 
 
 @pytest.mark.parametrize(
     ("first", "environment", "printed"),
     [
-        ("", {}, "loaded with passive sleep None"),
-        ("", {"OMP_WAIT_POLICY": "active"}, "loaded with active spin active"),
-        ("", {"OMP_WAIT_POLICY": "PASSIVE"}, "loaded with PASSIVE sleep PASSIVE"),
-        ("", {"GOMP_SPINCOUNT": "1000"}, "loaded with None spin None"),
-        ("import torch", {}, "loaded with None spin None"),
-        ("from nanoserve import LLM", {}, "loaded with passive sleep None"),
+        ("", {}, "loaded with passive asked with passive sleep None"),
+        ("", {"OMP_WAIT_POLICY": "active"}, "loaded with active asked with active spin active"),
+        (
+            "",
+            {"OMP_WAIT_POLICY": "PASSIVE"},
+            "loaded with PASSIVE asked with PASSIVE sleep PASSIVE",
+        ),
+        ("", {"GOMP_SPINCOUNT": "1000"}, "loaded with None asked with None spin None"),
+        ("import torch", {}, "loaded with None asked with None spin None"),
+        ("from nanoserve import LLM", {}, "loaded with passive asked with passive sleep None"),
     ],
 )
 def test_the_users_choice_counts(

@@ -23,20 +23,20 @@ requests).
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
-from ast import literal_eval
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoserve.arg_utils import read_options
+from nanoserve.arg_utils import python_value, read_options
 from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.config import EngineConfig
-from nanoserve.kernels.threads import load_torch
+from nanoserve.kernels.threads import WAITING_VARIABLES, load_torch
 
 Values = dict[str, Any]
 
@@ -88,12 +88,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def set_threads(number: int | None) -> None:
+    """Load torch with this number of threads (None: each engine's own choice). Waiting threads
+    spin, unless the user has said otherwise: that is the fastest on an idle machine, which a
+    benchmark needs. The engines in processes of their own inherit both."""
+    if number is not None:
+        os.environ["OMP_NUM_THREADS"] = str(number)
+    if not any(name in os.environ for name in WAITING_VARIABLES):
+        os.environ["OMP_WAIT_POLICY"] = "active"
+    load_torch()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, and return 0. A command line that cannot be measured ends with status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
     args = parser.parse_intermixed_args(arguments)
-    load_torch()
+    set_threads(args.threads)
     from nanoserve.bench import plot, run
 
     try:
@@ -152,14 +163,6 @@ def variant(text: str) -> tuple[str, Values]:
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     return name, values
-
-
-def python_value(text: str) -> Any:
-    """ "True" -> True, "16" -> 16, "triton" -> "triton"."""
-    try:
-        return literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def numbers(text: str) -> tuple[int, ...]:

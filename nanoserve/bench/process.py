@@ -23,7 +23,6 @@ from typing import Any
 from nanoserve.bench import peers
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.workload import Request
-from nanoserve.kernels.threads import WAITING_VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent  # the folder that holds the package
 
@@ -50,9 +49,6 @@ class EngineProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
-        if not any(name in environment for name in WAITING_VARIABLES):
-            # The fastest on an idle machine, which a benchmark needs; the same for every engine.
-            environment["OMP_WAIT_POLICY"] = "active"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [python or sys.executable, peers.__file__, name],

@@ -71,8 +71,6 @@ DEFAULTS = {
 def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Values:
     """Run the suites one after the other, print each, and return (and write) the whole result."""
     names, is_toy = fill_in(args)
-    if args.threads:
-        torch.set_num_threads(args.threads)
     settings = make_settings(args, scratch)
     result: Values = {
         **report.describe_run(arguments, settings.device),

@@ -28,10 +28,15 @@ set before torch is imported).
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -85,6 +90,48 @@ def most_threads(model_bytes: int) -> int | None:
     if _is_set(NUMBER_VARIABLES):
         return None
     return 1 if model_bytes < SMALL_MODEL else num_cores()
+
+
+@contextmanager
+def limited_threads(number: int) -> Iterator[None]:
+    """Let torch use `number` threads for what the calling thread computes in this context.
+
+    torch.set_num_threads would also set the default of threads that start later, so a thread whose
+    first computation falls into this context would keep `number` for ever. OpenMP and MKL can set
+    the number of the calling thread alone. Without their functions nothing is limited.
+    """
+    import torch
+
+    before = torch.get_num_threads()  # the calling thread's
+    setters = thread_setters()
+    if not setters or number == before:
+        yield
+        return
+    set_openmp, *set_mkl = setters
+    set_openmp(number)
+    mkl_before = [set_threads(number) for set_threads in set_mkl]
+    try:
+        yield
+    finally:
+        set_openmp(before)
+        for set_threads, threads in zip(set_mkl, mkl_before, strict=True):
+            set_threads(threads)
+
+
+@cache
+def thread_setters() -> tuple[Callable[[int], Any], ...]:
+    """The functions in torch's library that set the calling thread's number of threads: OpenMP's,
+    then MKL's if it is there. () where the library has neither, as on Windows."""
+    import torch
+
+    folder = Path(torch.__file__).parent / "lib"
+    for file in (folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
+        if file.exists():
+            library = ctypes.CDLL(str(file))
+            if hasattr(library, "omp_set_num_threads"):
+                names = ("omp_set_num_threads", "MKL_Set_Num_Threads_Local")
+                return tuple(getattr(library, name) for name in names if hasattr(library, name))
+    return ()
 
 
 def num_cores(root: Path = Path("/")) -> int:

@@ -36,6 +36,8 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.arg_utils import EngineArgs, FlexibleArgumentParser
+from nanoserve.config import to_flag
+from nanoserve.logger import configure_logging
 from nanoserve.sampling_params import MISSING
 
 NO_FLAG = ("detokenize", "skip_clone")  # the commands print text; a request has a clone
@@ -64,10 +66,16 @@ class Parser(FlexibleArgumentParser):
         )
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """The parsed arguments. Ends with SystemExit(2) after a sentence on stderr."""
-        args, unknown = self.parse_known_intermixed_args(arguments)
-        if unknown and not unknown[0].startswith("-"):
-            self.error(f"{unknown[0]!r} is one word too many.")
+        """The parsed arguments; what stands behind "--" is no flag. Ends with SystemExit(2) after a
+        sentence on stderr."""
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        args, unknown = self.parse_known_intermixed_args(arguments[:end])
+        words = arguments[end + 1 :]
+        for action in self._get_positional_actions():  # one, which takes any number of words
+            setattr(args, action.dest, [*getattr(args, action.dest), *words])
+            words = []
+        if words or (unknown and not unknown[0].startswith("-")):
+            self.error(f"{(words or unknown)[0]!r} is one word too many.")
         elif unknown:
             name = unknown[0].partition("=")[0]
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
@@ -100,7 +108,7 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
         how = flag_of(hints[each.name])
         if how is None or each.name in (*without, *NO_FLAG, *MISSING):
             continue
-        flag, dest = "--" + each.name.replace("_", "-"), f"sampling_{each.name}"
+        flag, dest = to_flag(each.name), f"sampling_{each.name}"
         action = group.add_argument(flag, dest=dest, default=None, **how)
         default = defaults.get(each.name, each.default)
         text = f"{comments.get(each.name, '')} (default: {default})"
@@ -174,7 +182,7 @@ def speak_of_flags(message: str) -> str:
     match = re.fullmatch(r"EngineArgs\((\w+)=.*?\): (.*) Leave \1 out.*", message)
     if match is None:
         return message
-    flag = "--" + match[1].strip("_").replace("_", "-")
+    flag = to_flag(match[1].strip("_"))
     return f"{flag}: {match[2]} Leave {flag} out."
 
 
@@ -194,9 +202,10 @@ def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
 def build_llm(config: EngineArgs) -> LLM:
     """The engine in this process. Raises ValueError for a model that is not there.
 
-    Its report of what runs is left out, unless NANOSERVE_LOGGING_LEVEL asks for it.
+    Its report of what runs is left out, unless NANOSERVE_LOGGING_LEVEL or NANOSERVE_LOG_SCHEDULER
+    asks for messages.
     """
-    os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
+    configure_logging("WARNING")
     return LLM.from_engine_args(config)
 
 

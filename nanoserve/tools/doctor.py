@@ -46,6 +46,7 @@ from nanoserve.kernels.threads import (
     waiting_threads,
 )
 from nanoserve.llm import LLM
+from nanoserve.logger import configure_logging
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -324,9 +325,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("nanoserve doctor", description="Examine this machine.")
     parser.add_argument("--model", help="folder or Hugging Face id: how many KV blocks would fit?")
     args = parser.parse_args(arguments)
-    # The report says what an engine's first lines say.
-    os.environ.setdefault("NANOSERVE_LOGGING_LEVEL", "WARNING")
     try:
+        configure_logging("WARNING")  # the report says what an engine's first lines say
         report = examine(args.model)
     except ValueError as error:
         parser.error(str(error))
