@@ -37,10 +37,10 @@ def main() -> None:
     # Under torchrun, the processes of ranks above 0 work for rank 0 in this line, and exit there.
     with LLM(**vars(config)) as llm:
         for output in llm.generate(STORIES, params):
-            print(f"\n{output.prompt}{bold}{output.outputs[0].text}{plain}", flush=True)
+            print(f"{output.prompt}{bold}{output.outputs[0].text}{plain}\n", flush=True)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, params), strict=True):
-            print(f"\nQ: {question}\nA: {bold}{output.outputs[0].text}{plain}", flush=True)
+            print(f"Q: {question}\nA: {bold}{output.outputs[0].text}{plain}\n", flush=True)
 
 
 def run() -> None:

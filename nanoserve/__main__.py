@@ -115,10 +115,7 @@ def is_there(command: Command) -> bool:
 
 def describe_commands() -> str:
     """The text of `nanoserve --help`."""
-    lines = [
-        f"  {name:<10}{command.help if is_there(command) else describe_file(command)}"
-        for name, command in COMMANDS.items()
-    ]
+    lines = [f"  {name:<10}{describe_command(command)}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: nanoserve COMMAND [options]",
@@ -135,6 +132,14 @@ def describe_commands() -> str:
             "Without --model, a command runs the embedded demo model: no download, no GPU.",
         ]
     )
+
+
+def describe_command(command: Command) -> str:
+    """What a command does, or why it does nothing."""
+    if is_there(command):
+        return command.help
+    is_planned = "planned" in command.if_missing
+    return f"{command.help} (planned, not there yet)" if is_planned else describe_file(command)
 
 
 def describe_file(command: Command) -> str:

@@ -527,13 +527,8 @@ class EngineArgs(EngineConfig):
         parser.allow_abbrev = False  # --config would be --config-format
         EngineConfig.add_cli_args(parser)
         for name, known in KNOWN.items():
-<<<<<<< HEAD
-            flag = to_flag(name.strip("_"))
+            flags = [to_flag(name.strip("_")), *SHORT_FLAGS.get(name, "").split()]
             how: dict[str, Any] = {"type": python_value}
-=======
-            flags = ["--" + name.strip("_").replace("_", "-"), *SHORT_FLAGS.get(name, "").split()]
-            how: dict[str, Any] = {"type": _literal}
->>>>>>> h-readme-options
             if known.is_switch:
                 how = {"action": argparse.BooleanOptionalAction}
             taken = parser._option_string_actions  # the program's own -q stays its own

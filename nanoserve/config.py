@@ -28,6 +28,7 @@ import argparse
 import ast
 import inspect
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -39,7 +40,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from nanoserve.inputs import as_python
 
+logger = logging.getLogger("nanoserve")
+
 DEMO_MODEL = Path(__file__).parent / "demo"
+DEMO_NAME = Path("nanoserve/demo")  # its path in the clone, and its name in every other folder
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
 SEED_LIMIT = 2**63 - 1
 ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
@@ -479,31 +483,47 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def resolve_folder(model: str | Path | None) -> Path:
-    """The folder that holds `model`: the demo model (None), a local folder, or a download.
-
-    Raises ValueError if `model` is not a folder and the Hugging Face hub does not deliver it.
-    """
-    if model is None:
-        return DEMO_MODEL
-    if not str(model):
-        raise ValueError("model is an empty string. Give a folder, a Hugging Face id, or None.")
+def find_folder(model: str | Path) -> Path | None:
+    """The folder `model` on this machine; None if it is none. "nanoserve/demo" is the embedded demo
+    model in every working directory: a stranger could give a model on the hub this name."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
+    return DEMO_MODEL if folder == DEMO_NAME else None
+
+
+def resolve_folder(
+    model: str | Path | None, what: str = "model", default: Path = DEMO_MODEL
+) -> Path:
+    """The folder that holds `model`: `default` (None), a local folder, or a download.
+
+    what: the option that names it, "model" or "tokenizer". Raises ValueError if `model` is not a
+    folder and the Hugging Face hub does not deliver it.
+    """
+    if model is None:
+        return default
+    without = f"leave {what} out: " + {
+        "model": "the embedded demo model",
+        "tokenizer": "the model's own",
+    }.get(what, "the default")
+    if not str(model):
+        raise ValueError(f"{what} is an empty string. Give a folder, a Hugging Face id, or None.")
+    if (folder := find_folder(model)) is not None:
+        return folder
     if not re.fullmatch(HUB_ID, str(model)):
+        files = "config.json and *.safetensors" if what == "model" else "tokenizer.json"
         raise ValueError(
-            f"model {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B "
-            "or gpt2. Give a folder with config.json and *.safetensors or an id, or leave model "
-            "out: the embedded demo model."
+            f"{what} {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B "
+            f"or gpt2. Give a folder with {files} or an id, or {without}."
         )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
     except Exception as error:  # one of the hub's many: no model
+        logger.debug("%s %r: %s", what, str(model), error)
         raise ValueError(
-            f"model {str(model)!r} is not a local folder, and the Hugging Face hub did not deliver "
-            f"it ({type(error).__name__}: {error}). Check the name and the connection, or give a "
-            "folder."
+            f"{what} {str(model)!r} is not a local folder, and the Hugging Face hub did not "
+            f"deliver it ({type(error).__name__}). Check the name and the connection, give a "
+            f"folder, or {without}."
         ) from error

@@ -118,7 +118,7 @@ class LLMEngine:
         from nanoserve.parallel import with_device
 
         self.config = with_device(config).resolve(self.model_config)
-        tokenizer_folder = folder if config.tokenizer is None else resolve_folder(config.tokenizer)
+        tokenizer_folder = resolve_folder(config.tokenizer, "tokenizer", default=folder)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}

@@ -22,12 +22,15 @@ inputs/preprocess.py, chat_utils.py, hf.py (V1).
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError
+
+logger = logging.getLogger("nanoserve")
 
 
 class _PromptOptions(TypedDict, total=False):
@@ -65,6 +68,9 @@ MISSING_KEYS = {  # vLLM's other keys, and what they are for
     "decoder_prompt": "encoder-decoder models",
     "token_type_ids": "cross-encoders",
 }
+CHAT_EXAMPLE = "Give for example [{'role': 'user', 'content': 'Hello'}]."
+# The roles that chat templates know, each template some of them.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
 TEXT_PART_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
 # {% for part in message["content"] %}, {% for part in message.content %}, {% for part in content %}
 LOOP_OVER_CONTENT = re.compile(r"""\{%-?\s*for\s+\w+\s+in\s+[\w.\[\]'"]*content\b""")
@@ -220,12 +226,22 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
     Raises TypeError for what is no conversation, ValueError for a part that is not text.
     """
     if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
-        raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
+        raise TypeError(
+            f"a conversation is a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+        )
     parsed = []
     for message in messages:
         if not isinstance(message, Mapping):
-            raise TypeError(f"a conversation is a list of message dicts, got {messages!r}.")
+            raise TypeError(
+                f"a conversation is a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+            )
         parsed.append(dict(message))
+        if (role := message.get("role", "user")) not in ROLES:
+            logger.warning(
+                "a message has the role %r, which few chat templates know. Usual roles: system, "
+                "user, assistant, tool.",
+                role,
+            )
         content = message.get("content", 0)  # a message without one is the template's business
         parts = [content] if isinstance(content, str) else [] if content is None else content
         if isinstance(parts, (list, tuple)):

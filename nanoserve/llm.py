@@ -21,9 +21,7 @@ from collections.abc import Sequence as Seq
 from itertools import count
 from pathlib import Path
 from time import time
-from typing import Any
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
@@ -31,6 +29,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.inputs import (
+    CHAT_EXAMPLE,
     Message,
     PromptType,
     as_python,
@@ -42,6 +41,9 @@ from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class LLM:
@@ -420,7 +422,9 @@ class LLM:
         """The prompts of one conversation, or of a list of conversations. `options` go to the chat
         template, and chat_template_kwargs below them."""
         if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
+            raise TypeError(
+                f"messages must be a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+            )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         options = {**(chat_template_kwargs or {}), **options}
         if "tokenize" in options:
@@ -496,6 +500,8 @@ class _ProgressBar:
         use_tqdm: bool | Callable[..., tqdm],
     ) -> None:
         """use_tqdm: a function that makes the bar, or whether there is one."""
+        from tqdm import tqdm  # here, so that the command line answers where nothing is installed
+
         self.engine = engine
         self.requests = requests
         what: dict[str, Any] = {"total": len(requests), "desc": "Prompts"}
@@ -537,13 +543,12 @@ class _ProgressBar:
         """The numbers behind the bar, of all requests of the call."""
         scheduler = self.engine.scheduler
         num_running, sequences = len(scheduler.running), [r.sequences for r in self.requests]
-        num_input = sum(min(s.num_computed_tokens, s.num_prompt_tokens) for s, *_ in sequences)
         num_output = sum(seq.num_output_tokens for each in sequences for seq in each)
         self.described_at = time()
         elapsed = max(self.described_at - self.start_time, 1e-9)
         self.bar.set_postfix_str(
-            f"running: {num_running}, waiting: {len(scheduler.sequences) - num_running}, "
-            f"output: {num_output / elapsed:.0f} tok/s, input: {num_input / elapsed:.0f} tok/s",
+            f"run {num_running}, wait {len(scheduler.sequences) - num_running}, "
+            f"{num_output / elapsed:.0f} tok/s",
             refresh=False,
         )
 

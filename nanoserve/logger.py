@@ -6,8 +6,9 @@ engine begins with what explains its speed:
 
     nanoserve: model      demo (Qwen3ForCausalLM), max_model_len 512
     nanoserve: device     cpu, float32, attention=torch, 1 thread
-    nanoserve: KV cache   32768 blocks of 16 tokens, prefix caching on, preemption by recompute
-    nanoserve: scheduler  max_num_seqs 256, token budget 2048, chunked prefill on, ...
+    nanoserve: KV cache   32768 blocks of 16 tokens, prefix caching on
+    nanoserve: batch      max_num_seqs 256, token budget 2048, chunked prefill on
+    nanoserve: scheduler  fcfs, preemption by recompute, async scheduling off
 
 Two environment variables:
 
@@ -31,13 +32,12 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tqdm import tqdm
-
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine, StepReport
     from nanoserve.sequence import Sequence
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+LEVEL_ALIASES = {"WARN": "WARNING", "FATAL": "CRITICAL"}  # as in Python's logging
 WARNED: set[str] = set()  # messages of warning_once, in this process
 MOST_NAMES = 8  # in one list of a step's line
 
@@ -59,6 +59,7 @@ def configure_logging(default: str = "INFO") -> None:
     """
     logger = logging.getLogger("nanoserve")
     level = os.environ.get("NANOSERVE_LOGGING_LEVEL", "").upper()
+    level = LEVEL_ALIASES.get(level, level)
     if level and level not in LEVELS:
         raise ValueError(
             f"NANOSERVE_LOGGING_LEVEL is {level!r}; allowed: {', '.join(LEVELS)}. "
@@ -96,8 +97,9 @@ class PlainHandler(logging.Handler):
             is_report = record.levelno < logging.WARNING
             level = "" if is_report else f" {record.levelname}"
             stream = output_stream() if is_report else sys.stderr
-            # tqdm.write prints above a progress bar instead of into it.
-            tqdm.write(f"nanoserve{level}: {self.format(record)}", file=stream)
+            # tqdm.write prints above a progress bar instead of into it. No tqdm, no bar.
+            write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
+            write(f"nanoserve{level}: {self.format(record)}", file=stream)
             stream.flush()
         except Exception:
             self.handleError(record)
@@ -145,23 +147,23 @@ def _device_of(engine: LLMEngine) -> str:
 
 
 def startup_report(engine: LLMEngine) -> list[str]:
-    """Four lines: model, device, KV cache, scheduler."""
+    """Model, device, KV cache, batch, scheduler: lines that fit into 80 columns."""
     config, executor = engine.config, engine.executor
-    device = _device_of(engine)
+    device, _, graphs = _device_of(engine).partition(", CUDA ")
     num_threads = getattr(executor, "num_threads", None)
     if num_threads and config.device == "cpu":
         device += f", {num_threads} {'thread' if num_threads == 1 else 'threads'}"
     name, architecture = engine.model_config.path.name, engine.model_config.architecture
-    policy = "" if config.scheduling_policy == "fcfs" else f"{config.scheduling_policy}, "
     return [
         f"model      {name} ({architecture}), max_model_len {config.max_model_len}",
         f"device     {device}",
+        *([f"           CUDA {graphs}"] if graphs else []),
         f"KV cache   {executor.num_kv_blocks} blocks of {config.block_size} tokens, "
-        f"prefix caching {_on_off(config.enable_prefix_caching)}, "
-        f"preemption by {config.preemption_mode}",
-        f"scheduler  {policy}max_num_seqs {config.max_num_seqs}, "
+        f"prefix caching {_on_off(config.enable_prefix_caching)}",
+        f"batch      max_num_seqs {config.max_num_seqs}, "
         f"token budget {config.max_num_batched_tokens}, "
-        f"chunked prefill {_on_off(config.enable_chunked_prefill)}, "
+        f"chunked prefill {_on_off(config.enable_chunked_prefill)}",
+        f"scheduler  {config.scheduling_policy}, preemption by {config.preemption_mode}, "
         f"async scheduling {_on_off(config.async_scheduling)}",
     ]
 

@@ -24,12 +24,14 @@ vLLM: V0 and V1 share vllm/sampling_params.py.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
 from nanoserve.exceptions import VLLMValidationError
@@ -98,6 +100,16 @@ MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "routed_experts_prompt_start": ((0,), "0"),
     "trace_decode_token_ids": ((None,), "None; a logits processor can force tokens"),
 }
+# Arguments of earlier versions of vLLM, and what to use.
+REMOVED = {
+    "best_of": "n completions and their cumulative_logprob (logprobs=0) let you keep the best.",
+    "use_beam_search": "LLM.beam_search(prompts, BeamSearchParams(...)) searches.",
+    "length_penalty": "BeamSearchParams(length_penalty=...) has it.",
+    "early_stopping": "LLM.beam_search has its own rule for the end.",
+    "guided_decoding": "structured output is not there yet; a logits processor can restrict "
+    "the tokens.",
+    "truncate_prompt_tokens": "prompts are never cut. Give the last token ids as the prompt.",
+}
 # What vLLM's repr shows, in its order.
 # fmt: off
 SHOWN = (
@@ -113,6 +125,28 @@ SHOWN = (
 LogitsProcessor = Callable[..., Any]
 
 
+Class = TypeVar("Class")
+
+
+def _explain_unknown(cls: type[Class]) -> type[Class]:
+    """Let the constructor say what is known, in place of Python's own TypeError."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def explain(self: Any, *args: Any, **given: Any) -> None:
+        for name in given.keys() - FIELDS:
+            message = f"{cls.__name__}() got an unexpected keyword argument {name!r}."
+            if name in REMOVED:
+                raise TypeError(f"{message} nanoserve does not have it: {REMOVED[name]}")
+            near = get_close_matches(name, FIELDS, n=1)
+            raise TypeError(message + "".join(f" Did you mean {other!r}?" for other in near))
+        init(self, *args, **given)
+
+    cls.__init__ = explain  # type: ignore[method-assign]
+    return cls
+
+
+@_explain_unknown
 @dataclass(repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.

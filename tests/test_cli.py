@@ -121,6 +121,18 @@ def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_help_needs_no_installation() -> None:
+    """Where the virtual environment is not activated: the standard library alone (-S)."""
+    for command in ("--version", "--help", "chat --help", "complete --help", "doctor --help"):
+        done = python("-S", "-m", "nanoserve", *command.split())
+        assert (done.returncode, done.stderr) == (0, "")
+    done = python("-S", "bench.py", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = python("-S", "-m", "nanoserve", "complete", "a")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "'torch': it is not installed for" in done.stderr
+
+
 def test_bench_py_helps_without_torch() -> None:
     """-X importtime writes a line on stderr for each module."""
     done = python("-X", "importtime", "bench.py", "--help")
@@ -182,7 +194,7 @@ def test_a_command_registers_itself_by_its_file(
     assert (result.status, result.out) == (1, "")
     assert "new_chapter.py is planned, and not there yet. Use nanoserve chat" in result.err
     assert len(result.err.splitlines()) == 1
-    assert "not there yet" in run("--help").out
+    assert f"{command.help} (planned, not there yet)" in run("--help").out
 
     code = "def main(arguments):\n    print(arguments)\n    return 7\n"
     (tmp_path / "new_chapter.py").write_text(code, encoding="utf-8")
@@ -227,6 +239,11 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     ("arguments", "message"),
     [
         (["complete", "a", "--temprature", "1"], "no option --temprature. Did you mean --temp"),
+        (["chat", "--chat-templete", "x"], "no option --chat-templete. Did you mean --chat-temp"),
+        (["complete", "a", "--chat-template", "x"], "no option --chat-template. (--help"),
+        (["chat", "--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
+        (["complete", "a", "--quantization", "awq"], "error: --quantization: Quantized weights"),
+        (["complete", "a", "--enable-lora"], "as model. Leave --enable-lora out. (--help"),
         (["complete", "a", "--temperature", "-1"], "temperature is -1.0; allowed: 0 (greedy)"),
         (["complete", "a", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),
         (["complete", "a", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 or more"),
@@ -440,6 +457,13 @@ def test_prompts_come_from_standard_input(demo_llm: LLM, run: Callable[..., Resu
     assert run("complete", "-", *greedy, stdin=f"{STORY}\nOne day\n").out == f"{whole}\n"
 
 
+def test_several_texts_of_several_prompts(run: Callable[..., Result]) -> None:
+    """A note says which text belongs to which prompt. Standard output has the texts alone."""
+    result = run("complete", STORY, "One day", "--n", "2", "--seed", "3", "--max-tokens", "2")
+    assert result.err == "[2 texts of each prompt, in the order of the prompts]\n"
+    assert run("complete", STORY, "One day", "--max-tokens", "2").err == ""
+
+
 def test_json_has_a_line_for_each_prompt(demo_llm: LLM, run: Callable[..., Result]) -> None:
     arguments = ("--json", "--n", "2", "--seed", "3", "--max-tokens", "6", "--logprobs", "1")
     result = run("complete", STORY, "你好", *arguments, "--prompt-logprobs", "0")
@@ -531,6 +555,13 @@ def test_a_chat_through_a_pipe(run: Callable[..., Result]) -> None:
     assert "[new conversation]" in result.err
     assert result.err.count("first token after") == 3
     assert run("chat", *GREEDY, "-q", "What is 17 + 25?").out == "17 + 25 = 42\n"
+
+
+def test_a_template_of_your_own(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "plain.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
+    answer = run("chat", *GREEDY, "-q", STORY, "--chat-template", str(tmp_path / "plain.jinja"))
+    assert answer.out == run("complete", *GREEDY, STORY).out
+    assert answer.out != run("chat", *GREEDY, "-q", STORY).out
 
 
 @pytest.fixture

@@ -88,9 +88,23 @@ def test_threads_that_do_not_fit_the_cores(
     for module in (doctor, thread_module):
         monkeypatch.setattr(module, "num_cores", lambda: cores)
     monkeypatch.setattr(doctor, "compare_threads", lambda report, num_threads: None)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (cores - 0.5, 0, 0))
     report = Report()
     doctor.check_threads(report)
     assert (advice in " ".join(report.advice)) if advice else not report.advice
+
+
+def test_is_it_the_load(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs on all cores are named; and the threads are those of the demo model."""
+    monkeypatch.setattr(doctor, "num_cores", lambda: 2)
+    monkeypatch.setattr(doctor, "compare_threads", lambda report, num_threads: None)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (4.0, 0, 0), raising=False)
+    report = Report()
+    doctor.check_threads(report)
+    assert "other programs use the cores (load 4.0 on 2 cores)" in report.advice[0]
+    threads = demo_llm.engine.executor.num_threads
+    torch_has = f"{threads} for the demo model (torch has {torch.get_num_threads()}), "
+    assert report.lines[0][1].startswith(torch_has)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def run_example(*arguments: str) -> str:
 def test_the_demo_model_speaks() -> None:
     """A story that is continued, and right answers, with an engine option as a flag."""
     output = run_example("--max-tokens", "30", "--max-num-seqs", "3")
+    assert output.startswith("Once upon a time"), "`| head -1` shows the story"
     story = next(line for line in output.splitlines() if line.startswith("Once upon a time"))
     assert len(story) > 60
     assert "What is 17 + 25?" in output

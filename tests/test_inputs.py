@@ -224,6 +224,16 @@ def test_what_is_no_conversation(messages: Any) -> None:
         parse_chat_messages(messages, "string")
 
 
+def test_an_unusual_role_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """A template may know it. A misspelt one would silently give nonsense."""
+    for role in ("system", "user", "assistant", "tool"):
+        parse_chat_messages([{"role": role, "content": "Hi"}], "string")
+    assert not caplog.records
+    [message] = parse_chat_messages([{"role": "usr", "content": "Hi"}], "string")
+    assert message == {"role": "usr", "content": "Hi"}
+    assert "has the role 'usr'" in caplog.text
+
+
 def test_templates_that_loop_over_parts_get_parts() -> None:
     for template, found in (
         ("{{ message['content'] }}", "string"),

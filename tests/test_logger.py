@@ -11,7 +11,7 @@ from engines import EOS, finish, make_engine, params
 
 from nanoserve import LLM, LLMEngine
 from nanoserve import logger as module
-from nanoserve.logger import LEVELS, configure_logging, init_logger, warning_once
+from nanoserve.logger import LEVEL_ALIASES, LEVELS, configure_logging, init_logger, warning_once
 
 
 @pytest.fixture
@@ -64,21 +64,22 @@ def test_a_failure_is_shown_with_its_traceback(
     assert "KeyError: 'block 7'" in shown
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, *LEVEL_ALIASES])
 def test_the_level_from_the_environment(
     level: str,
     fresh: Callable[[], logging.Logger],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exactly the messages of this level and above. Lower case is understood, too."""
+    """Exactly the messages of this level and above. Lower case is understood, and Python's other
+    names."""
     ours = fresh()
     monkeypatch.setenv("NANOSERVE_LOGGING_LEVEL", level.lower())
     configure_logging()
     for each in LEVELS:
         ours.log(getattr(logging, each), "at %s", each)
     shown = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
-    assert shown == list(LEVELS[LEVELS.index(level) :])
+    assert shown == list(LEVELS[LEVELS.index(LEVEL_ALIASES.get(level, level)) :])
 
 
 def test_the_level_may_change_between_two_engines(
@@ -184,7 +185,7 @@ def test_a_notebook_shows_reports_without_red(
 def test_the_report_explains_a_slow_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four lines, of the same form for every engine; each value is one that the user can set."""
+    """Lines of the same form for every engine; each value is one that the user can set."""
     monkeypatch.delenv("NANOSERVE_LOGGING_LEVEL", raising=False)
     caplog.set_level(logging.INFO, "nanoserve")
     options = {"max_num_batched_tokens": 33, "max_num_seqs": 5, "preemption_mode": "swap"}
@@ -194,12 +195,14 @@ def test_the_report_explains_a_slow_run(
         "model      ",
         "device     ",
         "KV cache   ",
+        "batch      ",
         "scheduler  ",
     ]
     assert "(LlamaForCausalLM), max_model_len 64" in lines[0]
     assert lines[1].endswith("none, none, attention=fake")
-    assert lines[2].endswith("17 blocks of 4 tokens, prefix caching on, preemption by swap")
-    assert "max_num_seqs 5, token budget 33, chunked prefill on, async scheduling off" in lines[3]
+    assert lines[2].endswith("17 blocks of 4 tokens, prefix caching on")
+    assert lines[3].endswith("max_num_seqs 5, token budget 33, chunked prefill on")
+    assert lines[4].endswith("fcfs, preemption by swap, async scheduling off")
     assert engine.step_listeners == [], "no step is logged"
 
 
@@ -211,6 +214,17 @@ def test_the_report_names_device_and_threads(
     assert lines[1].endswith((" thread", " threads"))
     assert repr(demo_llm) == "LLM(demo, cpu float32, 512 blocks, 0 running, 0 waiting)"
     assert "attention=torch" in repr(demo_llm.engine.executor.runner)
+
+
+def test_the_report_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a large engine on a GPU, behind "nanoserve: "."""
+    options = {"max_num_batched_tokens": 131072, "max_num_seqs": 512, "async_scheduling": True}
+    engine = make_engine(scheduling_policy="priority", num_kv_blocks=2_000_000, **options)
+    text = "device=cuda:0, dtype=torch.bfloat16, attention=triton, CUDA graphs for 35 batch sizes "
+    monkeypatch.setattr(engine.executor, "describe", lambda: text + "(1234 MiB)")
+    lines = module.startup_report(engine)
+    assert [line for line in lines if len("nanoserve: " + line) >= 80] == []
+    assert "CUDA graphs for 35 batch sizes (1234 MiB)" in lines[2]
 
 
 def read_steps(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from dataclasses import fields, replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from nanoserve import RequestOutputKind, SamplingParams, logger
 from nanoserve.exceptions import VLLMValidationError
-from nanoserve.sampling_params import MISSING
+from nanoserve.sampling_params import MISSING, REMOVED
 
 NAN, INF = math.nan, math.inf
 
@@ -89,6 +90,22 @@ FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalt
 FLOATS = (*FLOATS, "repetition_penalty")
 FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 FLAGS = (*FLAGS, "spaces_between_special_tokens", "skip_clone")
+
+
+def test_unknown_arguments_are_explained() -> None:
+    """Misspelt ones, and those of earlier versions. The signature is still that of the fields."""
+    for name, meant in {"max_token": "max_tokens", "logits_processor": "logits_processors"}.items():
+        with pytest.raises(TypeError, match=rf"SamplingParams\(\) got .*{name}'.*mean '{meant}'\?"):
+            SamplingParams(**{name: 1})
+    for name, advice in REMOVED.items():
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{name}'") as raised:
+            SamplingParams(**{name: 1})
+        assert str(raised.value).endswith(advice)
+    with pytest.raises(TypeError, match=r"argument 'qqq'.$"):
+        SamplingParams.from_optional(qqq=1)
+    assert list(inspect.signature(SamplingParams).parameters) == [
+        f.name for f in fields(SamplingParams)
+    ]
 
 
 def assert_refused(error: type[Exception], words: list[str], **values: Any) -> None:

@@ -24,6 +24,7 @@ import ast
 import contextlib
 import inspect
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -79,7 +80,8 @@ class Parser(FlexibleArgumentParser):
             name = unknown[0].partition("=")[0]
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [flag for action in shown for flag in action.option_strings]
-            hint = "".join(f" Did you mean {n}?" for n in get_close_matches(name, flags, n=1))
+            near = get_close_matches(name, flags, n=1, cutoff=0.8)
+            hint = "".join(f" Did you mean {flag}?" for flag in near)
             self.error(f"no option {name}.{hint}")
         return args
 
@@ -167,8 +169,21 @@ def read_config(parser: Parser, args: argparse.Namespace) -> EngineArgs:
     try:
         config = EngineArgs.from_cli_args(args)
     except (TypeError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(speak_of_flags(str(error)))
     return config
+
+
+def speak_of_flags(message: str) -> str:
+    """A sentence about an option of vLLM, for a command line.
+
+    >>> speak_of_flags("EngineArgs(enable_lora=True): ... Leave enable_lora out, or set it to 0.")
+    "--enable-lora: ... Leave --enable-lora out."
+    """
+    match = re.fullmatch(r"EngineArgs\((\w+)=.*?\): (.*) Leave \1 out.*", message)
+    if match is None:
+        return message
+    flag = to_flag(match[1].strip("_"))
+    return f"{flag}: {match[2]} Leave {flag} out."
 
 
 def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanoserve import LLM, RequestOutput, SamplingParams, __version__
+from nanoserve.arg_utils import load_chat_template
 from nanoserve.tools import cli
 
 HELP = """\
@@ -155,6 +156,8 @@ def make_parser() -> cli.Parser:
     add("-q", "--quick", metavar="MESSAGE", help="print the answer to one message, and leave")
     add("--system-prompt", metavar="TEXT", help="how the model shall answer")
     add("--stats", action="store_true", help="statistics after each answer")
+    add("--chat-template", metavar="FILE",
+        help="a Jinja template, or a file with one, in place of the model's own")  # fmt: skip
     add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON",
         help="""for the chat template, such as '{"enable_thinking": false}'""")  # fmt: skip
     cli.add_option_args(parser, without=("n", "logprobs", "prompt_logprobs"), max_tokens=None)
@@ -177,9 +180,14 @@ def main(arguments: list[str]) -> int:
     parser = make_parser()
     args = parser.parse(arguments)
     config, given = cli.read_config(parser, args), cli.read_sampling(parser, args)
+    options = dict(args.chat_template_kwargs)
+    try:
+        if args.chat_template is not None:
+            options["chat_template"] = load_chat_template(args.chat_template)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     with cli.build_llm(config) as llm:
         params = cli.make_params(llm, given, max_tokens=None)
-        options = args.chat_template_kwargs
         chat = Chat(llm, params, args.system_prompt, args.stats, options)
         chat.check_template()
         if args.quick is not None:

@@ -30,8 +30,6 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.tools import cli
 
@@ -138,6 +136,8 @@ def complete(
     Raises ValueError, before any work, if one of the prompts can never be served. However this
     ends, none of the requests stays in the engine.
     """
+    from tqdm import tqdm  # here, so that --help needs no installation
+
     requests = []
     for number, prompt in enumerate(prompts, start=1):
         try:
@@ -218,6 +218,8 @@ def main(arguments: list[str]) -> int:
                 cli.note(f"[{error}]")
 
         if prompts:
+            if len(prompts) > 1 and params.n > 1 and not (args.json or sys.stdout.isatty()):
+                cli.note(f"[{params.n} texts of each prompt, in the order of the prompts]")
             return int(not run(prompts))
         cli.note("Type a text to continue. Ctrl-D leaves.")
         cli.read_lines(answer)

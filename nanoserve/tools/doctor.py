@@ -11,7 +11,7 @@ on what else runs. The last lines name each problem and its remedy. The exit sta
 self-check fails.
 
     device        cpu: x86_64, 2 cores; 20.1 GiB free
-    threads       2 of torch, waiting ones sleep; load 0.3 on 2 cores
+    threads       1 for the demo model (torch has 2), waiting ones sleep; load 0.3 on 2 cores
     ten tokens    11 ms on 1 thread; on 2 threads 24 ms if waiting ones sleep, 12 ms if they spin
     KV blocks     demo: 16384 of 16 tokens, 128 sequences of 2048 tokens
     self-check    passed: ' there was a kind girl named Mia. ', as transformers would
@@ -36,12 +36,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
-
-from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
+from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig, find_folder
 from nanoserve.kernels.threads import (
     WAITING_VARIABLES,
     load_torch,
+    most_threads,
     num_cores,
     slow_threads_hint,
     waiting_threads,
@@ -60,6 +59,7 @@ NUM_TOKENS = 10
 TOLERANCE = 0.05
 CLEARLY = 1.5  # times as fast; less may be chance
 GIB = 2**30
+DEMO_BYTES = sum(file.stat().st_size for file in DEMO_MODEL.glob("*.safetensors"))
 
 
 @dataclass
@@ -103,8 +103,8 @@ def examine(model: str | None = None) -> Report:
 
 def read_config(model: str) -> ModelConfig:
     """The config of a folder or of a Hugging Face id; downloads config.json and nothing else."""
-    if Path(model).is_dir():
-        return ModelConfig.from_folder(Path(model))
+    if (folder := find_folder(model)) is not None:
+        return ModelConfig.from_folder(folder)
     from huggingface_hub import hf_hub_download
 
     try:
@@ -118,6 +118,8 @@ def read_config(model: str) -> ModelConfig:
 
 def check_versions(report: Report) -> None:
     """Python and the packages that nanoserve needs, with the versions that setup.cfg allows."""
+    from packaging.requirements import Requirement
+
     report.add("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     # The requirements are known only if nanoserve is installed.
     texts = metadata.requires("nanoserve") if _version("nanoserve") else None
@@ -165,8 +167,18 @@ def check_threads(report: Report) -> None:
     import torch
 
     threads, cores = torch.get_num_threads(), num_cores()
-    load = f"; load {os.getloadavg()[0]:.1f} on {cores} cores" if hasattr(os, "getloadavg") else ""
-    report.add("threads", f"{threads} of torch, waiting ones {waiting_threads()}{load}")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # Windows has none
+    text = "" if load is None else f"load {load:.1f} on {cores} {'core' if cores == 1 else 'cores'}"
+    number = min(threads, most_threads(DEMO_BYTES) or threads)
+    report.add(
+        "threads",
+        f"{number} for the demo model (torch has {threads}), waiting ones {waiting_threads()}"
+        + (text and f"; {text}"),
+    )
+    if load is not None and load >= cores:
+        report.advice.append(
+            f"other programs use the cores ({text}): expect slower runs; end some programs, or wait"
+        )
     is_set = "OMP_NUM_THREADS" in os.environ
     hint = slow_threads_hint(threads if is_set else min(threads, cores))  # as the engine does
     if threads < (cores + 1) // 2:
