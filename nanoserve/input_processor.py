@@ -7,7 +7,7 @@ Sequence:
     -> prompt_token_ids [12, 7, 4, 31]      each one in the vocabulary
        max_tokens min(50, what fits)        in max_model_len and in the whole KV cache
        stop_token_ids {1}                   the model's EOS tokens and the request's own
-       seed, seq_id                         drawn here: a seed gives the same text in any batch
+       seed, seq_id                         drawn here: a seed fixes the random stream, in any batch
 
 Any thread may call the InputProcessor at any time, also while the engine runs a step.
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import VLLMValidationError
-from nanoserve.inputs import PromptType, as_python, parse_prompt, pick_salt, render_chat
+from nanoserve.inputs import PromptType, as_python, brief, parse_prompt, pick_salt, render_chat
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
@@ -156,7 +156,7 @@ class InputProcessor:
             try:
                 token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             except Exception as error:  # for example a lone surrogate
-                message = f"the tokenizer cannot encode {text!r}: {error}."
+                message = f"the tokenizer cannot encode {brief(text)}: {error}."
                 raise VLLMValidationError(message) from error
         if not token_ids:
             raise VLLMValidationError(

@@ -784,12 +784,27 @@ def test_add_request_refuses_too(llm: LLM) -> None:
     assert_serves(llm)
 
 
+def test_chat_template_kwargs_count_unless_an_argument_is_given(llm: LLM) -> None:
+    """As in vLLM: tools and chat_template may be given in either place."""
+    template = "{{ messages[0].content }}{{ tools[0].name }}{{ kind }}"
+    params = SamplingParams(max_tokens=1)
+    inside = {"chat_template": template, "tools": [{"name": "add"}], "kind": "!"}
+    for given, prompt in (({}, "Hiadd!"), ({"tools": [{"name": "sub"}]}, "Hisub!")):
+        messages = [{"role": "user", "content": "Hi"}]
+        arguments = {"chat_template_kwargs": inside, **given}
+        [output] = llm.chat(messages, params, use_tqdm=False, **arguments)
+        assert output.prompt == prompt
+        llm.enqueue_chat(messages, params, use_tqdm=False, **arguments)
+        [output] = llm.wait_for_completion(use_tqdm=False)
+        assert output.prompt == prompt
+
+
 def test_chat_refuses(llm: LLM) -> None:
     for messages, error, message in (
         ("hello", TypeError, r"messages must be a list of message dicts, got 'hello'"),
         ([SUM, []], TypeError, r"a conversation is a list of message dicts, got \[\]"),
         ([SUM, "hello"], TypeError, r"a conversation is a list of message dicts, got 'hello'"),
-        ([{"role": "user"}], ValueError, r"chat template refuses \[\{'role': 'user'\}\].*content"),
+        ([{"content": "Hi"}], ValueError, r"chat template refuses \[\{'content': 'Hi'\}\].*role"),
     ):
         with pytest.raises(error, match=message):
             llm.chat(messages, GREEDY)
