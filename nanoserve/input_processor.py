@@ -107,8 +107,10 @@ class InputProcessor:
         room = self._room_after(len(prompt_token_ids))
         bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
+        eos_token_id = None
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
+            eos_token_id = getattr(self.tokenizer, "eos_token_id", None)
         return Sequence(
             seq_id=self.next_seq_ids(sampling_params.n),
             request_id=request_id,
@@ -118,6 +120,7 @@ class InputProcessor:
             stop_token_ids=stop_token_ids,
             seed=self._draw_seed() if sampling_params.seed is None else sampling_params.seed,
             metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
+            eos_token_id=eos_token_id,
             prompt=components.text,
             priority=priority,
             cache_salt=cache_salt,

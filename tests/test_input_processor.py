@@ -52,7 +52,10 @@ def test_a_request_becomes_a_sequence(processor: InputProcessor) -> None:
     assert seq.stop_token_ids == processor.model_config.eos_token_ids | {7}
     assert (seq.seed, seq.cache_salt, seq.status) == (3, "mine", SequenceStatus.WAITING)
     ignoring = SamplingParams(ignore_eos=True, stop_token_ids=[7])
-    assert processor.process("b", [5], ignoring).stop_token_ids == {7}
+    ignored = processor.process("b", [5], ignoring)
+    assert ignored.stop_token_ids == {7}
+    # Which of the stop tokens is the tokenizer's own, and not reported as a stop_reason.
+    assert (seq.eos_token_id, ignored.eos_token_id) == (demo_tokenizer().eos_token_id, None)
 
 
 def test_sequences_do_not_share_the_callers_list(processor: InputProcessor) -> None:
