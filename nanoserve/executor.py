@@ -26,6 +26,8 @@ uniproc_executor.py (V1).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
@@ -59,6 +61,7 @@ class UniprocExecutor:
     runs between two steps, computes with another number of threads than the application's."""
 
     _most_threads: int | None = None  # that are good for the model on a CPU; None: no limit
+    _thread_setters: Seq[Callable[[int], Any]] = ()
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class UniprocExecutor:
         self.num_cpu_blocks = self.runner.num_cpu_blocks
         if self.runner.device.type == "cpu":
             self._most_threads = most_threads(self.runner.model.num_bytes())
+            self._thread_setters = thread_setters()
             hint = slow_threads_hint(self.num_threads)
             if hint:
                 warning_once(logger, hint)
@@ -80,11 +84,11 @@ class UniprocExecutor:
     def num_threads(self) -> int:
         """Threads that compute a step on a CPU."""
         of_torch = torch.get_num_threads()
-        return min(of_torch, self._most_threads or of_torch) if thread_setters() else of_torch
+        return min(of_torch, self._most_threads or of_torch) if self._thread_setters else of_torch
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and return its tokens."""
-        with limited_threads(self.num_threads):
+        with limited_threads(self.num_threads, self._thread_setters):
             return self.runner.execute_model(scheduler_output)
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
@@ -92,7 +96,7 @@ class UniprocExecutor:
 
         The next step may be launched before the result of this step is read.
         """
-        with limited_threads(self.num_threads):
+        with limited_threads(self.num_threads, self._thread_setters):
             return self.runner.launch(scheduler_output)
 
     def describe(self) -> str:

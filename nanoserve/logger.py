@@ -7,8 +7,7 @@ engine begins with what explains its speed:
     nanoserve: model      demo (Qwen3ForCausalLM), max_model_len 512
     nanoserve: device     cpu, float32, attention=torch, 1 thread
     nanoserve: KV cache   32768 blocks of 16 tokens, prefix caching on
-    nanoserve: batch      max_num_seqs 256, token budget 2048, chunked prefill on
-    nanoserve: scheduler  fcfs, preemption by recompute, async scheduling off
+    nanoserve: scheduler  max_num_seqs 256, token budget 2048, chunked prefill on
 
 Two environment variables:
 
@@ -147,24 +146,30 @@ def _device_of(engine: LLMEngine) -> str:
 
 
 def startup_report(engine: LLMEngine) -> list[str]:
-    """Model, device, KV cache, batch, scheduler: lines that fit into 80 columns."""
+    """Four lines that fit into 80 columns: model, device, KV cache, scheduler. Further lines only
+    for CUDA graphs, and for choices of the scheduler other than the default."""
     config, executor = engine.config, engine.executor
     device, _, graphs = _device_of(engine).partition(", CUDA ")
     num_threads = getattr(executor, "num_threads", None)
     if num_threads and config.device == "cpu":
         device += f", {num_threads} {'thread' if num_threads == 1 else 'threads'}"
     name, architecture = engine.model_config.path.name, engine.model_config.architecture
+    choices = {
+        "priority": config.scheduling_policy == "priority",
+        "preemption by swap": config.preemption_mode == "swap",
+        "async scheduling": config.async_scheduling,
+    }
+    chosen = ", ".join(text for text, is_chosen in choices.items() if is_chosen)
     return [
         f"model      {name} ({architecture}), max_model_len {config.max_model_len}",
         f"device     {device}",
         *([f"           CUDA {graphs}"] if graphs else []),
         f"KV cache   {executor.num_kv_blocks} blocks of {config.block_size} tokens, "
         f"prefix caching {_on_off(config.enable_prefix_caching)}",
-        f"batch      max_num_seqs {config.max_num_seqs}, "
+        f"scheduler  max_num_seqs {config.max_num_seqs}, "
         f"token budget {config.max_num_batched_tokens}, "
         f"chunked prefill {_on_off(config.enable_chunked_prefill)}",
-        f"scheduler  {config.scheduling_policy}, preemption by {config.preemption_mode}, "
-        f"async scheduling {_on_off(config.async_scheduling)}",
+        *([f"           {chosen}"] if chosen else []),
     ]
 
 

@@ -195,14 +195,14 @@ def test_the_report_explains_a_slow_run(
         "model      ",
         "device     ",
         "KV cache   ",
-        "batch      ",
         "scheduler  ",
+        "           ",
     ]
     assert "(LlamaForCausalLM), max_model_len 64" in lines[0]
     assert lines[1].endswith("none, none, attention=fake")
     assert lines[2].endswith("17 blocks of 4 tokens, prefix caching on")
     assert lines[3].endswith("max_num_seqs 5, token budget 33, chunked prefill on")
-    assert lines[4].endswith("fcfs, preemption by swap, async scheduling off")
+    assert lines[4] == "           preemption by swap"
     assert engine.step_listeners == [], "no step is logged"
 
 

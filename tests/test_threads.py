@@ -154,6 +154,7 @@ def test_a_step_runs_on_its_own_number_of_threads(
         if fails:
             raise MemoryError("no memory")
 
+    executor._thread_setters = thread_setters()
     executor.runner = cast(Any, SimpleNamespace(execute_model=run, launch=run))
     other = threading.Thread(target=other_thread)
     before = torch.get_num_threads()
@@ -179,7 +180,7 @@ def test_the_limit_reaches_every_library() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with limited_threads(2):
+        with limited_threads(2, thread_setters()):
             limited = torch.__config__.parallel_info()
         assert not re.findall(r"(?:omp|mkl)_get_max_threads\(\) : (?!2\n)", limited)
         assert torch.get_num_threads() == 3

@@ -33,8 +33,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,9 @@ def most_threads(model_bytes: int) -> int | None:
 
 
 @contextmanager
-def limited_threads(number: int) -> Iterator[None]:
-    """Let torch use `number` threads for what the calling thread computes in this context.
+def limited_threads(number: int, setters: Seq[Callable[[int], Any]]) -> Iterator[None]:
+    """Let torch use `number` threads for what the calling thread computes in this context. setters:
+    thread_setters(), which is looked up once because it takes a while.
 
     torch.set_num_threads would also set the default of threads that start later, so a thread whose
     first computation falls into this context would keep `number` for ever. OpenMP and MKL can set
@@ -103,7 +104,6 @@ def limited_threads(number: int) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()  # the calling thread's
-    setters = thread_setters()
     if not setters or number == before:
         yield
         return
@@ -118,7 +118,6 @@ def limited_threads(number: int) -> Iterator[None]:
             set_threads(threads)
 
 
-@cache
 def thread_setters() -> tuple[Callable[[int], Any], ...]:
     """The functions in torch's library that set the calling thread's number of threads: OpenMP's,
     then MKL's if it is there. () where the library has neither, as on Windows."""
