@@ -7,7 +7,7 @@ Sequence:
     -> prompt_token_ids [12, 7, 4, 31]      each one in the vocabulary
        max_tokens min(50, what fits)        in max_model_len and in the whole KV cache
        stop_token_ids {1}                   the model's EOS tokens and the request's own
-       seed, seq_id                         drawn here: a seed gives the same text in any batch
+       seed, seq_id                         drawn here: a seed fixes the random stream, in any batch
 
 Any thread may call the InputProcessor at any time, also while the engine runs a step.
 
@@ -28,7 +28,7 @@ from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import VLLMValidationError
-from nanoserve.inputs import PromptType, as_python, parse_prompt, pick_salt, render_chat
+from nanoserve.inputs import PromptType, as_python, brief, parse_prompt, pick_salt, render_chat
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
@@ -107,8 +107,10 @@ class InputProcessor:
         room = self._room_after(len(prompt_token_ids))
         bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
         stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
+        eos_token_id = None
         if not sampling_params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
+            eos_token_id = getattr(self.tokenizer, "eos_token_id", None)
         return Sequence(
             seq_id=self.next_seq_ids(sampling_params.n),
             request_id=request_id,
@@ -118,6 +120,7 @@ class InputProcessor:
             stop_token_ids=stop_token_ids,
             seed=self._draw_seed() if sampling_params.seed is None else sampling_params.seed,
             metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
+            eos_token_id=eos_token_id,
             prompt=components.text,
             priority=priority,
             cache_salt=cache_salt,
@@ -156,7 +159,7 @@ class InputProcessor:
             try:
                 token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
             except Exception as error:  # for example a lone surrogate
-                message = f"the tokenizer cannot encode {text!r}: {error}."
+                message = f"the tokenizer cannot encode {brief(text)}: {error}."
                 raise VLLMValidationError(message) from error
         if not token_ids:
             raise VLLMValidationError(

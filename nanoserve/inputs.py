@@ -22,8 +22,9 @@ inputs/preprocess.py, chat_utils.py, hf.py (V1).
 
 from __future__ import annotations
 
+import json
 import logging
-import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
@@ -72,8 +73,6 @@ CHAT_EXAMPLE = "Give for example [{'role': 'user', 'content': 'Hello'}]."
 # The roles that chat templates know, each template some of them.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
 TEXT_PART_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
-# {% for part in message["content"] %}, {% for part in message.content %}, {% for part in content %}
-LOOP_OVER_CONTENT = re.compile(r"""\{%-?\s*for\s+\w+\s+in\s+[\w.\[\]'"]*content\b""")
 
 
 class PromptComponents(NamedTuple):
@@ -82,6 +81,13 @@ class PromptComponents(NamedTuple):
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
+
+
+def brief(value: Any) -> str:
+    """repr(value) for a message, shortened: a prompt may have a million characters."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200  # characters
+    return short.repr(value)
 
 
 def as_python(value: Any) -> Any:
@@ -103,7 +109,7 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Seq):
         raise TypeError(
             "prompts must be a string, token ids, a dict such as {'prompt': ...}, or a list of "
-            f"these, got {prompts!r}."
+            f"these, got {brief(prompts)}."
         )
     items = [item if type(item) in (int, str) else as_python(item) for item in prompts]
     return [items] if items and all(isinstance(item, int) for item in items) else items
@@ -121,7 +127,7 @@ def parse_prompt(prompt: Any) -> PromptComponents:
     if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Seq):
         raise TypeError(
             "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
-            f"'prompt_token_ids', got {prompt!r}."
+            f"'prompt_token_ids', got {brief(prompt)}."
         )
     return PromptComponents(token_ids=as_token_ids(prompt))
 
@@ -143,19 +149,22 @@ def _parse_dict(prompt: Mapping[str, Any]) -> PromptComponents:
             )
         if key == "type" and value != "token":
             raise VLLMValidationError(
-                f"the prompt is of type {value!r}; allowed: 'token', or no type.", parameter="type"
+                f"the prompt is of type {brief(value)}; allowed: 'token', or no type.",
+                parameter="type",
             )
         if key not in (*KNOWN_KEYS, *MISSING_KEYS):
             raise VLLMValidationError(
-                f"the prompt has an unknown key {key!r}; allowed: prompt, prompt_token_ids, "
+                f"the prompt has an unknown key {brief(key)}; allowed: prompt, prompt_token_ids, "
                 "cache_salt.",
                 parameter=str(key),
             )
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if text is None and token_ids is None:
-        raise TypeError(f"a dict prompt needs 'prompt' or 'prompt_token_ids', got {prompt!r}.")
+        raise TypeError(
+            f"a dict prompt needs 'prompt' or 'prompt_token_ids', got {brief(dict(prompt))}."
+        )
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"'prompt' of a dict prompt must be a string, got {text!r}.")
+        raise TypeError(f"'prompt' of a dict prompt must be a string, got {brief(text)}.")
     token_ids = None if token_ids is None else as_token_ids(token_ids)
     return PromptComponents(text, token_ids, given.get("cache_salt"))
 
@@ -164,7 +173,7 @@ def pick_salt(own: Any, given: Any) -> str | None:
     """The salt of a prompt: its own, or else the one that was given for the whole call."""
     for salt in (own, given):
         if salt is not None and (not isinstance(salt, str) or not salt):
-            raise TypeError(f"cache_salt must be None or a non-empty string, got {salt!r}.")
+            raise TypeError(f"cache_salt must be None or a non-empty string, got {brief(salt)}.")
     return given if own is None else own
 
 
@@ -172,11 +181,11 @@ def as_token_ids(items: Any) -> list[int]:
     """A new list of Python ints. Raises TypeError for anything but a sequence of integers."""
     items = as_python(items)
     if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Seq):
-        raise TypeError(f"token ids must be a list of ints, got {items!r}.")
+        raise TypeError(f"token ids must be a list of ints, got {brief(items)}.")
     token_ids = [item if type(item) is int else as_python(item) for item in items]
     for item in token_ids:
         if type(item) is not int and (isinstance(item, bool) or not isinstance(item, int)):
-            raise TypeError(f"token ids must be ints, got {item!r} in the prompt.")
+            raise TypeError(f"token ids must be ints, got {brief(item)} in the prompt.")
     return token_ids
 
 
@@ -187,8 +196,8 @@ def refuse_missing(call: str, **given: Any) -> None:
         values = value if isinstance(value, (list, tuple)) else [value]
         if any(item is not None and item != {} for item in values):
             raise VLLMValidationError(
-                f"{call} got {name}={value!r}; nanoserve does not have this part of vLLM. Leave it "
-                "out, or give None.",
+                f"{call} got {name}={brief(value)}; nanoserve does not have this part of vLLM. "
+                "Leave it out, or give None.",
                 parameter=name,
                 value=value,
             )
@@ -214,58 +223,91 @@ def render_chat(
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything: a missing key, an odd role
-        message = f"the chat template refuses {messages!r}: {error}."
+        message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error
 
 
 def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
-    """The messages, each content in one format, as chat templates expect it.
+    """The messages as chat templates expect them.
 
-    "string": one string; the parts of a content are joined by line breaks. "openai": a list of
-    {"type": "text", "text": ...}. None, the content of a message with tool_calls, has no parts.
-    Raises TypeError for what is no conversation, ValueError for a part that is not text.
+    Each content has one format. "string": one string; the parts of a content are joined by line
+    breaks. "openai": a list of {"type": "text", "text": ...}; the content of a tool is a string
+    even so. No content, or None (that of a message with tool_calls), is a content of no parts. The
+    arguments of tool calls are dicts, made of the JSON that a model wrote. Raises TypeError for
+    what is no conversation, ValueError for a part that is not text.
     """
     if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable):
         raise TypeError(
-            f"a conversation is a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+            f"a conversation is a list of message dicts, got {brief(messages)}. {CHAT_EXAMPLE}"
         )
     parsed = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise TypeError(
-                f"a conversation is a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+                f"a conversation is a list of message dicts, got {brief(message)} as item {number}. "
+                f"{CHAT_EXAMPLE}"
             )
-        parsed.append(dict(message))
-        if (role := message.get("role", "user")) not in ROLES:
+        message, role, content = dict(message), message.get("role"), message.get("content")
+        if role is not None and role not in ROLES:
             logger.warning(
-                "a message has the role %r, which few chat templates know. Usual roles: system, "
+                "a message has the role %s, which few chat templates know. Usual roles: system, "
                 "user, assistant, tool.",
-                role,
+                brief(role),
             )
-        content = message.get("content", 0)  # a message without one is the template's business
         parts = [content] if isinstance(content, str) else [] if content is None else content
         if isinstance(parts, (list, tuple)):
-            texts = [_text_of(part) for part in parts]
+            texts = [text for part in parts if (text := _text_of(part)) is not None]
             as_parts = [{"type": "text", "text": text} for text in texts]
-            parsed[-1]["content"] = as_parts if content_format == "openai" else "\n".join(texts)
+            has_parts = content_format == "openai" and role != "tool"
+            message["content"] = as_parts if has_parts else "\n".join(texts)
+        if role == "assistant" and isinstance(message.get("tool_calls"), (list, tuple)):
+            message["tool_calls"] = [_parse_tool_call(call) for call in message["tool_calls"]]
+            if not message["tool_calls"]:  # as if there were none: templates ask for the key only
+                del message["tool_calls"]
+        parsed.append(message)
     return parsed
 
 
-def _text_of(part: Any) -> str:
-    """The text of one part of a content."""
+def _parse_tool_call(call: Any) -> dict[str, Any]:
+    """A copy of a tool call, with a dict for its arguments. What is no JSON object becomes {}: it
+    stands in the history, so that refusing it would end the conversation."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        raise VLLMValidationError(
+            f"tool_calls holds {brief(call)}; allowed: {{'type': 'function', 'function': "
+            "{'name': ..., 'arguments': ...}}.",
+            parameter="tool_calls",
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            logger.warning("The arguments of a tool call are no JSON: they become {}.")
+            arguments = {}
+    if not isinstance(arguments, Mapping):
+        logger.warning("The arguments of a tool call are no JSON object: they become {}.")
+        arguments = {}
+    return {**call, "function": {**function, "arguments": dict(arguments)}}
+
+
+def _text_of(part: Any) -> str | None:
+    """The text of one part of a content; None for a part to leave out."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in TEXT_PART_TYPES:
         raise VLLMValidationError(
-            f"a content part is of type {kind!r}; nanoserve takes text parts only, such as "
+            f"a content part is of type {brief(kind)}; nanoserve takes text parts only, such as "
             f"{{'type': 'text', 'text': ...}}. Allowed types: {', '.join(TEXT_PART_TYPES)}.",
             parameter="type",
             value=kind,
         )
     text = part.get(kind if kind in ("refusal", "thinking") else "text")
-    if not isinstance(text, str):
-        raise TypeError(f"the text of a content part must be a string, got {part!r}.")
+    if text is None and kind in ("text", "refusal"):
+        logger.warning("A content part without text is left out.")
+    elif not isinstance(text, str):
+        raise TypeError(f"the text of a content part must be a string, got {brief(part)}.")
     return text
 
 
@@ -274,11 +316,84 @@ def find_content_format(chat_template: Any, given: str = "auto") -> str:
     "string". `given` decides if it is not "auto"."""
     if given not in ("auto", "string", "openai"):
         raise VLLMValidationError(
-            f"chat_template_content_format is {given!r}; allowed: auto, string, openai.",
+            f"chat_template_content_format is {brief(given)}; allowed: auto, string, openai.",
             parameter="chat_template_content_format",
             value=given,
         )
     if given != "auto":
         return given
-    has_loop = isinstance(chat_template, str) and LOOP_OVER_CONTENT.search(chat_template)
+    has_loop = isinstance(chat_template, str) and _loops_over_content(chat_template)
     return "openai" if has_loop else "string"
+
+
+def _loops_over_content(chat_template: str) -> bool:
+    """Does the template have a loop over the content of a message? False if it cannot be read.
+
+    Three forms count, with filters and slices or without: a loop over message.content, where
+    `message` is an item of the messages or the variable of a loop over them; a loop over a variable
+    `content`; in a macro, a loop over a parameter that is called with message.content.
+    """
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """transformers' tag around what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2's name and type)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def source(node: Any) -> Any:
+        """What the filters and slices of an expression are applied to."""
+        while isinstance(node, (nodes.Filter, nodes.Test)) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        return node
+
+    def is_name(node: Any, names: set[str]) -> bool:
+        return isinstance(node, nodes.Name) and node.name in names
+
+    def is_content(node: Any) -> bool:
+        """message.content or message["content"]"""
+        node, key = source(node), None
+        if isinstance(node, nodes.Getattr):
+            key = node.attr
+        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+            key = node.arg.value
+        return key == "content" and is_message(node.node)
+
+    def is_message(node: Any) -> bool:
+        is_item = isinstance(node, nodes.Getitem) and is_name(source(node.node), conversations)
+        return is_item or is_name(node, messages)
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols", Generation])
+    try:
+        tree = environment.parse(chat_template)
+    except Exception:  # rendering will say what is wrong with the template
+        return False
+    loops = list(tree.find_all(nodes.For))
+    conversations: set[str] = set()  # variables that hold the messages
+    found = {"messages"}
+    sets: list[Any] = list(tree.find_all(nodes.Assign))
+    sets = [each for each in sets if isinstance(each.target, nodes.Name)]
+    while found - conversations:
+        conversations |= found
+        found = {each.target.name for each in sets if is_name(source(each.node), conversations)}
+    over_messages = [loop for loop in loops if is_name(source(loop.iter), conversations)]
+    targets = [loop.target for loop in over_messages]
+    messages = {target.name for target in targets if isinstance(target, nodes.Name)}
+    contents: dict[int, set[str]] = {}  # of each loop in a macro: parameters that hold a content
+    for macro in tree.find_all(nodes.Macro):
+        calls = [call for call in tree.find_all(nodes.Call) if is_name(call.node, {macro.name})]
+        names = [arg.name for arg in macro.args]
+        given = [pair for call in calls for pair in zip(names, call.args, strict=False)]
+        given += [(each.key, each.value) for call in calls for each in call.kwargs]
+        in_macro = {name for name, value in given if is_content(value)}
+        contents |= {id(loop): in_macro for loop in macro.find_all(nodes.For)}
+    return any(
+        is_content(loop.iter) or is_name(source(loop.iter), contents.get(id(loop), {"content"}))
+        for loop in loops
+    )

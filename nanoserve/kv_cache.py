@@ -84,8 +84,18 @@ def allocate_kv_caches(
     num_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """One (key, value) pair of zeroed tensors for each layer."""
-    return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
+    """One (key, value) pair of zeroed tensors for each layer. Raises ValueError if the device has
+    no room for them."""
+    try:
+        return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
+    except (OSError, MemoryError, OverflowError, RuntimeError) as error:
+        num_bytes = num_blocks * sum(spec.num_bytes(block_size, dtype) for spec in specs)
+        raise ValueError(
+            f"{num_blocks} blocks of KV cache need {num_bytes / 2**30:.1f} GiB on {device}, which "
+            f"cannot be allocated ({error}). Lower num_gpu_blocks_override or "
+            "kv_cache_memory_bytes; on a CPU, with preemption_mode='swap', also num_cpu_blocks or "
+            "swap_space."
+        ) from error
 
 
 def copy_blocks(

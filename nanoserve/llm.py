@@ -33,6 +33,8 @@ from nanoserve.inputs import (
     Message,
     PromptType,
     as_python,
+    brief,
+    find_content_format,
     parse_prompt,
     prompt_to_seq,
     refuse_missing,
@@ -302,13 +304,16 @@ class LLM:
         refuse_missing("beam_search", lora_request=lora_request)
         if not hasattr(params, "search"):
             raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
-        if concurrency_limit is not None and concurrency_limit < 1:
+        limit = as_python(concurrency_limit)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+            raise TypeError(f"concurrency_limit must be None or an int, got {brief(limit)}.")
+        if limit is not None and limit < 1:
             raise VLLMValidationError(
-                f"concurrency_limit is {concurrency_limit}; allowed: None, or 1 or more.",
+                f"concurrency_limit is {limit}; allowed: None, or 1 or more.",
                 parameter="concurrency_limit",
-                value=concurrency_limit,
+                value=limit,
             )
-        return params.search(self, prompt_to_seq(prompts), concurrency_limit, use_tqdm)
+        return params.search(self, prompt_to_seq(prompts), limit, use_tqdm)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
@@ -423,14 +428,17 @@ class LLM:
         template, and chat_template_kwargs below them."""
         if not isinstance(messages, (list, tuple)):
             raise TypeError(
-                f"messages must be a list of message dicts, got {messages!r}. {CHAT_EXAMPLE}"
+                f"messages must be a list of message dicts, got {brief(messages)}. {CHAT_EXAMPLE}"
             )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
-        options = {**(chat_template_kwargs or {}), **options}
+        options = _merge(chat_template_kwargs, options)
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
-        options = {**options, "chat_template": options["chat_template"] or self.chat_template}
+        if not options.get("chat_template"):
+            options = {**options, "chat_template": self.chat_template}
         processor = self.engine.input_processor
+        template = options["chat_template"] or getattr(processor.tokenizer, "chat_template", None)
+        content_format = find_content_format(template, content_format)  # once for all
         texts: list[Any] = [
             processor.render_chat(conversation, options, content_format)
             for conversation in ([messages] if is_one else messages)
@@ -471,6 +479,11 @@ class LLM:
             request_id = str(next(self._request_counter))
             if not self.engine.is_unfinished(request_id):
                 return request_id
+
+
+def _merge(kwargs: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
+    """chat_template_kwargs, under the arguments of the call that are not None."""
+    return {**(kwargs or {}), **{k: v for k, v in options.items() if v is not None}}
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:

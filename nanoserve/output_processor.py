@@ -11,7 +11,8 @@ long. With a byte-level tokenizer:
     new text     ""    ""    "你"   ""       "好"        no "�" ever reaches the user
 
 A stop string can be found in the text only, so the scheduler learns from here that the sequence has
-finished. Text that may be the beginning of a stop string is held back too.
+finished. Text that may be the beginning of a stop string is held back too, if the
+output is to end before it.
 
 Left out: tokenizers that are not backed by the `tokenizers` library.
 
@@ -28,27 +29,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from nanoserve.logger import init_logger, to_html
+from nanoserve.logprobs import MAX_CONTEXT, Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import (
     RequestMetrics,
     Sequence,
     SequenceStatus,
     SequenceUpdate,
-    TokenLogprobs,
 )
 
 logger = init_logger(__name__)
 # (seq_id, status, stop reason) -> the sequence, or None if it had finished already
 FinishSequence = Callable[[int, SequenceStatus, "int | str | None"], "Sequence | None"]
-
-
-@dataclass
-class Logprob:
-    """One token's log-probability at one position."""
-
-    logprob: float
-    rank: int | None = None  # 1 for the likeliest token
-    decoded_token: str | None = None  # None without a tokenizer, or with detokenize=False
 
 
 @dataclass
@@ -63,7 +55,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None  # per token: token id -> Logprob
     routed_experts: None = None  # not here
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    # The stop token id or stop string (None for an EOS token); with "error" the message.
+    # The stop token id or stop string (None for the tokenizer's EOS token); with "error" the
+    # message.
     stop_reason: int | str | None = None
     lora_request: None = None  # not here
 
@@ -229,8 +222,10 @@ class BranchState:
         )
 
     def _num_held_chars(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
-        stops = self.sequence.sampling_params.stop or ()
+        """Characters at the end of the text that may be the beginning of a stop string, unless the
+        text will contain it."""
+        params = self.sequence.sampling_params
+        stops = () if params.include_stop_str_in_output else params.stop or ()
         return max((len(stop) - 1 for stop in stops), default=0)
 
 
@@ -241,6 +236,7 @@ class RequestState:
         """root: branch 0, from which others will fork. finish: see Scheduler.finish."""
         self.root = root
         self.request_id = root.request_id
+        self.prompt_token_ids = list(root.prompt_token_ids)  # the user's: the engine has its own
         self.tokenizer = tokenizer if root.sampling_params.detokenize else None
         self.finish = finish
         self.branches: dict[int, BranchState] = {}
@@ -289,11 +285,13 @@ class RequestState:
         if update.prompt_logprobs is not None and self.prompt_logprobs is not None:
             start, entries = update.prompt_logprobs
             for position, entry in enumerate(entries, start=start):
-                self.prompt_logprobs[position] = name_logprobs(entry, self.tokenizer)
+                before = self.prompt_logprobs[max(0, position - MAX_CONTEXT) : position]
+                self.prompt_logprobs[position] = name_logprobs(entry, self.tokenizer, before)
         seq = update.sequence
         branch = self.branches[seq.branch]
         for entry in update.logprobs:
-            branch.logprobs.append(name_logprobs(entry, self.tokenizer))
+            previous = branch.logprobs[-MAX_CONTEXT:]
+            branch.logprobs.append(name_logprobs(entry, self.tokenizer, previous))
             branch.cumulative_logprob += entry.logprobs[0]
         return branch.append(update.new_token_ids)
 
@@ -315,7 +313,7 @@ class RequestState:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.root.prompt,
-            prompt_token_ids=self.root.prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
             finished=is_finished,
@@ -335,17 +333,6 @@ class RequestState:
             num_generation_tokens=sum(m.num_generation_tokens for m in metrics),
             num_preemptions=max(m.num_preemptions for m in metrics),
         )
-
-
-def name_logprobs(entry: TokenLogprobs, tokenizer: Any | None) -> dict[int, Logprob]:
-    """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones."""
-    ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
-    named: dict[int, Logprob] = {}
-    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        if token_id not in named:
-            text = None if tokenizer is None else tokenizer.decode([token_id])
-            named[token_id] = Logprob(logprob, rank, text)
-    return named
 
 
 class OutputProcessor:

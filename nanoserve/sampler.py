@@ -25,7 +25,8 @@ logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden
 *Random streams are counters, not state.* The random number of a token is a function of (the
 request's seed, its branch, the token's position) and nothing else. The state of a torch.Generator
 would have to be carried through batching, preemption, CUDA graphs and ranks; a function has no
-state, and the same request gives the same text in any batch and on any rank.
+state, and the same request has the same random numbers in any batch and on any rank. Its logits may
+differ by rounding: in bfloat16 that can change a token, in float32 hardly ever.
 
 vLLM: vllm/model_executor/layers/sampler.py (V0); vllm/v1/sample/sampler.py,
 ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). min_p: arXiv

@@ -26,6 +26,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
@@ -51,11 +52,11 @@ class RequestOutputKind(Enum):
 
 GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature would overflow
 SMALLEST_TEMPERATURE = 0.01  # vLLM's: smaller ones are raised to it; 0 stays 0
-INT_LIMIT = 2**31 - 1
+INT_LIMIT = 2**31 - 1  # more tokens than any sequence has: larger numbers of tokens become this
 FLOAT_LIMIT = 3.4e38  # of float32, the type of logits
 
 # Of each number: type, smallest, largest, and the range in words.
-LOGPROBS = (int, -1, INT_LIMIT, "None, 0 or more, or -1 for the whole vocabulary")
+LOGPROBS = (int, -1, math.inf, "None, 0 or more, or -1 for the whole vocabulary")
 RANGES = {
     "n": (int, 1, 16384, "1 or more, up to 16384"),
     "presence_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
@@ -64,15 +65,15 @@ RANGES = {
         float,
         ABOVE_ZERO,
         FLOAT_LIMIT,
-        "above 0; 1 is off, above 1 discourages repetition",
+        "above 0, up to 3.4e38; 1 is off, above 1 discourages repetition",
     ),
-    "temperature": (float, 0, FLOAT_LIMIT, "0 (greedy) or more"),
+    "temperature": (float, 0, FLOAT_LIMIT, "0 (greedy) to 3.4e38"),
     "top_p": (float, ABOVE_ZERO, 1, "above 0, up to 1 (off); greedy is temperature=0"),
-    "top_k": (int, -1, INT_LIMIT, "0 or -1 (off), 1 or more"),
+    "top_k": (int, -1, math.inf, "0 or -1 (off), 1 or more"),
     "min_p": (float, 0, 1, "0 (off) to 1"),
     "seed": (int, 0, SEED_LIMIT, "None or -1, or 0 to 2**63 - 1"),
-    "max_tokens": (int, 1, INT_LIMIT, "None, or 1 or more"),
-    "min_tokens": (int, 0, INT_LIMIT, "0 or more"),
+    "max_tokens": (int, 1, math.inf, "None, or 1 or more"),
+    "min_tokens": (int, 0, math.inf, "0 or more"),
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
 }
@@ -165,7 +166,7 @@ class SamplingParams:
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability; 1 is off
     top_k: int = 0  # keep the k likeliest tokens; 0 (or -1) is off
     min_p: float = 0.0  # drop tokens below min_p times the likeliest token's probability; 0 is off
-    seed: int | None = None  # same seed, same text, in any batch; None or -1: drawn by the engine
+    seed: int | None = None  # of the random stream, in any batch; None or -1: drawn by the engine
     stop: str | Seq[str] | None = None  # strings that end the output; not part of the text
     stop_token_ids: Seq[int] | None = None  # token ids that end the output, beside the EOS tokens
     ignore_eos: bool = False  # continue after an end-of-sequence token
@@ -183,7 +184,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # keep the stop string at the end of the text
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # see MISSING
-    skip_clone: bool = False  # vLLM shares the instance then; here each request has a clone
+    skip_clone: bool = False  # each request has a clone even so; it shares the values in extra_args
     structured_outputs: Any = None  # see MISSING
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
     allowed_token_ids: Seq[int] | None = None  # the only tokens that may be sampled
@@ -216,7 +217,10 @@ class SamplingParams:
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
         self._copy_containers()
         self._check_combinations()
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), INT_LIMIT)
+        self.min_tokens = min(self.min_tokens, INT_LIMIT)
+        if self.max_tokens is not None:
+            self.max_tokens = min(self.max_tokens, INT_LIMIT)
         if self.is_greedy:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
 
@@ -263,7 +267,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         self.stop = self._copy_list("stop", _check_word, "a string or a list of strings") or []
-        self.bad_words = self._copy_list("bad_words", _check_word, "a list of strings") or []
+        self.bad_words = self._copy_list("bad_words", _check_bad_word, "a list of strings") or []
         self.stop_token_ids = self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS) or []
         self.bad_words = list(dict.fromkeys(self.bad_words))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
@@ -300,7 +304,7 @@ class SamplingParams:
         """A copy with checked ids and values."""
         if self.logit_bias is None:
             return None
-        allowed = "token id -> a finite number"
+        allowed = "token id -> a finite number, -3.4e38 to 3.4e38"
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a dict, got {self.logit_bias!r}; {allowed}.")
         bias = {as_python(key): as_python(value) for key, value in self.logit_bias.items()}
@@ -338,9 +342,12 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this instance, checked again. Raises as the
-        constructor does, if a field was assigned a bad value."""
+        constructor does, if a field was assigned a bad value. With skip_clone the values within
+        extra_args are shared: a value that cannot be copied needs it."""
         clone = copy.copy(self)
         clone.__post_init__()
+        if not self.skip_clone:
+            clone.extra_args = copy.deepcopy(clone.extra_args)
         return clone
 
     @property
@@ -372,8 +379,15 @@ def _check_word(name: str, value: Any) -> None:
         raise _error(name, value, message)
 
 
+def _check_bad_word(name: str, value: Any) -> None:
+    """Half of a surrogate pair cannot be tokenized."""
+    _check_word(name, value)
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise _error(name, value, f"{name} holds {value!r}; allowed: strings of whole characters.")
+
+
 def _check_token_id(name: str, value: Any) -> None:
-    _check_number(name, value, int, 0, INT_LIMIT, "token ids, 0 or more")
+    _check_number(name, value, int, 0, INT_LIMIT, "token ids, 0 to 2**31 - 1")
 
 
 def _check_number(name: str, value: Any, *allowed: Any) -> None:

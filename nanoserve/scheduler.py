@@ -306,8 +306,7 @@ class Scheduler:
             seq.token_ids.append(token_id)
             if token_id in seq.stop_token_ids:
                 seq.status = SequenceStatus.FINISHED_STOPPED
-                if token_id in (seq.sampling_params.stop_token_ids or ()):
-                    seq.stop_reason = token_id
+                seq.stop_reason = None if token_id == seq.eos_token_id else token_id
                 return num_new
             if seq.num_output_tokens >= seq.max_tokens:
                 seq.status = SequenceStatus.FINISHED_LENGTH

@@ -70,6 +70,7 @@ class Sequence:
     stop_token_ids: frozenset[int]  # tokens that end the output: the model's EOS ids and the user's
     seed: int  # of the random stream, together with the branch
     metrics: RequestMetrics
+    eos_token_id: int | None = None  # of stop_token_ids, the one that is not reported as the reason
     prompt: str | None = None  # the text, if it was given
     priority: int = 0  # lower values run first, under scheduling_policy="priority"
     cache_salt: str | None = None  # only requests with the same salt share cached blocks

@@ -193,6 +193,9 @@ def test_a_few_prompts_at_a_time(demo_llm: LLM, capfd: pytest.CaptureFixture[str
     assert "3/3" in capfd.readouterr().err
     with pytest.raises(ValueError, match="concurrency_limit is 0; allowed: None, or 1 or more"):
         demo_llm.beam_search(prompts, params, concurrency_limit=0)
+    for limit in ("1", 1.5, True):
+        with pytest.raises(TypeError, match="concurrency_limit must be None or an int, got"):
+            demo_llm.beam_search(prompts, params, concurrency_limit=limit)  # type: ignore[arg-type]
 
 
 def test_special_tokens_in_the_texts(demo_llm: LLM) -> None:

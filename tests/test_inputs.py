@@ -189,15 +189,15 @@ def test_text_parts_are_joined() -> None:
     assert parse_chat_messages(messages, "string") == [
         messages[0],
         {"role": "user", "content": "Hello\nyou\nNo", "name": "Ada"},
-        {"role": "assistant", "content": "", "tool_calls": []},
-        {"role": "user"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": ""},
     ]
     texts = [{"type": "text", "text": text} for text in ("Hello", "you", "No")]
     assert parse_chat_messages(messages, "openai") == [
         {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
         {"role": "user", "content": texts, "name": "Ada"},
-        {"role": "assistant", "content": [], "tool_calls": []},
-        {"role": "user"},
+        {"role": "assistant", "content": []},
+        {"role": "user", "content": []},
     ]
     assert repr(messages) == before
 
@@ -207,8 +207,42 @@ def test_every_kind_of_text_part(kind: str) -> None:
     key = kind if kind in ("refusal", "thinking") else "text"
     [message] = parse_chat_messages([{"content": [{"type": kind, key: "Hi"}]}], "string")
     assert message["content"] == "Hi"
-    with pytest.raises(TypeError, match=r"text of a content part must be a string, got"):
-        parse_chat_messages([{"content": [{"type": kind}]}], "string")
+    missing = [{"content": ["Hi", {"type": kind, key: None}]}]
+    if kind in ("text", "refusal"):  # is left out, as in vLLM
+        assert parse_chat_messages(missing, "string") == [message]
+        assert parse_chat_messages(missing, "openai")[0]["content"] == [
+            {"type": "text", "text": "Hi"}
+        ]
+    else:
+        with pytest.raises(TypeError, match=r"text of a content part must be a string, got"):
+            parse_chat_messages(missing, "string")
+
+
+def call_with(arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def test_tool_calls_and_their_results() -> None:
+    """Arguments are a dict for the template, whatever the model wrote. The result of a tool is a
+    string, also for a template that loops over parts. The caller's messages stay as they are."""
+    given_ = ['{"a": "1"}', {"a": "1"}, "", None, "{oops", "[1]", 5]
+    parsed = [{"a": "1"}, {"a": "1"}, {}, {}, {}, {}, {}]
+    messages = [
+        {"role": "assistant", "tool_calls": [call_with(each) for each in given_]},
+        {"role": "tool", "content": "42"},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}, "2"]},
+    ]
+    before = repr(messages)
+    for content_format in ("string", "openai"):
+        calls, one, two = parse_chat_messages(messages, content_format)
+        assert not calls["content"]
+        assert calls["tool_calls"] == [call_with(each) for each in parsed]
+        assert (one["content"], two["content"]) == ("42", "4\n2")
+    calls["tool_calls"][1]["function"]["arguments"]["a"] = "2"
+    assert repr(messages) == before
+    for call in ("add", {"function": None}, {"type": "custom", "function": {}}):
+        with pytest.raises(VLLMValidationError, match=r"tool_calls holds .*; allowed: "):
+            parse_chat_messages([{"role": "assistant", "tool_calls": [call]}], "string")
 
 
 @pytest.mark.parametrize("part", [IMAGE, {"type": "input_audio"}, {"text": "Hi"}, {}, None, 5])
@@ -241,9 +275,43 @@ def test_templates_that_loop_over_parts_get_parts() -> None:
         ("{%- for part in message['content'] %}{{ part.text }}{% endfor %}", "openai"),
         ("{% for part in message.content %}{{ part.text }}{% endfor %}", "openai"),
         ("{% set content = m.content %}{% for part in content %}{% endfor %}", "openai"),
+        ("{%+ for part in (message.content) %}{% endfor %}", "openai"),
+        ("{% for part in message[ 'content' ][1:] | reverse %}{% endfor %}", "openai"),
+        ("{% for part in messages[0].content %}{% endfor %}", "openai"),
+        (
+            "{% set turns = messages[1:] %}{% for m in turns %}{% for x in m.content %}{% endfor %}"
+            "{% endfor %}",
+            "openai",
+        ),
+        (
+            "{% macro show(c) %}{% for x in c %}{% endfor %}{% endmacro %}"
+            "{{ show(message.content) }}",
+            "openai",
+        ),
+        (
+            "{% macro show(c) %}{% for x in c %}{% endfor %}{% endmacro %}"
+            "{{ show(c=message.content) }}",
+            "openai",
+        ),
+        (
+            "{% generation %}{% for part in content %}{% break %}{% endfor %}{% endgeneration %}",
+            "openai",
+        ),
+        (
+            "{% macro show(c) %}{% for x in c %}{% endfor %}{% endmacro %}{{ show(tools) }}",
+            "string",
+        ),
+        ("{% macro show(content) %}{% for x in content %}{% endfor %}{% endmacro %}", "string"),
+        ("{# {% for part in message.content %} #}{{ message.content }}", "string"),
+        ("{% for line in message.content.split('\n') %}{% endfor %}", "string"),
+        ("{% for line in message.reasoning_content %}{% endfor %}", "string"),
+        ("{% for part in tool.content %}{% endfor %}", "string"),
+        ("{% for part in content %}", "string"),  # not closed
         ({"default": "{{ messages }}"}, "string"),  # several templates, by name
     ):
-        assert find_content_format(template) == found
+        if isinstance(template, str):  # `message` is the variable of a loop
+            template = "{% for message in messages %}{% endfor %}" + template
+        assert find_content_format(template) == found, template
         assert find_content_format(template, "string") == "string"
         assert find_content_format(template, "openai") == "openai"
     with pytest.raises(VLLMValidationError, match="'list'; allowed: auto, string, openai"):
@@ -251,6 +319,26 @@ def test_templates_that_loop_over_parts_get_parts() -> None:
 
 
 # -- errors --
+
+
+def test_messages_do_not_repeat_a_long_prompt() -> None:
+    """Whatever is wrong with it."""
+    long = "x" * 10**6
+    for call in (
+        lambda: parse_prompt({"promt": long, long: 1}),
+        lambda: parse_prompt({"prompt": [long]}),
+        lambda: parse_prompt({"cache_salt": long}),
+        lambda: parse_prompt([5, long]),
+        lambda: parse_prompt(long.encode()),
+        lambda: prompt_to_seq({long}),
+        lambda: parse_chat_messages([{"content": long}, long], "string"),
+        lambda: parse_chat_messages([{"content": [{"type": long}]}], "string"),
+        lambda: parse_chat_messages([{"content": [{"type": "thinking", "text": long}]}], "string"),
+        lambda: refuse_missing("generate", lora_request=long),
+    ):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        assert len(str(raised.value)) < 1000
 
 
 def test_arguments_that_are_not_here() -> None:

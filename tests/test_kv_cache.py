@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.kv_cache import (
     KVCacheSpec,
+    allocate_kv_caches,
     free_memory,
     num_blocks_that_fit,
     profile_run,
@@ -125,3 +126,10 @@ def test_the_memory_of_a_step_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch)
 
 def test_free_memory_is_some() -> None:
     assert free_memory(CPU, 0.9) > 0
+
+
+@pytest.mark.parametrize("num_blocks", [2**40, 2**60])
+def test_a_cache_that_no_memory_holds(num_blocks: int) -> None:
+    specs = [KVCacheSpec(num_kv_heads=2, key_dim=8, value_dim=8)]
+    with pytest.raises(ValueError, match=r"GiB on cpu, .* Lower num_gpu_blocks_override or"):
+        allocate_kv_caches(specs, 16, torch.float32, num_blocks, CPU)

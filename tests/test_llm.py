@@ -461,7 +461,8 @@ def test_eos_ids_of_both_configs_count(
             greedy = SamplingParams(temperature=0, max_tokens=20)
             [completion] = generate(llm, [5, 6, 7], greedy)[0].outputs
             assert completion.token_ids == tokens[: tokens.index(first) + 1]
-            assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
+            # Without a tokenizer, no EOS token is the usual one: all are reported, as in vLLM.
+            assert (completion.finish_reason, completion.stop_reason) == ("stop", first)
             assert generate(llm, [5, 6, 7], params)[0].outputs[0].token_ids == tokens
 
 
@@ -819,12 +820,27 @@ def test_add_request_refuses_too(llm: LLM) -> None:
     assert_serves(llm)
 
 
+def test_chat_template_kwargs_count_unless_an_argument_is_given(llm: LLM) -> None:
+    """As in vLLM: tools and chat_template may be given in either place."""
+    template = "{{ messages[0].content }}{{ tools[0].name }}{{ kind }}"
+    params = SamplingParams(max_tokens=1)
+    inside = {"chat_template": template, "tools": [{"name": "add"}], "kind": "!"}
+    for given, prompt in (({}, "Hiadd!"), ({"tools": [{"name": "sub"}]}, "Hisub!")):
+        messages = [{"role": "user", "content": "Hi"}]
+        arguments = {"chat_template_kwargs": inside, **given}
+        [output] = llm.chat(messages, params, use_tqdm=False, **arguments)
+        assert output.prompt == prompt
+        llm.enqueue_chat(messages, params, use_tqdm=False, **arguments)
+        [output] = llm.wait_for_completion(use_tqdm=False)
+        assert output.prompt == prompt
+
+
 def test_chat_refuses(llm: LLM) -> None:
     for messages, error, message in (
         ("hello", TypeError, r"got 'hello'. Give for example \[{'role': 'user', "),
         ([SUM, []], TypeError, r"a conversation is a list of message dicts, got \[\]"),
-        ([SUM, "hello"], TypeError, r"dicts, got 'hello'. Give for example \[{'role'"),
-        ([{"role": "user"}], ValueError, r"chat template refuses \[\{'role': 'user'\}\].*content"),
+        ([SUM, "hello"], TypeError, r"got 'hello' as item 1. Give for example \[{'role'"),
+        ([{"content": "Hi"}], ValueError, r"chat template refuses \[\{'content': 'Hi'\}\].*role"),
     ):
         with pytest.raises(error, match=message):
             llm.chat(messages, GREEDY)

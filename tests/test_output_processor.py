@@ -435,3 +435,48 @@ def test_an_error_ends_branches_that_are_new_in_this_step() -> None:
     assert finished == {0, 1, 2}
     assert output.finished
     assert reasons(output) == [(0, "error"), (1, "error"), (2, "error")]
+
+
+@pytest.mark.parametrize("text", ["é你", "a你b", "字🎉"])
+def test_the_last_token_of_a_character_has_its_text(text: str) -> None:
+    """The tokens before it have none, in the output and in the prompt, as in vLLM. A likely token
+    beside it is judged on its own."""
+    tokenizer = demo_tokenizer()
+    processor = OutputProcessor(tokenizer, no_scheduler)
+    [seq] = add(processor, "a", logprobs=1, prompt_logprobs=1)
+    token_ids, other = tokenizer.encode(text), tokenizer.encode("b")[0]
+    entries = tuple(TokenLogprobs((t, t, other), (-0.5, -0.5, -1.0), 1) for t in token_ids)
+    seq.prompt_token_ids += token_ids
+    processor.requests["a"].prompt_logprobs = [None] * (1 + len(entries))  # type: ignore[attr-defined]
+    chunks = [PromptLogprobs(1, entries[:2]), PromptLogprobs(3, entries[2:])]
+    for chunk in chunks:
+        processor.process_outputs([SequenceUpdate(seq, (), (), chunk)])
+    seq.token_ids = [*seq.prompt_token_ids, *token_ids]
+    [output] = processor.process_outputs([SequenceUpdate(seq, tuple(token_ids), entries)])
+    for named in (output.outputs[0].logprobs, output.prompt_logprobs[1:]):
+        texts = [entry[t].decoded_token for t, entry in zip(token_ids, named, strict=True)]
+        assert "".join(texts) == text
+        assert set(texts) <= {"", *text}
+        assert {entry[other].decoded_token for entry in named} == {"b"}
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_what_is_held_back_for_a_stop_string(include: bool) -> None:
+    """Nothing if the text will contain the stop string, as in vLLM."""
+    processor = OutputProcessor(demo_tokenizer(), no_scheduler)
+    kind = RequestOutputKind.DELTA
+    [seq] = add(processor, "a", stop=["END"], include_stop_str_in_output=include, output_kind=kind)
+    [token_id] = demo_tokenizer().encode("b")
+    seq.token_ids.append(token_id)
+    [output] = processor.process_outputs([SequenceUpdate(seq, (token_id,), ())])
+    assert output.outputs[0].text == ("b" if include else "")
+
+
+def test_an_outputs_prompt_is_the_users() -> None:
+    """Changing it changes nothing in the engine."""
+    processor = OutputProcessor(None, no_scheduler)
+    [seq] = add(processor, "a")
+    [output] = processor.process_outputs([update_of(seq, 7)])
+    output.prompt_token_ids += output.outputs[0].token_ids
+    assert seq.prompt_token_ids == [5]
+    assert seq.output_token_ids == [7]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
+import threading
 from dataclasses import fields, replace
 from typing import Any
 
@@ -73,15 +75,15 @@ PENALTY = ([-2, 2.0], [-2.1, 2.1, NAN, INF], "-2 to 2, 0 is off")
 LOGPROBS = ([None, 0, -1], [-2], "0 or more, or -1 for the whole vocabulary")
 NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
     "n": ([1, 16384], [0, -1, 16385], "1 or more, up to 16384"),
-    "temperature": ([0, 1e-5, 100.0], [-0.1, NAN, INF, -INF, 10**400], "0 (greedy) or more"),
+    "temperature": ([0, 1e-5, 100.0], [-0.1, NAN, INF, -INF, 10**400], "0 (greedy) to 3.4e38"),
     "top_p": ([1e-9, 1], [0, 0.0, -0.5, 1.01, NAN, INF], "above 0, up to 1"),
-    "top_k": ([0, -1, 1], [-2, 2**31], "0 or -1 (off), 1 or more"),
+    "top_k": ([0, -1, 1, 2**99], [-2], "0 or -1 (off), 1 or more"),
     "min_p": ([0, 1], [-0.1, 1.1, NAN, INF], "0 (off) to 1"),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
-    "repetition_penalty": ([1e-9, 100], [0, 0.0, -1.2, NAN, INF], "above 0; 1 is off"),
+    "repetition_penalty": ([1e-9, 100], [0, 0.0, -1.2, 1e39, NAN, INF], "above 0, up to 3.4e38"),
     "seed": ([None, 0, -1, 2**63 - 1], [-2, 2**63], "0 to 2**63 - 1"),
-    "max_tokens": ([None, 1], [0, -5], "1 or more"),
+    "max_tokens": ([None, 1, 2**99], [0, -5], "1 or more"),
     "min_tokens": ([0, 16], [-1], "0 or more"),
     "logprobs": LOGPROBS,
     "prompt_logprobs": LOGPROBS,
@@ -147,10 +149,28 @@ def test_flags(name: str) -> None:
         assert_refused(TypeError, [name, repr(value), "True or False"], **{name: value})
 
 
+def test_numbers_of_tokens_above_any_length() -> None:
+    """Mean no limit, as in vLLM: sys.maxsize is often given."""
+    params = SamplingParams(max_tokens=sys.maxsize, min_tokens=2**40, top_k=10**12)
+    assert params.max_tokens == params.min_tokens == params.top_k == 2**31 - 1
+    assert_refused(ValueError, ["min_tokens", "max_tokens"], min_tokens=2**50, max_tokens=2**40)
+
+
+def test_values_in_extra_args_are_copied() -> None:
+    """As in vLLM; with skip_clone they are shared."""
+    params = SamplingParams(extra_args={"a": {"b": [1]}})
+    clone = params.clone()
+    params.extra_args["a"]["b"].append(2)  # type: ignore[index]
+    assert clone.extra_args == {"a": {"b": [1]}}
+    lock = threading.Lock()  # has no copy
+    shared = SamplingParams(extra_args={"lock": lock}, skip_clone=True)
+    assert shared.clone().extra_args == {"lock": lock}
+
+
 # A field, a bad value, the exception, and words that its message must have beside the field's name.
 TOKEN_IDS: list[tuple[Any, type[Exception], list[str]]] = [
-    ([-1], ValueError, ["-1", "0 or more"]),
-    ([2**31], ValueError, [str(2**31), "0 or more"]),
+    ([-1], ValueError, ["-1", "0 to 2**31 - 1"]),
+    ([2**31], ValueError, [str(2**31), "0 to 2**31 - 1"]),
     ([1.0], TypeError, ["1.0", "int"]),
     ([True], TypeError, ["True", "int"]),
     (["7"], TypeError, ["'7'", "int"]),
@@ -169,11 +189,12 @@ STRINGS: list[tuple[Any, type[Exception], list[str]]] = [
 BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     *((name, *rest) for name in ("stop_token_ids", "allowed_token_ids") for rest in TOKEN_IDS),
     *((name, *rest) for name in ("stop", "bad_words") for rest in STRINGS),
+    ("bad_words", ["a\ud800"], ValueError, ["'a\\ud800'", "whole characters"]),
     ("stop", "", ValueError, ["''", "non-empty strings"]),
     ("bad_words", "no", TypeError, ["'no'", "a list of strings"]),
     ("allowed_token_ids", [], ValueError, ["empty", "None, or at least one id"]),
-    ("logit_bias", {-1: 1.0}, ValueError, ["-1", "0 or more"]),
-    ("logit_bias", {2**31: 1.0}, ValueError, [str(2**31), "0 or more"]),
+    ("logit_bias", {-1: 1.0}, ValueError, ["-1", "0 to 2**31 - 1"]),
+    ("logit_bias", {2**31: 1.0}, ValueError, [str(2**31), "0 to 2**31 - 1"]),
     ("logit_bias", {"7": 1.0}, TypeError, ["'7'", "int"]),
     ("logit_bias", {True: 1.0}, TypeError, ["True", "int"]),
     ("logit_bias", {7: -INF}, ValueError, ["-inf", "a finite number"]),

@@ -664,16 +664,19 @@ def test_prompt_logprobs_come_chunk_by_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampled", "output", "stop_reason"), [((5, 42, 6), (5, 42), 42), ((7, 5), (7,), None)]
+    ("sampled", "output", "stop_reason"),
+    [((5, 42, 6), (5, 42), 42), ((8, 5), (8,), 8), ((7, 5), (7,), None)],
 )
 def test_tokens_behind_a_stop_token_are_dropped(
     sampled: tuple[int, ...], output: tuple[int, ...], stop_reason: int | None
 ) -> None:
-    """A step may bring several tokens. As in vLLM, stop_reason names a stop token of the user (42);
-    it is None after EOS (7)."""
+    """A step may bring several tokens. As in vLLM, stop_reason names a stop token of the user (42)
+    and a second EOS token (8). It is None after the tokenizer's EOS token (7), also if the user
+    gave that too."""
     engine = FakeEngine()
-    params = SamplingParams(stop_token_ids=[42])
-    seq = engine.add([1, 2], sampling_params=params, stop_token_ids=frozenset({42, 7}))
+    params = SamplingParams(stop_token_ids=[42, 7])
+    stops = frozenset({42, 8, 7})
+    seq = engine.add([1, 2], sampling_params=params, stop_token_ids=stops, eos_token_id=7)
     step = engine.scheduler.schedule()
     logprobs = tuple(TokenLogprobs((token_id,), (0.0,), 1) for token_id in sampled)
     model_output = ModelOutput({0: sampled}, {0: logprobs})

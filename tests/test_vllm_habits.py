@@ -27,7 +27,7 @@ from nanoserve.config import ALIASES, OPTIONS, VALUE_ALIASES, EngineConfig
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.output_processor import CompletionOutput, Logprob, RequestOutput
-from nanoserve.sampling_params import MISSING
+from nanoserve.sampling_params import MISSING, RequestOutputKind
 
 FOLDER = Path(__file__).parent.parent / "nanoserve"
 ENGLISH, CHINESE = LANGUAGES = ["coming_from_vllm.md", "coming_from_vllm.zh-CN.md"]
@@ -818,6 +818,16 @@ def test_outputs_of_the_document(demo_llm: LLM) -> None:
         assert all(getattr(objects[cls], field) is None for field in always_none)
         assert not any(hasattr(objects[cls], field) for field in missing.pop(cls, ()))
     assert not missing
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_one_output_for_all_completions(kind: RequestOutputKind, demo_llm: LLM) -> None:
+    """Unlike vLLM, as the document says."""
+    params = SamplingParams(n=2, max_tokens=3, min_tokens=3, seed=1, output_kind=kind)
+    demo_llm.add_request("a", "Once", params)
+    while demo_llm.has_unfinished_requests():
+        outputs = demo_llm.step()
+        assert [[each.index for each in output.outputs] for output in outputs] == [[0, 1]]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.inputs import PromptType, as_python
-from nanoserve.output_processor import Logprob, name_logprobs
+from nanoserve.logprobs import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
