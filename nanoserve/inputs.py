@@ -244,8 +244,8 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise TypeError(
-                f"a conversation is a list of message dicts, got {brief(message)} as item {number}. "
-                f"{CHAT_EXAMPLE}"
+                f"a conversation is a list of message dicts, got {brief(message)} as item "
+                f"{number}. {CHAT_EXAMPLE}"
             )
         message, role, content = dict(message), message.get("role"), message.get("content")
         if role is not None and role not in ROLES:
