@@ -839,7 +839,7 @@ def test_chat_refuses(llm: LLM) -> None:
     for messages, error, message in (
         ("hello", TypeError, r"got 'hello'. Give for example \[{'role': 'user', "),
         ([SUM, []], TypeError, r"a conversation is a list of message dicts, got \[\]"),
-        ([SUM, "hello"], TypeError, r"got 'hello' as item 1. Give for example \[{'role'"),
+        ([SUM, "hello"], TypeError, r"got 'hello'. Give for example \[{'role'"),
         ([{"content": "Hi"}], ValueError, r"chat template refuses \[\{'content': 'Hi'\}\].*role"),
     ):
         with pytest.raises(error, match=message):
