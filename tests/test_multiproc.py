@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -439,6 +439,28 @@ def test_a_killed_rank_is_noticed(
         broken.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
     broken.close()
     assert_generates(llm, checkpoint("qwen3"))
+
+
+def test_a_killed_rank_explains_the_end_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has lost another one may end before the killed one is reported as dead."""
+
+    class Ended:
+        pid = 7
+
+        def __init__(self, *codes: int | None) -> None:
+            self.codes = list(codes)
+
+        def poll(self) -> int | None:
+            return self.codes.pop(0) if len(self.codes) > 1 else self.codes[0]
+
+    monkeypatch.setattr(ranks_module, "read_failure", lambda *_: None)
+    ranks = SpawnedRanks.__new__(SpawnedRanks)
+    ranks.store, ranks.world_size = cast(Any, None), 4
+    ranks.processes = cast(Any, [Ended(1), Ended(None, None, None, -9), Ended(None)])
+    assert ranks.find_failure(timeout=5) == "rank 2 (process 7) was killed by SIGKILL."
+    ranks.processes = cast(Any, [Ended(1), Ended(None), Ended(None)])
+    monkeypatch.setattr(ranks_module, "SETTLE_TIME", 0.1)
+    assert ranks.find_failure(timeout=0) == "rank 1 (process 7) ended with exit code 1."
 
 
 def test_a_rank_that_does_not_start_is_noticed(

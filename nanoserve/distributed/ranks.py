@@ -46,6 +46,7 @@ from nanoserve.parallel import (
 )
 
 EXIT_TIMEOUT = 5.0  # seconds for a rank to end, or for a rank's failure to become known
+SETTLE_TIME = 1.0  # seconds in which the first rank that failed becomes known
 # (store, rank, function that connects the ranks, device): see multiproc.worker_loop
 WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
 
@@ -134,21 +135,25 @@ class SpawnedRanks:
         """Which rank has failed and why, or None. Waits up to `timeout` seconds for an answer.
 
         One failure makes other ranks fail too. So a traceback in the store comes first, and a rank
-        that was killed by a signal comes before a rank that has exited.
+        that was killed by a signal comes before a rank that has exited. The system closes the
+        sockets of a killed process before it reports its end, so another rank may exit earlier:
+        an exit without a traceback is no answer before SETTLE_TIME has passed.
         """
-        deadline = time.monotonic() + timeout
+        started = time.monotonic()
+        deadline = started + timeout
         while True:
             codes = {rank: process.poll() for rank, process in enumerate(self.processes, 1)}
             ended = [(code, rank) for rank, code in codes.items() if code is not None]
             if (timeout or ended) and (failure := read_failure(self.store, self.world_size)):
                 return failure
-            if ended:
-                code, rank = min(ended)  # the code of a killed process is minus its signal
+            code, rank = min(ended, default=(0, 0))  # a killed process has minus its signal as code
+            is_settled = code < 0 or len(ended) == len(codes)
+            if ended and (is_settled or time.monotonic() >= started + SETTLE_TIME):
                 how = f"ended with exit code {code}"
                 if code < 0:
                     how = f"was killed by {signal.Signals(-code).name}"
                 return f"rank {rank} (process {self.processes[rank - 1].pid}) {how}."
-            if time.monotonic() >= deadline:
+            if not ended and time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
 
