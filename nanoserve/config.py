@@ -38,6 +38,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python
 
 logger = logging.getLogger("nanoserve")
@@ -60,7 +61,7 @@ def to_flag(name: str) -> str:
 def check_bool(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        raise TypeError(f"{name} must be True or False, got {brief(value)}.")
 
 
 def check_number(name: str, value: Any, kind: type, low: float, high: float, allowed: str) -> None:
@@ -68,9 +69,9 @@ def check_number(name: str, value: Any, kind: type, low: float, high: float, all
     must be an int. `allowed` says the range in words."""
     noun, kinds = ("an int", int) if kind is int else ("a number", (int, float))
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name} must be {noun}, got {value!r}; allowed: {allowed}.")
+        raise TypeError(f"{name} must be {noun}, got {brief(value)}; allowed: {allowed}.")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+        raise ValueError(f"{name} is {brief(value)}; allowed: {allowed}.")
 
 
 def read_int(text: str) -> int:
@@ -129,9 +130,9 @@ class Option(NamedTuple):
         elif self.kind in (int, float):
             check_number(self.name, value, self.kind, *RANGES.get(self.name, POSITIVE))
         elif self.choices and value not in self.choices:
-            raise ValueError(f"{self.name} is {value!r}; allowed: {', '.join(self.choices)}.")
+            raise ValueError(f"{self.name} is {brief(value)}; allowed: {', '.join(self.choices)}.")
         elif not isinstance(value, (str, Path)):
-            raise TypeError(f"{self.name} must be a string, got {value!r}.")
+            raise TypeError(f"{self.name} must be a string, got {brief(value)}.")
 
 
 # Smallest number, largest number, and the range in words. POSITIVE is for numbers not in RANGES.

@@ -13,6 +13,7 @@ vLLM: vllm/exceptions.py (V1), where the class is no ValueError.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
@@ -35,3 +36,10 @@ class VLLMValidationError(VLLMClientError, ValueError):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
+
+
+def brief(value: Any) -> str:
+    """repr(value) for a message, shortened: what was given may have a million characters."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 200  # characters
+    return short.repr(value)

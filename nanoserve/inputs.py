@@ -24,12 +24,11 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, brief
 
 logger = logging.getLogger("nanoserve")
 
@@ -81,13 +80,6 @@ class PromptComponents(NamedTuple):
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str | None = None
-
-
-def brief(value: Any) -> str:
-    """repr(value) for a message, shortened: a prompt may have a million characters."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 200  # characters
-    return short.repr(value)
 
 
 def as_python(value: Any) -> Any:
@@ -255,11 +247,15 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
                 brief(role),
             )
         parts = [content] if isinstance(content, str) else [] if content is None else content
-        if isinstance(parts, (list, tuple)):
-            texts = [text for part in parts if (text := _text_of(part)) is not None]
-            as_parts = [{"type": "text", "text": text} for text in texts]
-            has_parts = content_format == "openai" and role != "tool"
-            message["content"] = as_parts if has_parts else "\n".join(texts)
+        if not isinstance(parts, (list, tuple)):
+            raise TypeError(
+                f"the content of item {number} must be a string or a list of parts, got "
+                f"{brief(content)}. {CHAT_EXAMPLE}"
+            )
+        texts = [text for part in parts if (text := _text_of(part)) is not None]
+        as_parts = [{"type": "text", "text": text} for text in texts]
+        has_parts = content_format == "openai" and role != "tool"
+        message["content"] = as_parts if has_parts else "\n".join(texts)
         if role == "assistant" and isinstance(message.get("tool_calls"), (list, tuple)):
             message["tool_calls"] = [_parse_tool_call(call) for call in message["tool_calls"]]
             if not message["tool_calls"]:  # as if there were none: templates ask for the key only

@@ -29,6 +29,7 @@ import logging
 import os
 import sys
 import warnings
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -147,12 +148,14 @@ def _device_of(engine: LLMEngine) -> str:
 
 def startup_report(engine: LLMEngine) -> list[str]:
     """Four lines that fit into 80 columns: model, device, KV cache, scheduler. Further lines only
-    for CUDA graphs, and for choices of the scheduler other than the default."""
+    for a device with more to tell (ranks, CUDA graphs), and for unusual scheduling."""
     config, executor = engine.config, engine.executor
     device, _, graphs = _device_of(engine).partition(", CUDA ")
     num_threads = getattr(executor, "num_threads", None)
     if num_threads and config.device == "cpu":
         device += f", {num_threads} {'thread' if num_threads == 1 else 'threads'}"
+    device, *more = wrap(device, 57)
+    more += [f"CUDA {graphs}"] if graphs else []
     name, architecture = engine.model_config.path.name, engine.model_config.architecture
     choices = {
         "priority": config.scheduling_policy == "priority",
@@ -163,7 +166,7 @@ def startup_report(engine: LLMEngine) -> list[str]:
     return [
         f"model      {name} ({architecture}), max_model_len {config.max_model_len}",
         f"device     {device}",
-        *([f"           CUDA {graphs}"] if graphs else []),
+        *(f"           {line}" for line in more),
         f"KV cache   {executor.num_kv_blocks} blocks of {config.block_size} tokens, "
         f"prefix caching {_on_off(config.enable_prefix_caching)}",
         f"scheduler  max_num_seqs {config.max_num_seqs}, "

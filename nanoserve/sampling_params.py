@@ -35,7 +35,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python
 from nanoserve.logger import warning_once
 
@@ -211,10 +211,14 @@ class SamplingParams:
         for name, (neutral, advice) in MISSING.items():
             if getattr(self, name) not in neutral:
                 value = getattr(self, name)
-                message = f"{name} is {value!r}, and nanoserve does not have it; allowed: {advice}."
+                message = (
+                    f"{name} is {brief(value)}, and nanoserve does not have it; allowed: {advice}."
+                )
                 raise _error(name, value, message)
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}.")
+            raise TypeError(
+                f"output_kind must be a RequestOutputKind, got {brief(self.output_kind)}."
+            )
         self._copy_containers()
         self._check_combinations()
         self.top_k = min(max(self.top_k, 0), INT_LIMIT)
@@ -279,7 +283,7 @@ class SamplingParams:
         self.logits_processors = self._copy_list("logits_processors", _check_callable, allowed)
         self.logit_bias = self._copy_logit_bias()
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
-            raise TypeError(f"extra_args must be a dict, got {self.extra_args!r}.")
+            raise TypeError(f"extra_args must be a dict, got {brief(self.extra_args)}.")
         self.extra_args = None if self.extra_args is None else dict(self.extra_args)
         skips = self.skip_reading_prefix_cache
         if skips is not None:
@@ -294,7 +298,7 @@ class SamplingParams:
         if values is None:
             return None
         if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
-            raise TypeError(f"{name} must be {allowed}, got {values!r}.")
+            raise TypeError(f"{name} must be {allowed}, got {brief(values)}.")
         items = [as_python(item) for item in values]
         for item in items:
             check(name, item)
@@ -306,7 +310,7 @@ class SamplingParams:
             return None
         allowed = "token id -> a finite number, -3.4e38 to 3.4e38"
         if not isinstance(self.logit_bias, Mapping):
-            raise TypeError(f"logit_bias must be a dict, got {self.logit_bias!r}; {allowed}.")
+            raise TypeError(f"logit_bias must be a dict, got {brief(self.logit_bias)}; {allowed}.")
         bias = {as_python(key): as_python(value) for key, value in self.logit_bias.items()}
         for token_id, value in bias.items():
             _check_token_id("logit_bias", token_id)
@@ -328,7 +332,7 @@ class SamplingParams:
                     for key, value in bias.items()
                 }
             except ValueError:
-                message = f"logit_bias is {bias!r}; allowed: token id -> a number."
+                message = f"logit_bias is {brief(bias)}; allowed: token id -> a number."
                 raise _error("logit_bias", bias, message) from None
         return cls(**given)
 
@@ -347,7 +351,13 @@ class SamplingParams:
         clone = copy.copy(self)
         clone.__post_init__()
         if not self.skip_clone:
-            clone.extra_args = copy.deepcopy(clone.extra_args)
+            try:
+                clone.extra_args = copy.deepcopy(clone.extra_args)
+            except Exception as error:  # of any type: a lock, an open file, a bug in __deepcopy__
+                raise TypeError(
+                    f"extra_args holds a value that cannot be copied ({error}). With "
+                    "skip_clone=True it is shared instead."
+                ) from error
         return clone
 
     @property
@@ -375,7 +385,7 @@ TOKEN_IDS = "a list of token ids"
 
 def _check_word(name: str, value: Any) -> None:
     if not isinstance(value, str) or not value:
-        message = f"{name} holds {value!r}; allowed: non-empty strings."
+        message = f"{name} holds {brief(value)}; allowed: non-empty strings."
         raise _error(name, value, message)
 
 
@@ -383,7 +393,8 @@ def _check_bad_word(name: str, value: Any) -> None:
     """Half of a surrogate pair cannot be tokenized."""
     _check_word(name, value)
     if any("\ud800" <= char <= "\udfff" for char in value):
-        raise _error(name, value, f"{name} holds {value!r}; allowed: strings of whole characters.")
+        message = f"{name} holds {brief(value)}; allowed: strings of whole characters."
+        raise _error(name, value, message)
 
 
 def _check_token_id(name: str, value: Any) -> None:
@@ -410,7 +421,7 @@ def _error(name: str, value: Any, message: str) -> VLLMValidationError:
 
 def _check_callable(name: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(f"{name} holds {value!r}; allowed: callables on a row of logits.")
+        raise TypeError(f"{name} holds {brief(value)}; allowed: callables on a row of logits.")
 
 
 def __getattr__(name: str) -> Any:

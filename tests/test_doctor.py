@@ -136,6 +136,15 @@ def test_waiting_threads_are_measured(
     assert (advice in " ".join(report.advice)) if advice else not report.advice
 
 
+def test_nobody_is_told_to_spin_beside_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    times = {"passive": (0.01, 0.024), "active": (0.01, 0.012)}
+    monkeypatch.setattr(doctor, "time_tokens", lambda num_threads, policy: times[policy])
+    report = Report(advice=["other programs use the cores"])
+    doctor.compare_threads(report, 2)
+    assert len(report.advice) == 1
+
+
 def test_ten_tokens_are_timed() -> None:
     """In a process of its own, whatever this one has set."""
     assert all(seconds > 0 for seconds in doctor.time_tokens(2, "passive"))

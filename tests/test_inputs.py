@@ -252,6 +252,13 @@ def test_other_parts_are_refused_by_name(part: Any, content_format: str) -> None
         parse_chat_messages([{"role": "user", "content": ["Hi", part]}], content_format)
 
 
+@pytest.mark.parametrize("content", [5, {"type": "text", "text": "x"}])
+def test_a_content_is_text_or_a_list_of_parts(content: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "user", "content": content}]
+    with pytest.raises(TypeError, match="content of item 1 must be a string or a list of parts"):
+        parse_chat_messages(messages, "string")
+
+
 @pytest.mark.parametrize("messages", [[], None, 5, "hello", ["hello"], [{}, "hello"], {"a": 1}])
 def test_what_is_no_conversation(messages: Any) -> None:
     with pytest.raises(TypeError, match="a conversation is a list of message dicts, got"):

@@ -225,6 +225,12 @@ def test_the_report_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> Non
     lines = module.startup_report(engine)
     assert [line for line in lines if len("nanoserve: " + line) >= 80] == []
     assert "CUDA graphs for 35 batch sizes (1234 MiB)" in lines[2]
+    text = "device=cpu, dtype=torch.bfloat16, attention=torch, model=transformers, "
+    text += "tensor parallel on 2 ranks over gloo"
+    monkeypatch.setattr(engine.executor, "describe", lambda: text)
+    lines = module.startup_report(engine)
+    assert [line for line in lines if len("nanoserve: " + line) >= 80] == []
+    assert "ranks over gloo" in " ".join(lines)
 
 
 def read_steps(engine: LLMEngine, caplog: pytest.LogCaptureFixture) -> list[str]:

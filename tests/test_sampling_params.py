@@ -156,6 +156,31 @@ def test_numbers_of_tokens_above_any_length() -> None:
     assert_refused(ValueError, ["min_tokens", "max_tokens"], min_tokens=2**50, max_tokens=2**40)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_token_ids": "x" * 10**6},
+        {"temperature": "x" * 10**6},
+        {"logit_bias": {"z" * 10**6: 1}},
+        {"extra_args": "q" * 10**6},
+        {"stop": ["x", ["y" * 10**6]]},
+        {"ignore_eos": "n" * 10**6},
+    ],
+)
+def test_messages_are_short(given: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        SamplingParams(**given)
+    assert len(str(error.value)) < 1000
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    params = SamplingParams(extra_args={"lock": threading.Lock()})
+    with pytest.raises(TypeError, match=r"extra_args .* cannot be copied .* skip_clone=True"):
+        params.clone()
+    params.skip_clone = True
+    assert params.clone().extra_args == params.extra_args
+
+
 def test_values_in_extra_args_are_copied() -> None:
     """As in vLLM; with skip_clone they are shared."""
     params = SamplingParams(extra_args={"a": {"b": [1]}})

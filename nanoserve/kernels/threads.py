@@ -17,7 +17,8 @@ that spin, and twice as fast as on two that sleep.
 A container may have a quota of CPU time, such as `docker run --cpus=1`, and torch does not know it.
 `num_cores` reads the quota. The number of threads never exceeds it.
 
-What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number, OMP_WAIT_POLICY
+What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number (of the whole
+engine: several ranks on one machine divide it among themselves), OMP_WAIT_POLICY
 (active: spin), GOMP_SPINCOUNT or KMP_BLOCKTIME for the waiting.
 
 This module imports torch in `load_torch` only.
@@ -108,14 +109,15 @@ def limited_threads(number: int, setters: Seq[Callable[[int], Any]]) -> Iterator
         yield
         return
     set_openmp, *set_mkl = setters
-    set_openmp(number)
-    mkl_before = [set_threads(number) for set_threads in set_mkl]
+    mkl_before: list[int] = []
     try:
+        mkl_before += [set_threads(number) for set_threads in set_mkl]
+        set_openmp(number)
         yield
     finally:
         set_openmp(before)
-        for set_threads, threads in zip(set_mkl, mkl_before, strict=True):
-            set_threads(threads)
+        for set_threads, threads in zip(set_mkl, mkl_before or [0], strict=False):
+            set_threads(threads)  # 0: as before the first call, no number of this thread's own
 
 
 def thread_setters() -> tuple[Callable[[int], Any], ...]:

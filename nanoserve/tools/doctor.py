@@ -199,7 +199,8 @@ def compare_threads(report: Report, num_threads: int) -> None:
         f"waiting ones sleep, {1000 * spinning:.0f} ms if they spin",
     )
     gain = sleeping / spinning
-    if waiting_threads() == "sleep" and gain > CLEARLY:
+    is_busy = any("other programs" in advice for advice in report.advice)
+    if waiting_threads() == "sleep" and gain > CLEARLY and not is_busy:
         report.advice.append(
             "as long as nothing else runs here, OMP_WAIT_POLICY=active makes models of 10M to 100M "
             "parameters faster"
