@@ -154,7 +154,9 @@ def startup_report(engine: LLMEngine) -> list[str]:
     num_threads = getattr(executor, "num_threads", None)
     if num_threads and config.device == "cpu":
         device += f", {num_threads} {'thread' if num_threads == 1 else 'threads'}"
-    device, *more = wrap(device, 57)
+    # Whole parts, as many as fit beside "nanoserve: device     ".
+    marked = wrap(device.replace(" ", "\xa0").replace(",\xa0", ", "), 57)
+    device, *more = (line.replace("\xa0", " ") for line in marked)
     more += [f"CUDA {graphs}"] if graphs else []
     name, architecture = engine.model_config.path.name, engine.model_config.architecture
     choices = {
