@@ -136,6 +136,13 @@ GROUPS = (
     ),
     Group(
         "other name",
+        "limits of the queue",
+        "max_num_waiting limits the requests that wait; vLLM's two count running requests, or the "
+        "tokens of prompts.",
+        "max_num_queued_reqs max_num_queued_tokens",
+    ),
+    Group(
+        "other name",
         "the recommended sampling parameters",
         "nanoserve reads generation_config.json as vLLM does; give SamplingParams of your own to "
         "use others.",
@@ -170,8 +177,7 @@ GROUPS = (
         "not there yet",
         "the HTTP server and the asynchronous engine",
         "The server is not there yet; the engine runs in your own process.",
-        """served_model_name max_num_queued_reqs max_num_queued_tokens io_processor_plugin
-        tokens_only=False""",
+        "served_model_name io_processor_plugin tokens_only=False",
     ),
     Group(
         "not there yet",

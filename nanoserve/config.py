@@ -30,6 +30,7 @@ import inspect
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -184,6 +185,10 @@ class EngineConfig:
     """Tokens of one request at most, prompt and output; None: what the model was made for."""
     max_num_seqs: int | None = None
     """Sequences in one step at most; None: 256, or the token budget if that is less."""
+    max_num_waiting: int | None = None
+    """Requests that may wait before add_request refuses another one with QueueOverflowError (a
+    server's 503); None: no limit. A request waits until the next step at least, and generate,
+    stream, chat, enqueue and beam_search are never refused."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step; None: 8192 (2048 on a CPU), or more if max_num_seqs or a prompt
     that may not be split needs it."""
@@ -488,7 +493,7 @@ def find_folder(model: str | Path) -> Path | None:
     """The folder `model` on this machine; None if it is none. "nanoserve/demo" is the embedded demo
     model in every working directory: a stranger could give a model on the hub this name."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
         return folder
     return DEMO_MODEL if folder == DEMO_NAME else None
 
@@ -514,8 +519,8 @@ def resolve_folder(
     if not re.fullmatch(HUB_ID, str(model)):
         files = "config.json and *.safetensors" if what == "model" else "tokenizer.json"
         raise ValueError(
-            f"{what} {str(model)!r} is not a folder, nor a Hugging Face id such as Qwen/Qwen3-0.6B "
-            f"or gpt2. Give a folder with {files} or an id, or {without}."
+            f"{what} {brief(str(model))} is not a folder, nor a Hugging Face id such as "
+            f"Qwen/Qwen3-0.6B or gpt2. Give a folder with {files} or an id, or {without}."
         )
     from huggingface_hub import snapshot_download
 
@@ -524,7 +529,7 @@ def resolve_folder(
     except Exception as error:  # one of the hub's many: no model
         logger.debug("%s %r: %s", what, str(model), error)
         raise ValueError(
-            f"{what} {str(model)!r} is not a local folder, and the Hugging Face hub did not "
+            f"{what} {brief(str(model))} is not a local folder, and the Hugging Face hub did not "
             f"deliver it ({type(error).__name__}). Check the name and the connection, give a "
             f"folder, or {without}."
         ) from error

@@ -46,8 +46,9 @@ from typing import Any, NamedTuple
 from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.exceptions import QueueOverflowError, as_validation_error
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import PromptType, refuse_missing
+from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import (
@@ -113,6 +114,7 @@ class LLMEngine:
         configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
+        self.get_default_sampling_params()  # raises ValueError for bad ones
         load_torch()
         from nanoserve.executor import get_executor_cls  # here, because these imports load torch
         from nanoserve.parallel import with_device
@@ -141,6 +143,7 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []  # not handed out yet
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
+        self._admission = threading.Lock()  # one thread at a time passes max_num_waiting
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_closed = False
@@ -171,14 +174,19 @@ class LLMEngine:
         cache_salt: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never be
-        served. The arguments are vLLM's, in vLLM's order; cache_salt is for prompts that do not
-        have a salt of their own. lora_request, tokenization_kwargs and trace_headers: None."""
+        served, QueueOverflowError if max_num_waiting requests wait. The arguments are vLLM's, in
+        vLLM's order; cache_salt is for prompts that do not have a salt of their own. lora_request,
+        tokenization_kwargs and trace_headers: None."""
+        self._check_queue()  # here too: a server that is busy should not tokenize in vain
         refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
         refuse_missing("add_request", tokenization_kwargs=tokenization_kwargs)
         params = self.get_default_sampling_params() if params is None else params
         request = self.make_request(request_id, prompt, params, priority, cache_salt)
-        request.root.metrics.arrival_time = arrival_time or request.root.metrics.arrival_time
-        self.add(request)
+        metrics = request.root.metrics
+        metrics.arrival_time = as_arrival_time(arrival_time) or metrics.arrival_time
+        with self._admission:
+            self._check_queue()
+            self.add(request)
         return request_id
 
     def make_request(
@@ -192,7 +200,9 @@ class LLMEngine:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
         self._check_open()
         process, make_state = self.input_processor.process, self.output_processor.make_state
-        return make_state(process(request_id, prompt, sampling_params, priority, cache_salt))
+        root = process(request_id, prompt, sampling_params, priority, cache_salt)
+        with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
+            return make_state(root)
 
     def add(self, request: RequestConsumer) -> None:
         """Queue a checked request. Raises ValueError if its request id is in use.
@@ -204,6 +214,14 @@ class LLMEngine:
             self.output_processor.add(request)
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
+
+    def _check_queue(self) -> None:
+        """Raise QueueOverflowError if max_num_waiting requests wait."""
+        most = self.config.max_num_waiting
+        if most is not None:
+            running = {seq.request_id for seq in list(self.scheduler.running)}
+            if self.get_num_unfinished_requests() - len(running) >= most:
+                raise QueueOverflowError(most)
 
     def _queue(self, request: RequestConsumer) -> None:
         """Give a request's sequences to the scheduler, unless it was aborted meanwhile."""

@@ -1,7 +1,8 @@
-"""What is raised for a request that can never be served?
+"""What is raised for a request that is refused?
 
-Bad values raise VLLMValidationError, bad types raise TypeError. Code written for vLLM may catch a
-bad value under either of its two names:
+Bad values raise VLLMValidationError, bad types raise TypeError; a request that finds the queue full
+raises QueueOverflowError. Code written for vLLM may catch a bad value under either of its two
+names:
 
     try:
         llm.generate(prompt, SamplingParams(top_p=2))
@@ -14,6 +15,8 @@ vLLM: vllm/exceptions.py (V1), where the class is no ValueError.
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -38,8 +41,52 @@ class VLLMValidationError(VLLMClientError, ValueError):
         self.value = value
 
 
+class QueueOverflowError(VLLMError, RuntimeError):
+    """As many requests wait as max_num_waiting allows. The request is right: it may be added later,
+    or to another engine (a server answers 503)."""
+
+    def __init__(self, max_num_waiting: int) -> None:
+        super().__init__(
+            f"{max_num_waiting} requests wait already (max_num_waiting). Add this one later, or "
+            "build the engine with a larger max_num_waiting (None: no limit)."
+        )
+
+
 def brief(value: Any) -> str:
-    """repr(value) for a message, shortened: what was given may have a million characters."""
+    """repr(value) for a message, shortened: what was given may have a million characters. A value
+    that cannot be written is named by its type."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 200  # characters
-    return short.repr(value)
+    try:
+        return short.repr(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # such as an int of more than 4300 digits, or a __repr__ that fails
+        return f"<{type(value).__name__}>"
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong, in one line; "ZeroDivisionError: division by zero". Never raises."""
+    try:
+        text = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
+        text = f"(its str() raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {text}"
+
+
+@contextmanager
+def as_validation_error(what: str, value: Any) -> Iterator[None]:
+    """Whatever fails inside becomes a VLLMValidationError: "<what> <value>: <the error>.".
+
+    For calls of a tokenizer: a bug in its Rust code arrives as PanicException, which is no
+    Exception. Ctrl-C stays Ctrl-C.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, VLLMValidationError):
+        raise
+    except BaseException as error:
+        message = f"{what} {brief(value)}: {describe_error(error):.300}."
+        raise VLLMValidationError(message) from error

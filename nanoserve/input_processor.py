@@ -22,13 +22,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.exceptions import VLLMValidationError
-from nanoserve.inputs import PromptType, as_python, brief, parse_prompt, pick_salt, render_chat
+from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.inputs import PromptType, check_request, encode, parse_prompt, pick_salt, render_chat
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
@@ -75,6 +76,7 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.max_model_len = config.max_model_len
         self.kv_capacity = num_kv_blocks * config.block_size  # tokens
+        self.capacity = min(self.max_model_len, self.kv_capacity)  # tokens of prompt and output
         self._lock = threading.Lock()  # guards the next two; nothing else ever changes
         self._next_seq_id = 0
         self._seeds = random.Random(config.seed)
@@ -86,21 +88,15 @@ class InputProcessor:
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
-        is_trusted: bool = False,
     ) -> Sequence:
         """A Sequence for one request, with a clone of its parameters. Raises ValueError or
-        TypeError for a request that this engine can never run to its end. (`is_trusted`: the limits
-        of the engine are not meant for these parameters, which are a chapter's own.)"""
-        if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a non-empty string, got {request_id!r}.")
+        TypeError for a request that this engine can never run to its end."""
+        priority = check_request(request_id, priority)
         if not isinstance(sampling_params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
-        priority = as_python(priority)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority must be an int, got {priority!r}.")
+            given = brief(sampling_params)
+            raise TypeError(f"sampling_params must be SamplingParams, got {given}.")
         sampling_params = sampling_params.clone()
-        if not is_trusted:
-            self._check_sampling(sampling_params)
+        self._check_sampling(sampling_params)
         components = parse_prompt(prompt)
         cache_salt = pick_salt(components.cache_salt, cache_salt)
         prompt_token_ids = self.tokenize(components)
@@ -148,7 +144,8 @@ class InputProcessor:
         >>> processor.render_chat([{"role": "user", "content": "Hello"}], {})
         "<|im_start|>user\\nHello<|im_end|>\\n"
         """
-        return render_chat(self.require_tokenizer("chat"), messages, options, content_format)
+        tokenizer = self.require_tokenizer("chat")
+        return render_chat(tokenizer, messages, options, content_format, self.capacity)
 
     def tokenize(self, prompt: Any, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, each in the vocabulary. A text from render_chat contains its
@@ -156,22 +153,23 @@ class InputProcessor:
         text, token_ids, _ = parse_prompt(prompt)
         if token_ids is None:
             tokenizer = self.require_tokenizer("a text prompt")
-            try:
-                token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            except Exception as error:  # for example a lone surrogate
-                message = f"the tokenizer cannot encode {brief(text)}: {error}."
-                raise VLLMValidationError(message) from error
+            token_ids = encode(tokenizer, text or "", self.capacity, add_special_tokens)
         if not token_ids:
             raise VLLMValidationError(
                 "the prompt is empty: it has no tokens. Give at least one token."
             )
+        self._check_vocabulary(token_ids)
+        return token_ids
+
+    def _check_vocabulary(self, token_ids: Collection[int], where: str = "") -> None:
+        """Raise ValueError for a token id that the model does not have."""
         last = self.model_config.vocab_size - 1
-        for token_id in (min(token_ids), max(token_ids)):
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id <= last:
                 raise VLLMValidationError(
-                    f"token id {token_id} is out of range; allowed: 0 to {last} (vocab_size - 1)."
+                    f"{where}token id {brief(token_id)} is out of range; allowed: 0 to {last} "
+                    "(vocab_size - 1)."
                 )
-        return token_ids
 
     def require_tokenizer(self, what: str) -> Any:
         """The tokenizer. Raises ValueError if the checkpoint has none."""
@@ -184,9 +182,8 @@ class InputProcessor:
 
     def _room_after(self, num_prompt_tokens: int) -> int:
         """The number of output tokens that fit. Raises ValueError if it is 0."""
-        limit = min(self.max_model_len, self.kv_capacity)
-        if num_prompt_tokens < limit:
-            return limit - num_prompt_tokens
+        if num_prompt_tokens < self.capacity:
+            return self.capacity - num_prompt_tokens
         if num_prompt_tokens >= self.max_model_len:
             raise VLLMValidationError(
                 f"the prompt has {num_prompt_tokens} tokens; with one output token that is more "
@@ -205,12 +202,7 @@ class InputProcessor:
             self.require_tokenizer("a stop string")
         vocab_size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if token_id >= vocab_size:
-                    raise VLLMValidationError(
-                        f"{name} holds {token_id}; the vocabulary has {vocab_size} tokens: 0 to "
-                        f"{vocab_size - 1}."
-                    )
+            self._check_vocabulary(getattr(params, name) or (), f"{name}: ")
         most = self.config.max_logprobs if self.config.max_logprobs >= 0 else vocab_size
         most = min(most, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
@@ -231,11 +223,12 @@ class InputProcessor:
         """
         spellings: list[tuple[int, ...]] = []
         for word in words:
-            encode = self.require_tokenizer("bad_words").encode
-            alone = tuple(encode(word.lstrip(), add_special_tokens=False))
+            tokenizer, word = self.require_tokenizer("bad_words"), word.lstrip()
+            alone = tuple(encode(tokenizer, word, self.capacity, False, "a bad word"))
+            after_space = tuple(encode(tokenizer, " " + word, self.capacity, False, "a bad word"))
             if not alone:
-                raise VLLMValidationError(f"bad_words holds {word!r}, which has no tokens.")
-            after_space = tuple(encode(" " + word.lstrip(), add_special_tokens=False))
+                raise VLLMValidationError(f"bad_words holds {brief(word)}, which has no tokens.")
+            self._check_vocabulary(alone + after_space, f"bad_words: {brief(word)} has ")
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:
                 spellings.append(after_space)

@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
 
 logger = logging.getLogger("nanoserve")
 
@@ -68,6 +69,8 @@ MISSING_KEYS = {  # vLLM's other keys, and what they are for
     "decoder_prompt": "encoder-decoder models",
     "token_type_ids": "cross-encoders",
 }
+NAME_LIMIT = 1024  # characters of a request id or a cache salt
+INT64_LIMIT = 2**63 - 1
 CHAT_EXAMPLE = "Give for example [{'role': 'user', 'content': 'Hello'}]."
 # The roles that chat templates know, each template some of them.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython")
@@ -166,7 +169,51 @@ def pick_salt(own: Any, given: Any) -> str | None:
     for salt in (own, given):
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise TypeError(f"cache_salt must be None or a non-empty string, got {brief(salt)}.")
+        _check_length("cache_salt", salt or "")
     return given if own is None else own
+
+
+def _check_length(name: str, value: str) -> None:
+    if len(value) > NAME_LIMIT:
+        raise VLLMValidationError(
+            f"{name} has {len(value)} characters; allowed: up to {NAME_LIMIT}.",
+            parameter=name,
+            value=value,
+        )
+
+
+def check_request(request_id: Any, priority: Any) -> int:
+    """The priority as an int. Raises TypeError or ValueError for what cannot be a request's id or
+    priority."""
+    if not isinstance(request_id, str) or not request_id:
+        raise TypeError(f"request_id must be a non-empty string, got {brief(request_id)}.")
+    _check_length("request_id", request_id)
+    priority = as_python(priority)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority must be an int, got {brief(priority)}.")
+    if abs(priority) > INT64_LIMIT:
+        raise VLLMValidationError(
+            f"priority is {brief(priority)}; allowed: -2**63 + 1 to 2**63 - 1.",
+            parameter="priority",
+            value=priority,
+        )
+    return priority
+
+
+def as_arrival_time(arrival_time: Any) -> float | None:
+    """Seconds of time.time() at which a request came; None: now. Raises TypeError or ValueError."""
+    arrival_time = as_python(arrival_time)
+    if arrival_time is None:
+        return None
+    if isinstance(arrival_time, bool) or not isinstance(arrival_time, (int, float)):
+        raise TypeError(f"arrival_time must be None or a number, got {brief(arrival_time)}.")
+    if not 0 <= arrival_time < math.inf or arrival_time > INT64_LIMIT:
+        raise VLLMValidationError(
+            f"arrival_time is {brief(arrival_time)}; allowed: None, or seconds of time.time().",
+            parameter="arrival_time",
+            value=arrival_time,
+        )
+    return arrival_time
 
 
 def as_token_ids(items: Any) -> list[int]:
@@ -179,6 +226,38 @@ def as_token_ids(items: Any) -> list[int]:
         if type(item) is not int and (isinstance(item, bool) or not isinstance(item, int)):
             raise TypeError(f"token ids must be ints, got {brief(item)} in the prompt.")
     return token_ids
+
+
+def encode(
+    tokenizer: Any, text: str, most: int, add_special_tokens: bool = True, what: str = "the prompt"
+) -> list[int]:
+    """The token ids of `text`. Raises VLLMValidationError if the tokenizer fails, or if there are
+    far more than `most` of them."""
+    check_text_length(tokenizer, text, most, what)
+    with as_validation_error("the tokenizer cannot encode", text):
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def check_text_length(tokenizer: Any, text: str, most: int, what: str) -> None:
+    """Refuse a text of far more than `most` tokens, without reading all of it.
+
+    A tokenizer needs half a second or more for a million characters. So the beginning of a long
+    text is tokenized first. What follows it can join its last tokens to one (the last word grows),
+    but never half of them: if it has twice as many tokens as fit, the text cannot fit. Tokens are
+    counted and not characters, because a tokenizer may drop spaces or join any number of unknown
+    characters to one token. (vLLM refuses more characters than `most` times the longest token of
+    the vocabulary.)
+    """
+    size = 16 * most + 1000
+    while size < len(text):
+        with as_validation_error("the tokenizer cannot encode", text):
+            number = len(tokenizer.encode(text[:size], add_special_tokens=False))
+        if number > 2 * most + 500:
+            raise VLLMValidationError(
+                f"{what} has {len(text)} characters, the first {size} of them are {number} tokens, "
+                f"and no more than {most} tokens fit (max_model_len, or the KV cache). Shorten it."
+            )
+        size *= 4
 
 
 def refuse_missing(call: str, **given: Any) -> None:
@@ -199,11 +278,15 @@ def refuse_missing(call: str, **given: Any) -> None:
 
 
 def render_chat(
-    tokenizer: Any, messages: Any, options: dict[str, Any], content_format: str = "auto"
+    tokenizer: Any,
+    messages: Any,
+    options: dict[str, Any],
+    content_format: str = "auto",
+    most: int | None = None,
 ) -> str:
     """The text of a conversation, made by a chat template. `options` go to the template; one of
     them, chat_template, replaces the tokenizer's own. content_format: see parse_chat_messages;
-    "auto" is what the template expects.
+    "auto" is what the template expects. A message of far more than `most` tokens is refused.
     """
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
@@ -211,6 +294,8 @@ def render_chat(
             "this model's tokenizer has no chat template. Give one as chat_template=..., use "
             "generate with a prompt of your own, or a model that was trained to chat."
         )
+    if most is not None:
+        check_messages_length(tokenizer, messages, most)
     messages = parse_chat_messages(messages, find_content_format(template, content_format))
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -262,6 +347,17 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
                 del message["tool_calls"]
         parsed.append(message)
     return parsed
+
+
+def check_messages_length(tokenizer: Any, messages: Any, most: int) -> None:
+    """Refuse a message with a text of far more than `most` tokens before a template works on it.
+    One by one, not their sum: a template may drop what is old."""
+    for message in messages if isinstance(messages, (list, tuple)) else ():
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in content if isinstance(content, (list, tuple)) else [content]:
+            for text in part.values() if isinstance(part, Mapping) else [part]:
+                if isinstance(text, str):
+                    check_text_length(tokenizer, text, most, "a message")
 
 
 def _parse_tool_call(call: Any) -> dict[str, Any]:

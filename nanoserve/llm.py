@@ -27,13 +27,12 @@ from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import (
     CHAT_EXAMPLE,
     Message,
     PromptType,
     as_python,
-    brief,
     find_content_format,
     parse_prompt,
     prompt_to_seq,
@@ -41,7 +40,7 @@ from nanoserve.inputs import (
 )
 from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams, check_output_kind
 from nanoserve.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -303,7 +302,7 @@ class LLM:
         """
         refuse_missing("beam_search", lora_request=lora_request)
         if not hasattr(params, "search"):
-            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+            raise TypeError(f"params must be BeamSearchParams, got {brief(params)}.")
         limit = as_python(concurrency_limit)
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
             raise TypeError(f"concurrency_limit must be None or an int, got {brief(limit)}.")
@@ -368,7 +367,7 @@ class LLM:
         output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[RequestState]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
-        SamplingParams(output_kind=output_kind)  # raises TypeError for what is no output kind
+        check_output_kind(output_kind)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", default, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -32,10 +33,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import Enum
+from itertools import islice
 from typing import Any, TypeVar
 
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import VLLMValidationError, brief, describe_error
 from nanoserve.inputs import as_python
 from nanoserve.logger import warning_once
 
@@ -54,6 +56,9 @@ GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature would overflo
 SMALLEST_TEMPERATURE = 0.01  # vLLM's: smaller ones are raised to it; 0 stays 0
 INT_LIMIT = 2**31 - 1  # more tokens than any sequence has: larger numbers of tokens become this
 FLOAT_LIMIT = 3.4e38  # of float32, the type of logits
+SMALLEST_PENALTY = 1e-30  # a logit divided by less would overflow (vLLM's limit is above 0)
+WORD_LIMIT = 1024  # items of the lists that each step goes through
+ID_LIMIT = 2**20  # items of the other lists: more token ids than any vocabulary has
 
 # Of each number: type, smallest, largest, and the range in words.
 LOGPROBS = (int, -1, math.inf, "None, 0 or more, or -1 for the whole vocabulary")
@@ -63,9 +68,9 @@ RANGES = {
     "frequency_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
     "repetition_penalty": (
         float,
-        ABOVE_ZERO,
+        SMALLEST_PENALTY,
         FLOAT_LIMIT,
-        "above 0, up to 3.4e38; 1 is off, above 1 discourages repetition",
+        "1e-30 to 3.4e38; 1 is off, above 1 discourages repetition",
     ),
     "temperature": (float, 0, FLOAT_LIMIT, "0 (greedy) to 3.4e38"),
     "top_p": (float, ABOVE_ZERO, 1, "above 0, up to 1 (off); greedy is temperature=0"),
@@ -215,10 +220,7 @@ class SamplingParams:
                     f"{name} is {brief(value)}, and nanoserve does not have it; allowed: {advice}."
                 )
                 raise _error(name, value, message)
-        if not isinstance(self.output_kind, RequestOutputKind):
-            raise TypeError(
-                f"output_kind must be a RequestOutputKind, got {brief(self.output_kind)}."
-            )
+        check_output_kind(self.output_kind)
         self._copy_containers()
         self._check_combinations()
         self.top_k = min(max(self.top_k, 0), INT_LIMIT)
@@ -270,8 +272,10 @@ class SamplingParams:
         """Replace the caller's lists and dicts by checked copies: later edits change nothing."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        self.stop = self._copy_list("stop", _check_word, "a string or a list of strings") or []
-        self.bad_words = self._copy_list("bad_words", _check_bad_word, "a list of strings") or []
+        allowed = "a string or a list of strings"
+        self.stop = self._copy_list("stop", _check_word, allowed, WORD_LIMIT) or []
+        allowed = "a list of strings"
+        self.bad_words = self._copy_list("bad_words", _check_bad_word, allowed, WORD_LIMIT) or []
         self.stop_token_ids = self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS) or []
         self.bad_words = list(dict.fromkeys(self.bad_words))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
@@ -279,8 +283,12 @@ class SamplingParams:
         if self.allowed_token_ids == []:
             message = "allowed_token_ids is empty; allowed: None, or at least one id."
             raise _error("allowed_token_ids", [], message)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
         allowed = "a list of callables"
-        self.logits_processors = self._copy_list("logits_processors", _check_callable, allowed)
+        self.logits_processors = self._copy_list(
+            "logits_processors", _check_processor, allowed, WORD_LIMIT
+        )
         self.logit_bias = self._copy_logit_bias()
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise TypeError(f"extra_args must be a dict, got {brief(self.extra_args)}.")
@@ -291,15 +299,20 @@ class SamplingParams:
         self.skip_reading_prefix_cache = bool(skips) or self.prompt_logprobs is not None
 
     def _copy_list(
-        self, name: str, check: Callable[[str, Any], None], allowed: str
+        self, name: str, check: Callable[[str, Any], None], allowed: str, limit: int = ID_LIMIT
     ) -> list[Any] | None:
-        """A list of the field's items, each of them checked; None if the field is None."""
+        """A list of the field's items, at most `limit`, each of them checked; None if the field is
+        None."""
         values = getattr(self, name)
         if values is None:
             return None
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+        no_list = (str, bytes, bytearray, Mapping)
+        if isinstance(values, no_list) or not hasattr(values, "__iter__"):
             raise TypeError(f"{name} must be {allowed}, got {brief(values)}.")
-        items = [as_python(item) for item in values]
+        items = [as_python(item) for item in islice(values, limit + 1)]
+        if len(items) > limit:
+            message = f"{name} has more than {limit} items; allowed: up to {limit}."
+            raise _error(name, values, message)
         for item in items:
             check(name, item)
         return items
@@ -311,6 +324,9 @@ class SamplingParams:
         allowed = "token id -> a finite number, -3.4e38 to 3.4e38"
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a dict, got {brief(self.logit_bias)}; {allowed}.")
+        if len(self.logit_bias) > ID_LIMIT:
+            message = f"logit_bias has more than {ID_LIMIT} items; allowed: up to {ID_LIMIT}."
+            raise _error("logit_bias", self.logit_bias, message)
         bias = {as_python(key): as_python(value) for key, value in self.logit_bias.items()}
         for token_id, value in bias.items():
             _check_token_id("logit_bias", token_id)
@@ -338,11 +354,18 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, recommended: Mapping[str, Any]) -> SamplingParams:
-        """What a checkpoint's generation_config.json recommends, over the defaults above."""
+        """What a checkpoint's generation_config.json recommends, over the defaults above. Raises
+        ValueError if it recommends what is not allowed."""
         names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
         names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
         given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        try:
+            return cls(**{name: value for name, value in given.items() if value is not None})
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"generation_config.json of the checkpoint recommends a bad value: {error} Correct "
+                "the file, or delete it: then the defaults of SamplingParams hold."
+            ) from error
 
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this instance, checked again. Raises as the
@@ -355,8 +378,8 @@ class SamplingParams:
                 clone.extra_args = copy.deepcopy(clone.extra_args)
             except Exception as error:  # of any type: a lock, an open file, a bug in __deepcopy__
                 raise TypeError(
-                    f"extra_args holds a value that cannot be copied ({error}). With "
-                    "skip_clone=True it is shared instead."
+                    f"extra_args holds a value that cannot be copied ({describe_error(error)}). "
+                    "With skip_clone=True it is shared instead."
                 ) from error
         return clone
 
@@ -419,9 +442,28 @@ def _error(name: str, value: Any, message: str) -> VLLMValidationError:
     return VLLMValidationError(message, parameter=name, value=value)
 
 
-def _check_callable(name: str, value: Any) -> None:
+def check_output_kind(value: Any) -> None:
+    """Raise TypeError for what is no RequestOutputKind."""
+    if not isinstance(value, RequestOutputKind):
+        raise TypeError(f"output_kind must be a RequestOutputKind, got {brief(value)}.")
+
+
+def _check_processor(name: str, value: Any) -> None:
+    """It must take what the sampler gives it: two arguments, or three if that many have no
+    default."""
     if not callable(value):
         raise TypeError(f"{name} holds {brief(value)}; allowed: callables on a row of logits.")
+    try:
+        signature = inspect.signature(value)
+        empty = inspect.Parameter.empty
+        required = sum(each.default is empty for each in signature.parameters.values())
+        signature.bind(*range(3 if required == 3 else 2))
+    except Exception as error:  # of any type: a builtin, or a __signature__ of its own
+        raise TypeError(
+            f"{name} holds {brief(value)}, which cannot be called with a row of logits "
+            f"({describe_error(error)}); allowed: functions with the parameters (output_token_ids, "
+            "logits) or (prompt_token_ids, output_token_ids, logits). Write a lambda around it."
+        ) from error
 
 
 def __getattr__(name: str) -> Any:

@@ -26,11 +26,12 @@ vLLM: vllm/beam_search.py, entrypoints/llm.py (V0); vllm/entrypoints/generate/be
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
 from nanoserve.inputs import PromptType, as_python
 from nanoserve.logprobs import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -40,13 +41,16 @@ if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
     from nanoserve.llm import LLM
 
+MOST_BEAMS = 16384  # vLLM's limit, as that of n
+MOST_CANDIDATES = 2**24  # of one search, over all its steps: about 240 bytes each
+
 
 @dataclass
 class BeamSearchParams:
     """The settings of a beam search, with vLLM's names and order. Raises VLLMValidationError, a
     ValueError, for a value that is not allowed. A search has a copy, which is checked again."""
 
-    beam_width: int  # beams kept, and results given
+    beam_width: int  # beams kept, and results given; at most half of the engine's max_logprobs
     max_tokens: int  # output tokens at most
     ignore_eos: bool = False  # go on past end-of-sequence tokens
     temperature: float = 0.0  # changes nothing, as in vLLM: beams are ranked before temperature
@@ -63,6 +67,8 @@ class BeamSearchParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 self._refuse(name, "ints of 1 or more")
+        if self.beam_width > MOST_BEAMS:
+            self._refuse("beam_width", f"1 to {MOST_BEAMS}")
         self._check_number("length_penalty", -10, 10, "-10 to 10 (0: log-probability alone)")
         self._check_number("temperature", 0, 3.4e38, "0 or more")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -81,8 +87,27 @@ class BeamSearchParams:
 
     def _refuse(self, name: str, allowed: str) -> None:
         value = getattr(self, name)
-        message = f"{name} is {value!r}; allowed: {allowed}."
+        message = f"{name} is {brief(value)}; allowed: {allowed}."
         raise VLLMValidationError(message, parameter=name, value=value)
+
+    def check_size(self, max_logprobs: int, vocab_size: int, max_tokens: int) -> None:
+        """Raise ValueError if a search is wider than the engine allows. The first limit is vLLM's:
+        each beam asks for 2 * beam_width logprobs.
+
+        max_logprobs: the engine's, -1: no limit; max_tokens: output tokens that fit.
+        """
+        num_logprobs = min(2 * self.beam_width, vocab_size)
+        num_candidates = self.beam_width * num_logprobs * max_tokens
+        if 0 <= max_logprobs < num_logprobs:
+            fits = max_logprobs // 2
+            reason = f"Build it with max_logprobs={num_logprobs} or more (-1: no limit)."
+        elif num_candidates > MOST_CANDIDATES:
+            fits = isqrt(MOST_CANDIDATES // (2 * max_tokens))
+            reason = f"{max_tokens} tokens of it may have {num_candidates} candidates: too many."
+        else:
+            return
+        message = f"beam_width is {self.beam_width}; this engine allows up to {fits} here. {reason}"
+        raise VLLMValidationError(message, parameter="beam_width", value=self.beam_width)
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
         """How each beam runs: greedily, with its candidates as logprobs."""
@@ -152,11 +177,14 @@ class BeamSearch:
     ) -> None:
         """Raises ValueError or TypeError if the search cannot be served."""
         if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+            raise TypeError(f"params must be BeamSearchParams, got {brief(params)}.")
         params = replace(params)
-        model_config = engine.model_config
-        sampling_params = params.sampling_params(model_config.vocab_size)
-        root = engine.input_processor.process(request_id, prompt, sampling_params, is_trusted=True)
+        model_config, max_logprobs = engine.model_config, engine.config.max_logprobs
+        vocab_size = model_config.vocab_size
+        params.check_size(max_logprobs, vocab_size, max_tokens=1)  # as few as there may be
+        sampling_params = params.sampling_params(vocab_size)
+        root = engine.input_processor.process(request_id, prompt, sampling_params)
+        params.check_size(max_logprobs, vocab_size, root.max_tokens)
         root.always_sync = True
         self.request_id = request_id
         self.params = params
@@ -241,7 +269,8 @@ class BeamSearch:
             return BeamSearchOutput(ranked)
         skip = self.params.skip_special_tokens
         for beam in ranked:
-            beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=skip)
+            with as_validation_error("the tokenizer cannot decode", beam.tokens):
+                beam.text = self.tokenizer.decode(beam.tokens, skip_special_tokens=skip)
         return BeamSearchOutput(ranked)
 
     def score(self, beam: BeamSearchSequence) -> float:
@@ -250,23 +279,23 @@ class BeamSearch:
         return beam.cum_logprob / length**self.params.length_penalty
 
     def _select(self) -> list[tuple[_Beam, BeamSearchSequence]]:
-        """Complete the candidates that end in EOS; return the best of the others."""
-        others: list[tuple[_Beam, BeamSearchSequence]] = []
+        """Complete the candidates that end in EOS; return the best of the others. Only these become
+        beams: there may be millions of candidates."""
+        others: list[tuple[float, _Beam, int]] = []
         for parent in self.beams.values():
+            scale = (len(parent.beam.tokens) + 1) ** self.params.length_penalty
             for token_id, candidate in parent.candidates.items():
-                child = replace(
-                    parent.beam,
-                    tokens=[*parent.beam.tokens, token_id],
-                    logprobs=[*parent.beam.logprobs, parent.candidates],
-                    cum_logprob=parent.beam.cum_logprob + candidate.logprob,
-                )
                 if token_id in self.eos_token_ids:
+                    child = _extend(parent, token_id)
                     child.finish_reason = "stop"
                     self.completed.append(child)
                 else:
-                    others.append((parent, child))
-        others.sort(key=lambda pair: self.score(pair[1]), reverse=True)
-        return others[: self.params.beam_width]
+                    cum_logprob = parent.beam.cum_logprob + candidate.logprob
+                    others.append((cum_logprob / scale, parent, token_id))
+        width = self.params.beam_width
+        self.completed = sorted(self.completed, key=self.score, reverse=True)[:width]
+        others.sort(key=lambda other: other[0], reverse=True)
+        return [(parent, _extend(parent, token_id)) for _, parent, token_id in others[:width]]
 
     def _fork(self, parent: Sequence, token_ids: list[int], ends_parent: bool) -> Sequence:
         """A sequence of these tokens, on the parent's blocks if the parent still holds them."""
@@ -282,3 +311,13 @@ class BeamSearch:
         child.token_ids = list(token_ids)
         self.scheduler.add_fork(parent, child, ends_parent)
         return child
+
+
+def _extend(parent: _Beam, token_id: int) -> BeamSearchSequence:
+    """The beam with one more token, which is one of its candidates."""
+    return replace(
+        parent.beam,
+        tokens=[*parent.beam.tokens, token_id],
+        logprobs=[*parent.beam.logprobs, parent.candidates],
+        cum_logprob=parent.beam.cum_logprob + parent.candidates[token_id].logprob,
+    )
