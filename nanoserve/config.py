@@ -186,9 +186,8 @@ class EngineConfig:
     max_num_seqs: int | None = None
     """Sequences in one step at most; None: 256, or the token budget if that is less."""
     max_num_waiting: int | None = None
-    """Requests that may wait before add_request refuses another one with QueueOverflowError (a
-    server's 503); None: no limit. A request waits until the next step at least, and generate,
-    stream, chat, enqueue and beam_search are never refused."""
+    """Requests that may wait, beside the running ones, before add_request refuses another one with
+    QueueOverflowError; None: no limit. A new request waits until the next step at least."""
     max_num_batched_tokens: int | None = None
     """Token budget of one step; None: 8192 (2048 on a CPU), or more if max_num_seqs or a prompt
     that may not be split needs it."""

@@ -223,9 +223,9 @@ class InputProcessor:
         """
         spellings: list[tuple[int, ...]] = []
         for word in words:
-            tokenizer, word = self.require_tokenizer("bad_words"), word.lstrip()
-            alone = tuple(encode(tokenizer, word, self.capacity, False, "a bad word"))
-            after_space = tuple(encode(tokenizer, " " + word, self.capacity, False, "a bad word"))
+            tokenizer, text = self.require_tokenizer("bad_words"), word.lstrip()
+            alone = tuple(encode(tokenizer, text, self.capacity, False, "a bad word"))
+            after_space = tuple(encode(tokenizer, " " + text, self.capacity, False, "a bad word"))
             if not alone:
                 raise VLLMValidationError(f"bad_words holds {brief(word)}, which has no tokens.")
             self._check_vocabulary(alone + after_space, f"bad_words: {brief(word)} has ")

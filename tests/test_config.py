@@ -51,6 +51,7 @@ def write_config(folder: Path, defaults: dict[str, Any] | None = None, **changes
 # -- EngineConfig: what is allowed --
 
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # integers, or None
+OPTIONAL = (*OPTIONAL, "max_num_waiting")
 OPTIONAL = (*OPTIONAL, "num_gpu_blocks_override", "num_cpu_blocks", "kv_cache_memory_bytes")
 SMALLEST = dict.fromkeys(("block_size", "tensor_parallel_size", *OPTIONAL), 1)
 SMALLEST |= {"long_prefill_token_threshold": 0, "max_logprobs": -1, "seed": 0}

@@ -594,12 +594,12 @@ def test_a_beam_search_that_fails(make_engine: MakeEngine, width: int) -> None:
     engine.add_request("good", [4, 5, 6], params())
     fail_in_executor(engine, "beams", num_output_tokens=3)
 
-    def score(beam: Any) -> float:
-        if len(beam.tokens) == 6:
+    def select() -> Any:
+        if any(len(beam.beam.tokens) == 5 for beam in broken.beams.values()):
             raise ZeroDivisionError("no score")
-        return beam.cum_logprob
+        return type(broken)._select(broken)
 
-    broken.score = score  # type: ignore[method-assign]
+    broken._select = select  # type: ignore[method-assign]
     assert tokens_of(finish(engine)["good"]) == [expect([4, 5, 6])]
     with pytest.raises(RuntimeError, match="'beams' failed: no token is possible"):
         search.get_output()

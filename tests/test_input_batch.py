@@ -21,6 +21,11 @@ VOCAB_SIZE = 50
 PENALIZED = SamplingParams(frequency_penalty=0.5)
 
 
+def keep(output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that changes nothing."""
+    return logits
+
+
 def new(
     seq_id: int,
     token_ids: list[int],
@@ -194,7 +199,7 @@ def test_constraints_name_rows_of_the_logits() -> None:
     batch.add(new(0, [5], SamplingParams(logit_bias={3: 1.5, 4: -2.0})))
     batch.add(new(1, [5]))
     batch.add(new(2, [5, 6], SamplingParams(allowed_token_ids=[8, 9], presence_penalty=0.3)))
-    batch.add(new(3, [7], SamplingParams(logits_processors=[max], repetition_penalty=1.5)))
+    batch.add(new(3, [7], SamplingParams(logits_processors=[keep], repetition_penalty=1.5)))
     append_token(batch, batch.row_of[3], 11)
     made = sampling_of(batch, 3, 1, 0, 2)
     assert made.mask is not None
@@ -256,7 +261,7 @@ def everything_on() -> SamplingParams:
         min_tokens=5,
         logit_bias={3: 1.0},
         allowed_token_ids=[3, 4],
-        logits_processors=[max],
+        logits_processors=[keep],
         logprobs=2,
         prompt_logprobs=1,
         seed=1,

@@ -81,7 +81,7 @@ NUMBERS: dict[str, tuple[list[Any], list[Any], str]] = {
     "min_p": ([0, 1], [-0.1, 1.1, NAN, INF], "0 (off) to 1"),
     "presence_penalty": PENALTY,
     "frequency_penalty": PENALTY,
-    "repetition_penalty": ([1e-9, 100], [0, 0.0, -1.2, 1e39, NAN, INF], "above 0, up to 3.4e38"),
+    "repetition_penalty": ([1e-30, 100], [0, 9e-31, -1.2, 1e39, NAN, INF], "1e-30 to 3.4e38"),
     "seed": ([None, 0, -1, 2**63 - 1], [-2, 2**63], "0 to 2**63 - 1"),
     "max_tokens": ([None, 1, 2**99], [0, -5], "1 or more"),
     "min_tokens": ([0, 16], [-1], "0 or more"),
@@ -416,7 +416,7 @@ LISTS: dict[str, Any] = {
     "allowed_token_ids": [7],
     "stop": ["END"],
     "bad_words": ["no"],
-    "logits_processors": [len],
+    "logits_processors": [lambda output, logits: logits],
     "logit_bias": {7: 1.0},
     "extra_args": {"key": 1},
 }
