@@ -491,8 +491,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 def find_folder(model: str | Path) -> Path | None:
     """The folder `model` on this machine; None if it is none. "nanoserve/demo" is the embedded demo
     model in every working directory: a stranger could give a model on the hub this name."""
-    folder = Path(model).expanduser()
-    if os.path.isdir(folder):  # unlike Path.is_dir, False for a name that is too long
+    folder = Path(os.path.expanduser(model))
+    if os.path.isdir(folder):  # unlike Path's methods, these two fail for no name
         return folder
     return DEMO_MODEL if folder == DEMO_NAME else None
 

@@ -143,7 +143,7 @@ class LLMEngine:
         self._outputs: list[RequestOutput] = []  # not handed out yet
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
-        self._admission = threading.Lock()  # one thread at a time passes max_num_waiting
+        self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_closed = False

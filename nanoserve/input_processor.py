@@ -209,7 +209,7 @@ class InputProcessor:
             number = getattr(params, name)
             if number is not None and (vocab_size if number == -1 else number) > most:
                 raise VLLMValidationError(
-                    f"{name} is {number}; this engine allows {most}. Build it with a larger "
+                    f"{name} is {brief(number)}; this engine allows {most}. Build it with a larger "
                     "max_logprobs (-1: no limit)."
                 )
 

@@ -151,7 +151,7 @@ def _parse_dict(prompt: Mapping[str, Any]) -> PromptComponents:
             raise VLLMValidationError(
                 f"the prompt has an unknown key {brief(key)}; allowed: prompt, prompt_token_ids, "
                 "cache_salt.",
-                parameter=str(key),
+                parameter=brief(key),
             )
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if text is None and token_ids is None:
@@ -325,6 +325,10 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
                 f"{number}. {CHAT_EXAMPLE}"
             )
         message, role, content = dict(message), message.get("role"), message.get("content")
+        if role is not None and not isinstance(role, str):
+            raise TypeError(
+                f"the role of item {number} must be a string, got {brief(role)}. {CHAT_EXAMPLE}"
+            )
         if role is not None and role not in ROLES:
             logger.warning(
                 "a message has the role %s, which few chat templates know. Usual roles: system, "

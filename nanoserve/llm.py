@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, check_bool
 from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import (
@@ -404,14 +404,15 @@ class LLM:
 
     def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
         """The prompts, tokenized with options of vLLM's tokenization_kwargs, if there are any."""
-        options = dict(options or {})
+        options = _options("tokenization_kwargs", options)
         if not options:
             return prompts
         add_special_tokens = options.pop("add_special_tokens", True)
+        check_bool("add_special_tokens", add_special_tokens)
         refuse_missing("tokenization_kwargs", **options)
         tokenize = self.engine.input_processor.tokenize
         return [
-            parse_prompt(prompt)._replace(token_ids=tokenize(prompt, bool(add_special_tokens)))
+            parse_prompt(prompt)._replace(token_ids=tokenize(prompt, add_special_tokens))
             for prompt in prompts
         ]
 
@@ -430,7 +431,8 @@ class LLM:
                 f"messages must be a list of message dicts, got {brief(messages)}. {CHAT_EXAMPLE}"
             )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
-        options = _merge(chat_template_kwargs, options)
+        given = _options("chat_template_kwargs", chat_template_kwargs)
+        options = given | {key: value for key, value in options.items() if value is not None}
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
         if not options.get("chat_template"):
@@ -443,7 +445,8 @@ class LLM:
             for conversation in ([messages] if is_one else messages)
         ]
         # The text has its special tokens already.
-        return self._tokenize(texts, {"add_special_tokens": False, **(tokenization_kwargs or {})})
+        tokenization = _options("tokenization_kwargs", tokenization_kwargs)
+        return self._tokenize(texts, {"add_special_tokens": False, **tokenization})
 
     def run_requests(
         self, requests: Seq[RequestConsumer], is_queued: bool = False
@@ -480,9 +483,13 @@ class LLM:
                 return request_id
 
 
-def _merge(kwargs: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, Any]:
-    """chat_template_kwargs, under the arguments of the call that are not None."""
-    return {**(kwargs or {}), **{k: v for k, v in options.items() if v is not None}}
+def _options(name: str, given: Any) -> dict[str, Any]:
+    """A copy of a dict of keyword arguments; empty for None. Raises TypeError for anything else."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise TypeError(f"{name} must be None or a dict with names as keys, got {brief(given)}.")
+    return dict(given)
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:

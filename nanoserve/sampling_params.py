@@ -254,8 +254,8 @@ class SamplingParams:
             raise _error("n", self.n, message)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = (
-                f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}. Lower "
-                "the first or raise the second."
+                f"min_tokens is {brief(self.min_tokens)}, more than max_tokens {self.max_tokens}. "
+                "Lower the first or raise the second."
             )
             raise _error("min_tokens", self.min_tokens, message)
         if self.stop and not self.detokenize:
@@ -415,9 +415,11 @@ def _check_word(name: str, value: Any) -> None:
 def _check_bad_word(name: str, value: Any) -> None:
     """Half of a surrogate pair cannot be tokenized."""
     _check_word(name, value)
-    if any("\ud800" <= char <= "\udfff" for char in value):
+    try:
+        value.encode()
+    except UnicodeEncodeError:
         message = f"{name} holds {brief(value)}; allowed: strings of whole characters."
-        raise _error(name, value, message)
+        raise _error(name, value, message) from None
 
 
 def _check_token_id(name: str, value: Any) -> None:

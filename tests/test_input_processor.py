@@ -142,6 +142,8 @@ PROMPTS: list[tuple[Any, type[Exception], str]] = [
     (None, TypeError, r"a prompt must be a string, a list of token ids, or a dict .* got None"),
     ({"prompt_token_ids": []}, ValueError, r"prompt is empty"),
     ({"prompt": "a", "cache_salt": ""}, TypeError, r"cache_salt must be None or a non-empty"),
+    ([10**5000], ValueError, r"token id <int> is out of range"),
+    ("x" * 10**7, ValueError, r"^the prompt has 10000000 characters.*no more than 256 tokens fit"),
     ([5] * 256, ValueError, r"256 tokens.*max_model_len=256\. Shorten it, or raise max_model_len"),
 ]
 REQUESTS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -151,17 +153,23 @@ REQUESTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sampling_params": {"n": 2}}, TypeError, r"sampling_params must be Sampl.* got \{'n': 2\}"),
     ({"priority": 1.0}, TypeError, r"priority must be an int, got 1\.0"),
     ({"priority": False}, TypeError, r"priority must be an int, got False"),
+    ({"priority": 2**63}, ValueError, r"priority is 9223372036854775808; allowed: -2\*\*63"),
+    ({"priority": -(10**5000)}, ValueError, r"priority is <int>; allowed"),
+    ({"request_id": "x" * 1025}, ValueError, r"request_id has 1025 characters; .* up to 1024"),
+    ({"cache_salt": "x" * 1025}, ValueError, r"cache_salt has 1025 characters; .* up to 1024"),
     ({"cache_salt": 5}, TypeError, r"cache_salt must be None or a non-empty string, got 5"),
     ({"cache_salt": ""}, TypeError, r"cache_salt must be None or a non-empty string, got ''"),
 ]
 FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {9999: 1.0}}, r"logit_bias holds 9999; the vocabulary has 2048 .* 0 to 2047"),
-    ({"allowed_token_ids": [5, 2048]}, r"allowed_token_ids holds 2048"),
-    ({"stop_token_ids": [2048]}, r"stop_token_ids holds 2048"),
+    ({"logit_bias": {9999: 1.0}}, r"logit_bias: token id 9999 is out of range; .* 0 to 2047"),
+    ({"allowed_token_ids": [5, 2048]}, r"allowed_token_ids: token id 2048 is out of range"),
+    ({"stop_token_ids": [2048]}, r"stop_token_ids: token id 2048 is out of range"),
     ({"logprobs": 21}, r"logprobs is 21; this engine allows 20.*larger max_logprobs"),
     ({"logprobs": -1}, r"logprobs is -1; this engine allows 20"),
     ({"prompt_logprobs": 21}, r"prompt_logprobs is 21; this engine allows 20"),
+    ({"logprobs": 10**5000}, r"logprobs is <int>; this engine allows 20"),
     ({"bad_words": [" "]}, r"bad_words holds ' ', which has no tokens"),
+    ({"bad_words": ["x" * 10**6]}, r"^a bad word has 1000000 characters.* Shorten it\.$"),
 ]
 
 
@@ -175,6 +183,45 @@ def test_bad_requests_are_refused(processor: InputProcessor) -> None:
             processor.process(**{**good, **bad})
         assert isinstance(raised.value, VLLMValidationError) == (error is ValueError)
     assert processor.process(**good).seq_id == 0, "a refused request takes no seq_id"
+
+
+class Broken:
+    """A tokenizer that gives these token ids, or raises this."""
+
+    def __init__(self, answer: list[int] | BaseException) -> None:
+        self.answer = answer
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+class Panic(BaseException):
+    """As the tokenizers library raises it: pyo3's PanicException is no Exception either."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        ([5, 2048], VLLMValidationError, "token id 2048 is out of range; allowed: 0 to 2047"),
+        ([-1], VLLMValidationError, "token id -1 is out of range"),
+        (Panic("regex"), VLLMValidationError, "tokenizer cannot encode '.*word'.*Panic: regex"),
+        (TypeError("no text"), VLLMValidationError, "tokenizer cannot encode '.*word'.*no text"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "^$"),
+    ],
+)
+def test_whatever_a_tokenizer_does_is_no_step_that_fails(
+    answer: list[int] | BaseException, error: type[BaseException], message: str
+) -> None:
+    """It ends the call that brought the text: a prompt, a word of bad_words."""
+    processor = make_processor(Broken(answer))
+    for call in (
+        lambda: processor.process("a", "word", PARAMS),
+        lambda: processor.process("a", [5], SamplingParams(bad_words=["word"])),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_prompt_and_output_fit_the_kv_cache() -> None:
@@ -242,6 +289,17 @@ def test_parts_of_a_content_reach_the_template(processor: InputProcessor) -> Non
     assert processor.render_chat(joined, {"chat_template": loop}) == "<a\nb>"
     content = {"chat_template": "{{ messages[0].content }}"}
     assert processor.render_chat(parts, content, "openai").startswith("[{'type': 'text'")
+
+
+def test_a_message_that_cannot_fit_is_not_rendered(processor: InputProcessor) -> None:
+    """One message, whatever its form. Many short ones are rendered: the template may drop some."""
+    long = "x" * 10**6
+    contents: list[Any] = [long, [long], [{"type": "text", "text": long}]]
+    for content in contents:
+        with pytest.raises(VLLMValidationError, match="^a message has 1000000 characters"):
+            processor.render_chat([*SUM, {"role": "user", "content": content}], {})
+    last = {"chat_template": "{{ messages[-1].content }}"}
+    assert processor.render_chat(SUM * 10_000, last) == SUM[0]["content"]
 
 
 def test_bad_conversations_are_refused(processor: InputProcessor) -> None:

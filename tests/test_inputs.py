@@ -48,6 +48,22 @@ def every_form(token_ids: list[int]) -> list[Any]:
     ]
 
 
+# -- what comes with a prompt --
+
+
+def test_arrival_times() -> None:
+    """Seconds of time.time(), or None."""
+    for good in (None, 0, 5, 1e9, np.float32(3), torch.tensor(3.0)):
+        found = as_arrival_time(good)
+        assert found is None if good is None else type(found) in (int, float)
+    for bad in (math.nan, math.inf, -1, 10**5000):
+        with pytest.raises(VLLMValidationError, match="arrival_time is .* seconds of time"):
+            as_arrival_time(bad)
+    for wrong in ("now", True, [5]):
+        with pytest.raises(TypeError, match="arrival_time must be None or a number"):
+            as_arrival_time(wrong)
+
+
 # -- one prompt --
 
 
@@ -263,6 +279,11 @@ def test_a_content_is_text_or_a_list_of_parts(content: Any) -> None:
 def test_what_is_no_conversation(messages: Any) -> None:
     with pytest.raises(TypeError, match="a conversation is a list of message dicts, got"):
         parse_chat_messages(messages, "string")
+
+
+def test_a_role_is_text() -> None:
+    with pytest.raises(TypeError, match="the role of item 1 must be a string, got 5"):
+        parse_chat_messages([{"content": "a"}, {"role": 5, "content": "b"}], "string")
 
 
 def test_an_unusual_role_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,10 @@ import logging
 import math
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -203,13 +206,50 @@ TOKEN_IDS: list[tuple[Any, type[Exception], list[str]]] = [
     (0, TypeError, ["0", "a list of token ids"]),
     ("7", TypeError, ["'7'", "a list of token ids"]),
 ]
+
+
+class Unwritable:
+    """Its repr raises."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError
+
+
+class WithoutSignature(Unwritable):
+    """Asking for its parameters raises, too."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise ZeroDivisionError
+
+    def __call__(self, output: list[int], logits: Any) -> Any:
+        return logits
+
+
 STRINGS: list[tuple[Any, type[Exception], list[str]]] = [
     ([""], ValueError, ["''", "non-empty strings"]),
     (["no", 7], ValueError, ["7", "non-empty strings"]),
+    ([Unwritable()], ValueError, ["<Unwritable", "non-empty strings"]),
     ([None], ValueError, ["None", "non-empty strings"]),
     (b"no", TypeError, ["b'no'", "a list of strings"]),
     (7, TypeError, ["7", "a list of strings"]),
     (0, TypeError, ["0", "a list of strings"]),
+]
+# They do not take the two or three arguments of a logits processor, or nobody can tell.
+NO_PROCESSORS: list[Callable[..., Any]] = [
+    *(max, torch.add, dict, len, WithoutSignature()),
+    *(lambda: 0, lambda a: a, lambda a, b, c, d: a, lambda a, b, *, c: a),
+]
+WRONG_PARAMETERS = ["(output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)"]
+MANY = {"stop": 1024, "bad_words": 1024, "logits_processors": 1024}
+MANY |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), 2**20)
+TOO_MANY: list[tuple[str, Any]] = [
+    ("stop", [str(i) for i in range(1025)]),
+    ("bad_words", repeat("a")),
+    ("logits_processors", [lambda output, logits: logits] * 1025),
+    ("stop_token_ids", [7] * (2**20 + 1)),
+    ("allowed_token_ids", range(2**20 + 1)),
+    ("logit_bias", dict.fromkeys(range(2**20 + 1), 1.0)),
 ]
 BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     *((name, *rest) for name in ("stop_token_ids", "allowed_token_ids") for rest in TOKEN_IDS),
@@ -230,6 +270,11 @@ BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     ("logits_processors", ["f"], TypeError, ["'f'", "callables on a row of logits"]),
     ("logits_processors", [None], TypeError, ["None", "callables on a row of logits"]),
     ("logits_processors", len, TypeError, ["len", "a list of callables"]),
+    *(("logits_processors", [bad], TypeError, WRONG_PARAMETERS) for bad in NO_PROCESSORS),
+    *((name, {"a": 1}, TypeError, ["{'a': 1}"]) for name in ("stop", "bad_words")),
+    *((name, {7: 1}, TypeError, ["{7: 1}"]) for name in ("stop_token_ids", "allowed_token_ids")),
+    ("stop_token_ids", bytearray(b"a"), TypeError, ["bytearray"]),
+    *((name, many, ValueError, [f"more than {MANY[name]} items"]) for name, many in TOO_MANY),
     ("output_kind", 1, TypeError, ["1", "RequestOutputKind"]),
     ("output_kind", "delta", TypeError, ["'delta'", "RequestOutputKind"]),
     ("extra_args", [1], TypeError, ["[1]", "a dict"]),
@@ -287,7 +332,10 @@ def test_every_field_is_tested() -> None:
         {"logprobs": True, "prompt_logprobs": True},
         {"extra_args": {"anything": object()}},
         {"allowed_token_ids": [0], "bad_words": ["no", " never "]},
-        {"logits_processors": [lambda output, logits: logits]},
+        {"logits_processors": [lambda output, logits: logits, lambda p, o, row: row]},
+        {"logits_processors": [lambda o, row, k=1: row, lambda *both: both[-1], torch.nn.ReLU()]},
+        {"logits_processors": [partial(lambda k, o, row: row, 1), np.multiply]},
+        {"stop": [str(i) for i in range(1024)], "stop_token_ids": {7, 8}},
         {"detokenize": False, "stop_token_ids": [7]},
         {"detokenize": False, "stop": []},
     ],
@@ -437,6 +485,12 @@ def test_later_edits_reach_no_copy(copy: str) -> None:
         value.clear()
     assert params == SamplingParams(**LISTS)
     assert all(getattr(params, name) for name in LISTS)
+
+
+def test_a_bad_recommendation_names_the_file() -> None:
+    for bad in ({"temperature": -1}, {"top_p": "high"}, {"max_new_tokens": 0}):
+        with pytest.raises(ValueError, match=r"^generation_config\.json .*allowed: .* delete it"):
+            SamplingParams.from_generation_config(bad)
 
 
 def test_a_clone_is_checked() -> None:

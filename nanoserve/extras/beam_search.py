@@ -94,19 +94,19 @@ class BeamSearchParams:
         """Raise ValueError if a search is wider than the engine allows. The first limit is vLLM's:
         each beam asks for 2 * beam_width logprobs.
 
-        max_logprobs: the engine's, -1: no limit; max_tokens: output tokens that fit.
+        max_logprobs: the engine's, -1: no limit; max_tokens: output tokens that fit, 0: not known.
         """
         num_logprobs = min(2 * self.beam_width, vocab_size)
         num_candidates = self.beam_width * num_logprobs * max_tokens
         if 0 <= max_logprobs < num_logprobs:
             fits = max_logprobs // 2
-            reason = f"Build it with max_logprobs={num_logprobs} or more (-1: no limit)."
+            reason = f"Build the engine with max_logprobs={num_logprobs} or more (-1: no limit)."
         elif num_candidates > MOST_CANDIDATES:
             fits = isqrt(MOST_CANDIDATES // (2 * max_tokens))
-            reason = f"{max_tokens} tokens of it may have {num_candidates} candidates: too many."
+            reason = f"With {max_tokens} tokens it may keep {num_candidates} candidates in memory."
         else:
             return
-        message = f"beam_width is {self.beam_width}; this engine allows up to {fits} here. {reason}"
+        message = f"beam_width is {self.beam_width}; allowed here: up to {fits}. {reason}"
         raise VLLMValidationError(message, parameter="beam_width", value=self.beam_width)
 
     def sampling_params(self, vocab_size: int) -> SamplingParams:
@@ -181,7 +181,7 @@ class BeamSearch:
         params = replace(params)
         model_config, max_logprobs = engine.model_config, engine.config.max_logprobs
         vocab_size = model_config.vocab_size
-        params.check_size(max_logprobs, vocab_size, max_tokens=1)  # as few as there may be
+        params.check_size(max_logprobs, vocab_size, max_tokens=0)
         sampling_params = params.sampling_params(vocab_size)
         root = engine.input_processor.process(request_id, prompt, sampling_params)
         params.check_size(max_logprobs, vocab_size, root.max_tokens)
