@@ -7,6 +7,7 @@ of its KV cache: a beam on wrong blocks gets a wrong rank.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import engines
@@ -133,6 +134,8 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("beam_width", 2.0, "ints of 1 or more"),
     ("beam_width", True, "ints of 1 or more"),
     ("beam_width", None, "ints of 1 or more"),
+    ("beam_width", 16385, "1 to 16384"),
+    ("beam_width", 10**30, "1 to 16384"),
     ("max_tokens", 0, "1 or more"),
     ("max_tokens", "8", "ints of 1 or more"),
     ("max_tokens", None, "ints of 1 or more"),
@@ -167,6 +170,40 @@ def test_bad_values_are_refused(name: str, value: Any, allowed: str) -> None:
         assert repr(value) in str(raised.value)
         assert allowed in str(raised.value)
         assert raised.value.parameter == name
+
+
+def test_the_width_is_limited_as_in_vllm() -> None:
+    """2 * beam_width logprobs, or those of the whole vocabulary, are no more than max_logprobs."""
+    for max_logprobs, widest in ((0, 0), (5, 2), (10, 5), (11, 16384), (-1, 16384)):
+        searches = Searches(max_logprobs=max_logprobs)
+        for width in (1, 2, 3, 5, 6, 16384):
+            if width <= widest:
+                searches.add([1], BeamSearchParams(width, 4))
+                continue
+            with pytest.raises(VLLMValidationError, match=f"up to {widest}. .*max_logprobs") as e:
+                searches.add([1], BeamSearchParams(width, 4))
+            assert (e.value.parameter, e.value.value) == ("beam_width", width)
+
+
+def test_a_search_that_would_fill_the_memory_is_refused() -> None:
+    """The number that the message names does fit."""
+    for width, max_tokens, vocab_size in ((2000, 30, 2048), (16384, 1, 50_000), (5, 10**6, 2048)):
+        with pytest.raises(VLLMValidationError, match="candidates in memory") as raised:
+            BeamSearchParams(width, max_tokens).check_size(-1, vocab_size, max_tokens)
+        [fits] = re.findall(r"up to (\d+)", str(raised.value))
+        assert 1 <= int(fits) < width
+        BeamSearchParams(int(fits), max_tokens).check_size(-1, vocab_size, max_tokens)
+    BeamSearchParams(10, 1).check_size(20, 150_000, 80_000)  # vLLM's widest, on a long context
+
+
+def test_only_the_best_completed_beams_are_kept() -> None:
+    """With all tokens but one as EOS, each step completes many."""
+    searches = Searches(eos_token_ids=tuple(range(1, VOCAB_SIZE)))
+    search = searches.add([1], BeamSearchParams(2, 12))
+    while searches.engine.has_unfinished_requests():
+        searches.step()
+        assert len(search.completed) <= 4
+    assert len(search.get_output().sequences) == 2
 
 
 def test_parameters_and_results_as_in_vllm() -> None:

@@ -37,7 +37,7 @@ from fakes import FakeExecutor, StepFailed, add_beam_search
 from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve.block_manager import BlockManager
 from nanoserve.engine import StepReport
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import QueueOverflowError, VLLMValidationError
 from nanoserve.output_processor import RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import SchedulerOutput, Sequence
@@ -704,6 +704,70 @@ def test_a_consumer_may_abort_another_request(make_engine: MakeEngine) -> None:
     assert_idle(engine)
     assert {output.request_id for output in outputs} == {"a"}
     assert [t for output in outputs for t in output.outputs[0].token_ids] == expect([1, 2, 3])
+
+
+# -- a limit of waiting requests --
+
+
+def test_more_requests_than_may_wait_are_refused(make_engine: MakeEngine) -> None:
+    """Running ones do not count. The refused one can be added when another begins to run."""
+    engine = make_engine(max_num_waiting=2, max_num_seqs=2)
+    for number in range(2):
+        engine.add_request(f"first {number}", [1, 2, number], params())
+    with pytest.raises(QueueOverflowError, match="2 requests wait already"):
+        engine.add_request("first 2", [1, 2, 2], params())
+    step(engine)
+    assert len(engine.scheduler.running) == 2
+    for number in range(2):
+        engine.add_request(f"second {number}", [4, 5, number], params())
+    for prompt in ([4, 5, 2], "no tokenizer is asked"):
+        with pytest.raises(QueueOverflowError):
+            engine.add_request("second 2", prompt, params())
+    engine.abort_request("second 1")
+    engine.add_request("second 2", [4, 5, 2], params())
+    outputs = finish(engine)
+    assert sorted(outputs) == ["first 0", "first 1", "second 0", "second 2"]
+    for name, output in outputs.items():
+        prompt = [1, 2] if name.startswith("first") else [4, 5]
+        assert tokens_of(output) == [expect([*prompt, int(name[-1])])]
+
+
+def test_whole_calls_are_not_limited(make_engine: MakeEngine) -> None:
+    """Their caller waits for them. But they count: the engine is busy."""
+    engine = make_engine(max_num_waiting=1)
+    add_beam_search(engine, "beams", [1, 2, 3], 2, 4)
+    engine.add(engine.make_request("whole", [4, 5, 6], params()))
+    with pytest.raises(QueueOverflowError):
+        engine.add_request("one more", [1], params())
+    assert tokens_of(finish(engine)["whole"]) == [expect([4, 5, 6])]
+
+
+def test_threads_that_add_at_once_respect_the_limit(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_waiting=5)
+    results: list[Any] = []
+    begin = threading.Barrier(4)
+
+    def work(thread: int) -> None:
+        begin.wait()
+        for number in range(20):
+            try:
+                results.append(engine.add_request(f"{thread} {number}", [1, 2], params()))
+            except QueueOverflowError as error:
+                results.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    added = [result for result in results if isinstance(result, str)]
+    assert (len(results), len(added)) == (80, 5)
+    assert sorted(finish(engine)) == sorted(added)
 
 
 # -- threads --

@@ -296,7 +296,7 @@ def test_a_message_that_cannot_fit_is_not_rendered(processor: InputProcessor) ->
     long = "x" * 10**6
     contents: list[Any] = [long, [long], [{"type": "text", "text": long}]]
     for content in contents:
-        with pytest.raises(VLLMValidationError, match="^a message has 1000000 characters"):
+        with pytest.raises(VLLMValidationError, match=r"^a message has 1000000 characters"):
             processor.render_chat([*SUM, {"role": "user", "content": content}], {})
     last = {"chat_template": "{{ messages[-1].content }}"}
     assert processor.render_chat(SUM * 10_000, last) == SUM[0]["content"]

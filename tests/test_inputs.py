@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,15 +12,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BatchEncoding
 
 from nanoserve import PromptType, TextPrompt, TokensPrompt
+from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMClientError, VLLMError, VLLMValidationError
 from nanoserve.inputs import (
     MISSING_KEYS,
     TEXT_PART_TYPES,
     PromptComponents,
+    as_arrival_time,
     as_python,
+    check_text_length,
+    encode,
     find_content_format,
     parse_chat_messages,
     parse_prompt,
@@ -57,7 +65,7 @@ def test_arrival_times() -> None:
         found = as_arrival_time(good)
         assert found is None if good is None else type(found) in (int, float)
     for bad in (math.nan, math.inf, -1, 10**5000):
-        with pytest.raises(VLLMValidationError, match="arrival_time is .* seconds of time"):
+        with pytest.raises(VLLMValidationError, match=r"arrival_time is .* seconds of time"):
             as_arrival_time(bad)
     for wrong in ("now", True, [5]):
         with pytest.raises(TypeError, match="arrival_time must be None or a number"):
@@ -383,3 +391,121 @@ def test_the_exception_has_both_names() -> None:
     assert isinstance(error, (VLLMClientError, VLLMError))
     assert isinstance(error, ValueError)
     assert str(error) == "n is 0"
+
+
+# -- the length of a text --
+
+
+class Counting:
+    """A tokenizer of the tokenizers library with transformers' encode, which notes how many
+    characters it was given."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+        self.num_chars = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def letters() -> Tokenizer:
+    """Each letter is a token, and a few long words are."""
+    words = ["[UNK]", *"abcdefgh ", "hh", "hhhh", "hhhhhhhh", "abcdefgh"]
+    merges = [("h", "h"), ("hh", "hh"), ("hhhh", "hhhh")]
+    vocab = {word: number for number, word in enumerate(words)}
+    return Tokenizer(models.BPE(vocab, merges, unk_token="[UNK]", fuse_unk=True))
+
+
+def words_with_an_end() -> Tokenizer:
+    """As BERT's: a word of more than 100 characters, or with an unknown one, is one [UNK]."""
+    words = ["[UNK]", *"abcdefgh", *(f"##{char}" for char in "abcdefgh")]
+    vocab = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def without_spaces() -> Tokenizer:
+    """As T5's: any number of spaces becomes one."""
+    tokenizer = letters()
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    return tokenizer
+
+
+def with_a_greedy_marker() -> Tokenizer:
+    """<mark> takes all spaces at both sides with it; only whole it is a single token."""
+    tokenizer = letters()
+    tokenizer.add_tokens([AddedToken("<mark>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+def pieces() -> Tokenizer:
+    """As SentencePiece's Unigram; any number of unknown characters are one token."""
+    vocab = [("<unk>", 0.0), *((char, -3.0) for char in "abcdefgh▁"), ("▁abcdefgh", -4.0)]
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return tokenizer
+
+
+def whole_words() -> Tokenizer:
+    """Any unknown word is one token."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+@lru_cache
+def demo_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+
+
+KINDS = [letters, words_with_an_end, without_spaces, with_a_greedy_marker, pieces, whole_words]
+PIECES = [
+    "a",
+    "b ",
+    "h",
+    " ",
+    "  ",
+    "abcdefgh",
+    " abcdefgh",
+    "<mark>",
+    "zzz",
+    "é",
+    "好",
+    "\n",
+    "🎉",
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, demo_tokenizer])
+@settings(deadline=None, max_examples=30)
+@given(
+    runs=st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 4000)), min_size=1, max_size=5),
+    most=st.sampled_from([1, 5, 60, 300]),
+)
+def test_no_text_that_fits_is_refused_for_its_length(
+    kind: Callable[[], Tokenizer], runs: list[tuple[str, int]], most: int
+) -> None:
+    """Whatever the tokenizer drops or joins. What is not refused has its own tokens."""
+    tokenizer, text = Counting(kind()), "".join(piece * number for piece, number in runs)
+    whole = tokenizer.encode(text)
+    try:
+        assert encode(tokenizer, text, most) == whole
+    except VLLMValidationError:
+        assert len(whole) > most
+
+
+@pytest.mark.parametrize("text", ["x", "好", "🎉", " ", "Once upon a time there was a girl. "])
+def test_a_long_text_is_refused_after_its_beginning(text: str) -> None:
+    """How much is tokenized depends on what fits, not on the length of the text."""
+    tokenizer = Counting(demo_tokenizer())
+    long = (text * 10**6)[: 10**6]
+    with pytest.raises(VLLMValidationError, match=r"^a text has 1000000 characters, the first "):
+        check_text_length(tokenizer, long, 500, "a text")
+    assert tokenizer.num_chars <= 16 * 500 + 1000
+    check_text_length(tokenizer, long[:9000], 500, "a text")
+    assert tokenizer.num_chars <= 16 * 500 + 1000, "a text that may fit is not tokenized twice"

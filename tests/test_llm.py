@@ -216,6 +216,11 @@ def test_arguments_of_vllm_that_are_not_here(llm: LLM) -> None:
                 call(**{argument: object()})
         with pytest.raises(VLLMValidationError, match="tokenization_kwargs got max_length=5"):
             call(tokenization_kwargs={"max_length": 5})
+        for wrong in ("abc", 5, {5: True}):
+            with pytest.raises(TypeError, match="tokenization_kwargs must be None or a dict"):
+                call(tokenization_kwargs=wrong)
+        with pytest.raises(TypeError, match="add_special_tokens must be True or False"):
+            call(tokenization_kwargs={"add_special_tokens": 1})
     assert len(llm.wait_for_completion(use_tqdm=False)) == 2
     with pytest.raises(VLLMValidationError, match="beam_search got lora_request="):
         llm.beam_search(STORY, BeamSearchParams(2, 3), object())  # type: ignore[arg-type]
@@ -298,6 +303,50 @@ def test_parameters_may_be_assigned_while_requests_wait(llm: LLM) -> None:
     assert params.output_kind is RequestOutputKind.CUMULATIVE
     generate(llm, STORY, params)
     assert params.output_kind is RequestOutputKind.CUMULATIVE, "the caller's own"
+
+
+def test_what_the_caller_edits_reaches_no_queued_request(llm: LLM) -> None:
+    """Neither edits of its parameters, nor of the outputs that it got so far."""
+
+    def run(edits: bool) -> list[tuple[list[int], str, str | None]]:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=12,
+            logprobs=2,
+            prompt_logprobs=1,
+            stop=["never"],
+            stop_token_ids=[7],
+            bad_words=["girl"],
+            logit_bias={5: 1.0},
+            allowed_token_ids=list(range(2048)),
+            logits_processors=[lambda output, logits: logits],
+            extra_args={"mine": [1]},
+        )
+        llm.add_request("edited", STORY, params)
+        found = []
+        while llm.has_unfinished_requests():
+            for output in llm.step():
+                [completion] = output.outputs
+                end = completion.finish_reason
+                found.append((list(completion.token_ids), completion.text, end))
+                if edits:
+                    logprobs = [*(completion.logprobs or ()), *(output.prompt_logprobs or ())]
+                    for each in (*filter(None, logprobs), output.prompt_token_ids, output.outputs):
+                        each.clear()
+                    completion.token_ids.clear()
+            if edits:
+                params.stop.append(" ")  # type: ignore[union-attr]
+                params.stop_token_ids.extend(range(2048))  # type: ignore[union-attr]
+                params.bad_words.append("was")  # type: ignore[union-attr]
+                params.logit_bias[10**6] = 9e9  # type: ignore[index]
+                params.allowed_token_ids.clear()  # type: ignore[union-attr]
+                params.logits_processors.append(max)  # type: ignore[union-attr]
+                params.extra_args["mine"].append(2)  # type: ignore[index]
+                params.n, params.max_tokens, params.temperature = 5, 1, -1.0
+        return found
+
+    assert len(run(edits=False)) == 12
+    assert run(edits=True) == run(edits=False)
 
 
 @pytest.mark.parametrize("kind", ["delta", None, 7])
@@ -929,6 +978,9 @@ def test_a_checkpoint_or_option_that_does_not_fit(
     (weightless / "model.safetensors").unlink()
     empty = tmp_path / "empty"
     empty.mkdir()
+    hot = tmp_path / "hot"
+    shutil.copytree(make_checkpoint("llama"), hot)
+    (hot / "generation_config.json").write_text('{"temperature": "hot"}')
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"model": tmp_path / "missing"}, ValueError, r"is not a folder, nor a Hugging Face id"),
         ({"model": empty}, ValueError, r"has no config\.json: not a Hugging Face checkpoint"),
@@ -937,6 +989,12 @@ def test_a_checkpoint_or_option_that_does_not_fit(
             {"model": truncated(tmp_path / "cut", make_checkpoint("llama"))},
             ValueError,
             r"model\.safetensors is damaged or cut short.*again",
+        ),
+        ({"model": hot}, ValueError, r"^generation_config\.json .* a number, got 'hot'.*delete it"),
+        *(
+            ({what: name}, ValueError, rf"^{what} .{{,420}}$")
+            for what in ("model", "tokenizer")
+            for name in ("", "x" * 5000, "x/" * 5000, "a\0b", "~nobody-has-this-name/x")
         ),
         ({"tokenizer": empty}, ValueError, r"no tokenizer can be read from"),
         ({"max_model_len": 10**6}, ValueError, r"max_model_len is 1000000.*at most \d+ tokens"),
