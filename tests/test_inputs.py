@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BatchEncoding
@@ -487,6 +487,8 @@ PIECES = [
     runs=st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 4000)), min_size=1, max_size=5),
     most=st.sampled_from([1, 5, 60, 300]),
 )
+@example(runs=[("a", 150)], most=1)  # the beginning of a word has tokens, all of it is unknown
+@example(runs=[("a", 3), ("<mark>", 400)], most=60)
 def test_no_text_that_fits_is_refused_for_its_length(
     kind: Callable[[], Tokenizer], runs: list[tuple[str, int]], most: int
 ) -> None:
