@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.config import ALIASES, OPTIONS, EngineConfig, to_flag
+from nanoserve.exceptions import brief
 
 logger = logging.getLogger("nanoserve")
 
@@ -453,7 +455,7 @@ def check_known(call: str, name: str, value: Any) -> None:
     known = KNOWN[name]
     if not known.accepts(value):
         raise ValueError(
-            f"{call}({name}={value!r}): {known.group.reason} Leave {name} out, or set it to "
+            f"{call}({name}={brief(value)}): {known.group.reason} Leave {name} out, or set it to "
             f"{known.describe_accepted()}."
         )
     if name == "trust_remote_code" and value:
@@ -466,15 +468,15 @@ def check_seams(*classes: Any) -> None:
     for (name, (ours, methods)), given in zip(SEAMS.items(), classes, strict=True):
         if given is not None and not callable(given):
             raise TypeError(
-                f"{name} must be a class, got {given!r}. Give the class itself, not its name and "
-                f"not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
+                f"{name} must be a class, got {brief(given)}. Give the class itself, not its name "
+                f"and not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
             )
         missing = [each for each in methods.split() if not hasattr(given, each)]
         if isinstance(given, type) and missing:
             raise TypeError(
-                f"{name} is {given!r}, which has no method {', '.join(missing)}. The engine calls "
-                f"{', '.join(methods.split())}. Give a subclass of {ours}, or a class with these "
-                "methods."
+                f"{name} is {brief(given)}, which has no method {', '.join(missing)}. The engine "
+                f"calls {', '.join(methods.split())}. Give a subclass of {ours}, or a class with "
+                "these methods."
             )
 
 
@@ -483,15 +485,19 @@ def load_chat_template(chat_template: str | Path | None) -> str | None:
     if chat_template is None:
         return None
     if not isinstance(chat_template, (str, Path)):
-        raise TypeError(f"chat_template must be a string or a path, got {chat_template!r}.")
+        raise TypeError(f"chat_template must be a string or a path, got {brief(chat_template)}.")
     if isinstance(chat_template, str) and ("{" in chat_template or "\n" in chat_template):
         return chat_template
-    if not Path(chat_template).expanduser().is_file():
+    file = Path(os.path.expanduser(chat_template))
+    if not os.path.isfile(file):  # os.path: these two fail for no name
         raise ValueError(
-            f"chat_template is {str(chat_template)!r}, which is neither a file nor a Jinja "
+            f"chat_template is {brief(str(chat_template))}, which is neither a file nor a Jinja "
             "template. Give one of the two, or leave it out: the model's own template."
         )
-    return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {file} cannot be read as text ({error}).") from error
 
 
 class EngineArgs(EngineConfig):

@@ -243,7 +243,7 @@ class EngineConfig:
             if isinstance(value, str):
                 object.__setattr__(self, name, names.get(value, value))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise ValueError(f"device is {self.device!r}; allowed: auto, cpu, cuda, cuda:N.")
+            raise ValueError(f"device is {brief(self.device)}; allowed: auto, cpu, cuda, cuda:N.")
         for each in OPTIONS:
             if each.kind is not Any:  # a number of NumPy or torch becomes Python's
                 object.__setattr__(self, each.name, as_python(getattr(self, each.name)))

@@ -228,7 +228,7 @@ class InputProcessor:
             after_space = tuple(encode(tokenizer, " " + text, self.capacity, False, "a bad word"))
             if not alone:
                 raise VLLMValidationError(f"bad_words holds {brief(word)}, which has no tokens.")
-            self._check_vocabulary(alone + after_space, f"bad_words: {brief(word)} has ")
+            self._check_vocabulary(alone + after_space, f"{brief(word)} of bad_words: ")
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:
                 spellings.append(after_space)

@@ -293,6 +293,12 @@ def test_a_chat_template_is_a_file_or_a_template(tmp_path: Path) -> None:
     assert load_chat_template(None) is None
     with pytest.raises(ValueError, match=r"'no.jinja', which is neither a file nor a Jinja"):
         LLM(chat_template="no.jinja")
+    for odd in ("x" * 5000, "~nobody-has-this-name/x", tmp_path):
+        with pytest.raises(ValueError, match=r"^chat_template is .{,300}neither a file nor"):
+            load_chat_template(odd)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="binary cannot be read as text"):
+        load_chat_template(tmp_path / "binary")
     with pytest.raises(TypeError, match="chat_template must be a string or a path, got 5"):
         LLM(chat_template=5)  # type: ignore[arg-type]
 

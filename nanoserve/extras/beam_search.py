@@ -263,7 +263,7 @@ class BeamSearch:
         """The best of all completed beams, with their texts. Raises RuntimeError if the search
         failed."""
         if self.error is not None:
-            raise RuntimeError(f"beam search {self.request_id!r} failed: {self.error}.")
+            raise RuntimeError(f"beam search {brief(self.request_id)} failed: {self.error}.")
         ranked = sorted(self.completed, key=self.score, reverse=True)[: self.params.beam_width]
         if self.tokenizer is None:
             return BeamSearchOutput(ranked)
