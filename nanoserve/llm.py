@@ -109,7 +109,8 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> str:
-        """Queue one request and return its id; calls of step() compute its tokens."""
+        """Queue one request and return its id; calls of step() compute its tokens. Raises
+        QueueOverflowError if max_num_waiting requests wait."""
         return self.engine.add_request(
             request_id, prompt, params, priority=priority, cache_salt=cache_salt
         )

@@ -57,8 +57,10 @@ SMALLEST_TEMPERATURE = 0.01  # vLLM's: smaller ones are raised to it; 0 stays 0
 INT_LIMIT = 2**31 - 1  # more tokens than any sequence has: larger numbers of tokens become this
 FLOAT_LIMIT = 3.4e38  # of float32, the type of logits
 SMALLEST_PENALTY = 1e-30  # a logit divided by less would overflow (vLLM's limit is above 0)
-WORD_LIMIT = 1024  # items of the lists that each step goes through
-ID_LIMIT = 2**20  # items of the other lists: more token ids than any vocabulary has
+# Items of a list at most. Each step goes through the first two, at a few microseconds an item.
+WORD_LIMIT = 1024  # strings, callables
+EDIT_LIMIT = 4096  # token ids that change a logit: stop_token_ids (for min_tokens), logit_bias
+ID_LIMIT = 2**20  # token ids that are read once: more than any vocabulary has
 
 # Of each number: type, smallest, largest, and the range in words.
 LOGPROBS = (int, -1, math.inf, "None, 0 or more, or -1 for the whole vocabulary")
@@ -276,10 +278,14 @@ class SamplingParams:
         self.stop = self._copy_list("stop", _check_word, allowed, WORD_LIMIT) or []
         allowed = "a list of strings"
         self.bad_words = self._copy_list("bad_words", _check_bad_word, allowed, WORD_LIMIT) or []
-        self.stop_token_ids = self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS) or []
+        self.stop_token_ids = (
+            self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS, EDIT_LIMIT) or []
+        )
         self.bad_words = list(dict.fromkeys(self.bad_words))
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
-        self.allowed_token_ids = self._copy_list("allowed_token_ids", _check_token_id, TOKEN_IDS)
+        self.allowed_token_ids = self._copy_list(
+            "allowed_token_ids", _check_token_id, TOKEN_IDS, ID_LIMIT
+        )
         if self.allowed_token_ids == []:
             message = "allowed_token_ids is empty; allowed: None, or at least one id."
             raise _error("allowed_token_ids", [], message)
@@ -299,7 +305,7 @@ class SamplingParams:
         self.skip_reading_prefix_cache = bool(skips) or self.prompt_logprobs is not None
 
     def _copy_list(
-        self, name: str, check: Callable[[str, Any], None], allowed: str, limit: int = ID_LIMIT
+        self, name: str, check: Callable[[str, Any], None], allowed: str, limit: int
     ) -> list[Any] | None:
         """A list of the field's items, at most `limit`, each of them checked; None if the field is
         None."""
@@ -324,8 +330,8 @@ class SamplingParams:
         allowed = "token id -> a finite number, -3.4e38 to 3.4e38"
         if not isinstance(self.logit_bias, Mapping):
             raise TypeError(f"logit_bias must be a dict, got {brief(self.logit_bias)}; {allowed}.")
-        if len(self.logit_bias) > ID_LIMIT:
-            message = f"logit_bias has more than {ID_LIMIT} items; allowed: up to {ID_LIMIT}."
+        if len(self.logit_bias) > EDIT_LIMIT:
+            message = f"logit_bias has more than {EDIT_LIMIT} items; allowed: up to {EDIT_LIMIT}."
             raise _error("logit_bias", self.logit_bias, message)
         bias = {as_python(key): as_python(value) for key, value in self.logit_bias.items()}
         for token_id, value in bias.items():

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -242,14 +242,14 @@ NO_PROCESSORS: list[Callable[..., Any]] = [
 ]
 WRONG_PARAMETERS = ["(output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)"]
 MANY = {"stop": 1024, "bad_words": 1024, "logits_processors": 1024}
-MANY |= dict.fromkeys(("stop_token_ids", "allowed_token_ids", "logit_bias"), 2**20)
+MANY |= {"stop_token_ids": 4096, "logit_bias": 4096, "allowed_token_ids": 2**20}
 TOO_MANY: list[tuple[str, Any]] = [
     ("stop", [str(i) for i in range(1025)]),
     ("bad_words", repeat("a")),
     ("logits_processors", [lambda output, logits: logits] * 1025),
-    ("stop_token_ids", [7] * (2**20 + 1)),
+    ("stop_token_ids", count()),
     ("allowed_token_ids", range(2**20 + 1)),
-    ("logit_bias", dict.fromkeys(range(2**20 + 1), 1.0)),
+    ("logit_bias", dict.fromkeys(range(4097), 1.0)),
 ]
 BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     *((name, *rest) for name in ("stop_token_ids", "allowed_token_ids") for rest in TOKEN_IDS),
@@ -335,7 +335,8 @@ def test_every_field_is_tested() -> None:
         {"logits_processors": [lambda output, logits: logits, lambda p, o, row: row]},
         {"logits_processors": [lambda o, row, k=1: row, lambda *both: both[-1], torch.nn.ReLU()]},
         {"logits_processors": [partial(lambda k, o, row: row, 1), np.multiply]},
-        {"stop": [str(i) for i in range(1024)], "stop_token_ids": {7, 8}},
+        {"stop": [str(i) for i in range(1024)], "stop_token_ids": set(range(4096))},
+        {"allowed_token_ids": range(10_000), "logit_bias": dict.fromkeys(range(4096), 1.0)},
         {"detokenize": False, "stop_token_ids": [7]},
         {"detokenize": False, "stop": []},
     ],
