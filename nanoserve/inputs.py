@@ -288,14 +288,14 @@ def render_chat(
     them, chat_template, replaces the tokenizer's own. content_format: see parse_chat_messages;
     "auto" is what the template expects. A message of far more than `most` tokens is refused.
     """
+    if most is not None:
+        check_messages_length(tokenizer, messages, most)
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
         raise VLLMValidationError(
             "this model's tokenizer has no chat template. Give one as chat_template=..., use "
             "generate with a prompt of your own, or a model that was trained to chat."
         )
-    if most is not None:
-        check_messages_length(tokenizer, messages, most)
     messages = parse_chat_messages(messages, find_content_format(template, content_format))
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
