@@ -5,16 +5,18 @@
 Each figure is taken from the newest result that holds it; results of toy sizes are never used. The
 tables stand between markers: <!-- bench --> in the front pages (a few figures) and in
 notebooks/results/README.md (all, then what is not measured yet, then a line for each result that
-was used: machine, versions, command); <!-- targets --> in tests/README.md (those with a target).
+was used: machine, versions, command); <!-- claims --> there, too (what the documents claim);
+<!-- targets --> in tests/README.md (those with a target).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nanoserve.bench.claims import CLAIMS, NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
@@ -236,20 +238,35 @@ def targets_table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES: dict[str, tuple[str, Callable[[Results], str]]] = {
-    "README.md": ("bench", lambda results: front_table(results, {})),
-    "README.zh-CN.md": ("bench", lambda results: front_table(results, FRONT)),
-    "notebooks/results/README.md": ("bench", full_table),
-    "tests/README.md": ("targets", targets_table),
+def claims_table(results: Results) -> str:
+    """What the documents claim; each figure from the newest run that holds it."""
+    lines = ["| technique | the document claims | measured here | by |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        here, source = NOT_MEASURED, ""
+        for file, result in results.items():  # oldest first
+            suite = result["suites"].get(claim.suite)
+            if suite and (shown := claim.measured(suite)):
+                here, source = shown, f"`{claim.suite}` in [{file}]({file})"
+        lines.append(f"| {claim.technique} | {claim.effect} | {here} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+# Document -> marker, and what stands behind it.
+TABLES: dict[str, list[tuple[str, Callable[[Results], str]]]] = {
+    "README.md": [("bench", lambda results: front_table(results, {}))],
+    "README.zh-CN.md": [("bench", lambda results: front_table(results, FRONT))],
+    "notebooks/results/README.md": [("bench", full_table), ("claims", claims_table)],
+    "tests/README.md": [("targets", targets_table)],
 }
 
 
 def fill_in(document: str, text: str, results: Results) -> str:
-    """The document's text with its table written anew."""
-    marker, make_table = TABLES[document]
-    between = re.compile(rf"(<!-- {marker} -->\n).*?(?=<!-- /{marker} -->)", re.DOTALL)
-    text, count = between.subn(lambda match: match[1] + make_table(results), text)
-    assert count == 1, f"{document} has {count} tables <!-- {marker} -->"
+    """The document's text with its tables written anew."""
+    for marker, make_table in TABLES[document]:
+        before, after = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
+        assert text.count(before) == text.count(after) == 1, f"{document}: one table {before}"
+        start, end = text.index(before) + len(before), text.index(after)
+        text = text[:start] + make_table(results) + text[end:]
     return text
 
 

@@ -23,7 +23,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from nanoserve.bench import cli, control, inside, kernels, plot, report, run, suites, turns
+from nanoserve.bench import (
+    claims,
+    cli,
+    control,
+    inside,
+    kernels,
+    plot,
+    policies,
+    report,
+    run,
+    suites,
+    turns,
+)
 from nanoserve.bench.peers import PEERS, EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
@@ -264,7 +276,7 @@ def test_every_request_gets_its_tokens_without_a_model() -> None:
     requests = draw_requests(5, 3, 40, 1000)
     scheduler = control.make_scheduler(requests, num_blocks=64, max_num_seqs=3)
     sequences = list(scheduler.sequences.values())
-    assert all(schedule_seconds > 0 for schedule_seconds, _ in control.run_steps(scheduler))
+    assert all(seconds.schedule > 0 for seconds in control.run_steps(scheduler))
     assert [sequence.num_output_tokens for sequence in sequences] == [
         request.num_output for request in requests
     ]
@@ -272,14 +284,46 @@ def test_every_request_gets_its_tokens_without_a_model() -> None:
 
 
 def test_the_scheduler_suite_measures_each_case(tiny_settings: turns.Settings) -> None:
-    result = control.scheduler_suite(tiny_settings, [2, 4], [16, 64], num_steps=3)
-    cases = [(row["num_running"], row["context"]) for row in result["rows"]]
-    assert cases == [(2, 16), (2, 64), (4, 16), (4, 64)]
+    """The case that needs too much memory is left out; the last one has a queue."""
+    result = control.scheduler_suite(tiny_settings, [2, 4], [16, 2**19 + 16], 3, num_waiting=50)
+    cases = [(row["num_running"], row["context"], row["num_waiting"]) for row in result["rows"]]
+    assert cases == [(2, 16, 0), (2, 2**19 + 16, 0), (4, 16, 0), (4, 16, 50)]
     for row in result["rows"]:
         assert 0 < row["schedule_us"] < row["step_us"] <= row["slowest_us"]
         assert row["update_us"] > 0
+        assert row["prepare_us"] > 0
     assert set(result["growth_with_context"]) == {"2", "4"}
+    assert result["growth_with_queue"] > 0
     assert "longest context against shortest" in report.format_suite("scheduler", result)
+
+
+def test_the_measured_preparation_is_that_of_the_runner() -> None:
+    """Every known token is sent at its position, and its slot is that of its block table."""
+    requests = draw_requests(3, 5, 40, 1000)
+    scheduler = control.make_scheduler(requests, num_blocks=64, max_num_seqs=3, budget=16)
+    sequences = list(scheduler.sequences.values())
+    seen: dict[int, dict[int, int]] = {seq.seq_id: {} for seq in sequences}
+
+    class Recorder(control.InputRunner):
+        def prepare_inputs(self, scheduled: Any, rows: Any) -> Any:
+            inputs = super().prepare_inputs(scheduled, rows)
+            tensors = inputs.tensors
+            tables = scheduler.block_manager.block_tables
+            number = 0
+            for item in scheduled:
+                for position in range(
+                    item.num_computed_tokens, item.num_computed_tokens + item.num_scheduled_tokens
+                ):
+                    block = tables[item.seq_id][position // 16]
+                    assert int(tensors.positions[number]) == position
+                    assert int(tensors.slot_mapping[number]) == block * 16 + position % 16
+                    seen[item.seq_id][position] = int(tensors.input_ids[number])
+                    number += 1
+            return inputs
+
+    assert all(each.prepare > 0 for each in control.run_steps(scheduler, Recorder(3, 1024)))
+    for seq in sequences:
+        assert [seen[seq.seq_id][i] for i in range(seq.num_tokens - 1)] == seq.token_ids[:-1]
 
 
 def test_memory_is_wasted_in_the_order_of_the_paper(tiny_settings: turns.Settings) -> None:
@@ -365,6 +409,82 @@ def test_plain_pytorch_is_never_captured(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # -- suites with a model in this process --
+
+
+def test_static_batches_run_longer_and_emptier(tiny_settings: turns.Settings) -> None:
+    """By the books, not by the clock: the same tokens in more steps."""
+    result = policies.batching_suite(replace(tiny_settings, num_requests=12, max_len=16))
+    continuous, static = result["rows"]
+    assert (continuous["batching"], static["batching"]) == ("continuous", "static")
+    assert result["batch_size"] == 3
+    assert static["num_steps"] > continuous["num_steps"]
+    assert static["mean_running"] < continuous["mean_running"] <= 3
+    assert (len(static["seconds"]), continuous["continuous_is"]) == (2, 1.0)
+    assert "continuous is" in report.format_suite("batching", result)
+
+
+def test_nobody_joins_a_static_batch() -> None:
+    requests = [Request([number, 1, 2], length) for number, length in enumerate((2, 5, 3, 3, 1))]
+    scheduler = control.make_scheduler(requests, num_blocks=64, max_num_seqs=2)
+    scheduler.__class__ = policies.StaticBatchScheduler
+    batches = []
+    for _ in control.run_steps(scheduler):
+        batches.append([seq.seq_id for seq in scheduler.running])
+    assert batches == [[0, 1]] * 2 + [[1]] * 3 + [[2, 3]] * 3 + [[4]]
+
+
+def test_chunks_bound_what_a_step_computes(tiny_settings: turns.Settings) -> None:
+    result = policies.chunked_suite(tiny_settings, num_decoding=2, num_arrivals=2, budgets=(8, 99))
+    off, chunks = result["rows"]
+    assert (off["chunks"], chunks["chunks"]) == ("off", "8 tokens"), "99 would hold a whole prompt"
+    assert off["against_off"] == {"ttft": 1.0, "gap_p99": 1.0}
+    for row in result["rows"]:
+        assert len(row["seconds"]) == 2
+        assert 0 < row["gap_ms"]["p50"] <= row["gap_ms"]["p99"] <= row["largest_gap_ms"]
+        assert row["ttft_ms"]["p50"] > 0
+    assert "gap p99 against off" in report.format_suite("chunked", result)
+
+
+def test_gaps_and_first_tokens_are_those_of_the_requests(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that counts the steps: a prompt of 32 tokens in chunks of 8 - 2 decodes needs
+    six steps, and each other request gets a token in each step."""
+    with tiny_settings.llm(max_num_batched_tokens=8, max_num_seqs=4) as llm:
+        steps: list[int] = []
+        llm.engine.step_listeners.append(lambda report: steps.append(1))
+        monkeypatch.setattr(policies.time, "perf_counter", lambda: float(len(steps)))
+        decoding = [Request([number, 1], 30) for number in range(2)]
+        gaps, waits, [seconds] = policies.interrupt(llm, decoding, [Request([3] * 32, 1)], 3)
+    assert waits == [6.0]
+    assert set(gaps) == {1.0}
+    assert seconds == 9.0
+
+
+def test_claims_are_read_from_a_run() -> None:
+    memory = {"rows": [
+        {"way": "paged", "used_share": 0.9, "mean_running": 30.0},
+        {"way": "contiguous, maximum", "used_share": 0.3, "mean_running": 10.0},
+    ]}  # fmt: skip
+    batch = {"rows": [
+        {"engine": engine, "batch": 1, "tokens_per_second": speed}
+        for engine, speed in {"nanoserve": 150.0, "nanoserve, eager": 100.0}.items()
+    ]}  # fmt: skip
+    weights = [{"ranks": 1, "weight_mib_per_rank": 4.0}, {"ranks": 2, "weight_mib_per_rank": 2.0}]
+    measured = {"memory": memory, "batch": batch, "parallel": {"rows": weights}}
+    here = {technique: text for technique, _, text in claims.measure_claims(measured)}
+    assert "90.0%" in here["PagedAttention"]
+    assert "3.0 x" in here["PagedAttention"]
+    assert "1.50 x" in here["CUDA Graphs"]
+    assert "50% of the weights" in here["Tensor Parallelism"]
+    assert here["Continuous Batching"] == here["Speculative Decoding"] == claims.NOT_MEASURED
+    batch["rows"].pop()  # no eager engine in this run
+    assert dict(t[::2] for t in claims.measure_claims(measured))["CUDA Graphs"] == "not measured"
+    assert claims.format_claims({"kernel": {"rows": []}}) == ""
+
+
+def test_every_claim_has_a_suite_or_none() -> None:
+    assert {claim.suite for claim in claims.CLAIMS} <= {*run.SUITES, ""}
 
 
 def test_the_prefix_suite(tiny_settings: turns.Settings) -> None:
@@ -535,7 +655,7 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
         "--plot",
         str(picture),
     ]
-    run = subprocess.run(
+    run_ = subprocess.run(
         [sys.executable, "bench.py", *arguments],
         cwd=ROOT,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
@@ -543,11 +663,12 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert "No CUDA device: toy sizes on the CPU" in run.stdout
-    assert "no CUDA device: tiny sizes" in run.stdout
+    assert "No CUDA device: toy sizes on the CPU" in run_.stdout
+    assert "no CUDA device: tiny sizes" in run_.stdout
     result = json.loads(file.read_text())
     assert result["is_toy"]
-    assert list(result["suites"]) == ["throughput", "batch", "steps", "kernel"]
+    assert list(result["suites"]) == list(run.GPU_SUITES)
+    assert "== claims ==" in run_.stdout
     [row] = result["suites"]["throughput"]["rows"]
     assert row["nanoserve_is"] == 1
     assert result["suites"]["throughput"]["skipped"]["nano-vllm"]

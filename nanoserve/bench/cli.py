@@ -15,9 +15,9 @@ rounds, the ratio of nanoserve to each peer, and the share of the roofline: of t
 measured bandwidth and operation rate of this machine allow. On a busy machine, ratios close to 1
 say nothing: see the range.
 
-Suites: throughput, batch, latency, prefix, scheduler, memory, steps, kernel, parallel; `gpu` is
-throughput, batch, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256
-requests).
+Suites: throughput, batch, latency, batching, chunked, prefix, scheduler, memory, steps, kernel,
+parallel; `gpu` is throughput, batch, batching, chunked, steps and kernel in nano-vllm's published
+workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Values = dict[str, Any]
 
 # The names of run.py's SUITES; "gpu" stands for several.
 SUITE_NAMES = (
-    "throughput", "batch", "latency", "prefix", "scheduler", "memory", "steps", "kernel",
-    "parallel", "gpu",
+    "throughput", "batch", "latency", "batching", "chunked", "prefix", "scheduler", "memory",
+    "steps", "kernel", "parallel", "gpu",
 )  # fmt: skip
 
 

@@ -4,7 +4,9 @@ The real Scheduler and BlockManager run, without a model. Instead of a forward p
 whose last token was in the step is given one more token. So these suites need no GPU and take
 seconds.
 
-    scheduler   microseconds of schedule() + update_from_output() for 16 to 1024 running sequences
+    scheduler   microseconds of a decode step: schedule(), update_from_output(), and the runner's
+                preparation of its inputs; for 16 to 1024 running sequences, contexts of up to
+                32,768 tokens, and 100,000 waiting requests
     memory      which share of the reserved KV slots holds tokens, for the PagedAttention paper's
                 (arXiv 2309.06180, figure 2) four ways to reserve them
 
@@ -19,17 +21,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
 from nanoserve import sequence
+from nanoserve.attention import AttentionBackend
 from nanoserve.bench.turns import Settings
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
+from nanoserve.input_batch import InputBatch
+from nanoserve.model_runner import ModelRunner
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import ModelOutput, RequestMetrics
+from nanoserve.sequence import ModelOutput, RequestMetrics, SchedulerOutput
+from nanoserve.staging import StagingBuffer, staging_bytes
 
 BLOCK_SIZE = 16
 TOKEN = 7  # every output token is this one
+MOST_TOKENS = 2**21  # of all contexts of a case together: more would need gigabytes of Python lists
+
+
+def make_config(num_blocks: int, max_num_seqs: int, budget: int = 8192) -> EngineConfig:
+    """Limits that `num_blocks` KV blocks allow."""
+    return EngineConfig(
+        max_model_len=num_blocks * BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(budget, max_num_seqs),
+        num_gpu_blocks_override=num_blocks,
+        block_size=BLOCK_SIZE,
+    )
 
 
 def make_scheduler(
@@ -40,13 +61,7 @@ def make_scheduler(
     prefix_caching: bool = True,
 ) -> Scheduler:
     """A scheduler to which all requests have been added."""
-    config = EngineConfig(
-        max_model_len=num_blocks * BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(budget, max_num_seqs),
-        num_gpu_blocks_override=num_blocks,
-        block_size=BLOCK_SIZE,
-    )
+    config = make_config(num_blocks, max_num_seqs, budget)
     scheduler = Scheduler(config, BlockManager(num_blocks, BLOCK_SIZE, prefix_caching))
     for number, request in enumerate(requests):
         length = request.num_output
@@ -64,9 +79,44 @@ def make_scheduler(
     return scheduler
 
 
-def run_steps(scheduler: Scheduler) -> Iterator[tuple[float, float]]:
-    """Run until no sequence is unfinished. For each step, yields the seconds of schedule() and, of
-    the step before, those of update_from_output().
+class InputRunner(ModelRunner):
+    """The half of a ModelRunner that turns a SchedulerOutput into tensors. It has no model."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        config = make_config(-(-max_model_len // BLOCK_SIZE), max_num_seqs)
+        self.block_size = BLOCK_SIZE
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.backend = AttentionBackend()
+        self.graphs = None
+        self.staging = StagingBuffer(staging_bytes(config), self.device)
+        self.batch = InputBatch(max_num_seqs, max_model_len, BLOCK_SIZE, 1000, self.staging)
+
+    def prepare_seconds(self, scheduler_output: SchedulerOutput) -> float:
+        """The time to write what changed and to send the step. Then every scheduled sequence whose
+        last token is in the step gets TOKEN."""
+        start = time.perf_counter()
+        self.staging.begin_step()
+        rows = self.update_batch(scheduler_output)
+        inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
+        end = time.perf_counter()
+        sampled = inputs.arrays.sampled_rows
+        positions = self.batch.append_placeholders(sampled)
+        self.batch.token_ids[sampled, positions] = np.int32(TOKEN)
+        return end - start
+
+
+class StepSeconds(NamedTuple):
+    """Of one step. `update` is that of the step before."""
+
+    schedule: float
+    update: float
+    prepare: float
+
+
+def run_steps(scheduler: Scheduler, runner: InputRunner | None = None) -> Iterator[StepSeconds]:
+    """Run until no sequence is unfinished; yield the seconds of each step. Without a runner,
+    nothing is prepared.
 
     At the yield, the blocks of the step are allocated and none is freed yet.
     """
@@ -80,7 +130,8 @@ def run_steps(scheduler: Scheduler) -> Iterator[tuple[float, float]]:
             seq = scheduler.sequences[item.seq_id]
             if seq.num_computed_tokens >= seq.num_tokens:
                 sampled[item.seq_id] = (TOKEN,)
-        yield schedule_seconds, update_seconds
+        prepare_seconds = runner.prepare_seconds(scheduler_output) if runner else 0.0
+        yield StepSeconds(schedule_seconds, update_seconds, prepare_seconds)
         start = time.perf_counter()
         scheduler.update_from_output(scheduler_output, ModelOutput(sampled, {}))
         update_seconds = time.perf_counter() - start
@@ -92,42 +143,64 @@ def run_steps(scheduler: Scheduler) -> Iterator[tuple[float, float]]:
 def scheduler_suite(
     settings: Settings,
     sizes: Sequence[int] = (16, 64, 256, 1024),
-    contexts: Sequence[int] = (128, 512, 2048),
+    contexts: Sequence[int] = (128, 512, 2048, 32768),
     num_steps: int = 200,
+    num_waiting: int = 100_000,
 ) -> dict[str, Any]:
-    """Median microseconds of a decode step, for each number of running sequences and each context
-    length. `growth` compares the longest context with the shortest, at the same number."""
-    cases = [(size, context) for size in sizes for context in contexts]
+    """Median microseconds of the parts of a decode step, for each number of running sequences and
+    each context length; then 256 sequences again with `num_waiting` others in the queue.
+
+    `growth` compares the step with the longest context to that with the shortest, at the same
+    number; `growth_with_queue` the step with the queue to that without.
+    """
+    cases = [(size, context, 0) for size in sizes for context in contexts]
+    cases = [case for case in cases if case[0] * case[1] <= MOST_TOKENS]
+    size = min(sizes, key=lambda size: abs(size - 256))
+    cases.append((size, contexts[0], num_waiting))
     rows = [
-        measure_decode_steps(size, context, num_steps)
-        for size, context in settings.progress(cases, "scheduler")
+        measure_decode_steps(number, context, waiting, num_steps)
+        for number, context, waiting in settings.progress(cases, "scheduler")
     ]
     growth = {}
-    for size in sizes:
-        times = [row["step_us"] for row in rows if row["num_running"] == size]
-        growth[str(size)] = round(times[-1] / times[0], 4)
-    return {"rows": rows, "growth_with_context": growth, "contexts": contexts}
+    for number in sizes:
+        times = [row["step_us"] for row in rows[:-1] if row["num_running"] == number]
+        growth[str(number)] = round(times[-1] / times[0], 4)
+    alone = next(row for row in rows if (row["num_running"], row["context"]) == (size, contexts[0]))
+    return {
+        "rows": rows,
+        "growth_with_context": growth,
+        "growth_with_queue": round(rows[-1]["step_us"] / alone["step_us"], 4),
+        "contexts": contexts,
+    }
 
 
-def measure_decode_steps(size: int, context: int, num_steps: int) -> dict[str, Any]:
-    """`size` sequences of `context` tokens each decode. The first steps do not count: there, each
-    sequence gets its first new block."""
+def measure_decode_steps(
+    size: int, context: int, num_waiting: int, num_steps: int
+) -> dict[str, Any]:
+    """`size` sequences of `context` tokens each decode, and `num_waiting` wait. The first steps do
+    not count: there, each sequence gets its first new block."""
     length = 2 * BLOCK_SIZE + num_steps
     blocks_each = -(-(context + length) // BLOCK_SIZE)
     # Prompts differ from the first token on, so that no block is shared.
-    requests = [Request([number, *range(1, context)], length) for number in range(size)]
+    rest = [token_id % 1000 for token_id in range(1, context)]
+    requests = [Request([number, *rest], length) for number in range(size)]
+    requests += [Request([1, 2, 3], length)] * num_waiting
     scheduler = make_scheduler(requests, size * blocks_each, size, budget=size * context)
-    measured = list(islice(run_steps(scheduler), BLOCK_SIZE, BLOCK_SIZE + num_steps + 1))
-    schedule = [seconds * 1e6 for seconds, _ in measured[:-1]]
-    update = [seconds * 1e6 for _, seconds in measured[1:]]  # of the step before
+    runner = InputRunner(size, blocks_each * BLOCK_SIZE)
+    measured = list(islice(run_steps(scheduler, runner), BLOCK_SIZE, BLOCK_SIZE + num_steps + 1))
+    schedule = [seconds.schedule * 1e6 for seconds in measured[:-1]]
+    update = [seconds.update * 1e6 for seconds in measured[1:]]  # of the step before
+    prepare = [seconds.prepare * 1e6 for seconds in measured[:-1]]
     total = [a + b for a, b in zip(schedule, update, strict=True)]
     return {
         "num_running": size,
         "context": context,
+        "num_waiting": num_waiting,
         "schedule_us": statistics.median(schedule),
         "update_us": statistics.median(update),
         "step_us": statistics.median(total),
         "slowest_us": max(total),
+        "prepare_us": statistics.median(prepare),
     }
 
 
@@ -135,7 +208,7 @@ def control_plane_seconds(requests: list[Request], prefix_caching: bool) -> floa
     """Seconds of all schedule() and update_from_output() calls for a workload."""
     num_blocks = len(requests) * -(-max(map(final_length, requests)) // BLOCK_SIZE)
     scheduler = make_scheduler(requests, num_blocks, len(requests), prefix_caching=prefix_caching)
-    return sum(schedule + update for schedule, update in run_steps(scheduler))
+    return sum(seconds.schedule + seconds.update for seconds in run_steps(scheduler))
 
 
 # -- suite: memory --

@@ -105,6 +105,22 @@ COLUMNS: dict[str, Columns] = {
         "ITL p99": ("itl_ms.p99", ".2f"),
         **AGAINST,
     },
+    "batching": {
+        "batches": ("batching", ""),
+        "output tok/s": ("tokens_per_second", ".0f"),
+        "steps": ("num_steps", "d"),
+        "requests at once": ("mean_running", ".1f"),
+        "continuous is": ("continuous_is", ".2f"),
+    },
+    "chunked": {
+        "prompts in chunks of": ("chunks", ""),
+        "TTFT p50 ms": ("ttft_ms.p50", ".1f"),
+        "gap p50 ms": ("gap_ms.p50", ".2f"),
+        "gap p99 ms": ("gap_ms.p99", ".2f"),
+        "largest gap": ("largest_gap_ms", ".2f"),
+        "TTFT against off": ("against_off.ttft", ".2f"),
+        "gap p99 against off": ("against_off.gap_p99", ".2f"),
+    },
     "prefix": {
         "shared tokens not computed again": ("hit_rate", ".1%"),
         "times as fast": ("speed_up", ".2f"),
@@ -114,9 +130,11 @@ COLUMNS: dict[str, Columns] = {
     "scheduler": {
         "running": ("num_running", "d"),
         "context": ("context", "d"),
+        "waiting": ("num_waiting", "d"),
         "schedule us": ("schedule_us", ".0f"),
         "update us": ("update_us", ".0f"),
-        "step us": ("step_us", ".0f"),
+        "both us": ("step_us", ".0f"),
+        "prepare us": ("prepare_us", ".0f"),
     },
     "memory": {
         "KV slots reserved": ("way", ""),
@@ -151,8 +169,13 @@ WORKLOADS = {
     "throughput": "{num_requests} requests at once, " + COMPARED,
     "batch": "requests of {prompt_len} tokens in, {num_output} out",
     "latency": "{num_requests} requests one by one, " + COMPARED,
+    "batching": "{num_requests} requests, at most {batch_size} at once, {lengths[0]} to "
+    "{lengths[1]} tokens in and out",
+    "chunked": "{num_decoding} requests decode; {num_arrivals} prompts of {prompt_len} tokens "
+    "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
-    "scheduler": "longest context against shortest, by running sequences: {growth_with_context}",
+    "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
+    "with the queue against without: {growth_with_queue}",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "
     "{max_model_len}",
     "kernel": "{dtype} {note}",

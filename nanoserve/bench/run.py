@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.bench import control, inside, kernels, report, suites
+from nanoserve.bench import claims, control, inside, kernels, policies, report, suites
 from nanoserve.bench.peers import PEER_NAMES
 from nanoserve.bench.roofline import measure_limits
 from nanoserve.bench.turns import Settings
@@ -34,6 +34,8 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "throughput": suites.throughput_suite,
     "batch": suites.batch_suite,
     "latency": suites.latency_suite,
+    "batching": policies.batching_suite,
+    "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
@@ -41,8 +43,11 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "kernel": kernels.kernel_suite,
     "parallel": inside.parallel_suite,
 }
-DEFAULT_SUITES = ("throughput", "latency", "prefix", "scheduler", "memory", "steps", "kernel")
-GPU_SUITES = ("throughput", "batch", "steps", "kernel")
+DEFAULT_SUITES = (
+    "throughput", "latency", "batching", "chunked", "prefix", "scheduler", "memory", "steps",
+    "kernel",
+)  # fmt: skip
+GPU_SUITES = ("throughput", "batch", "batching", "chunked", "steps", "kernel")
 
 # What an option is that was not given. A line wins over the lines below it.
 TOY = {"num_requests": 4, "min_len": 8, "max_len": 16, "batch_sizes": (1, 2), "repeat": 1,
@@ -91,6 +96,8 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Va
         print(f"\n{report.format_suite(name, result['suites'][name])}", flush=True)
         if args.json:  # after each suite, so that an interrupted run keeps its results
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if text := claims.format_claims(result["suites"]):
+        print(f"\n{text}")
     return result
 
 
