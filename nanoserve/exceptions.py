@@ -1,6 +1,6 @@
-"""What is raised for a request that can never be served?
+"""Which errors have a class of their own?
 
-Bad values raise VLLMValidationError, bad types raise TypeError. Code written for vLLM may catch a
+A request that can never be served is refused. Bad values raise VLLMValidationError, bad types raise TypeError. Code written for vLLM may catch a
 bad value under either of its two names:
 
     try:
@@ -8,7 +8,11 @@ bad value under either of its two names:
     except VLLMValidationError as error:    # or: except ValueError
         print(error.parameter, error.value)     top_p 2
 
-vLLM: vllm/exceptions.py (V1), where the class is no ValueError.
+An engine that has lost a part of itself, such as the process of another rank, raises
+EngineDeadError from then on, whatever the request: build a new LLM.
+
+vLLM: vllm/exceptions.py, vllm/v1/engine/exceptions.py (V1), where the classes are neither
+ValueError nor RuntimeError.
 """
 
 from __future__ import annotations
@@ -36,6 +40,10 @@ class VLLMValidationError(VLLMClientError, ValueError):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
+
+
+class EngineDeadError(VLLMError, RuntimeError):
+    """This engine cannot run another step. No request is the cause. Build a new LLM."""
 
 
 def brief(value: Any) -> str:

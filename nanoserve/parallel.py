@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoserve.config import EngineConfig
+from nanoserve.exceptions import EngineDeadError
 
 # A rank may wait so long for the next step: a notebook may pause for days. (Not more than 24 days:
 # torch counts the milliseconds in 32 bits.)
@@ -52,7 +53,7 @@ STEP_TIMEOUT = timedelta(minutes=10)  # how far one rank may be behind another w
 FIRST_BYTES = 4096  # size of an object's first broadcast: enough for a step of 100s of sequences
 
 
-class RankError(RuntimeError):
+class RankError(EngineDeadError):
     """Another rank has failed or was killed, so this engine cannot go on. Build a new LLM."""
 
 
