@@ -208,11 +208,17 @@ class ParallelState:
                     work.wait()  # the operation's own error, or none if it has just succeeded
                     return
                 if was_lost:
-                    for group in (self.group, self.control):
-                        # Freeing a group waits for its operations, and this one may never end.
-                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    keep_for_ever(self)  # this operation may never end
                     raise
                 was_lost = has_lost_rank()
+
+
+def keep_for_ever(value: ParallelState | dist.Store) -> None:
+    """Never free these groups, or this store: freeing them waits for operations and threads, which
+    may never end."""
+    values = (value.group, value.control) if isinstance(value, ParallelState) else (value,)
+    for each in values:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _from_rank_0() -> dist.BroadcastOptions:

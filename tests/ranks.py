@@ -17,6 +17,7 @@ class ThreadRanks:
     """Has the methods of SpawnedRanks."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.pids: dict[int, int] = {}  # no processes
         self.world_size = config.tensor_parallel_size
         self.device = torch.device("cpu")
         self.store = dist.HashStore()
@@ -40,11 +41,14 @@ class ThreadRanks:
     def find_failure(self, timeout: float) -> str | None:
         return None
 
-    def close(self) -> None:
+    def close(self, is_step_over: bool = True) -> None:
         self.parallel.broadcast_object(None)
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
+
+    def release(self) -> None:
+        """The groups end with their last reference."""
 
 
 class ThreadExecutor(MultiprocExecutor):
