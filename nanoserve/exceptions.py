@@ -1,7 +1,7 @@
 """Which errors have a class of their own?
 
-A request that can never be served is refused. Bad values raise VLLMValidationError, bad types raise TypeError. Code written for vLLM may catch a
-bad value under either of its two names:
+A request that can never be served is refused: bad values raise VLLMValidationError, bad types
+raise TypeError. Code written for vLLM may catch a bad value under either of its two names:
 
     try:
         llm.generate(prompt, SamplingParams(top_p=2))

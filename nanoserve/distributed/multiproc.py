@@ -161,8 +161,8 @@ class MultiprocExecutor:
                 self.ranks.close()
 
     def _run_and_check(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in rank 0's thread; set `failure` if a rank has failed, or if rank 0 has and the
-        other ranks wait for it."""
+        """Run `work` in rank 0's thread; set `failure` if a rank has failed, or if rank 0 has and
+        the other ranks wait for it."""
         self.failure = self.failure or self.ranks.find_failure(timeout=0)
         if self.failure is not None:
             raise RankError(f"{self.failure}\nThis engine cannot go on: build a new LLM.")
@@ -191,8 +191,8 @@ class MultiprocExecutor:
         if not reports and seconds < LONG_WAIT:
             return
         logger.warning(
-            "rank 0 has waited %.0f s for the other ranks: %s. It goes on as soon as they do. If they "
-            "are %.0f s behind, the engine fails; close() ends it sooner.",
+            "rank 0 has waited %.0f s for the other ranks: %s. It goes on as soon as they do. When "
+            "they are %.0f s behind, the engine fails; close() ends it sooner.",
             seconds,
             ", ".join(reports) or "no other rank is known to stand still",
             STEP_TIMEOUT.total_seconds(),

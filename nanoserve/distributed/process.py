@@ -26,7 +26,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-
 EXIT_TIMEOUT = 5.0  # seconds that close() gives a running step, and the ranks, to end
 
 

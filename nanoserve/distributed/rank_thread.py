@@ -9,8 +9,8 @@ result, and a caller that was interrupted leaves the thread alone:
 
 A rank can stand still without having ended: somebody has sent it SIGSTOP, a debugger holds it, its
 memory was swapped out. Then rank 0 waits, until STEP_TIMEOUT. So a caller that waits long says so:
-`run` calls its argument `watch` after 5 seconds, after 10, 20, 40 and so on. A step that ends sooner
-pays nothing for this, because the caller waits for one event with a time limit.
+`run` calls its argument `watch` after 5 seconds, after 10, 20, 40 and so on. A step that ends
+sooner pays nothing for this: the caller waits for one event, with a time limit.
 
 The thread is a daemon, so that Python can exit while a step hangs. concurrent.futures has a thread
 pool for the same purpose, but Python waits for the pool's threads before it exits.

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -54,6 +53,7 @@ from nanoserve.parallel import (
     start_store,
 )
 
+FILES_OF_AN_ENGINE, FILES_OF_A_RANK = 32, 8  # open files and sockets of rank 0: more than it needs
 SETTLE_TIME = 1.0  # seconds in which the first rank that failed becomes known
 # (store, rank, function that connects the ranks, device): see multiproc.worker_loop
 WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
@@ -61,8 +61,10 @@ WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
 
 def read_failure(store: dist.Store | None, world_size: int) -> str | None:
     """The traceback that a failing rank has written to the store, if there is one."""
+    if store is None:  # closed
+        return None
     with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
-        for rank in range(1, world_size if store else 0):
+        for rank in range(1, world_size):
             if store.check([f"failure/{rank}"]):
                 return f"rank {rank} failed:\n{store.get(f'failure/{rank}').decode()}"
     return None
@@ -79,7 +81,7 @@ class SpawnedRanks:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ValueError if there are fewer GPUs than ranks, RankError if the system cannot
-        start one more process."""
+        start one more process or open more files."""
         self.world_size = config.tensor_parallel_size
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
@@ -92,16 +94,16 @@ class SpawnedRanks:
         self._closing = threading.Event()
         end = in_this_process(end_processes)
         self._finalizer = weakref.finalize(self, end, self.processes, self._closing)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=partial(forget, weakref.ref(self)))
+        forget_in_children(self)
         try:
+            check_open_files(FILES_OF_AN_ENGINE + FILES_OF_A_RANK * self.world_size)
             self.store, port = start_store()
             for rank in range(1, self.world_size):
                 self.processes.append(self._spawn(rank, port))
         except BaseException as error:
             self.close()
-            if isinstance(error, (OSError, RuntimeError)):
-                raise RankError(describe_start_error(error)) from error
+            if isinstance(error, OSError):
+                raise RankError(f"the other ranks could not be started: {error}.") from error
             raise
 
     @property
@@ -134,7 +136,7 @@ class SpawnedRanks:
 
     def connect(self) -> ParallelState:
         """Wait until all ranks have started, and make the process groups. Called in rank 0's
-        thread. Raises RankError if a rank ends meanwhile, or the system has no more sockets."""
+        thread. Raises RankError if a rank ends meanwhile."""
         store = self.store
         assert store is not None, "closed"
         limit_threads(self.num_threads)
@@ -223,7 +225,13 @@ def end_processes(processes: list[subprocess.Popen[bytes]], closing: threading.E
                 process.wait(EXIT_TIMEOUT)
 
 
-def forget(reference: weakref.ref[SpawnedRanks]) -> None:
+def forget_in_children(ranks: SpawnedRanks | TorchrunRanks) -> None:
+    """Have `forget` called in each forked child, as long as `ranks` exist."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=partial(forget, weakref.ref(ranks)))
+
+
+def forget(reference: weakref.ref[SpawnedRanks | TorchrunRanks]) -> None:
     """Called in a forked child: the ranks are its parent's.
 
     The child closes its copies of the pipes: a rank ends when nobody holds its pipe any more, and
@@ -243,16 +251,22 @@ def forget(reference: weakref.ref[SpawnedRanks]) -> None:
         keep_for_ever(ranks.parallel)
 
 
-def describe_start_error(error: BaseException) -> str:
-    """Why a rank could not be started, and what to do."""
-    hint = " Raise the limit (`ulimit -n`), or close what is open." if is_out_of_files(error) else ""
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return f"the other ranks could not be started: {reason}.{hint}"
-
-
-def is_out_of_files(error: BaseException) -> bool:
-    """Has the process as many open files and sockets as it may have? (torch has the text only.)"""
-    return getattr(error, "errno", None) == errno.EMFILE or os.strerror(errno.EMFILE) in str(error)
+def check_open_files(number: int) -> None:
+    """Raise RankError unless this process can open so many more files and sockets. torch cannot be
+    asked: without them it tries again for minutes, or aborts the process."""
+    opened: list[int] = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise RankError(
+            f"an engine of several ranks needs {number} more open files and sockets here, and this "
+            f"process can open {len(opened)} ({error.strerror}). Raise the limit (`ulimit -n`), or "
+            "close what is not in use."
+        ) from error
+    finally:
+        for file in opened:
+            os.close(file)
 
 
 def abort_group_on_exit(
@@ -301,6 +315,7 @@ class TorchrunRanks:
         from torch.distributed.rendezvous import rendezvous
 
         self.parallel: ParallelState | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []  # all of them are torchrun's
         self.pids: dict[int, int] = {}  # rank -> process id, of the other ranks on this machine
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
@@ -327,6 +342,7 @@ class TorchrunRanks:
         self._finalizer: Any = weakref.finalize(self, end, "num_open_engines", -1)
         atexit.register(in_this_process(announce), self.job_store, "exit")
         self.store = announce(self.job_store, "engine")
+        forget_in_children(self)
 
     def _work_until_exit(self, worker_loop: WorkerLoop) -> None:
         """Run the worker loop of each engine that rank 0 announces; then exit this process."""

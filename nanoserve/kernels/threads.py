@@ -71,7 +71,7 @@ def load_torch() -> None:
             TOLD_TO_SLEEP.append(True)
     if not FIRST_USERS:
         FIRST_USERS.append(os.getpid())
-    if FIRST_USERS != [os.getpid()] and torch.get_num_threads() > 1:
+    if FIRST_USERS[0] != os.getpid() and torch.get_num_threads() > 1:
         raise RuntimeError(
             f"process {FIRST_USERS[0]} has built an LLM and then forked this process, in which "
             "torch's threads would never answer. Use multiprocessing's start method 'spawn', fork "
