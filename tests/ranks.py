@@ -4,6 +4,7 @@ seconds that a process takes to start."""
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,8 @@ class ThreadRanks:
     """Has the methods of SpawnedRanks."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.pids: dict[int, int] = {}  # no processes
+        self.pids: dict[int, int] = {}
+        self.processes: list[Any] = []
         self.world_size = config.tensor_parallel_size
         self.device = torch.device("cpu")
         self.store = dist.HashStore()

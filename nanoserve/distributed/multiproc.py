@@ -224,8 +224,10 @@ def end_engine(thread: RankThread, ranks: SpawnedRanks | TorchrunRanks) -> None:
         is_step_over = thread.join(0 if thread.num_callers else EXIT_TIMEOUT)
     finally:
         ranks.close(is_step_over)
-        # A step that has lost its ranks ends at once, unless it is in the user's own code.
-        if is_step_over or thread.join(2 * POLL_INTERVAL.total_seconds()):
+        if not is_step_over and ranks.processes:
+            # A step that has lost its ranks ends at once, unless it is in the user's own code.
+            is_step_over = thread.join(2 * POLL_INTERVAL.total_seconds())
+        if is_step_over:
             ranks.release()
 
 
