@@ -48,6 +48,7 @@ from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process, process_state
 from nanoserve.distributed.rank_thread import RankThread
 from nanoserve.distributed.ranks import SpawnedRanks, TorchrunRanks
+from nanoserve.exceptions import brief
 from nanoserve.layers import LayerConfig
 from nanoserve.logger import init_logger
 from nanoserve.model_runner import ModelRunner, PendingOutput
@@ -143,7 +144,7 @@ class MultiprocExecutor:
             except BaseException as error:
                 if num_calls["broadcast"] > before:  # of the tokens: the last thing ranks exchange
                     raise
-                message = f"rank 0 failed in the middle of a step: {error!r}"
+                message = f"rank 0 failed in the middle of a step: {brief(error)}"
                 raise OutOfStepError(message) from error
 
         return PendingOnRanks(self._run_on_rank_0, self._run_on_rank_0(step))

@@ -29,6 +29,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from nanoserve.exceptions import EngineDeadError
+
 Result = TypeVar("Result")
 FIRST_REPORT = 5.0  # seconds of waiting; each later report after twice as many
 
@@ -51,7 +53,8 @@ class RankThread:
 
     def run(self, work: Callable[[], Result], watch: Callable[[float], object]) -> Result:
         """The result of work(), or its exception. If the wait is interrupted, work() still runs to
-        its end. `watch` is called with the seconds waited so far, if the wait is long."""
+        its end. `watch` is called with the seconds waited so far, if the wait is long. Raises
+        EngineDeadError if the thread has ended before it came to `work`."""
         future: Future[Result] = Future()
         self._queue.put((work, future))
         del work
@@ -64,6 +67,8 @@ class RankThread:
                 except concurrent.futures.TimeoutError:
                     if future.done():  # the exception of work(), or it ended just now
                         return future.result()
+                    if not self._thread.is_alive():  # stopped before it came to this work
+                        raise EngineDeadError("the engine was closed.") from None
                 watch(seconds)
                 seconds *= 2
         finally:
