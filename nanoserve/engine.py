@@ -19,7 +19,8 @@ The tokens are the same. The tokens of a step are known one call of step() later
 
 *Threads.* One thread calls step(). Other threads may add and abort requests at any time: prompts
 are tokenized and checked in the caller's thread, and what changes the scheduler waits in an inbox
-until the next step begins.
+until the next step begins. Any thread may call close(). A forked child cannot use the engine (see
+distributed/process.py).
 
 *Errors.* What one request breaks ends that request: its output has finish_reason "error". Anything
 else that fails in a step is raised by step(), and the unfinished requests are computed again.
@@ -46,6 +47,7 @@ from typing import Any, NamedTuple
 from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import QueueOverflowError, as_validation_error
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
@@ -91,8 +93,9 @@ class LaunchedStep(NamedTuple):
     pending: Any = None  # of an overlapped step: result() waits for the ModelOutput
 
 
-class LLMEngine:
-    """Requests in, one step at a time, outputs out.
+class LLMEngine(OwnedByProcess):
+    """Requests in, one step at a time, outputs out. In a forked child every call raises
+    RuntimeError.
 
     Invariant: whatever a call raises, no block is lost and the engine can run the next step.
     """
@@ -116,7 +119,7 @@ class LLMEngine:
         self.model_config = ModelConfig.from_folder(folder)
         self.get_default_sampling_params()  # raises ValueError for bad ones
         load_torch()
-        from nanoserve.executor import get_executor_cls  # here, because these imports load torch
+        from nanoserve.executor import check_can_overlap, get_executor_cls  # these load torch
         from nanoserve.parallel import with_device
 
         self.config = with_device(config).resolve(self.model_config)
@@ -127,7 +130,7 @@ class LLMEngine:
         self.executor = make_executor(
             self.config, self.model_config, config.attention_backend, **options
         )
-        self._check_can_overlap()
+        check_can_overlap(self.executor, self.config)
         self.block_manager = (block_manager_cls or BlockManager)(
             self.executor.num_kv_blocks,
             config.block_size,
@@ -214,6 +217,7 @@ class LLMEngine:
             self.output_processor.add(request)
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
+        self._check_open()  # close() has ended what was queued before, and nothing after
 
     def _check_queue(self) -> None:
         """Raise QueueOverflowError if max_num_waiting requests wait."""
@@ -240,6 +244,7 @@ class LLMEngine:
         """
         if not isinstance(request_ids, str):
             return sum(self.abort_request(request_id, index) for request_id in request_ids) > 0
+        self.check_owner()
         request = self.output_processor.requests.get(request_ids)
         if request is None or (index is not None and _unfinished(request, index) is None):
             return False
@@ -403,6 +408,7 @@ class LLMEngine:
                 self._lock.release()
 
     def _acquire_lock(self) -> None:
+        self.check_owner()
         if self._lock.acquire(blocking=False):
             return
         if self._is_stepping:
@@ -426,39 +432,40 @@ class LLMEngine:
     # -- the rest --
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running."""
-        return self.block_manager.reset_prefix_cache()
+        """Empty the prefix cache. False, and no change, while requests are running. Raises
+        RuntimeError if another thread is inside a step."""
+        with self._stepping():
+            return self.block_manager.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
         return SamplingParams.from_generation_config(self.model_config.generation_defaults)
 
     def close(self) -> None:
-        """Abort all requests and free the memory of the model and the KV cache."""
-        if self._is_closed:
+        """Abort all requests and free the memory of the model and the KV cache.
+
+        Any thread may call this. No further step begins; a step that another thread runs gets
+        EXIT_TIMEOUT to end. After that its caller gets an error (several ranks), or the memory is
+        freed when the step ends (one process). Does nothing in a forked child.
+        """
+        if self._is_closed or not self.is_owner:
             return
-        with self._stepping():
-            for request_id in list(self.output_processor.requests):
-                self.abort_request(request_id)
-            self._outputs.clear()
-            self._in_flight.clear()
+        self._is_closed, has_lock = True, False
+        try:
+            if has_lock := self._lock.acquire(timeout=EXIT_TIMEOUT):
+                for request_id in list(self.output_processor.requests):
+                    self.abort_request(request_id)
+                self._outputs.clear()
+                self._in_flight.clear()
+        finally:  # of a Ctrl-C, too
             self.executor.close()
-            self._is_closed = True
+            if has_lock:
+                self._lock.release()
 
     def _check_open(self) -> None:
+        self.check_owner()
         if self._is_closed:
             raise RuntimeError("this engine is closed; build a new LLM.")
-
-    def _check_can_overlap(self) -> None:
-        """Raise ValueError if async_scheduling is on and the executor has no launch()."""
-        if self.config.async_scheduling and not hasattr(self.executor, "launch"):
-            name = type(self.executor).__name__
-            self.executor.close()
-            raise ValueError(
-                f"async_scheduling is True, but {name} has no launch(scheduler_output) that starts "
-                "a step and returns an object whose result() waits for its ModelOutput. Write one, "
-                "or set async_scheduling=False."
-            )
 
 
 def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:

@@ -1,7 +1,7 @@
 """What is raised for a request that is refused?
 
 Bad values raise VLLMValidationError, bad types raise TypeError; a request that finds the queue full
-raises QueueOverflowError. Code written for vLLM may catch a bad value under either of its two
+raises QueueOverflowError. An engine that cannot go on raises EngineDeadError. Code written for vLLM may catch a bad value under either of its two
 names:
 
     try:
@@ -9,7 +9,11 @@ names:
     except VLLMValidationError as error:    # or: except ValueError
         print(error.parameter, error.value)     top_p 2
 
-vLLM: vllm/exceptions.py (V1), where the class is no ValueError.
+An engine that has lost a part of itself, such as the process of another rank, raises
+EngineDeadError from then on, whatever the request: build a new LLM.
+
+vLLM: vllm/exceptions.py, vllm/v1/engine/exceptions.py (V1), where the classes are neither
+ValueError nor RuntimeError.
 """
 
 from __future__ import annotations
@@ -50,6 +54,10 @@ class QueueOverflowError(VLLMError, RuntimeError):
             f"{max_num_waiting} requests wait already (max_num_waiting). Add this one later, or "
             "build the engine with a larger max_num_waiting (None: no limit)."
         )
+
+
+class EngineDeadError(VLLMError, RuntimeError):
+    """This engine cannot run another step. No request is the cause. Build a new LLM."""
 
 
 def brief(value: Any) -> str:

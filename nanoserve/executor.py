@@ -15,7 +15,8 @@ with the same arguments as UniprocExecutor, and has the same members:
     launch(scheduler_output)           start one step; result() of what it returns waits for the
                                        ModelOutput (needed for async_scheduling only)
     describe()                         device, dtype, attention: for the engine's first log line
-    close()                            release the memory, and end the other ranks
+    close()                            release the memory, and end the other ranks; called within a
+                                       step only if the step does not end
 
 `runner_cls` is ModelRunner or a subclass, which may replace one of its methods. The engine passes
 this argument only if the user has set it.
@@ -54,6 +55,18 @@ def get_executor_cls(tensor_parallel_size: int) -> Any:
     from nanoserve.distributed.multiproc import MultiprocExecutor
 
     return MultiprocExecutor
+
+
+def check_can_overlap(executor: Any, config: EngineConfig) -> None:
+    """Close the executor and raise ValueError if async_scheduling is on and it has no launch()."""
+    if config.async_scheduling and not hasattr(executor, "launch"):
+        name = type(executor).__name__
+        executor.close()
+        raise ValueError(
+            f"async_scheduling is True, but {name} has no launch(scheduler_output) that starts a "
+            "step and returns an object whose result() waits for its ModelOutput. Write one, or "
+            "set async_scheduling=False."
+        )
 
 
 class UniprocExecutor:
@@ -104,5 +117,5 @@ class UniprocExecutor:
         return self.runner.describe()
 
     def close(self) -> None:
-        """Release the model and the KV cache."""
-        del self.runner
+        """Release the model and the KV cache: at once, or when the step that runs has ended."""
+        self.__dict__.pop("runner", None)

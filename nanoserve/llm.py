@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
+from nanoserve.distributed.process import OwnedByProcess
 from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import (
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 
-class LLM:
+class LLM(OwnedByProcess):
     """A model, ready to answer.
 
     >>> with LLM() as llm:
@@ -348,7 +349,8 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def close(self) -> None:
-        """Free all memory; the LLM cannot be used afterwards."""
+        """Free all memory; the LLM cannot be used afterwards. Any thread may call this, and it ends
+        within seconds, even if a step hangs; see LLMEngine.close."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -471,10 +473,11 @@ class LLM:
                 is_unfinished = any(engine.has_request(request) for request in requests)
                 yield from outputs
         finally:
-            with delayed_interrupt():
-                for request in filter(engine.has_request, requests):
-                    engine.abort_request(request.request_id)
-                engine.take_outputs(request_ids)
+            if engine.is_owner:  # a forked child runs this, too, when its copy of the loop ends
+                with delayed_interrupt():
+                    for request in filter(engine.has_request, requests):
+                        engine.abort_request(request.request_id)
+                    engine.take_outputs(request_ids)
 
     def new_request_id(self) -> str:
         """A request id that no unfinished request has: "0", "1", ..., as vLLM's."""

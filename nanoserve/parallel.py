@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoserve.config import EngineConfig
+from nanoserve.exceptions import EngineDeadError
 
 # A rank may wait so long for the next step: a notebook may pause for days. (Not more than 24 days:
 # torch counts the milliseconds in 32 bits.)
@@ -52,7 +53,7 @@ STEP_TIMEOUT = timedelta(minutes=10)  # how far one rank may be behind another w
 FIRST_BYTES = 4096  # size of an object's first broadcast: enough for a step of 100s of sequences
 
 
-class RankError(RuntimeError):
+class RankError(EngineDeadError):
     """Another rank has failed or was killed, so this engine cannot go on. Build a new LLM."""
 
 
@@ -207,11 +208,17 @@ class ParallelState:
                     work.wait()  # the operation's own error, or none if it has just succeeded
                     return
                 if was_lost:
-                    for group in (self.group, self.control):
-                        # Freeing a group waits for its operations, and this one may never end.
-                        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                    keep_for_ever(self)  # this operation may never end
                     raise
                 was_lost = has_lost_rank()
+
+
+def keep_for_ever(value: ParallelState | dist.Store) -> None:
+    """Never free these groups, or this store: freeing them waits for operations and threads, which
+    may never end."""
+    values = (value.group, value.control) if isinstance(value, ParallelState) else (value,)
+    for each in values:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
 def _from_rank_0() -> dist.BroadcastOptions:

@@ -4,6 +4,7 @@ seconds that a process takes to start."""
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ class ThreadRanks:
     """Has the methods of SpawnedRanks."""
 
     def __init__(self, config: EngineConfig) -> None:
+        self.pids: dict[int, int] = {}
+        self.processes: list[Any] = []
         self.world_size = config.tensor_parallel_size
         self.device = torch.device("cpu")
         self.store = dist.HashStore()
@@ -40,11 +43,14 @@ class ThreadRanks:
     def find_failure(self, timeout: float) -> str | None:
         return None
 
-    def close(self) -> None:
+    def close(self, is_step_over: bool = True) -> None:
         self.parallel.broadcast_object(None)
         for thread in self.threads:
             thread.join(10)
             assert not thread.is_alive()
+
+    def release(self) -> None:
+        """The groups end with their last reference."""
 
 
 class ThreadExecutor(MultiprocExecutor):

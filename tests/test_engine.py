@@ -35,6 +35,7 @@ from engines import (
 from fakes import FakeExecutor, StepFailed, add_beam_search
 
 from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
+from nanoserve import engine as engine_module
 from nanoserve.block_manager import BlockManager
 from nanoserve.engine import StepReport
 from nanoserve.exceptions import QueueOverflowError, VLLMValidationError
@@ -927,15 +928,71 @@ def test_threads_add_and_abort_while_one_steps(
 
 
 def test_two_threads_are_noticed(make_engine: MakeEngine) -> None:
-    """The second one to call step() is told; the first one goes on."""
+    """The second one to call step() is told, or to change the prefix cache; the first one goes
+    on."""
     engine = make_engine()
     engine.add_request("a", [1, 2, 3], params(max_tokens=4))
-    [error, closed] = during_a_step(engine, engine.step, engine.close)
-    for raised in (error, closed):
+    for raised in during_a_step(engine, engine.step, engine.reset_prefix_cache):
         assert isinstance(raised, RuntimeError)
         assert "another thread" in str(raised)
         assert "one thread" in str(raised)
     assert tokens_of(finish(engine)["a"]) == [expect([1, 2, 3], 4)]
+
+
+@pytest.mark.parametrize("timeout", [60, 0.05])
+def test_close_while_another_thread_steps(
+    timeout: float, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() waits for the end of the step, up to a limit, and no other step begins."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    is_inside, may_end = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def listener(_: StepReport) -> None:
+        is_inside.set()
+        assert may_end.wait(60)
+        order.append("step ended")
+
+    def step_for_ever() -> None:
+        while True:
+            engine.step()
+
+    def close() -> None:
+        if timeout == 60:  # otherwise the step ends after close() has given up
+            may_end.set()
+        engine.close()
+        order.append("closed")
+        may_end.set()
+
+    engine.step_listeners.append(listener)
+    monkeypatch.setattr(engine_module, "EXIT_TIMEOUT", timeout)
+    errors: list[Any] = []
+    stepping = threading.Thread(target=lambda: errors.extend(in_thread(step_for_ever)))
+    stepping.start()
+    assert is_inside.wait(60)
+    close()
+    stepping.join(60)
+    assert order[0] == ("step ended" if timeout == 60 else "closed")
+    assert "closed; build a new LLM" in str(errors[0])
+    assert (engine.block_manager.num_free_blocks == 64) == (timeout == 60)
+
+
+def test_an_add_that_close_overtakes_raises(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread closes the engine after add() has looked whether it is open, and before the
+    request is queued: add() raises, instead of queueing what nobody will compute."""
+    engine = make_engine()
+    queue = engine.output_processor.add
+
+    def add(request: Any) -> None:
+        in_thread(engine.close)
+        queue(request)
+
+    monkeypatch.setattr(engine.output_processor, "add", add)
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.add_request("a", [1, 2, 3], params())
 
 
 def test_close(make_engine: MakeEngine) -> None:

@@ -7,6 +7,7 @@ processes. tests/test_torchrun.py has the processes that torchrun starts.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -26,7 +27,9 @@ from oracle import assert_same_greedy
 from ranks import ThreadExecutor
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams, kv_cache
+from nanoserve import engine as engine_module
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.distributed import multiproc, rank_thread
 from nanoserve.distributed import ranks as ranks_module
 from nanoserve.distributed.multiproc import (
     MultiprocExecutor,
@@ -34,10 +37,12 @@ from nanoserve.distributed.multiproc import (
     check_is_importable,
     for_other_ranks,
 )
+from nanoserve.distributed.process import process_state
 from nanoserve.distributed.ranks import SpawnedRanks, limit_threads
+from nanoserve.exceptions import EngineDeadError
 from nanoserve.executor import UniprocExecutor
 from nanoserve.kernels.attention_cpu import TorchBackend
-from nanoserve.model_runner import ModelRunner
+from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.parallel import ParallelState, RankError, connect
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
 
@@ -50,6 +55,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "device": "cpu"}
 PROMPTS = [[7, 8, 9], [320, 5, 11, 19, 4, 6, 319], list(range(20, 61)), list(range(20, 50))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="looks for processes in /proc"
+)
 
 
 @pytest.fixture(scope="module")
@@ -463,6 +471,195 @@ def test_a_killed_rank_explains_the_end_of_another(monkeypatch: pytest.MonkeyPat
     assert ranks.find_failure(timeout=0) == "rank 1 (process 7) ended with exit code 1."
 
 
+def is_alive(pid: int) -> bool:
+    """False also for a process that has ended and whose parent has not asked for its exit code."""
+    return process_state(pid) not in (None, "Z")
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+class LogHandler(logging.Handler):
+    """Calls a function with each message of nanoserve's log."""
+
+    def __init__(self, function: Callable[[str], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.function(record.getMessage())
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is logged; a long wait is reported after 50 ms, and each report sends a Ctrl-C."""
+    found: list[str] = []
+
+    def note(message: str) -> None:
+        found.append(message)
+        if "rank 0 has waited" in message and len(found) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(rank_thread, "FIRST_REPORT", 0.05)
+    handler = LogHandler(note)
+    logger = logging.getLogger("nanoserve")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close() in the middle of a step waits 0.3 seconds instead of 5."""
+    for module in (multiproc, ranks_module, engine_module):
+        monkeypatch.setattr(module, "EXIT_TIMEOUT", 0.3)
+
+
+def freeze(llm: LLM) -> None:
+    for process in children(llm):
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@needs_proc
+def test_a_frozen_rank_is_logged_and_close_ends_it(
+    checkpoint: Callable[[str], Path], messages: list[str], impatient: None, llm: LLM
+) -> None:
+    """Two reports name the rank; then the user presses Ctrl-C in the middle of the step, and
+    closes. Nothing is left behind, though the LLM is still in a variable. (torch keeps one pipe of
+    the first engine: `llm` is an engine before this one.)"""
+    files, threads = open_files(), threading.active_count()
+    frozen = LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+    messages.clear()
+    freeze(frozen)
+    with pytest.raises(KeyboardInterrupt):
+        frozen.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    [victim] = children(frozen)
+    for message in messages:
+        assert f"rank 1 (process {victim.pid}) is stopped" in message
+        assert "600 s" in message
+    assert len(messages) == 2
+    frozen.close()
+    assert victim.returncode == -signal.SIGKILL
+    assert (open_files(), threading.active_count()) == (files, threads)
+    frozen.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        frozen.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_a_frozen_rank_that_goes_on(llm: LLM, checkpoint: Callable[[str], Path]) -> None:
+    """Its step goes on, and the engine with it."""
+
+    def thaw(message: str) -> None:
+        if "is stopped" in message:
+            children(llm)[0].send_signal(signal.SIGCONT)
+
+    handler = LogHandler(thaw)
+    logging.getLogger("nanoserve").addHandler(handler)
+    try:
+        freeze(llm)
+        assert_generates(llm, checkpoint("qwen3"))
+    finally:
+        logging.getLogger("nanoserve").removeHandler(handler)
+
+
+@needs_proc
+@pytest.mark.slow
+def test_close_from_another_thread_ends_a_step_that_hangs(
+    checkpoint: Callable[[str], Path], impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller of the step gets a RankError."""
+    monkeypatch.setattr(rank_thread, "FIRST_REPORT", 0.05)
+    llm = LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+    freeze(llm)
+    closing = threading.Thread(target=llm.close)
+    handler = LogHandler(lambda _: closing.ident or closing.start())
+    logging.getLogger("nanoserve").addHandler(handler)
+    try:
+        with pytest.raises(RankError, match="the executor is closed"):
+            llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    finally:
+        logging.getLogger("nanoserve").removeHandler(handler)
+        closing.join(60)
+    assert not closing.is_alive()
+    assert [process.returncode for process in children(llm)] == [-signal.SIGKILL]
+
+
+@needs_proc
+@pytest.mark.slow
+def test_garbage_in_the_middle_of_a_step_ends_its_ranks(
+    checkpoint: Callable[[str], Path], messages: list[str], impatient: None
+) -> None:
+    llm = LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+    messages.clear()
+    freeze(llm)
+    processes = children(llm)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+    del llm
+    gc.collect()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL]
+
+
+def fail(*arguments: Any) -> Any:
+    raise ZeroDivisionError("a mistake of rank 0")
+
+
+def test_rank_0_fails_in_the_middle_of_a_step(checkpoint: Callable[[str], Path]) -> None:
+    """Rank 1 waits for the rest of the step, so this engine cannot go on."""
+    with LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL) as llm:
+        llm.engine.executor.runner.forward = fail
+        for message in ("rank 0 failed in the middle of a step: ZeroDiv", "build a new LLM"):
+            with pytest.raises(EngineDeadError, match=message):
+                llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        assert [process.poll() is None for process in children(llm)] == [False]
+
+
+@pytest.mark.parametrize("where", ["launch", "result"])
+def test_rank_0_fails_after_a_step(
+    where: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks have exchanged the tokens, and nobody waits: the engine can go on."""
+    folder = checkpoint("qwen3")
+    with LLM(folder, tensor_parallel_size=2, executor_cls=ThreadExecutor, **SMALL) as llm:
+        with monkeypatch.context() as patch:
+            if where == "result":
+                patch.setattr(PendingOutput, "result", fail)
+            else:
+                runner = llm.engine.executor.runner
+                patch.setattr(runner.batch, "append_placeholders", fail)
+            with pytest.raises(ZeroDivisionError):
+                llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        assert_generates(llm, folder)
+
+
+@needs_proc
+def test_too_few_open_files_are_told(checkpoint: Callable[[str], Path]) -> None:
+    """Before a process is started, or torch is asked."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = open_files()
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 12, hard))
+    try:
+        with pytest.raises(RankError, match=r"needs 48 more open files .*`ulimit -n`"):
+            LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_files() == files
+
+
+def test_python_that_is_not_there_is_told(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(RankError, match=r"could not be started: .*No such file.*/nowhere/python"):
+        LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)
+
+
 def test_a_rank_that_does_not_start_is_noticed(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,16 +736,7 @@ except KeyboardInterrupt:
 """
 
 
-def is_alive(pid: int) -> bool:
-    """False also for a process that has ended and whose parent has not asked for its exit code."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+@needs_proc
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(
     how: signal.Signals, checkpoint: Callable[[str], Path], tmp_path: Path
@@ -576,6 +764,135 @@ def test_nothing_is_left_behind(
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in ranks)
     assert list(tmp_path.iterdir()) == []
+
+
+FROZEN_SCRIPT = """
+import os, signal, sys, threading, time
+from nanoserve import LLM, SamplingParams
+folder, how = sys.argv[1:]
+llm = LLM(folder, tensor_parallel_size=2, num_kv_blocks=64, block_size=4, device="cpu")
+[rank] = llm.engine.executor.ranks.processes
+print(rank.pid, flush=True)
+os.kill(rank.pid, signal.SIGSTOP)
+
+def press_ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def wait_within_a_step():
+    while not llm.engine.executor._thread.num_callers:
+        time.sleep(0.01)
+    press_ctrl_c()
+
+threading.Thread(target=wait_within_a_step).start()
+try:
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4), use_tqdm=False)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+if how == "with":
+    with llm:
+        raise KeyError("mine")
+if how == "second":
+    threading.Timer(0.5, press_ctrl_c).start()
+    try:
+        llm.close()
+    except KeyboardInterrupt:
+        print("interrupted again", rank.returncode, flush=True)
+"""
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "with", "second"])
+def test_the_end_of_a_script_with_a_frozen_rank(
+    how: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """After a Ctrl-C in the middle of a step the script ends: without close(), by an exception
+    within `with llm`, or by a second Ctrl-C during close(). It ends long before STEP_TIMEOUT."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FROZEN_SCRIPT, str(checkpoint("qwen3")), how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    output, errors = process.communicate(timeout=120)
+    pid, *lines = output.split("\n")
+    assert lines[0] == "interrupted"
+    assert (process.returncode == 1) == ("KeyError: 'mine'" in errors) == (how == "with"), errors
+    assert (lines[1] == "interrupted again -9") == (how == "second")
+    assert not is_alive(int(pid))
+    assert list(tmp_path.iterdir()) == []
+
+
+FORK_SCRIPT = """
+import gc, os, signal, sys, time
+from nanoserve import LLM, SamplingParams
+folder, how = sys.argv[1:]
+llm = LLM(folder, tensor_parallel_size=2, num_kv_blocks=64, block_size=4, device="cpu")
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+[before] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+[rank] = llm.engine.executor.ranks.processes
+read, write = os.pipe()
+child = os.fork()
+if child == 0 and how in ("exit", "garbage"):
+    try:
+        llm.step()
+    except RuntimeError as error:
+        print(error, flush=True)
+    llm.close()
+    if how == "garbage":
+        del llm
+        gc.collect()
+    sys.exit(3)
+if child == 0:
+    os.close(write)
+    os.read(read, 1)  # until the parent has ended
+    os._exit(0)
+if how == "killed":
+    print(rank.pid, flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+if how != "lives":
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+[after] = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+assert after.outputs[0].token_ids == before.outputs[0].token_ids
+llm.close()
+print(rank.returncode)
+"""
+
+
+@needs_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "garbage", "lives", "killed"])
+def test_a_forked_child_does_not_touch_the_ranks(
+    how: str, checkpoint: Callable[[str], Path]
+) -> None:
+    """Neither its exit nor its garbage ends them. They do not wait for a child that lives longer
+    than its parent, though it has a copy of their pipes."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK_SCRIPT, str(checkpoint("qwen3")), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    if how == "killed":
+        pid = int(process.stdout.readline())
+        assert is_alive(pid)
+    output, _ = process.communicate("go\n", timeout=120)
+    if how == "killed":
+        deadline = time.monotonic() + 20
+        while is_alive(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_alive(pid)
+        return
+    assert process.returncode == 0
+    lines = output.splitlines()
+    assert lines[-1] == "0"
+    if how != "lives":
+        assert "start method 'spawn'" in lines[0]
+        assert lines[1] == "3"
 
 
 # -- on a GPU --

@@ -61,6 +61,11 @@ if what == "three engines":  # one is closed, one is garbage, one is open at the
     llm = LLM(folder, **options)
     generate(llm)
     raise KeyError("the user's own mistake")
+if what == "freeze":
+    import signal
+    os.kill(llm.engine.executor.ranks.pids[1], signal.SIGSTOP)
+    generate(llm)
+    llm.close()
 while what == "for ever":
     llm.generate([[5, 6]], SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
 """
@@ -151,6 +156,27 @@ def test_a_killed_rank_ends_the_others(checkpoint: Path, script: Path) -> None:
     for pid in pids.values():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_frozen_rank_is_logged(checkpoint: Path, script: Path) -> None:
+    """The log names the process, and the step goes on when the process does."""
+    process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "freeze")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    pids = dict(re.match(r"process (\d) (\d+)", process.stdout.readline()).groups() for _ in "01")
+    report = rf"rank 0 has waited 5 s for .*: rank 1 \(process {pids['1']}\) is stopped"
+    errors = ""
+    for line in process.stderr:
+        errors += line
+        if re.search(report, line):
+            os.kill(int(pids["1"]), signal.SIGCONT)
+            break
+    output, more_errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors + more_errors
+    first, second = tokens_in(output)
+    assert first == second
 
 
 # -- two machines --

@@ -16,8 +16,12 @@ from: rank 0 spawns them, or torchrun has started them.
 *Faults.* When a rank's process ends, its sockets close, so a rank that waits for it gets an error
 at once. Rank 0 then finds out which rank has failed and why, ends the other ranks, and raises
 RankError. Ctrl-C must not stop rank 0 in the middle of a step, because the other ranks would
-wait for the rest of the step. Therefore rank 0 runs its part of each step in a thread of its own,
-and always to the step's end.
+wait for the rest of the step. Therefore rank 0 runs its part of each step in a thread of its own
+(rank_thread.py), and always to the step's end.
+
+A rank that stands still (stopped, in a debugger, swapped out) has not ended, and may go on. A step
+waits for it until STEP_TIMEOUT, and the log says after seconds which rank it is. `close` does not
+wait: it gives a step EXIT_TIMEOUT, then kills the other ranks, and the step ends with an error.
 
 Left out: a quick answer when another machine loses its power. Rank 0 notices after STEP_TIMEOUT.
 
@@ -31,8 +35,8 @@ import os
 import pickle
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
@@ -41,15 +45,28 @@ import torch.distributed as dist
 
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
-from nanoserve.distributed.ranks import EXIT_TIMEOUT, SpawnedRanks, TorchrunRanks
+from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process, process_state
+from nanoserve.distributed.rank_thread import RankThread
+from nanoserve.distributed.ranks import SpawnedRanks, TorchrunRanks
+from nanoserve.exceptions import brief
 from nanoserve.layers import LayerConfig
+from nanoserve.logger import init_logger
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.registry import ModelRegistry, build_model
-from nanoserve.parallel import ParallelState, RankError, connect
+from nanoserve.parallel import POLL_INTERVAL, STEP_TIMEOUT, ParallelState, RankError, connect
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.sequence import ModelOutput, RequestError, SchedulerOutput
+from nanoserve.sequence import ModelOutput, SchedulerOutput
 
 Result = TypeVar("Result")
+logger = init_logger(__name__)
+
+# States of /proc (see process_state) in which a process does not go on by itself, or not soon.
+STANDS_STILL = {"T": "is stopped", "t": "is held by a debugger", "D": "waits for a disk"}
+LONG_WAIT = 60.0  # seconds after which a wait is reported also if no rank is known to stand still
+
+
+class OutOfStepError(RankError):
+    """Rank 0 has failed, and the other ranks still wait for its part of the step."""
 
 
 class MultiprocExecutor:
@@ -75,21 +92,30 @@ class MultiprocExecutor:
         check_is_importable("runner_cls", runner_cls)
         check_is_importable("model class", model_cls)
         self.failure: str | None = None
-        self.ranks = self._make_ranks(config)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nanoserve-rank-0")
+        self.ranks = ranks = self._make_ranks(config)
+        try:
+            self._thread = RankThread()
+        except BaseException:
+            self.ranks.close()
+            raise
+        end = in_this_process(end_engine)
+        self._finalizer = weakref.finalize(self, end, self._thread, self.ranks)
 
         def build_runner() -> ModelRunner:
-            self.parallel = self.ranks.connect()
+            parallel = ranks.connect()
             setup = (config, attention_backend, runner_cls, model_config.architecture, model_cls)
-            self.parallel.broadcast_object(setup)
-            own_config = replace(config, device=str(self.ranks.device))
-            return runner_cls(own_config, model_config, attention_backend, self.parallel)
+            parallel.broadcast_object(setup)
+            own_config = replace(config, device=str(ranks.device))
+            return runner_cls(own_config, model_config, attention_backend, parallel)
 
         try:
             self.runner = self._run_on_rank_0(build_runner)
         except BaseException:
+            self._finalizer.detach()
             self.ranks.close()
+            self._thread.stop()
             raise
+        self.parallel = self.runner.parallel
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
 
@@ -105,10 +131,21 @@ class MultiprocExecutor:
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOnRanks:
         """Start one step on all ranks; result() of what is returned waits for the tokens."""
+        runner, parallel = self.runner, self.parallel  # the thread must not hold the executor
 
         def step() -> PendingOutput:
-            self.parallel.broadcast_object(for_other_ranks(scheduler_output))
-            return self.runner.launch(scheduler_output)
+            parallel.broadcast_object(for_other_ranks(scheduler_output))
+            num_calls = parallel.comm_stats.num_calls
+            before = num_calls["broadcast"]
+            try:
+                return runner.launch(scheduler_output)
+            except RankError:
+                raise
+            except BaseException as error:
+                if num_calls["broadcast"] > before:  # of the tokens: the last thing ranks exchange
+                    raise
+                message = f"rank 0 failed in the middle of a step: {brief(error)}"
+                raise OutOfStepError(message) from error
 
         return PendingOnRanks(self._run_on_rank_0, self._run_on_rank_0(step))
 
@@ -125,25 +162,42 @@ class MultiprocExecutor:
                 self.ranks.close()
 
     def _run_and_check(self, work: Callable[[], Result]) -> Result:
-        """Run `work` in rank 0's thread; set `failure` if a rank has failed."""
-        if self.failure is None:
-            self.failure = self.ranks.find_failure(timeout=0)
+        """Run `work` in rank 0's thread; set `failure` if a rank has failed, or if rank 0 has and
+        the other ranks wait for it."""
+        self.failure = self.failure or self.ranks.find_failure(timeout=0)
         if self.failure is not None:
             raise RankError(f"{self.failure}\nThis engine cannot go on: build a new LLM.")
         try:
-            result = self._thread.submit(work).result()
-            self.failure = self.ranks.find_failure(timeout=0)  # an aborted nccl call raises nothing
-        except RequestError:
-            raise  # one request's error on rank 0, after all ranks have ended the step
+            result = self._thread.run(work, self._report_wait)
         except RankError as error:
-            self.failure = self.ranks.find_failure(timeout=EXIT_TIMEOUT) or str(error)
+            if isinstance(error, OutOfStepError):
+                self.failure = self.failure or str(error)
+            elif self.failure is None:  # else: it was closed meanwhile
+                self.failure = self.ranks.find_failure(timeout=EXIT_TIMEOUT) or str(error)
             raise RankError(self.failure) from error
-        except Exception as error:  # rank 0's own error: other ranks may wait for rank 0
-            self.failure = f"rank 0 failed in the middle of a step: {error!r}"
-            raise
+        # An aborted nccl call raises nothing.
+        self.failure = self.failure or self.ranks.find_failure(timeout=0)
         if self.failure is not None:
             raise RankError(self.failure)
         return result
+
+    def _report_wait(self, seconds: float) -> None:
+        """Log that a step takes long, if a rank stands still or the wait is very long."""
+        states = {rank: process_state(pid) for rank, pid in self.ranks.pids.items()}
+        reports = [
+            f"rank {rank} (process {self.ranks.pids[rank]}) {STANDS_STILL[state]}"
+            for rank, state in states.items()
+            if state in STANDS_STILL
+        ]
+        if not reports and seconds < LONG_WAIT:
+            return
+        logger.warning(
+            "rank 0 has waited %.0f s for the other ranks: %s. It goes on as soon as they do. When "
+            "they are %.0f s behind, the engine fails; close() ends it sooner.",
+            seconds,
+            ", ".join(reports) or "no other rank is known to stand still",
+            STEP_TIMEOUT.total_seconds(),
+        )
 
     def describe(self) -> str:
         """Device, dtype, attention and ranks, for the engine's first log line."""
@@ -152,11 +206,30 @@ class MultiprocExecutor:
         return f"{runner.describe()}, {ranks}"
 
     def close(self) -> None:
-        """End the other ranks and release the memory."""
-        self._thread.shutdown(wait=self.failure is None)
-        self.ranks.close()
+        """End the other ranks and release the memory. Takes little more than EXIT_TIMEOUT.
+
+        An interrupted step that still runs gets this time. A step for which another thread waits
+        gets none: the engine's close() has waited for it. Its caller gets a RankError.
+        """
         self.failure = self.failure or "the executor is closed."
+        self._finalizer()
         self.__dict__.pop("runner", None)
+
+
+def end_engine(thread: RankThread, ranks: SpawnedRanks | TorchrunRanks) -> None:
+    """End rank 0's thread and the other ranks. Called by close(), when the executor is garbage, and
+    when Python exits. If this is interrupted (a second Ctrl-C), all is ended at once."""
+    thread.stop()
+    is_step_over = False
+    try:
+        is_step_over = thread.join(0 if thread.num_callers else EXIT_TIMEOUT)
+    finally:
+        ranks.close(is_step_over)
+        if not is_step_over and ranks.processes:
+            # A step that has lost its ranks ends at once, unless it is in the user's own code.
+            is_step_over = thread.join(2 * POLL_INTERVAL.total_seconds())
+        if is_step_over:
+            ranks.release()
 
 
 class PendingOnRanks:

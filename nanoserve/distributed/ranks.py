@@ -5,9 +5,13 @@ MultiprocExecutor gets the ranks beside its own, rank 0, from one of two classes
     SpawnedRanks     processes that rank 0 starts on its own machine; they end when rank 0 ends
     TorchrunRanks    processes that torchrun started, on one machine or many, with the same script
 
-Both have the same three methods: `connect` (make the process groups), `find_failure` (which rank
-has failed, and why?) and `close` (end the engine's ranks). No port is fixed: rank 0 takes a free
-one. Nothing is left behind: no process, no file, no shared memory.
+Both have the same methods: `connect` (make the process groups), `find_failure` (which rank has
+failed, and why?), `pids` (the processes of the other ranks on this machine) and `close` (end the
+engine's ranks). No port is fixed: rank 0 takes a free one. Nothing is left behind: no process, no
+file, no socket, no shared memory.
+
+A child that the user's program forks has copies of the pipes and sockets. The copies of the pipes
+are closed in the child (`forget`), and none of the functions that end ranks runs there.
 
 Left out: starting ranks on other machines, which is the task of torchrun.
 
@@ -21,6 +25,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,12 +33,14 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
+from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
 from nanoserve.kernels.threads import num_cores, rank_environment
 from nanoserve.parallel import (
     IDLE_TIMEOUT,
@@ -42,17 +49,20 @@ from nanoserve.parallel import (
     address_towards,
     choose_device,
     connect,
+    keep_for_ever,
     start_store,
 )
 
-EXIT_TIMEOUT = 5.0  # seconds for a rank to end, or for a rank's failure to become known
+FILES_OF_AN_ENGINE, FILES_OF_A_RANK = 32, 8  # open files and sockets of rank 0: more than it needs
 SETTLE_TIME = 1.0  # seconds in which the first rank that failed becomes known
 # (store, rank, function that connects the ranks, device): see multiproc.worker_loop
 WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
 
 
-def read_failure(store: dist.Store, world_size: int) -> str | None:
+def read_failure(store: dist.Store | None, world_size: int) -> str | None:
     """The traceback that a failing rank has written to the store, if there is one."""
+    if store is None:  # closed
+        return None
     with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
         for rank in range(1, world_size):
             if store.check([f"failure/{rank}"]):
@@ -70,23 +80,36 @@ class SpawnedRanks:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError if there are fewer GPUs than ranks."""
+        """Raises ValueError if there are fewer GPUs than ranks, RankError if the system cannot
+        start one more process or open more files."""
         self.world_size = config.tensor_parallel_size
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
             check_num_gpus(self.world_size)
             self.device = torch.device("cuda", 0)
-        self.store, port = start_store()
         self.num_threads = max(1, min(torch.get_num_threads(), num_cores()) // self.world_size)
+        self.store: dist.Store | None = None
+        self.parallel: ParallelState | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
-        self._finalizer = weakref.finalize(self, end_processes, self.processes, self._closing)
+        end = in_this_process(end_processes)
+        self._finalizer = weakref.finalize(self, end, self.processes, self._closing)
+        forget_in_children(self)
         try:
+            check_open_files(FILES_OF_AN_ENGINE + FILES_OF_A_RANK * self.world_size)
+            self.store, port = start_store()
             for rank in range(1, self.world_size):
                 self.processes.append(self._spawn(rank, port))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise RankError(f"the other ranks could not be started: {error}.") from error
             raise
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """rank -> process id, of the other ranks on this machine."""
+        return {rank: process.pid for rank, process in enumerate(self.processes, 1)}
 
     def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         """Start one rank, with this process's module search path, in a session of its own (the
@@ -114,22 +137,27 @@ class SpawnedRanks:
     def connect(self) -> ParallelState:
         """Wait until all ranks have started, and make the process groups. Called in rank 0's
         thread. Raises RankError if a rank ends meanwhile."""
+        store = self.store
+        assert store is not None, "closed"
         limit_threads(self.num_threads)
         ready = [f"ready/{rank}" for rank in range(1, self.world_size)]
-        while not self.store.check(ready):
+        while not self._closing.is_set() and not store.check(ready):
             if (failure := self.find_failure(timeout=0)) is not None:
                 raise RankError(failure)
             if self._closing.wait(0.02):
-                raise RankError("the executor was closed while its ranks started.")
-        parallel = connect(self.store, 0, self.world_size, self.device)
+                break
+        if self._closing.is_set():
+            raise RankError("the executor was closed while its ranks started.")
+        parallel = connect(store, 0, self.world_size, self.device)
         if self.device.type == "cuda":
             for process in self.processes:
                 arguments = (process, parallel.group, self._closing)
                 threading.Thread(target=abort_group_on_exit, args=arguments, daemon=True).start()
         processes = self.processes
-        return replace(
+        self.parallel = replace(
             parallel, has_lost_rank=lambda: any(each.poll() is not None for each in processes)
         )
+        return self.parallel
 
     def find_failure(self, timeout: float) -> str | None:
         """Which rank has failed and why, or None. Waits up to `timeout` seconds for an answer.
@@ -157,24 +185,88 @@ class SpawnedRanks:
                 return None
             time.sleep(0.02)
 
-    def close(self) -> None:
-        """End all ranks at once: a rank has nothing to save."""
+    def close(self, is_step_over: bool = True) -> None:
+        """End all ranks: they have nothing to save. Takes EXIT_TIMEOUT at most, if a rank does not
+        end by itself. Not is_step_over: a step hangs, and the ranks are killed at once, so that
+        rank 0's part of the step ends with an error."""
+        if not is_step_over:
+            for process in self.processes:
+                process.kill()  # on GPUs, abort_group_on_exit then ends the step
         self._finalizer()
+        self.store = None
+
+    def release(self) -> None:
+        """Close the sockets to the ranks, which have ended, and so has rank 0's thread."""
+        if self.parallel is not None:
+            self.parallel.close()
 
 
 def end_processes(processes: list[subprocess.Popen[bytes]], closing: threading.Event) -> None:
-    """Close the pipes to the ranks and wait for their ends; kill a rank after EXIT_TIMEOUT."""
+    """Tell the ranks to end and wait for their ends; kill those that exist after EXIT_TIMEOUT, or
+    when the wait is interrupted."""
     closing.set()
-    for process in processes:
+    deadline = time.monotonic() + EXIT_TIMEOUT
+    try:
+        for process in processes:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):  # the rank has ended
+                    process.stdin.write(b"\n")  # a forked child may hold the pipe open
+                    process.stdin.flush()
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()  # does nothing to one whose end is known
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the system itself holds it
+                process.wait(EXIT_TIMEOUT)
+
+
+def forget_in_children(ranks: SpawnedRanks | TorchrunRanks) -> None:
+    """Have `forget` called in each forked child, as long as `ranks` exist."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=partial(forget, weakref.ref(ranks)))
+
+
+def forget(reference: weakref.ref[SpawnedRanks | TorchrunRanks]) -> None:
+    """Called in a forked child: the ranks are its parent's.
+
+    The child closes its copies of the pipes: a rank ends when nobody holds its pipe any more, and
+    the child may live longer than the parent. It never frees its copies of the store and the
+    groups: their destructors wait for threads that only the parent has.
+    """
+    ranks = reference()
+    if ranks is None:
+        return
+    for process in ranks.processes:
         if process.stdin is not None:
-            with contextlib.suppress(OSError):  # unwritten data for a rank that has ended
+            with contextlib.suppress(OSError, RuntimeError):
                 process.stdin.close()
-    for process in processes:
-        try:
-            process.wait(EXIT_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    if ranks.store is not None:
+        keep_for_ever(ranks.store)
+    if ranks.parallel is not None:
+        keep_for_ever(ranks.parallel)
+
+
+def check_open_files(number: int) -> None:
+    """Raise RankError unless this process can open so many more files and sockets. torch cannot be
+    asked: without them it tries again for minutes, or aborts the process."""
+    opened: list[int] = []
+    try:
+        for _ in range(number):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        raise RankError(
+            f"an engine of several ranks needs {number} more open files and sockets here, and this "
+            f"process can open {len(opened)} ({error.strerror}). Raise the limit (`ulimit -n`), or "
+            "close what is not in use."
+        ) from error
+    finally:
+        for file in opened:
+            os.close(file)
 
 
 def abort_group_on_exit(
@@ -222,6 +314,9 @@ class TorchrunRanks:
         while one is open; SystemExit on ranks above 0, at the end of rank 0's script."""
         from torch.distributed.rendezvous import rendezvous
 
+        self.parallel: ParallelState | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []  # all of them are torchrun's
+        self.pids: dict[int, int] = {}  # rank -> process id, of the other ranks on this machine
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -243,9 +338,11 @@ class TorchrunRanks:
         if self.job_store.add("num_open_engines", 1) > 1:
             self.job_store.add("num_open_engines", -1)
             raise ValueError("under torchrun, one engine at a time: close() the one that is open.")
-        self._finalizer: Any = weakref.finalize(self, self.job_store.add, "num_open_engines", -1)
-        atexit.register(announce, self.job_store, "exit")
+        end = in_this_process(self.job_store.add)
+        self._finalizer: Any = weakref.finalize(self, end, "num_open_engines", -1)
+        atexit.register(in_this_process(announce), self.job_store, "exit")
         self.store = announce(self.job_store, "engine")
+        forget_in_children(self)
 
     def _work_until_exit(self, worker_loop: WorkerLoop) -> None:
         """Run the worker loop of each engine that rank 0 announces; then exit this process."""
@@ -254,6 +351,7 @@ class TorchrunRanks:
             self.store.wait(["kind"], IDLE_TIMEOUT)
             if self.store.get("kind") == b"exit":
                 sys.exit(0)
+            self.store.set(f"process/{self.rank}", f"{os.getpid()}@{socket.gethostname()}")
             worker_loop(self.store, self.rank, self.connect, str(self.device))
 
     def connect(self) -> ParallelState:
@@ -269,8 +367,14 @@ class TorchrunRanks:
             num_local_ranks=self.num_local_ranks,
         )
         if self.rank == 0:
+            self.parallel = parallel
             self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, send_shutdown, parallel, self.job_store)
+            end = in_this_process(send_shutdown)
+            self._finalizer = weakref.finalize(self, end, parallel, self.job_store)
+            for rank in range(1, self.world_size):
+                pid, _, host = self.store.get(f"process/{rank}").decode().partition("@")
+                if host == socket.gethostname():
+                    self.pids[rank] = int(pid)
         return parallel
 
     def find_failure(self, timeout: float) -> str | None:
@@ -285,9 +389,17 @@ class TorchrunRanks:
             time.sleep(0.02)
         return None
 
-    def close(self) -> None:
-        """End the engine: the other ranks wait for rank 0's next announcement."""
-        self._finalizer()
+    def close(self, is_step_over: bool = True) -> None:
+        """End the engine: the other ranks wait for rank 0's next announcement. Not is_step_over: a
+        step hangs. These ranks are torchrun's, so nothing ends the step, and no other engine can be
+        built; the step's groups are kept, because freeing them would wait for the step."""
+        if is_step_over:
+            self._finalizer()
+        elif self._finalizer.detach() and self.parallel is not None:
+            keep_for_ever(self.parallel)
+
+    def release(self) -> None:
+        """Nothing: `close` has released the groups."""
 
 
 def announce(job_store: dist.Store, kind: str) -> dist.Store:

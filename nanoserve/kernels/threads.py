@@ -45,6 +45,7 @@ WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # One entry, when load_torch has told torch's OpenMP library that waiting threads sleep. The library
 # reads its settings once, and cannot be asked for them.
 TOLD_TO_SLEEP: list[bool] = []
+FIRST_USERS: list[int] = []  # one entry: the first process that has built an engine
 
 
 def load_torch() -> None:
@@ -53,6 +54,9 @@ def load_torch() -> None:
 
     The environment is as before when this returns: programs that this process starts are not told
     to sleep.
+
+    Raises RuntimeError in a child that was forked after its parent has called this, if torch would
+    use several threads there: it would wait for ever for threads that only the parent has.
     """
     is_ours = "torch" not in sys.modules and not _is_set(WAITING_VARIABLES)
     if is_ours:
@@ -65,6 +69,14 @@ def load_torch() -> None:
         if is_ours:
             del os.environ["OMP_WAIT_POLICY"]
             TOLD_TO_SLEEP.append(True)
+    if not FIRST_USERS:
+        FIRST_USERS.append(os.getpid())
+    if FIRST_USERS[0] != os.getpid() and torch.get_num_threads() > 1:
+        raise RuntimeError(
+            f"process {FIRST_USERS[0]} has built an LLM and then forked this process, in which "
+            "torch's threads would never answer. Use multiprocessing's start method 'spawn', fork "
+            "before the first LLM is built, or call torch.set_num_threads(1) here first."
+        )
 
 
 def rank_environment() -> dict[str, str]:
