@@ -1,7 +1,7 @@
 """What is raised for a request that is refused?
 
 Bad values raise VLLMValidationError, bad types raise TypeError; a request that finds the queue full
-raises QueueOverflowError. An engine that cannot go on raises EngineDeadError. Code written for vLLM may catch a bad value under either of its two
+raises QueueOverflowError. Code written for vLLM may catch a bad value under either of its two
 names:
 
     try:
