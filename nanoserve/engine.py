@@ -425,6 +425,8 @@ class LLMEngine:
             self._outputs.clear()
             self._in_flight.clear()
             self.executor.close()
+            if self.tokenizer is not None:
+                self.tokenizer.guard.close()
             self._is_closed = True
 
     def _check_open(self) -> None:

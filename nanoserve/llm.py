@@ -34,7 +34,6 @@ from nanoserve.inputs import (
     PromptType,
     as_python,
     brief,
-    find_content_format,
     parse_prompt,
     prompt_to_seq,
     refuse_missing,
@@ -437,8 +436,6 @@ class LLM:
         if not options.get("chat_template"):
             options = {**options, "chat_template": self.chat_template}
         processor = self.engine.input_processor
-        template = options["chat_template"] or getattr(processor.tokenizer, "chat_template", None)
-        content_format = find_content_format(template, content_format)  # once for all
         texts: list[Any] = [
             processor.render_chat(conversation, options, content_format)
             for conversation in ([messages] if is_one else messages)
