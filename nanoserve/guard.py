@@ -6,7 +6,7 @@ expressions, which have the same two problems:
 
     {{ 'a' * 10**10 }}    {% for a in range(99999) %}{% for b in range(99999) %} ...    (x+x+)+y
 
-In this process nothing can stop them: they run in one call of C or Rust. So they run in another one:
+Here nothing can stop them, as they run in one call of C or Rust. So they run in another process:
 
     render_chat ------ template, messages -----> a process of the Guard     seconds: SECONDS
                 <----- text, or an error -------  (main, below)             memory:  MEGABYTES
@@ -22,7 +22,8 @@ Nearly all tokenizers are of a few forms, whose time and memory grow with the te
 Left out: a limit of memory on macOS and Windows, which have none for a process (the limits of time
 and text hold); a process of its own for each of several threads (they take turns).
 
-vLLM: has no such limits.
+vLLM: vllm/entrypoints/chat_utils.py (V0), vllm/renderers/hf.py (V1), where rendering
+may have a limit of time, after which its thread works on.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ CONFIG_ITEMS = 50_000  # of another JSON file; beyond it, the tokenizer is read 
 PIECE_CHARACTERS = 2**23  # of all pieces of a Unigram vocabulary: each takes 100 bytes of memory
 LONGEST_PIECE = 1024  # characters
 REGEX_CHARACTERS = 8192  # of all regular expressions of a tokenizer
+NUM_ADDED = 20_000  # added tokens; beyond it, the tokenizer is read in the Guard first
 NUM_PARTS = 64  # normalizers, pre-tokenizers, decoders, ...
 MAX_GROWTH = 100  # characters that one character of a text may become
 
@@ -111,7 +113,7 @@ class Guard:
             try:
                 content_format = self.call("find_content_format", chat_template)
             except GuardError:  # rendering will say what is wrong with the template
-                return "string"
+                content_format = "string"
             self._last_format = chat_template, content_format
         return content_format
 
@@ -237,9 +239,12 @@ def as_plain(value: Any) -> Any:
     value = as_python(value)
     if value is None or type(value) in (str, int, float, bool):
         return value
-    for base, convert in ((str, str.__str__), (int, int.__int__), (float, float.__float__)):
-        if isinstance(value, base):  # an enum, for example
-            return convert(value)
+    if isinstance(value, str):  # an enum, for example
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {as_plain(key): as_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -342,8 +347,8 @@ def check_files(folder: Path) -> bool:
 
 def check_parts(content: Any) -> bool:
     """Raise ValueError for a tokenizer.json whose regular expressions, parts or vocabulary would
-    take much more memory than their text. False if its normalizer, which added tokens pass when
-    they are read, may make them much longer."""
+    take much more memory than their text. False if there are a great many added tokens, or if the
+    normalizer, through which they pass when they are read, may make them much longer."""
     if not isinstance(content, dict):
         raise ValueError("tokenizer.json holds no JSON object")
     num_parts = num_characters = 0
@@ -358,8 +363,8 @@ def check_parts(content: Any) -> bool:
             todo += part
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    is_unigram = isinstance(vocab, list)  # of pieces and scores
-    pieces = [len(str(item[0])) for item in vocab if item] if is_unigram else [0]
+    # Of Unigram: a list of pieces and scores.
+    pieces = [len(str(item[0])) for item in vocab if item] if isinstance(vocab, list) else []
     for what, number, most in (
         ("normalizers, pre-tokenizers and the like", num_parts, NUM_PARTS),
         ("characters of regular expressions", num_characters, REGEX_CHARACTERS),
@@ -368,7 +373,8 @@ def check_parts(content: Any) -> bool:
     ):
         if number > most:
             raise ValueError(f"tokenizer.json has {number} {what}; allowed: {most}")
-    return _growth(content.get("normalizer") or {}) <= MAX_GROWTH
+    is_short = len(content.get("added_tokens") or ()) <= NUM_ADDED
+    return is_short and _growth(content.get("normalizer") or {}) <= MAX_GROWTH
 
 
 # -- which tokenizers need no process --
@@ -419,7 +425,9 @@ def is_linear(backend: Any) -> bool:
     """
     decoder = _state(backend.decoder)
     if _growth(decoder) > MAX_GROWTH:
-        raise ValueError(f"its decoder makes texts much longer, or has a regular expression: {brief(decoder)}")
+        raise ValueError(
+            f"its decoder makes texts much longer, or has a regular expression: {brief(decoder)}"
+        )
     added = backend.get_added_tokens_decoder().values()
     return (
         _growth(_state(backend.normalizer)) <= MAX_GROWTH
@@ -505,7 +513,7 @@ class Programs:
             chat_template=chat_template, special_tokens_map=special_tokens
         )
         tokenizer.get_chat_template = functools.partial(self.base.get_chat_template, tokenizer)
-        text = self.base.apply_chat_template(tokenizer, messages, tokenize=False, **options)
+        text: Any = self.base.apply_chat_template(tokenizer, messages, tokenize=False, **options)
         if len(text) > CHARACTERS:
             raise ValueError(f"its text has more than {CHARACTERS} characters")
         return text
