@@ -129,7 +129,8 @@ TEMPLATES = {
 {% elif message.content is iterable %}{% for item in message.content %}{{ item.text | trim }}
 {% endfor %}{% endif %}{{ '<end>\n' }}{% endfor %}""",
     "DeepSeek": """{% if not add_generation_prompt is defined %}
-{% set add_generation_prompt = false %}{% endif %}{% set ns = namespace(is_first=false, system='', is_tool=false) %}
+{% set add_generation_prompt = false %}{% endif %}
+{% set ns = namespace(is_first=false, system='', is_tool=false) %}
 {%- for message in messages %}{%- if message['role'] == 'system' %}
 {% set ns.system = ns.system + message['content'] %}{%- endif %}{%- endfor %}
 {{ bos_token }}{{ ns.system }}{%- for message in messages %}
