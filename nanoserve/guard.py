@@ -48,7 +48,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.exceptions import brief
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
 
 SECONDS = 5  # for one text: rendered, or tokenized
@@ -59,6 +59,10 @@ START_MEGABYTES = 2048  # to read a tokenizer
 ERROR_CHARACTERS = 2000  # of an error's message
 REPLY_BYTES = 8 * CHARACTERS  # of one line of the process
 
+FILE_NAMES = (  # what the names of these files begin with
+    *("added_tokens", "chat_template", "config", "merges", "preprocessor", "processor"),
+    *("sentencepiece", "special_tokens", "spiece", "tokenizer", "vocab"),
+)
 FILE_BYTES = 64 * 2**20  # of each file that a tokenizer is read from
 TOKENIZER_ITEMS = 8_000_000  # commas and brackets of tokenizer.json; large ones have 2 million
 CONFIG_ITEMS = 50_000  # of another JSON file; beyond it, the tokenizer is read in the Guard first
@@ -105,15 +109,18 @@ class Guard:
         return self.call("render", *as_plain(args))
 
     def find_content_format(self, chat_template: Any, given: str) -> str:
-        """inputs.find_content_format, which reads the template. Raises ValueError as it does."""
+        """inputs.find_content_format, which reads the template. Raises ValueError as it does, and
+        RuntimeError after close()."""
+        self._check_open()
         if given != "auto" or not isinstance(chat_template, str):
             return find_content_format(chat_template, given)
         last_template, content_format = self._last_format
         if last_template != chat_template:
             try:
                 content_format = self.call("find_content_format", chat_template)
-            except GuardError:  # rendering will say what is wrong with the template
-                content_format = "string"
+            except GuardError as error:
+                message = f"the chat template cannot be read: {error}."
+                raise VLLMValidationError(message) from error
             self._last_format = chat_template, content_format
         return content_format
 
@@ -133,8 +140,7 @@ class Guard:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """A new process that is ready for its first call."""
-        if self._is_closed:
-            raise GuardError("this engine is closed")
+        self._check_open()
         if not sys.executable:
             raise GuardError("it needs a process of its own, and sys.executable is empty")
         search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -146,27 +152,31 @@ class Guard:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nanoserve.guard"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach it
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # nor on Windows
-        )
-        self._end_last()
-        self._end_last = weakref.finalize(self, _end, process, self._pid)
-        backend = None if self.backend is None else self.backend.to_str()
         try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nanoserve.guard"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C does not reach it
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
+            )
+            self._end_last()
+            self._end_last = weakref.finalize(self, _end, process, self._pid)
+            backend = None if self.backend is None else self.backend.to_str()
             _result(_ask(process, "start", backend))
-        except GuardError as error:
+        except (GuardError, OSError) as error:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; build a new LLM.")
+
     def close(self) -> None:
-        """End the process, after a call that is running. Later calls raise GuardError."""
+        """End the process, after a call that is running. Later calls raise RuntimeError."""
         self._is_closed = True
         self.end_process()
 
@@ -327,7 +337,7 @@ def check_files(folder: Path) -> bool:
             continue
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{file.name} is no regular file")
-        if file.suffix not in (".json", ".jinja", ".txt", ".model"):
+        if not file.name.startswith(FILE_NAMES) and file.suffix != ".jinja":
             continue
         if status.st_size > FILE_BYTES:
             raise ValueError(
@@ -459,10 +469,8 @@ def _growth(part: dict[str, Any]) -> float:
             return 1 if len(prepend) <= 16 else math.inf
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
-        case {"type": "Replace", "pattern": {"Regex": regex}, "content": str(new)} if (
-            "prepend_scheme" not in part and _is_linear_regex(regex)
-        ):
-            return 1 + len(new)
+        case {"type": "Replace", "pattern": {"Regex": regex}, "content": str(new)}:
+            return 1 + len(new) if _is_linear_regex(regex) else math.inf
     return _GROWTH.get(part["type"], math.inf) if part else 1
 
 

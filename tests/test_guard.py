@@ -322,7 +322,7 @@ def test_hostile_templates(tokenizer: Any, name: str) -> None:
         found = "text: " + render_chat(tokenizer, HI, {"chat_template": template})[:20]
     except VLLMValidationError as error:
         found = str(error)
-        assert found.startswith("the chat template refuses [{")
+        assert re.match(r"the chat template (refuses \[\{|cannot be read: )", found)
         assert len(found) < 2500
     assert re.search(outcome, found), found
     assert "Hi" in render_chat(tokenizer, HI, {})
@@ -434,10 +434,10 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "replace, long": (norm(replace("e", "e" * 10**7)), "ended with|more than|memory"),
     "replace, 10**9": (norm(*[replace(a, b * 1000) for a, b in ("ef", "fg", "gh")]), "ended|more"),
     "replace, empty": (norm(replace("", "abc")), "index out of bounds|ended|more"),
-    "replace, bad regex": (norm(replace({"Regex": "(x+)+$"}, "y")), GUARDED),
-    "prepend": (norm({"type": "Prepend", "prepend": "x" * 10**6}), "ended|more|memory"),
-    "many NFKC": (norm(*[{"type": "NFKC"}] * 60), GUARDED),
-    "too many parts": (norm(*[{"type": "NFKC"}] * 10**5), "100001 normalizers.*allowed: 64"),
+    "replace, bad regex": (norm(replace({"Regex": "(x+)+$"}, "y")), "retry-limit"),
+    "prepend": (norm({"type": "Prepend", "prepend": "x" * 10**6}), GUARDED),
+    "many NFKC": (norm(*[{"type": "NFKC"}] * 40), GUARDED),
+    "too many parts": (norm(*[{"type": "NFKC"}] * 10**5), "100005 normalizers.*allowed: 64"),
     "nested parts": (nested(120), "recursion limit|allowed: 64"),
     "text repeated": ({"post_processor": {"type": "TemplateProcessing", **REPEATED}}, "."),
     "decoder, doubling": (decoder(*[replace("e", "ee")] * 40), "its decoder makes texts much"),
@@ -459,7 +459,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "word pieces, negative": (wordpiece(-1), "invalid value"),
     "unigram, long piece": (unigram(["e" * i for i in range(1, 1200)]), "1199 characters in one"),
     "unigram, much": (unigram([f"{i:07d}" + "ab" * 500 for i in range(9000)]), "in all pieces"),
-    "unigram, empty": ({"model": {"type": "Unigram", "vocab": []}}, "EmptyVocabulary|did not"),
+    "unigram, empty": ({"model": {"type": "Unigram", "vocab": []}}, "unk_id. is missing|Empty"),
 }
 FAST = ("as it is", "regex, exponential", "regex, long", "decoder, doubling", "unigram, long piece")
 TEXTS = ("Hello e", "e" * 2000 + "!", "x" * 2000 + "!", " " * 20000 + "e", "e" * 200_000)
@@ -489,7 +489,7 @@ def test_tokenizers(tmp_path: Path, name: str) -> None:
             try:
                 ids = tokenizer.encode(text)
                 assert is_direct or len(text) > 100 or ids == direct_ids(tokenizer, text)
-            except GuardError as error:
+            except Exception as error:  # as InputProcessor.tokenize holds it
                 found.append(str(error))
         assert len(tokenizer.decode([364, 313])) < 1000
         found = found or [DIRECT if is_direct else GUARDED]
@@ -653,7 +653,7 @@ def test_no_process_before_the_first_chat_and_none_after_the_last() -> None:
         llm.chat(HI, use_tqdm=False)
         assert process_guard._process is process
     assert process.returncode is not None, "ended, and not a zombie"
-    with pytest.raises(ValueError, match="this engine is closed"):
+    with pytest.raises(RuntimeError, match="this engine is closed; build a new LLM"):
         llm.chat(HI, use_tqdm=False)
 
 
@@ -717,12 +717,12 @@ def test_a_fork_has_a_process_of_its_own(tokenizer: Any) -> None:
 
 def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """sys.executable may be another program, or empty, where Python is embedded in one."""
-    tokenizer = read_tokenizer(DEMO_MODEL)
     for executable, message in (
         ("", "sys.executable is empty"),
         (shutil.which("true") or sys.executable + "x", "does not start|No such file"),
         ("/nonexistent", "/nonexistent"),
     ):
+        tokenizer = read_tokenizer(DEMO_MODEL)
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(VLLMValidationError, match=message):
             render_chat(tokenizer, HI, {})
