@@ -459,6 +459,8 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
+            if self.tokenizer is not None:
+                self.tokenizer.guard.close()
             if has_lock:
                 self._lock.release()
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.guard import read_tokenizer
 from nanoserve.inputs import PromptType, check_request, encode, parse_prompt, pick_salt, render_chat
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
@@ -42,10 +43,8 @@ def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
     """
     if not explicit and not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer  # imports torch: not before an engine is built
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = read_tokenizer(folder)  # imports torch: not before an engine is built
     except Exception as error:  # of many types, with one meaning: no tokenizer
         raise ValueError(f"no tokenizer can be read from {folder} ({error}).") from error
     if not hasattr(tokenizer, "backend_tokenizer"):

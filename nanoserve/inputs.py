@@ -296,9 +296,11 @@ def render_chat(
             "this model's tokenizer has no chat template. Give one as chat_template=..., use "
             "generate with a prompt of your own, or a model that was trained to chat."
         )
-    messages = parse_chat_messages(messages, find_content_format(template, content_format))
+    guard = tokenizer.guard  # the process that renders; see guard.py
+    content_format = guard.find_content_format(template, content_format)
+    messages = parse_chat_messages(messages, content_format)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return guard.render(tokenizer, messages, options)
     except Exception as error:  # a template may raise anything: a missing key, an odd role
         message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error

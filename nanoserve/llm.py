@@ -34,7 +34,6 @@ from nanoserve.inputs import (
     Message,
     PromptType,
     as_python,
-    find_content_format,
     parse_prompt,
     prompt_to_seq,
     refuse_missing,
@@ -441,8 +440,6 @@ class LLM(OwnedByProcess):
         if not options.get("chat_template"):
             options = {**options, "chat_template": self.chat_template}
         processor = self.engine.input_processor
-        template = options["chat_template"] or getattr(processor.tokenizer, "chat_template", None)
-        content_format = find_content_format(template, content_format)  # once for all
         texts: list[Any] = [
             processor.render_chat(conversation, options, content_format)
             for conversation in ([messages] if is_one else messages)

@@ -1,0 +1,577 @@
+"""What may a checkpoint's chat template and tokenizer cost?
+
+Both are programs of whoever made the checkpoint. A template is Jinja, whose sandbox bounds what it
+can reach, but neither its time nor its memory. A tokenizer is a chain of replacements and regular
+expressions, which have the same two problems:
+
+    {{ 'a' * 10**10 }}    {% for a in range(99999) %}{% for b in range(99999) %} ...    (x+x+)+y
+
+Here nothing can stop them, as they run in one call of C or Rust. So they run in another process:
+
+    render_chat ------ template, messages -----> a process of the Guard     seconds: SECONDS
+                <----- text, or an error -------  (main, below)             memory:  MEGABYTES
+                                                                            text:    CHARACTERS
+
+The process is started by the first chat, takes half a second to start, and ends with the engine. At
+a limit it is killed, the request gets an error, and the next one gets a new process. The text is
+what `tokenizer.apply_chat_template` of the installed transformers returns: the process calls it.
+
+Nearly all tokenizers are of a few forms, whose time and memory grow with the text and not faster
+(`is_linear`). They are called directly. Any other one is called in the process of the Guard.
+
+Left out: a limit of memory on macOS and Windows, which have none for a process (the limits of time
+and text hold); a process of its own for each of several threads (they take turns).
+
+vLLM: vllm/entrypoints/chat_utils.py (V0), vllm/renderers/hf.py (V1), where rendering
+may have a limit of time, after which its thread works on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import inspect
+import json
+import marshal
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.inputs import as_python, find_content_format
+
+SECONDS = 5  # for one text: rendered, or tokenized
+MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
+CHARACTERS = 2**24  # of one text
+START_SECONDS = 60  # to start the process, or to read a tokenizer in it
+START_MEGABYTES = 2048  # to read a tokenizer
+ERROR_CHARACTERS = 2000  # of an error's message
+REPLY_BYTES = 8 * CHARACTERS  # of one line of the process
+
+FILE_NAMES = (  # what the names of these files begin with
+    *("added_tokens", "chat_template", "config", "merges", "preprocessor", "processor"),
+    *("sentencepiece", "special_tokens", "spiece", "tokenizer", "vocab"),
+)
+FILE_BYTES = 64 * 2**20  # of each file that a tokenizer is read from
+TOKENIZER_ITEMS = 8_000_000  # commas and brackets of tokenizer.json; large ones have 2 million
+CONFIG_ITEMS = 50_000  # of another JSON file; beyond it, the tokenizer is read in the Guard first
+PIECE_CHARACTERS = 2**23  # of all pieces of a Unigram vocabulary: each takes 100 bytes of memory
+LONGEST_PIECE = 1024  # characters
+REGEX_CHARACTERS = 8192  # of all regular expressions of a tokenizer
+NUM_ADDED = 20_000  # added tokens; beyond it, the tokenizer is read in the Guard first
+NUM_PARTS = 64  # normalizers, pre-tokenizers, decoders, ...
+MAX_GROWTH = 100  # characters that one character of a text may become
+
+
+class GuardError(Exception):
+    """What a template or tokenizer raised in the Guard's process, or the limit that ended it."""
+
+
+class Guard:
+    """A process in which a checkpoint's programs run, each call under limits. Starts with the first
+    call. Any thread may call it; the calls take turns.
+
+    Invariant: a call returns or raises within its time, and leaves no process that still works on
+    it. The process ends with close(), with the Guard, and with the process that started it.
+    """
+
+    def __init__(self, backend: Any | None = None) -> None:
+        """backend: a tokenizer of the tokenizers library, which the process is to have, too."""
+        self.backend = backend
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None  # one that waits for its next call
+        self._end_last: Callable[[], object] = bool  # ends the last process that was started
+        self._is_closed = False
+        self._last_format: tuple[Any, str] = (None, "string")
+
+    def __reduce__(self) -> Any:
+        return Guard, (self.backend,)  # a copy gets a process of its own
+
+    def render(self, tokenizer: Any, messages: list[Any], options: dict[str, Any]) -> str:
+        """The text that tokenizer.apply_chat_template makes of these messages. Raises GuardError;
+        other errors for tools that are functions without type hints or docstrings."""
+        if isinstance(tools := options.get("tools"), (list, tuple)):
+            options = {**options, "tools": [as_schema(tool) for tool in tools]}
+        chat_template = getattr(tokenizer, "chat_template", None)  # one, or several by name
+        args = (chat_template, tokenizer.special_tokens_map, messages, options)
+        return self.call("render", *as_plain(args))
+
+    def find_content_format(self, chat_template: Any, given: str) -> str:
+        """inputs.find_content_format, which reads the template. Raises ValueError as it does, and
+        RuntimeError after close()."""
+        self._check_open()
+        if given != "auto" or not isinstance(chat_template, str):
+            return find_content_format(chat_template, given)
+        last_template, content_format = self._last_format
+        if last_template != chat_template:
+            try:
+                content_format = self.call("find_content_format", chat_template)
+            except GuardError as error:
+                message = f"the chat template cannot be read: {error}."
+                raise VLLMValidationError(message) from error
+            self._last_format = chat_template, content_format
+        return content_format
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises GuardError."""
+        return self.call("encode", text, add_special_tokens)
+
+    def call(self, task: str, *args: Any) -> Any:
+        """The result of a method of Programs. Raises GuardError if it raises or reaches a limit."""
+        if self._pid != os.getpid():  # a fork: the process and the lock belong to the parent
+            self._lock, self._process, self._pid = threading.Lock(), None, os.getpid()
+        with self._lock:
+            process, self._process = self._process or self._start(), None
+            reply = _ask(process, task, *args)
+            self._process = process  # it waits for its next call
+        return _result(reply)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """A new process that is ready for its first call."""
+        self._check_open()
+        if not sys.executable:
+            raise GuardError("it needs a process of its own, and sys.executable is empty")
+        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": search,
+            "PYTHONSAFEPATH": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "nanoserve.guard"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # the terminal's Ctrl-C does not reach it
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
+            )
+            self._end_last()
+            self._end_last = weakref.finalize(self, _end, process, self._pid)
+            backend = None if self.backend is None else self.backend.to_str()
+            _result(_ask(process, "start", backend))
+        except (GuardError, OSError) as error:
+            command = brief(sys.executable)
+            raise GuardError(f"its process ({command}) does not start: {error}") from error
+        return process
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed; build a new LLM.")
+
+    def close(self) -> None:
+        """End the process, after a call that is running. Later calls raise RuntimeError."""
+        self._is_closed = True
+        self.end_process()
+
+    def end_process(self) -> None:
+        """End the process. The next call starts another one."""
+        with self._lock:
+            self._end_last()
+            self._process = None
+
+
+def _result(reply: dict[str, Any]) -> Any:
+    if "error" in reply:
+        raise GuardError(reply["error"])
+    return reply["result"]
+
+
+def _ask(process: subprocess.Popen[bytes], task: str, *args: Any) -> dict[str, Any]:
+    """Send a call and wait for its reply. If there is none (the time is over, the process has
+    ended, Ctrl-C), end the process and raise."""
+    assert process.stdin is not None and process.stdout is not None
+    is_start = task in ("start", "read")
+    seconds = START_SECONDS if is_start else SECONDS
+    megabytes = START_MEGABYTES if is_start else MEGABYTES
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    line, message = b"", marshal.dumps((task, args, seconds, megabytes))
+    try:
+        timer.start()
+        with contextlib.suppress(OSError):  # the process has ended: there is no reply to read
+            process.stdin.write(len(message).to_bytes(8, "little") + message)
+            process.stdin.flush()
+        line = process.stdout.readline(REPLY_BYTES)
+        timer.cancel()
+        timer.join()  # either it has killed the process, or it never will
+    finally:
+        timer.cancel()
+        if is_late.is_set() or not line.endswith(b"\n"):
+            _end(process, os.getpid())
+    if is_late.is_set():
+        raise GuardError(f"it takes more than {seconds} seconds")
+    if not line.endswith(b"\n"):
+        raise GuardError(
+            f"its process ended with exit status {process.returncode} and without a reply; it may "
+            f"use {megabytes} MiB of memory"
+        )
+    return json.loads(line.decode("utf-8", "surrogatepass"))
+
+
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    """End a process that process `pid` started; nothing happens in a fork of that one."""
+    if os.getpid() != pid:
+        return
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            assert pipe is not None
+            pipe.close()
+    process.wait()
+
+
+def as_plain(value: Any) -> Any:
+    """The same value made of Python's own strings, numbers, lists, tuples and dicts. What is none
+    of these becomes "<its type>", as in transformers."""
+    value = as_python(value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):  # an enum, for example
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {as_plain(key): as_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [as_plain(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if callable(getattr(value, "model_dump", None)):  # a pydantic model
+        return as_plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def as_schema(tool: Any) -> Any:
+    """The JSON schema of a tool that is a function; any other tool as it is."""
+    if not inspect.isfunction(tool) and not inspect.ismethod(tool):
+        return tool
+    from transformers.utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+# -- reading a tokenizer --
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer in `folder`, with a Guard of its own as `tokenizer.guard`. If its form is not
+    one of the usual ones, its encode() is called in the Guard's process.
+
+    Raises ValueError for files that are too large or special, or a tokenizer that is none.
+    """
+    is_usual = check_files(folder)
+    guard = Guard()
+    try:
+        if not is_usual:
+            guard.call("read", str(folder))
+            guard.end_process()  # what it holds is not needed
+        tokenizer = _from_pretrained(folder)
+        tokenizer.guard = guard
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and not is_linear(backend):
+            guard.backend = backend
+            guard.encode("Hello")
+            tokenizer.encode = functools.partial(_encode, tokenizer)
+    except BaseException as error:
+        guard.close()
+        if type(error).__name__ == "PanicException":  # of Rust; a BaseException
+            raise ValueError(f"the tokenizers library fails: {error}") from None
+        raise
+    return tokenizer
+
+
+def _from_pretrained(folder: Path | str) -> Any:
+    from transformers import AutoTokenizer  # imports torch, where there is one
+
+    # False: no question on the terminal whether the checkpoint's code may run. It may not.
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _encode(tokenizer: Any, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:
+    """tokenizer.encode, for a text in the Guard's process."""
+    if isinstance(text, str) and not options:
+        return tokenizer.guard.encode(text, add_special_tokens)
+    return type(tokenizer).encode(tokenizer, text, add_special_tokens=add_special_tokens, **options)
+
+
+def check_files(folder: Path) -> bool:
+    """Raise ValueError for a file that may not be read: a special one (reading a FIFO never ends),
+    one that is too large, a tokenizer.json of too many parts.
+
+    False if reading the tokenizer may take long all the same: transformers has to make a
+    tokenizer.json, or it has an unusual normalizer, or there are a great many items elsewhere.
+    """
+    is_usual = (folder / "tokenizer.json").exists()
+    for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
+        try:
+            status = file.stat()
+        except OSError:  # a link to nothing
+            continue
+        if stat.S_ISDIR(status.st_mode) and not file.suffix:
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{file.name} is no regular file")
+        if not file.name.startswith(FILE_NAMES) and file.suffix != ".jinja":
+            continue
+        if status.st_size > FILE_BYTES:
+            raise ValueError(
+                f"{file.name} has {status.st_size} bytes; allowed: {FILE_BYTES}, as the tokenizer "
+                "may be read from it"
+            )
+        data = file.read_bytes() if file.suffix == ".json" else b""
+        num_items = data.count(b",") + data.count(b"[") + data.count(b"{")
+        if num_items > TOKENIZER_ITEMS:
+            raise ValueError(f"{file.name} has {num_items} items; allowed: {TOKENIZER_ITEMS}")
+        if file.name == "tokenizer.json":
+            is_usual = check_parts(json.loads(data)) and is_usual
+        elif num_items > CONFIG_ITEMS:
+            is_usual = False
+    return is_usual
+
+
+def check_parts(content: Any) -> bool:
+    """Raise ValueError for a tokenizer.json whose regular expressions, parts or vocabulary would
+    take much more memory than their text. False if there are a great many added tokens, or if the
+    normalizer, through which they pass when they are read, may make them much longer."""
+    if not isinstance(content, dict):
+        raise ValueError("tokenizer.json holds no JSON object")
+    num_parts = num_characters = 0
+    todo = [value for key, value in content.items() if key not in ("model", "added_tokens")]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            num_parts += "type" in part
+            num_characters += len(str(part.get("Regex", "")))
+            todo += part.values()
+        elif isinstance(part, list):
+            todo += part
+    model = content.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    # Of Unigram: a list of pieces and scores.
+    pieces = [len(str(item[0])) for item in vocab if item] if isinstance(vocab, list) else []
+    for what, number, most in (
+        ("normalizers, pre-tokenizers and the like", num_parts, NUM_PARTS),
+        ("characters of regular expressions", num_characters, REGEX_CHARACTERS),
+        ("characters in all pieces", sum(pieces), PIECE_CHARACTERS),
+        ("characters in one piece", max(pieces, default=0), LONGEST_PIECE),
+    ):
+        if number > most:
+            raise ValueError(f"tokenizer.json has {number} {what}; allowed: {most}")
+    is_short = len(content.get("added_tokens") or ()) <= NUM_ADDED
+    return is_short and _growth(content.get("normalizer") or {}) <= MAX_GROWTH
+
+
+# -- which tokenizers need no process --
+
+# A part of a regular expression that takes a fixed number of characters: \\p{L}, [^\\s\\p{L}], a,
+# (?i:'s|'t). Not back references, assertions, or groups that repeat.
+_CLASS = r"\\[pP]\{\^?\w+\}|\\[sSdDwWnrtf'/.\-|+*?()\[\]{}^$]"
+_ATOM = (
+    rf"(?:{_CLASS}|\[\^?(?:{_CLASS}|[^\\\[\]])+\]|\(\?i?:(?:{_CLASS}|[^\\()*+?{{}}])*\)"
+    r"|[^\\\[\](){}|*+?^$])"
+)
+# At most one part may take more or fewer characters, and once a part of any length has matched,
+# nothing can fail that follows. So no attempt at a match goes back over its text.
+_ALTERNATIVE = (
+    rf"(?:{_ATOM}(?:\{{\d\}})?)*(?:{_ATOM}\?\+?)?{_ATOM}*{_ATOM}"
+    rf"(?:(?:\+\+?|\{{\d+,\}})(?:{_ATOM}\*)?(?:{_ATOM}\?)?|\{{\d,\d\}}|\?)?"
+)
+_LINEAR_REGEX = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
+# Alternatives that do go back, but only over text that the next one then takes.
+_SPACES = (
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",
+    r"|\s+(?!\S)|\s+",
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+_GROWTH = {  # characters that a normalizer or decoder makes of one, at most
+    "BertNormalizer": 8,
+    "ByteLevel": 4,
+    "Lowercase": 3,
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    **dict.fromkeys(("BPEDecoder", "ByteFallback", "CTC", "Fuse", "Metaspace", "Nmt"), 1),
+    **dict.fromkeys(("Strip", "StripAccents", "WordPiece"), 1),
+}
+_PRE_TOKENIZERS = {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength"}
+_PRE_TOKENIZERS |= {"Metaspace", "Punctuation", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
+_POST_PROCESSORS = {"BertProcessing", "ByteLevel", "RobertaProcessing"}
+
+
+def is_linear(backend: Any) -> bool:
+    """Is the time and memory of this tokenizer (of the tokenizers library) proportional to its
+    text, by a small factor? True for the usual forms; False also for what is not known.
+
+    Raises ValueError if its decoder, which runs for each token, is not.
+    """
+    decoder = _state(backend.decoder)
+    if _growth(decoder) > MAX_GROWTH:
+        raise ValueError(
+            f"its decoder makes texts much longer, or has a regular expression: {brief(decoder)}"
+        )
+    added = backend.get_added_tokens_decoder().values()
+    return (
+        _growth(_state(backend.normalizer)) <= MAX_GROWTH
+        and all(map(_splits_linearly, _flat(_state(backend.pre_tokenizer), "pretokenizers")))
+        and all(map(_adds_a_few, _flat(_state(backend.post_processor), "processors")))
+        and getattr(backend.model, "max_input_chars_per_word", 0) <= 1000  # WordPiece: quadratic
+        and not any(token.lstrip for token in added)  # each looks back over all spaces
+    )
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A normalizer, pre-tokenizer, ... as it stands in tokenizer.json."""
+    return {} if part is None else json.loads(part.__getstate__())
+
+
+def _flat(part: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The parts of a Sequence, or the one part."""
+    parts = part.get(key)
+    return [part] if parts is None else [one for each in parts for one in _flat(each, key)]
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """The number of characters that one character becomes, at most; infinite if not known."""
+    for key in ("normalizers", "decoders"):
+        if key in part:
+            return math.prod(map(_growth, part[key]))
+    match part:
+        case {"type": "Prepend", "prepend": prepend}:
+            return 1 if len(prepend) <= 16 else math.inf
+        case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
+            return max(1.0, len(new) / len(old))
+        case {"type": "Replace", "pattern": {"Regex": regex}, "content": str(new)}:
+            return 1 + len(new) if _is_linear_regex(regex) else math.inf
+    return _GROWTH.get(part["type"], math.inf) if part else 1
+
+
+def _splits_linearly(part: dict[str, Any]) -> bool:
+    match part:
+        case {"type": "Split", "pattern": {"String": pattern}}:
+            return bool(pattern)
+        case {"type": "Split", "pattern": {"Regex": regex}}:
+            return _is_linear_regex(regex)
+    return not part or part["type"] in _PRE_TOKENIZERS
+
+
+def _adds_a_few(part: dict[str, Any]) -> bool:
+    """Does this post-processor repeat no text?"""
+    if part.get("type") == "TemplateProcessing":
+        return sum("Sequence" in piece for piece in part["single"]) <= 1
+    return not part or part["type"] in _POST_PROCESSORS
+
+
+def _is_linear_regex(regex: str) -> bool:
+    for spaces in _SPACES:
+        regex = regex.removesuffix(spaces)
+    regex = regex.replace(f"{_UPPER}*{_LOWER}+", f"{_LOWER}+")
+    return _LINEAR_REGEX.fullmatch(regex) is not None
+
+
+# -- in the Guard's process --
+
+
+class Programs:
+    """What the process can be asked for, by the names of its methods."""
+
+    def start(self, backend: str | None) -> None:
+        """Import what the calls need, so that it does not count as a call's time."""
+        from tokenizers import Tokenizer
+        from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+        self.base = PreTrainedTokenizerBase
+        if backend is not None:
+            self.tokenizer = Tokenizer.from_str(backend)
+            self.tokenizer.no_truncation()
+            self.tokenizer.no_padding()
+
+    def render(
+        self, chat_template: Any, special_tokens: Any, messages: Any, options: dict[str, Any]
+    ) -> str:
+        tokenizer: Any = SimpleNamespace(
+            chat_template=chat_template, special_tokens_map=special_tokens
+        )
+        tokenizer.get_chat_template = functools.partial(self.base.get_chat_template, tokenizer)
+        text: Any = self.base.apply_chat_template(tokenizer, messages, tokenize=False, **options)
+        if len(text) > CHARACTERS:
+            raise ValueError(f"its text has more than {CHARACTERS} characters")
+        return text
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def find_content_format(self, chat_template: str) -> str:
+        return find_content_format(chat_template)
+
+    def read(self, folder: str) -> None:
+        """Read a tokenizer, to see that it can be done within the limits."""
+        _from_pretrained(folder)
+
+
+def main() -> None:
+    """Answer calls from standard input until it ends. A call is 8 bytes of length and a marshalled
+    tuple; a reply is a line of JSON, as the other side does not trust this one."""
+    calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed here is no reply
+    sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here needs it
+    programs = Programs()
+    while header := calls.read(8):
+        task, args, seconds, megabytes = marshal.loads(calls.read(int.from_bytes(header, "little")))
+        # If the other side is no longer there to end a call.
+        faulthandler.dump_traceback_later(seconds + 1, exit=True)
+        limit_memory(megabytes)
+        try:
+            reply = json.dumps({"result": getattr(programs, task)(*args)}, ensure_ascii=False)
+        except MemoryError:
+            reply = json.dumps({"error": f"it needs more than {megabytes} MiB of memory"})
+        except BaseException as error:  # PanicException, too
+            reply = json.dumps({"error": str(error)[:ERROR_CHARACTERS]})
+        faulthandler.cancel_dump_traceback_later()
+        replies.write(reply.encode("utf-8", "surrogatepass") + b"\n")
+        replies.flush()
+
+
+def limit_memory(megabytes: int) -> None:
+    """Let this process take so many MiB more of address space than it has now. Linux only."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
+        return
+    most = pages * resource.getpagesize() + megabytes * 2**20
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+
+
+if __name__ == "__main__":
+    main()
