@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import logging
 import math
 import os
@@ -39,6 +38,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from nanoserve.checkpoint import INT32, read_json, read_key, read_rope_parameters, read_token_ids
 from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python
 
@@ -47,7 +47,8 @@ logger = logging.getLogger("nanoserve")
 DEMO_MODEL = Path(__file__).parent / "demo"
 DEMO_NAME = Path("nanoserve/demo")  # its path in the clone, and its name in every other folder
 GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
-SEED_LIMIT = 2**63 - 1
+TOKEN_BYTES, ROW_BYTES = 40, 256  # what a token of a step, and a row, take beside their tables
+INT64 = SEED_LIMIT = 2**63 - 1
 ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
 # A Hugging Face id, gpt2 or Qwen/Qwen3-0.6B; not ./x, and not the name of a file with weights.
 HUB_ID = r"(?!\.)(?!.*\.(gguf|safetensors|bin|pth?|json)$)[\w.-]+(/[\w.-]+)?"
@@ -137,13 +138,17 @@ class Option(NamedTuple):
 
 
 # Smallest number, largest number, and the range in words. POSITIVE is for numbers not in RANGES.
-POSITIVE = (1, math.inf, "1 or more")
+POSITIVE = (1, INT64, "1 to 2**63 - 1")
+BLOCKS = (1, INT32, "1 to 2**31 - 1")  # ids of blocks are 32-bit numbers
 RANGES = {
+    "block_size": BLOCKS,
     "gpu_memory_utilization": (ABOVE_ZERO, 1, "more than 0, up to 1"),
-    "long_prefill_token_threshold": (0, math.inf, "0 or more"),
-    "max_logprobs": (-1, math.inf, "-1 or more"),
+    "long_prefill_token_threshold": (0, INT64, "0 to 2**63 - 1"),
+    "max_logprobs": (-1, INT64, "-1 to 2**63 - 1"),
+    "num_cpu_blocks": BLOCKS,
+    "num_gpu_blocks_override": BLOCKS,
     "seed": (0, SEED_LIMIT, "0 to 2**63 - 1"),
-    "swap_space": (0, math.inf, "0 or more"),
+    "swap_space": (0, 2**33, "0 to 2**33"),
 }
 # Other names of options: other name -> name.
 ALIASES = {
@@ -293,7 +298,8 @@ class EngineConfig:
         """A new config in which max_model_len, max_num_seqs and max_num_batched_tokens are numbers.
 
         The default budget depends on the device: LLMEngine replaces device "auto" by a real device
-        before it calls resolve. A `device` that is still "auto" gets the budget of a GPU.
+        before it calls resolve. A `device` that is still "auto" gets the budget of a GPU. Raises
+        ValueError for numbers that the model was not made for, or that no memory holds.
         """
         max_model_len = self.max_model_len or model.max_model_len
         if max_model_len > model.max_model_len:
@@ -311,12 +317,64 @@ class EngineConfig:
                     "lower max_model_len or set enable_chunked_prefill=True."
                 )
             budget = max(budget, max_model_len)
-        return replace(
+        resolved = replace(
             self,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs or min(256, budget),
             max_num_batched_tokens=budget,
         )
+        _check_tables(resolved, model.head_dim)
+        return resolved
+
+
+def _check_tables(config: EngineConfig, head_dim: int) -> None:
+    """Raise ValueError for an option whose tables alone are larger than the machine's memory: the
+    angles of all positions, the arrays of one step, and the token ids and block ids of all rows."""
+    assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
+    row = 4 * (config.max_model_len + -(-config.max_model_len // config.block_size)) + ROW_BYTES
+    memory = total_memory()
+    for name, bytes_each in (
+        ("max_model_len", 14 * head_dim),
+        ("max_num_seqs", row),
+        ("max_num_batched_tokens", TOKEN_BYTES),  # last: it may follow from max_num_seqs
+    ):
+        value = getattr(config, name)
+        if memory is not None and value * bytes_each > memory:
+            others = f" (with max_model_len {config.max_model_len})" * (name == "max_num_seqs")
+            raise ValueError(
+                f"{name} is {value}, whose tables take {value * bytes_each / 2**30:.1f} GiB, and "
+                f"this machine has {memory / 2**30:.1f} GiB of memory. Lower it: at most "
+                f"{memory // bytes_each} would fit{others}."
+            )
+
+
+def read_meminfo() -> dict[str, int]:
+    """What /proc/meminfo says, in bytes; empty where there is none (anywhere but on Linux)."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return {}
+    lines = [line.split(":") for line in meminfo.read_text().splitlines()]
+    return {name: int(rest.split()[0]) * 1024 for name, rest in lines if rest.endswith("kB")}
+
+
+def container_limit() -> int | None:
+    """Bytes of memory that the container of this process may use; None: no limit."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+def total_memory() -> int | None:
+    """Bytes of main memory that processes could fill at most, swap included; None where the system
+    does not say. More can be reserved on some systems, and used on none."""
+    meminfo = read_meminfo()
+    if meminfo:
+        swap = meminfo.get("SwapTotal", 0)
+        ram = min(meminfo["MemTotal"], container_limit() or meminfo["MemTotal"])
+        return ram + swap
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):  # macOS
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _read_options() -> tuple[Option, ...]:
@@ -380,39 +438,66 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read `folder`/config.json. Raises ValueError for a missing or unreadable file or key."""
-        hf = _read_json(folder / "config.json")
-        defaults_file = folder / "generation_config.json"
-        defaults = _read_json(defaults_file) if defaults_file.exists() else {}
-        architectures = hf.get("architectures") or ["(none)"]
-        try:
-            heads, hidden = int(_get(hf, "num_attention_heads")), int(_get(hf, "hidden_size"))
-            return cls(
-                path=folder,
-                architecture=architectures[0],
-                vocab_size=hf["vocab_size"],
-                hidden_size=hidden,
-                intermediate_size=_get(hf, "intermediate_size"),
-                num_layers=_get(hf, "num_hidden_layers"),
-                num_heads=heads,
-                num_kv_heads=hf.get("num_key_value_heads") or heads,
-                head_dim=hf.get("head_dim") or hidden // heads,
-                max_position_embeddings=_get(hf, "max_position_embeddings"),
-                rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-                tie_word_embeddings=hf.get("tie_word_embeddings", False),
-                rope_parameters=read_rope_parameters(hf),
-                dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-                eos_token_ids=_token_ids(hf, "eos_token_id") | _token_ids(defaults, "eos_token_id"),
-                generation_defaults=defaults,
-                hf_config=hf,
-            )
-        except KeyError as error:
+        """Read `folder`/config.json. Raises ValueError for a missing or unreadable file, a missing
+        key, and a value that is not allowed (checkpoint.KEYS)."""
+        file, defaults_file = folder / "config.json", folder / "generation_config.json"
+        hf = read_json(file)
+        defaults = read_json(defaults_file) if os.path.lexists(defaults_file) else {}
+
+        def read(key: str, default: Any = None) -> Any:
+            return read_key(hf, key, default, file)
+
+        architecture = (read("architectures") or ["(none)"])[0]
+        four_times = 4 * read("hidden_size", 0) if "n_embd" in hf else None  # GPT-2's family
+        required = {
+            "vocab_size": read("vocab_size"),
+            "hidden_size": read("hidden_size"),
+            "intermediate_size": read("intermediate_size", four_times),
+            "num_hidden_layers": read("num_hidden_layers"),
+            "num_attention_heads": read("num_attention_heads"),
+            "max_position_embeddings": read("max_position_embeddings"),
+        }
+        for key, value in required.items():
+            if value is None:
+                raise ValueError(
+                    f"{file} has no '{key}', which a decoder-only model ({architecture}) must "
+                    "name. Is this a causal language model, with positions that are learnt or "
+                    "rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
+                    "nanoserve/GUIDE.md, section Models, lists what can."
+                )
+        vocab_size, hidden, intermediate, layers, heads, positions = required.values()
+        head_dim = read("head_dim", hidden // heads)
+        if not head_dim:
             raise ValueError(
-                f"{folder / 'config.json'} has no {error}, which a decoder-only model "
-                f"({architectures[0]}) must name. Is this a causal language model, with positions "
-                "that are learnt or rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
-                "nanoserve/GUIDE.md, section Models, lists what can."
-            ) from None
+                f"{file}: num_attention_heads is {heads}; allowed with hidden_size {hidden} and "
+                f"without head_dim: 1 to {hidden}."
+            )
+        eos = read_token_ids(hf, "eos_token_id", file)
+        eos |= read_token_ids(defaults, "eos_token_id", defaults_file)
+        return cls(
+            path=folder,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=read("num_key_value_heads", heads),
+            head_dim=head_dim,
+            max_position_embeddings=positions,
+            rms_norm_eps=read("rms_norm_eps", 1e-6),
+            tie_word_embeddings=read("tie_word_embeddings", False),
+            rope_parameters=read_rope_parameters(hf, file),
+            dtype=read("dtype", read("torch_dtype", "float32")).removeprefix("torch."),
+            eos_token_ids=_drop_impossible(eos, vocab_size, folder),
+            generation_defaults=defaults,
+            hf_config=hf,
+        )
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """What config.json says about `key`, one of checkpoint.KEYS; `default` if it says nothing.
+        Raises ValueError for a value that is not allowed."""
+        return read_key(self.hf_config, key, default, self.path / "config.json")
 
     @property
     def max_model_len(self) -> int:
@@ -427,65 +512,19 @@ class ModelConfig:
         return self.max_position_embeddings
 
 
-# Names that older families use in config.json for the key at the left.
-KEY_ALIASES = {
-    "hidden_size": ("n_embd",),
-    "intermediate_size": ("n_inner", "ffn_dim"),
-    "num_hidden_layers": ("n_layer",),
-    "num_attention_heads": ("n_head",),
-    "max_position_embeddings": ("n_positions",),
-}
-
-
-def _get(hf: Mapping[str, Any], key: str) -> Any:
-    """hf[key], or the value of one of its aliases. GPT-2's family may leave intermediate_size out:
-    the default is 4 * n_embd."""
-    for name in (key, *KEY_ALIASES[key]):
-        if hf.get(name) is not None:
-            return hf[name]
-    if key == "intermediate_size" and "n_embd" in hf:
-        return 4 * hf["n_embd"]
-    raise KeyError(key)
-
-
-def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope settings of a config.json in one layout; config.json has one of two.
-
-    transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}`. Earlier versions write
-    `rope_theta` beside `rope_scaling: {type or rope_type, ...}`. Both give
-    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}.
-    """
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if isinstance(rope.get("full_attention"), dict):  # one for each type of layer, as in Gemma 3
-        rope = dict(rope["full_attention"])
-    rope["rope_type"] = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
-    rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
-    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
-        top_level = hf.get("original_max_position_embeddings")  # Phi-3 writes it there
-        given = top_level or rope.get("original_max_position_embeddings")
-        rope["original_max_position_embeddings"] = given or _get(hf, "max_position_embeddings")
-    return rope
-
-
-def _token_ids(config: Mapping[str, Any], key: str) -> frozenset[int]:
-    """config[key], an id, a list of ids or nothing, as a set."""
-    value = config.get(key)
-    if value is None:
-        return frozenset()
-    return frozenset(value if isinstance(value, list) else [value])
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise ValueError(f"{file.parent} has no {file.name}: not a Hugging Face checkpoint folder.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not readable JSON ({error}). Copy it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not a JSON object but {content!r:.60}. Copy it again.")
-    return content
+def _drop_impossible(token_ids: frozenset[int], vocab_size: int, folder: Path) -> frozenset[int]:
+    """The EOS ids that the model can sample. The others could end no sequence. They are no error,
+    because checkpoints that work have some: -1 for none, or those of a larger vocabulary."""
+    possible = frozenset(each for each in token_ids if 0 <= each < vocab_size)
+    if possible != token_ids:
+        logger.warning(
+            "%s: eos_token_id %s is outside of the vocabulary of %d tokens, and ignored.%s",
+            folder,
+            brief(sorted(token_ids - possible)),
+            vocab_size,
+            "" if possible else " No other is left: sequences end at a stop string or max_tokens.",
+        )
+    return possible
 
 
 def find_folder(model: str | Path) -> Path | None:

@@ -18,19 +18,19 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, container_limit, read_meminfo, total_memory
 from nanoserve.parallel import ParallelState
 from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
+MANAGER_BYTES = 160  # of the block manager, for each block
 
 
 @dataclass(frozen=True)
@@ -196,12 +196,15 @@ def num_blocks_that_fit(
     The user's num_gpu_blocks_override; else as many as kv_cache_memory_bytes holds; else as many as
     free memory holds, after `peak_activation_bytes` for the largest step. The last two are limited
     to what max_num_seqs sequences of max_model_len tokens could fill. Raises ValueError if not even
-    one such sequence fits.
+    one such sequence fits, or if the user asks for more than any memory holds.
     """
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
+    if (num_blocks := config.num_gpu_blocks_override) is not None:
+        check_num_blocks(
+            "num_gpu_blocks_override", num_blocks, block_bytes, device, num_local_ranks
+        )
+        return num_blocks
+    assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
     memory = config.kv_cache_memory_bytes
     if memory is None:
         free = free_memory(device, config.gpu_memory_utilization, num_local_ranks)
@@ -212,10 +215,13 @@ def num_blocks_that_fit(
         raise ValueError(
             f"one sequence of max_model_len={config.max_model_len} tokens needs "
             f"{per_sequence * block_bytes / 2**20:.0f} MiB of KV cache, and there are "
-            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len, raise "
-            "kv_cache_memory_bytes (or gpu_memory_utilization), or set num_gpu_blocks_override."
+            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len (and block_size, which is "
+            f"{config.block_size}, if that is more), raise kv_cache_memory_bytes (or "
+            "gpu_memory_utilization), or set num_gpu_blocks_override."
         )
-    return min(num_blocks, per_sequence * config.max_num_seqs)
+    num_blocks = min(num_blocks, per_sequence * config.max_num_seqs)
+    check_num_blocks("kv_cache_memory_bytes", num_blocks, block_bytes, device, num_local_ranks)
+    return num_blocks
 
 
 def size_cpu_pool(
@@ -223,19 +229,22 @@ def size_cpu_pool(
 ) -> int:
     """Blocks of the CPU pool: none unless preemption swaps; by default as many as KV blocks.
 
-    Raises ValueError if swap_space (GiB) is given and holds no block.
+    Raises ValueError if swap_space (GiB) is given and holds no block, or if no memory holds them.
     """
     if config.preemption_mode != "swap":
         return 0
-    if config.swap_space is None:
-        return num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
     block_bytes = sum(spec.num_bytes(config.block_size, dtype) for spec in specs)
+    if config.swap_space is None:
+        num_blocks = num_kv_blocks if config.num_cpu_blocks is None else config.num_cpu_blocks
+        check_num_blocks("num_cpu_blocks", num_blocks, block_bytes, torch.device("cpu"))
+        return num_blocks
     num_blocks = int(config.swap_space * 2**30) // block_bytes
     if not num_blocks:
         raise ValueError(
             f"swap_space is {config.swap_space} GiB, less than one block of {block_bytes} bytes. "
             "Raise it, or set preemption_mode='recompute'."
         )
+    check_num_blocks("swap_space", num_blocks, block_bytes, torch.device("cpu"))
     return num_blocks
 
 
@@ -252,14 +261,45 @@ def free_memory(
 
 def available_memory() -> int:
     """Bytes of main memory that a new process could use; 4 GiB where the system does not say."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():  # Linux: free pages, and those that caches would give up
-        fields = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-        limit = Path("/sys/fs/cgroup/memory.max")  # of a container
-        text = limit.read_text().strip() if limit.exists() else "max"
-        return available if text == "max" else min(available, int(text))
-    return 2**32
+    meminfo = read_meminfo()
+    if not meminfo:
+        return 2**32
+    # Free pages, and those that caches would give up.
+    return min(meminfo["MemAvailable"], container_limit() or meminfo["MemAvailable"])
+
+
+def memory_limit(device: torch.device) -> int | None:
+    """Bytes that tensors on `device` can fill at most, with what is in use now: free GPU memory,
+    and what torch keeps for reuse; or free main memory, swap included. None if it is not known."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type != "cpu" or not (meminfo := read_meminfo()):
+        return None
+    return available_memory() + meminfo.get("SwapFree", 0)
+
+
+def check_num_blocks(
+    option: str, num_blocks: int, block_bytes: int, device: torch.device, num_local_ranks: int = 1
+) -> None:
+    """Raise ValueError, which names the option, if so many blocks can never be filled.
+
+    Main memory for blocks is taken only when they are written, so all of the machine's memory
+    counts, in use or not. The block manager's own numbers are there from the beginning.
+    """
+    memory = memory_limit(device) if device.type == "cuda" else total_memory()
+    if device.type == "cpu":
+        block_bytes = (block_bytes + MANAGER_BYTES) * num_local_ranks
+    if memory is not None and num_blocks * block_bytes > memory:
+        raise ValueError(
+            f"{option} asks for {num_blocks} blocks of KV cache, {_gib(num_blocks * block_bytes)} "
+            f"on {device}, which has {_gib(memory)}. Lower it or block_size: at most "
+            f"{memory // block_bytes} blocks of this size would fit."
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

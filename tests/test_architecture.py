@@ -40,7 +40,16 @@ DOZEN = {
     "models.decoder",
 }
 # Settings, nouns and messages: both planes know them.
-SHARED = {"config", "exceptions", "inputs", "logger", "logprobs", "sampling_params", "sequence"}
+SHARED = {
+    "checkpoint",
+    "config",
+    "exceptions",
+    "inputs",
+    "logger",
+    "logprobs",
+    "sampling_params",
+    "sequence",
+}
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 CONTROL_PLANE |= {"arg_utils", "guard"}
 MEETING_POINT = {"engine", "llm"}  # know both planes

@@ -18,13 +18,13 @@ from fakes import make_model_config
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from nanoserve.checkpoint import read_rope_parameters
 from nanoserve.config import (
     DEMO_MODEL,
     OPTIONS,
     VALUE_ALIASES,
     EngineConfig,
     ModelConfig,
-    read_rope_parameters,
     resolve_folder,
 )
 
@@ -55,6 +55,7 @@ OPTIONAL = (*OPTIONAL, "max_num_waiting")
 OPTIONAL = (*OPTIONAL, "num_gpu_blocks_override", "num_cpu_blocks", "kv_cache_memory_bytes")
 SMALLEST = dict.fromkeys(("block_size", "tensor_parallel_size", *OPTIONAL), 1)
 SMALLEST |= {"long_prefill_token_threshold": 0, "max_logprobs": -1, "seed": 0}
+IN_32_BITS = ("block_size", "num_gpu_blocks_override", "num_cpu_blocks")
 SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling")
 CHOICES = {
     "dtype": "auto, float32, bfloat16, float16",
@@ -63,7 +64,7 @@ CHOICES = {
     "load_format": "auto, dummy",
     "model_impl": "auto, nanoserve, transformers",
 }
-NUMBERS = {"gpu_memory_utilization": "more than 0, up to 1", "swap_space": "0 or more"}
+NUMBERS = {"gpu_memory_utilization": "more than 0, up to 1", "swap_space": "0 to 2**33"}
 
 
 @contextmanager
@@ -81,6 +82,8 @@ def test_integers(name: str) -> None:
     assert getattr(EngineConfig(**{name: low}), name) == low
     with refused(ValueError, name, f"is {low - 1}; allowed: {low} "):
         EngineConfig(**{name: low - 1})
+    with refused(ValueError, name, "2**31 - 1" if name in IN_32_BITS else "2**63 - 1"):
+        EngineConfig(**{name: 2**70})
     wrong = [True, 16.0, 1.5, math.nan, math.inf, "8"]
     for value in wrong if name in OPTIONAL else [*wrong, None]:
         with refused(TypeError, name, repr(value), "must be an int"):
@@ -107,8 +110,8 @@ def test_other_values() -> None:
     for value in (0, 1.5, math.nan, math.inf):
         with refused(ValueError, "gpu_memory_utilization", repr(value), "more than 0, up to 1"):
             EngineConfig(gpu_memory_utilization=value)
-    for value in (-1, math.nan):
-        with refused(ValueError, "swap_space", repr(value), "0 or more"):
+    for value in (-1, math.nan, math.inf):
+        with refused(ValueError, "swap_space", repr(value), "0 to 2**33"):
             EngineConfig(swap_space=value)
     for name in NUMBERS:
         with refused(TypeError, name, "'90%'", "must be a number"):
@@ -315,6 +318,42 @@ def test_resolve_refuses_more_than_the_model_was_made_for() -> None:
         EngineConfig(max_model_len=1025).resolve(make_model_config(max_model_len=1024))
 
 
+@pytest.mark.parametrize(
+    ("name", "too_large", "others"),
+    [
+        ("max_model_len", 2000, {"max_num_seqs": 1}),
+        ("max_num_batched_tokens", 2000, {"max_num_seqs": 1, "max_model_len": 16}),
+        ("max_num_seqs", 1000, {"max_model_len": 16}),
+    ],
+)
+def test_tables_that_no_memory_holds(
+    monkeypatch: pytest.MonkeyPatch, name: str, too_large: int, others: dict[str, int]
+) -> None:
+    """The message has the largest number that fits: that number is accepted, one more is not."""
+    monkeypatch.setattr("nanoserve.config.total_memory", lambda: 2**16)
+
+    def resolve(value: int) -> EngineConfig:
+        options = {"max_num_batched_tokens": 1000, **others, name: value}
+        return EngineConfig(**options).resolve(make_model_config(max_model_len=2**31 - 1))
+
+    with pytest.raises(ValueError, match=f"{name} is {too_large}, .*at most [0-9]+ .*fit") as no:
+        resolve(too_large)
+    limit = int(str(no.value).split("at most ")[1].split()[0])
+    assert 0 < limit < too_large
+    assert getattr(resolve(limit), name) == limit
+    with refused(ValueError, name, f"at most {limit} would fit"):
+        resolve(limit + 1)
+
+
+def test_a_machine_that_does_not_say_how_much_memory_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is refused for its size then."""
+    monkeypatch.setattr("nanoserve.config.total_memory", lambda: None)
+    config = EngineConfig(max_num_seqs=2**31 - 1).resolve(make_model_config(max_model_len=1024))
+    assert config.max_num_seqs == 2**31 - 1
+
+
 # -- ModelConfig --
 
 
@@ -362,14 +401,29 @@ def test_gpt2_has_other_names(tmp_path: Path) -> None:
         (None, 5, {5}),
         (0, None, {0}),
         ([], [7], {7}),
+        (-1, [320, 319], {319}),
+        (10**100, -(10**100), set()),
     ],
 )
 def test_all_eos_ids_of_both_files(
     tmp_path: Path, in_config: object, in_defaults: object, expected: set[int]
 ) -> None:
-    """Many chat models name the end of a turn only in generation_config.json."""
+    """Many chat models name the end of a turn only in generation_config.json. Ids outside of the
+    vocabulary (320 tokens) are dropped: the model cannot sample them."""
     folder = write_config(tmp_path, {"eos_token_id": in_defaults}, eos_token_id=in_config)
     assert ModelConfig.from_folder(folder).eos_token_ids == expected
+
+
+def test_dropped_eos_ids_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="nanoserve")
+    ModelConfig.from_folder(write_config(tmp_path, eos_token_id=[1, 319]))
+    assert not caplog.text
+    ModelConfig.from_folder(write_config(tmp_path, {"eos_token_id": 320}, eos_token_id=1))
+    assert "eos_token_id [320] is outside of the vocabulary of 320 tokens" in caplog.text
+    assert "No other is left" not in caplog.text
+    ModelConfig.from_folder(write_config(tmp_path, {}, eos_token_id=-1))
+    assert "[-1] is outside" in caplog.text
+    assert "No other is left" in caplog.text
 
 
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:

@@ -10,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve import config as config_module
+from nanoserve import kv_cache
+from nanoserve.config import EngineConfig, ModelConfig, total_memory
 from nanoserve.kv_cache import (
+    MANAGER_BYTES,
     KVCacheSpec,
     allocate_kv_caches,
+    available_memory,
+    check_num_blocks,
     free_memory,
+    memory_limit,
     num_blocks_that_fit,
     profile_run,
     size_cpu_pool,
@@ -87,6 +93,56 @@ def cpu_blocks(**options: Any) -> int:
     """CPU blocks beside 7 KV blocks of 6144 bytes."""
     specs = [KVCacheSpec(num_kv_heads=3, key_dim=8, value_dim=8)] * 2
     return size_cpu_pool(EngineConfig(**options), 7, specs, torch.float32)
+
+
+def test_no_more_cpu_blocks_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block manager needs some bytes for each block, too."""
+    each = 6144 + MANAGER_BYTES
+    monkeypatch.setattr("nanoserve.kv_cache.total_memory", lambda: 10 * each)
+    assert cpu_blocks(preemption_mode="swap", num_cpu_blocks=10) == 10
+    with pytest.raises(ValueError, match=r"num_cpu_blocks asks for 11 .* at most 10 blocks"):
+        cpu_blocks(preemption_mode="swap", num_cpu_blocks=11)
+    with pytest.raises(ValueError, match=r"swap_space asks for .* at most 10 blocks"):
+        cpu_blocks(preemption_mode="swap", swap_space=1)
+
+
+def test_no_more_blocks_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that no memory holds is refused with the number that fits; what max_num_seqs limits
+    is not. Ranks of one machine share its memory."""
+    each = 6144 + MANAGER_BYTES
+    monkeypatch.setattr("nanoserve.kv_cache.total_memory", lambda: 10 * each)
+    assert blocks_that_fit(num_gpu_blocks_override=10) == 10
+    match = r"num_gpu_blocks_override asks for 11 .* at most 10 blocks"
+    with pytest.raises(ValueError, match=match):
+        blocks_that_fit(num_gpu_blocks_override=11)
+    with pytest.raises(ValueError, match=r"asks for 6 .* at most 5 blocks"):
+        check_num_blocks("num_gpu_blocks_override", 6, 6144, CPU, num_local_ranks=2)
+    huge = {"kv_cache_memory_bytes": 2**50, "max_model_len": 160}
+    assert blocks_that_fit(**huge, max_num_seqs=1) == 10
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes asks for 20 .* at most 10 blocks"):
+        blocks_that_fit(**huge, max_num_seqs=2)
+    monkeypatch.setattr("nanoserve.kv_cache.total_memory", lambda: None)  # it does not say
+    assert blocks_that_fit(num_gpu_blocks_override=2**31 - 1) == 2**31 - 1
+
+
+def test_a_cache_larger_than_what_is_free_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes up memory only where it is written."""
+    monkeypatch.setattr("nanoserve.kv_cache.available_memory", lambda: 0)
+    assert blocks_that_fit(num_gpu_blocks_override=100) == 100
+
+
+def test_memory_of_the_machine_and_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    meminfo = {"MemTotal": 800, "MemAvailable": 500, "SwapTotal": 70, "SwapFree": 30}
+    for module in (config_module, kv_cache):
+        monkeypatch.setattr(module, "read_meminfo", lambda: meminfo)
+        monkeypatch.setattr(module, "container_limit", lambda: None)
+    assert (total_memory(), available_memory(), memory_limit(CPU)) == (870, 500, 530)
+    for module in (config_module, kv_cache):
+        monkeypatch.setattr(module, "container_limit", lambda: 400)
+    assert (total_memory(), available_memory(), memory_limit(CPU)) == (470, 400, 430)
+    monkeypatch.setattr(kv_cache, "read_meminfo", dict)
+    assert memory_limit(CPU) is None
+    assert memory_limit(torch.device("meta")) is None
 
 
 def blocks_that_fit(peak_activation_bytes: int = 0, **options: Any) -> int:

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_partial_rotary
 
 from nanoserve.attention import StepMetadata
-from nanoserve.config import read_rope_parameters
+from nanoserve.checkpoint import read_rope_parameters
 from nanoserve.kernels.selector import make_layer_config
 from nanoserve.layers import (
     ColumnParallelLinear,

@@ -17,8 +17,10 @@ from torch import Tensor
 from nanoserve import LLM
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig
-from nanoserve.models.decoder import CausalLM
-from nanoserve.models.loader import INDEX_FILE, load_model
+from nanoserve.models.decoder import CausalLM, LlamaForCausalLM
+from nanoserve.models.loader import load_model
+from nanoserve.models.registry import ModelRegistry
+from nanoserve.models.weight_files import INDEX_FILE
 from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
@@ -240,7 +242,7 @@ def test_a_shard_that_is_not_there_is_named(sharded: Path) -> None:
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": ', "{}", "[]"])
 def test_a_damaged_index_is_named(sharded: Path, content: str) -> None:
     (sharded / INDEX_FILE).write_text(content)
-    with pytest.raises(ValueError, match=rf"{INDEX_FILE} .*Download it again"):
+    with pytest.raises(ValueError, match=rf"{INDEX_FILE} .*again"):
         load(sharded)
 
 
@@ -305,3 +307,174 @@ def test_dummy_weights_are_the_same_model_on_any_number_of_ranks(config_alone: P
     for rank in range(2):
         for name, shard in load(config_alone, "dummy", parallel=ParallelState(rank, 2)).shards():
             assert torch.equal(shard.target, whole[name].target[shard.slices]), name
+
+
+# ------------------------------------------------------------------------------ nothing is believed
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 2**31 - 1}, r"embed_tokens.weight .* \(320, 64\), expected \(2147483647"),
+        ({"hidden_size": 2**22}, r"shape \(320, 64\), expected \(320, 4194304\)"),
+        ({"intermediate_size": 2**22}, r"shape \(112, 64\), expected \(4194304, 64\)"),
+        ({"num_attention_heads": 2**16, "head_dim": 2**16}, r"expected \(4294967296, 64\)"),
+        ({"num_hidden_layers": 50}, r"missing: model\.layers\.2\..* and \d+ more"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_sizes_are_compared_before_memory_is_taken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], words: str
+) -> None:
+    change_config(checkpoint, **changes)
+    empty = LayerConfig.empty
+
+    def on_meta(layer_config: LayerConfig, *shape: int) -> Any:
+        assert layer_config.device.type == "meta", "memory was asked for"
+        return empty(layer_config, *shape)
+
+    monkeypatch.setattr(LayerConfig, "empty", on_meta)
+    with pytest.raises(ValueError, match=words):
+        load(checkpoint)
+
+
+def test_weights_that_no_memory_holds(
+    checkpoint: Path, config_alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With both numbers; from files, and without any."""
+    change_config(config_alone, vocab_size=2**31 - 1, hidden_size=2**20)
+    with pytest.raises(ValueError, match=r"need \d+\.\d GiB as float32 on cpu, and \d+\.\d GiB"):
+        load(config_alone, "dummy")
+    size = load(checkpoint).num_bytes()
+    monkeypatch.setattr("nanoserve.models.weight_files.memory_limit", lambda _: size)
+    load(checkpoint)
+    monkeypatch.setattr("nanoserve.models.weight_files.memory_limit", lambda _: size - 1)
+    with pytest.raises(ValueError, match="smaller dtype or model"):
+        load(checkpoint)
+    monkeypatch.setattr("nanoserve.models.weight_files.memory_limit", lambda _: None)
+    load(checkpoint)
+
+
+class Impatient(LlamaForCausalLM):
+    """A model of the user's own whose constructor reads a tensor: it cannot be built on meta."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        assert self.model.norm.weight.sum().item() is not None
+
+
+def test_a_model_that_cannot_be_planned_is_compared_afterwards(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ModelRegistry.CLASSES, "LlamaForCausalLM", Impatient)
+    assert isinstance(load(checkpoint), Impatient)
+    rewrite(checkpoint, lambda tensors: tensors.pop(K_PROJ))
+    with pytest.raises(ValueError, match=f"missing: {K_PROJ}"):
+        load(checkpoint)
+
+
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+NO_FLOATS = [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64, *FLOAT8]
+
+
+@pytest.mark.parametrize("dtype", NO_FLOATS, ids=str)
+def test_weights_that_are_no_floats_are_named(checkpoint: Path, dtype: torch.dtype) -> None:
+    """They would be copied without their scales, and the model would talk nonsense."""
+    rewrite(checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].to(dtype)}))
+    with pytest.raises(ValueError, match=rf"{K_PROJ} in {WEIGHTS} has type [A-Z]+.*allowed: F64"):
+        load(checkpoint)
+
+
+def test_weights_of_float64_are_narrowed(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].double()}))
+    load(checkpoint)
+
+
+def test_a_computed_tensor_may_have_any_type(checkpoint: Path) -> None:
+    """GPT-2's causal mask is one."""
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    rewrite(checkpoint, lambda tensors: tensors.update({"model.layers.0.attn.bias": mask}))
+    load(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_quantized_checkpoints_are_refused(checkpoint: Path, key: str, load_format: str) -> None:
+    for value in ({}, None):
+        change_config(checkpoint, **{key: value})
+        load(checkpoint, load_format)
+    change_config(checkpoint, **{key: {"quant_method": "gptq", "bits": 4}})
+    with pytest.raises(ValueError, match=rf"config\.json has {key} \(gptq\): .*floating-point"):
+        load(checkpoint, load_format)
+    change_config(checkpoint, **{key: {"bits": 4}})
+    with pytest.raises(ValueError, match=rf"{key} \(no method named\)"):
+        load(checkpoint, load_format)
+
+
+BAD_NAMES = ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "", ".", "..", "config.json"]
+
+
+@pytest.mark.parametrize("name", [*BAD_NAMES, None, 5, ["a.safetensors"], "\0.safetensors"])
+def test_an_index_names_files_of_its_folder_only(sharded: Path, name: Any) -> None:
+    (sharded.parent / "other.safetensors").write_bytes(b"secret")
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=rf"{INDEX_FILE} names .*allowed: the name of a .safe"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": [1]}', '{"weight_map": null}'])
+def test_an_index_that_is_none(sharded: Path, text: str) -> None:
+    (sharded / INDEX_FILE).write_text(text)
+    with pytest.raises(ValueError, match=f"{INDEX_FILE} is not .*again"):
+        load(sharded)
+
+
+def test_an_index_may_name_a_file_with_a_long_name(sharded: Path) -> None:
+    name = "x" * 5000 + ".safetensors"
+    (sharded / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="lacks") as raised:
+        load(sharded)
+    assert len(str(raised.value)) < 1000
+
+
+def test_a_tensor_in_two_files_is_named(sharded: Path) -> None:
+    first, *_, last = sorted(sharded.glob("*.safetensors"))
+    tensors = load_file(last)
+    name = next(iter(load_file(first)))
+    save_file({**tensors, name: load_file(first)[name]}, last)
+    with pytest.raises(ValueError, match=f"'{name}' is in two files, {first.name} and {last.name}"):
+        load(sharded)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing"])
+def test_weights_in_a_special_file(checkpoint: Path, sharded: Path, kind: str) -> None:
+    """Neither the single file nor one that the index names."""
+    for folder, file in (
+        (checkpoint, checkpoint / WEIGHTS),
+        (sharded, sorted(sharded.glob("*.safetensors"))[0]),
+    ):
+        file.unlink()
+        if kind == "folder":
+            file.mkdir()
+        elif kind == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to("no-such-file")
+        with pytest.raises(ValueError, match=f"{file.name}' is not a regular file"):
+            load(folder)
+
+
+def test_a_checkpoint_in_the_hubs_cache(sharded: Path, tmp_path: Path) -> None:
+    """Every file is a link to a blob of another name."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0" / "c"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(sharded.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../../blobs/{number}")
+    load(snapshot)

@@ -303,6 +303,9 @@ class CountingSlice:
     def get_shape(self) -> list[int]:
         return self.source.get_shape()
 
+    def get_dtype(self) -> str:
+        return self.source.get_dtype()
+
     def __getitem__(self, slices: tuple[slice, ...]) -> torch.Tensor:
         part = self.source[slices]
         self.counts[self.name] = part.numel()
@@ -315,12 +318,12 @@ def test_a_rank_reads_its_own_slices_only(
     """The last of four ranks reads a quarter of each divided matrix, half of the key heads, and the
     rest of the vocabulary."""
     counts: dict[str, int] = {}
-    original = loader._open
+    original = loader.read_slices
 
     def open_counting(file: Path) -> Any:
         return ((name, CountingSlice(s, counts, name)) for name, s in original(file))
 
-    monkeypatch.setattr(loader, "_open", open_counting)
+    monkeypatch.setattr(loader, "read_slices", open_counting)
     load(checkpoint("qwen3"), ParallelState(3, 4))
     layer = "model.layers.0."
     assert counts[layer + "self_attn.q_proj.weight"] == 4 * 32 * 64 // 4

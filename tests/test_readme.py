@@ -668,6 +668,6 @@ def test_a_chinese_paragraph_is_one_line(page: str) -> None:
 @pytest.mark.parametrize("page", CHINESE_PAGES)
 def test_chinese_pages_have_one_vocabulary(page: str) -> None:
     """documents.zh-CN.md also quotes other documents, in the first column of its tables."""
-    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", prose(read(page)))
+    text = re.sub(r"`[^`\n]*`|\[[\w/]+\.py\]\([^)]*\)|\]\([^)]*\)", "", prose(read(page)))
     text = re.sub(r"(?m)^\|[^|]*\|", "", text) if "documents" in page else text
     assert [(word, ours) for word, ours in VOCABULARY.items() if word in text] == []

@@ -61,17 +61,17 @@ class Family:
 
 
 def llama(config: ModelConfig) -> Family:
-    bias = config.hf_config.get("attention_bias", False)
+    bias = config.get("attention_bias", False)
     return Family(
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=config.hf_config.get("mlp_bias", False),
+        mlp_bias=config.get("mlp_bias", False),
         windows=(None,) * config.num_layers,
     )
 
 
 def mistral(config: ModelConfig) -> Family:
-    return Family(windows=(config.hf_config.get("sliding_window"),) * config.num_layers)
+    return Family(windows=(config.get("sliding_window"),) * config.num_layers)
 
 
 def qwen2(config: ModelConfig) -> Family:
@@ -79,14 +79,14 @@ def qwen2(config: ModelConfig) -> Family:
 
 
 def qwen3(config: ModelConfig) -> Family:
-    bias = config.hf_config.get("attention_bias", False)
+    bias = config.get("attention_bias", False)
     return Family(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
 
 
 def mixtral(config: ModelConfig) -> Family:
     experts = ExpertsConfig(
         num_experts=_num_experts(config, 8),
-        top_k=config.hf_config.get("num_experts_per_tok", 2),
+        top_k=config.get("num_experts_per_tok", 2),
         intermediate_size=config.intermediate_size,
         normalize=True,
         block_name="block_sparse_moe",
@@ -99,15 +99,14 @@ def mixtral(config: ModelConfig) -> Family:
 
 def qwen3_moe(config: ModelConfig) -> Family:
     """Experts in every decoder_sparse_step-th layer, except in those of mlp_only_layers."""
-    hf_config = config.hf_config
     experts = ExpertsConfig(
         num_experts=_num_experts(config, 128),
-        top_k=hf_config.get("num_experts_per_tok", 8),
-        intermediate_size=hf_config.get("moe_intermediate_size", 768),
-        normalize=hf_config.get("norm_topk_prob", False),
+        top_k=config.get("num_experts_per_tok", 8),
+        intermediate_size=config.get("moe_intermediate_size", 768),
+        normalize=config.get("norm_topk_prob", False),
     )
-    step, without = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
-    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
+    step, without = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
     return replace(
         qwen3(config),
         windows=(window,) * config.num_layers,
@@ -120,19 +119,19 @@ def qwen3_moe(config: ModelConfig) -> Family:
 
 def _num_experts(config: ModelConfig, default: int) -> int:
     """The number of experts, under either of the names that transformers has given it."""
-    hf_config = config.hf_config
-    return hf_config.get("num_experts") or hf_config.get("num_local_experts") or default
+    return config.get("num_experts") or config.get("num_local_experts") or default
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """The list layer_types says which layers have a window. Older configs have no such list: the
     first max_window_layers layers have full attention, the others a window."""
-    hf_config = config.hf_config
-    window = hf_config.get("sliding_window") if hf_config.get("use_sliding_window") else None
-    kinds = hf_config.get("layer_types") or [
-        "full_attention" if layer < hf_config.get("max_window_layers", 28) else "sliding_attention"
+    window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    kinds = config.get("layer_types") or [
+        "full_attention" if layer < config.get("max_window_layers", 28) else "sliding_attention"
         for layer in range(config.num_layers)
     ]
+    if len(kinds) != config.num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {config.num_layers} layers.")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -261,7 +260,7 @@ class CausalLM(Model):
         """Raises ValueError for an activation that is not supported, and for a number of attention
         heads that its key and value heads do not divide."""
         super().__init__()
-        if (activation := config.hf_config.get("hidden_act", "silu")) != "silu":
+        if (activation := config.get("hidden_act", "silu")) != "silu":
             raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
         if config.num_heads % config.num_kv_heads:
             raise ValueError(

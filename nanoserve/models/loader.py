@@ -8,7 +8,8 @@ with one unfilled matrix still talks, only nonsense.
     model.layers.0.self_attn.k_proj.weight  ->  rows 64..95 of layers[0].self_attn.qkv_proj.weight
 
 Only safetensors files are read: other formats can run code when loaded. Only the slice that this
-rank needs is read from disk.
+rank needs is read from disk. The headers of all files are read first, and compared with a model
+that has shapes and no memory, so that config.json cannot ask for memory that no weight fills.
 
 vLLM: vllm/model_executor/model_loader/: loader.py, weight_utils.py (V0); default_loader.py,
 weight_utils.py (V1).
@@ -16,25 +17,32 @@ weight_utils.py (V1).
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from nanoserve.checkpoint import find_quantization
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig, Shard
 from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry, build_model
+from nanoserve.models.weight_files import (
+    TensorInfo,
+    check_dtype,
+    check_memory,
+    find_files,
+    listing,
+    read_headers,
+    read_slices,
+)
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 
 def load_model(
@@ -48,55 +56,104 @@ def load_model(
     nanoserve's own model if ModelRegistry has its architecture, else that of transformers, unless
     `model_impl` says otherwise.
 
-    Raises ValueError for an unknown architecture, a damaged or missing file, and weights that do
-    not match the model.
+    Raises ValueError for an unknown architecture, a damaged or missing file, quantized weights, and
+    weights that do not match the model or do not fit into memory. All but damage inside a file is
+    found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
+    refuse_quantization(model_config)
     is_native = ModelRegistry.get(model_config.architecture) is not None
+    is_dummy = config.load_format == "dummy"
+    tensors = {} if is_dummy else read_headers(find_files(model_config.path))
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
         # Imported here, because it takes seconds, and native models do not need it.
         from nanoserve.models.transformers_fallback import load_with_transformers
 
-        if config.load_format != "dummy":
-            find_files(model_config.path)  # its errors are clearer
-        return load_with_transformers(config, model_config, layer_config)
+        return load_with_transformers(config, model_config, layer_config, tensors)
+    plan = plan_model(model_config, layer_config)
+    if plan is not None:
+        if not is_dummy:
+            compare(plan, tensors, model_config.path)
+        check_memory(plan.num_bytes(), layer_config)
     model = build_model(model_config, config.max_model_len, layer_config)
-    if config.load_format == "dummy":
+    if is_dummy:
         fill_randomly(model, config.seed)
     else:
-        fill_from_checkpoint(model, model_config.path, use_tqdm)
+        if plan is None:
+            compare(model, tensors, model_config.path)
+        fill_from_checkpoint(model, tensors, use_tqdm)
     model.process_weights_after_loading()
     return model.eval()
 
 
-def fill_from_checkpoint(model: Model, folder: Path, use_tqdm: bool = True) -> None:
-    """Copy every weight from `folder`. Raises ValueError, naming the tensors, if any do not fit."""
-    missing = shards_by_name(model)
-    unexpected: list[str] = []
-    files = find_files(folder)
+def refuse_quantization(model_config: ModelConfig) -> None:
+    """Raise ValueError if config.json says that the weights are quantized: nothing here unpacks
+    them. (This is the one function that decides so.)"""
+    if how := find_quantization(model_config.hf_config):
+        raise ValueError(
+            f"{model_config.path / 'config.json'} has {how}: the weights are quantized, and "
+            "nanoserve reads floating-point weights only. Use the checkpoint that this one was "
+            "made from, or one in bfloat16, float16 or float32."
+        )
+
+
+def plan_model(model_config: ModelConfig, layer_config: LayerConfig) -> Model | None:
+    """The model on torch's "meta" device, which has shapes and no memory. None for a model of the
+    user's own whose constructor needs the contents of a tensor."""
+    on_meta = replace(layer_config, device=torch.device("meta"))
+    try:
+        return build_model(model_config, 1, on_meta)  # tables of positions are not loaded
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
+    """Raise ValueError, naming the tensors, unless the files have what the model wants: names,
+    shapes, and types that are floating-point."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    missing: dict[str, None] = {}
+    for name, shard in model.shards():
+        if name in tensors:
+            shapes[name] = shard.full_shape
+        else:
+            missing[name] = None
+            if len(missing) > MOST_MISSING:
+                break
+    extra = [name for name in tensors if name not in shapes and not _is_ignorable(model, name)]
+    extra = [] if len(missing) > MOST_MISSING else extra
+    if missing or extra:
+        problems = [f"missing: {listing(list(missing))}"] * bool(missing)
+        problems += [f"unexpected: {listing(extra)}"] * bool(extra)
+        raise ValueError(
+            f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
+            "Is the download complete, and do the two belong together?"
+        )
+    for name, expected in shapes.items():
+        file, _, shape = tensors[name]
+        if shape != expected:
+            raise ValueError(f"{name} in {file.name} has shape {shape}, expected {expected}.")
+        check_dtype(name, tensors[name])
+
+
+def fill_from_checkpoint(
+    model: Model, tensors: dict[str, TensorInfo], use_tqdm: bool = True
+) -> None:
+    """Copy every weight from its file. The tensors have been compared with the model."""
+    shards = shards_by_name(model)
     with tqdm(
-        total=len(missing),
+        total=len(shards),
         desc="Loading weights",
         unit="tensor",
         disable=not use_tqdm,
         delay=1,  # seconds; below that, a bar would only flash
         file=output_stream(),
     ) as bar:
-        for file in files:
-            for name, source in _open(file):
-                if name in missing:
-                    for shard in missing.pop(name):
-                        _copy(source, shard, name, file)
+        for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
+            for name, source in read_slices(file):
+                if name in shards:
+                    for shard in shards[name]:
+                        shard.target.copy_(source[shard.slices])  # converts to its dtype and device
                     bar.update()
-                elif not _is_ignorable(model, name):
-                    unexpected.append(name)
-    if missing or unexpected:
-        problems = [f"missing: {_listing(list(missing))}"] * bool(missing)
-        problems += [f"unexpected: {_listing(unexpected)}"] * bool(unexpected)
-        raise ValueError(
-            f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
-            "Is the download complete, and do the two belong together?"
-        )
 
 
 def shards_by_name(model: Model) -> dict[str, list[Shard]]:
@@ -120,63 +177,7 @@ def fill_randomly(model: Model, seed: int) -> None:
             shard.target.copy_(noise[shard.slices] + 1 if "norm" in name else noise[shard.slices])
 
 
-def find_files(folder: Path) -> list[Path]:
-    """The checkpoint's safetensors files: the single file of the usual name, or the files that the
-    index names, or all in the folder. Other files are not read.
-
-    Raises ValueError if there are none, or if the index names a file that does not exist.
-    """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.exists():
-        return [single]
-    if index.exists():
-        names = _files_in_index(index)
-        absent = [name for name in names if not (folder / name).exists()]
-        if absent:
-            raise ValueError(f"{folder} lacks {_listing(absent)}, which {INDEX_FILE} names.")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{folder} has no .safetensors file. Weights are read from safetensors only; convert "
-            "others with transformers' save_pretrained, or use load_format='dummy'."
-        )
-    return files
-
-
-def _files_in_index(index: Path) -> list[str]:
-    """The file names in {"weight_map": {tensor name: file name}}, each once."""
-    try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not a readable index. Download it again.") from error
-
-
-def _open(file: Path) -> Iterator[tuple[str, object]]:
-    """(name, slice reader) of each tensor in a file, nothing read yet."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield name, tensors.get_slice(name)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}). Download it again.") from error
-
-
-def _copy(source: object, shard: Shard, name: str, file: Path) -> None:
-    """Fill one shard, converting to its dtype and device."""
-    shape = tuple(source.get_shape())  # type: ignore[attr-defined]
-    if shape != shard.full_shape:
-        raise ValueError(f"{name} in {file.name} has shape {shape}, expected {shard.full_shape}.")
-    shard.target.copy_(source[shard.slices])  # type: ignore[index]
-
-
 def _is_ignorable(model: Model, name: str) -> bool:
     """True for tensors that a checkpoint may have and no model needs: computed tensors, and the
     head of a model that uses its embedding as head."""
     return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
-
-
-def _listing(names: list[str], most: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -18,14 +18,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoserve.exceptions import brief
+
 
 def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
     """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
 
     The types "dynamic" and "longrope" depend on the length of the text. transformers takes the
     length of the longest text in the batch, so that the output of a request depends on others in
-    the batch. Here, as in vLLM, max_model_len takes its place. Raises ValueError for other types.
+    the batch. Here, as in vLLM, max_model_len takes its place. Raises ValueError for other types,
+    an odd `dim`, a setting that the type lacks, and settings that give no finite frequencies.
     """
+    if dim < 2 or dim % 2:
+        raise ValueError(
+            f"rotary embedding turns pairs of dimensions, and head_dim (or, if config.json has a "
+            f"partial_rotary_factor, that part of it) is {dim}; allowed: even, 2 or more."
+        )
+    try:
+        frequencies, scaling = _frequencies(dim, rope, max_model_len)
+    except KeyError as error:
+        raise ValueError(f"rope type {rope['rope_type']!r} needs {error} in config.json.") from None
+    except ArithmeticError:  # a division by zero, or an overflow
+        frequencies, scaling = torch.full((dim // 2,), torch.nan), 1.0
+    if not (frequencies.isfinite().all() and math.isfinite(scaling)):
+        raise ValueError(f"these rope settings of config.json give no numbers: {brief(dict(rope))}")
+    return frequencies, scaling
+
+
+def _frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
     base = float(rope["rope_theta"])
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / base**exponents  # written as transformers does: the same rounding
@@ -94,7 +114,10 @@ def _longrope_frequencies(
     """A divisor per dimension, one list for short models and one for long (arXiv 2402.13753)."""
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
-    divisors = rope["long_factor" if max_model_len > original else "short_factor"]
+    name = "long_factor" if max_model_len > original else "short_factor"
+    divisors = rope[name]
+    if len(divisors) != len(plain):
+        raise ValueError(f"{name} of config.json has {len(divisors)} entries, not {len(plain)}.")
     scaling = rope.get("attention_factor")
     if scaling is None:
         scaling = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -25,7 +25,9 @@ vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -43,6 +45,7 @@ from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry
+from nanoserve.models.weight_files import TensorInfo, check_dtype, check_memory, read_slices
 
 ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
 # Keyword arguments of attention that change nothing here: positions are in the keys already, and
@@ -322,9 +325,16 @@ def fix_rope(body: nn.Module) -> None:
 
 
 def load_with_transformers(
-    config: EngineConfig, model_config: ModelConfig, layer_config: LayerConfig
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer_config: LayerConfig,
+    tensors: dict[str, TensorInfo],
 ) -> TransformersForCausalLM:
-    """The model in `model_config.path`, built and loaded (or dummy) by transformers.
+    """The model in `model_config.path`, built and filled (or dummy) by transformers.
+
+    `tensors` is what the safetensors files hold. transformers itself reads no file of the folder,
+    because it would also follow keys and files that nobody has checked (transformers_weights,
+    configuration_files, adapter_config.json, parts of distributed checkpoints).
 
     Raises ValueError if the model can't run here, or if the weights do not match.
     """
@@ -336,16 +346,20 @@ def load_with_transformers(
         refuse(architecture, "transformers knows no causal language model of that name")
     model_cls = getattr(transformers, architecture)
     try:
-        hf_config = model_cls.config_class.from_pretrained(model_config.path)
+        hf_config = model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
     except Exception as error:  # each family has its own checks
         refuse(architecture, f"transformers can't read its config.json ({error})")
     AttentionInterface.register(ATTENTION_NAME, attend)
     try:
         check_config(model_cls, hf_config)
-        if config.load_format == "dummy":
+        is_dummy = config.load_format == "dummy"
+        check_sizes(hf_config, model_config, layer_config, None if is_dummy else tensors)
+        if is_dummy:
             causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
         else:
-            causal_lm = load_checkpoint(model_cls, hf_config, model_config.path, layer_config.dtype)
+            causal_lm = fill_checkpoint(
+                model_cls, hf_config, model_config.path, tensors, layer_config.dtype
+            )
         causal_lm = causal_lm.eval().to(layer_config.device)
         return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
     except Unsupported as error:
@@ -400,23 +414,73 @@ def build_dummy(hf_config: Any, dtype: torch.dtype, seed: int) -> Any:
     return causal_lm
 
 
-def load_checkpoint(model_cls: Any, hf_config: Any, folder: Path, dtype: torch.dtype) -> Any:
+def check_sizes(
+    hf_config: Any,
+    model_config: ModelConfig,
+    layer_config: LayerConfig,
+    tensors: dict[str, TensorInfo] | None,
+) -> None:
+    """Compare what config.json describes with the files (None: there are none) and the memory,
+    before memory is taken. Raises ValueError, with the numbers or the name of a tensor.
+
+    transformers may rename, split and stack tensors, so only their total size is compared here;
+    the names and shapes are, when they are filled.
+    """
+    mismatch = f"the weights in {model_config.path} do not match its config.json"
+    if tensors is not None and model_config.num_layers > len(tensors):
+        raise ValueError(
+            f"{mismatch}: num_hidden_layers is {model_config.num_layers}, and there are "
+            f"{len(tensors)} tensors in all."
+        )
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
+            plan = AutoModelForCausalLM.from_config(hf_config, attn_implementation=ATTENTION_NAME)
+    except (KeyError, Unsupported):
+        raise
+    except Exception as error:  # each family has its own checks
+        raise Unsupported(f"can't be built from its config.json ({error})") from error
+    parameters = dict(plan.named_parameters())
+    wanted = sum(parameter.numel() for parameter in parameters.values())
+    if tensors is not None:
+        stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        if wanted > 2 * stored:  # not 1: a family may tie weights later
+            raise ValueError(
+                f"{mismatch}, which describes {wanted} numbers; the files have {stored}."
+            )
+        for name, tensor in tensors.items():  # others are buffers, such as GPT-NeoX's mask
+            full_name = f"{plan.base_model_prefix}.{name}"
+            if name.endswith("weight") or name in parameters or full_name in parameters:
+                check_dtype(name, tensor)
+    check_memory(wanted * layer_config.dtype.itemsize, layer_config)
+
+
+def fill_checkpoint(
+    model_cls: Any,
+    hf_config: Any,
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    dtype: torch.dtype,
+) -> Any:
     """Weights from safetensors files. Raises ValueError, naming the tensors, if some do not fit."""
+    files = dict.fromkeys(tensor.file for tensor in tensors.values())
+    slices = {name: source for file in files for name, source in read_slices(file)}
     try:
         causal_lm, loading = model_cls.from_pretrained(
-            folder,
+            None,
             config=hf_config,
+            state_dict=slices,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below instead
         )
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # code of transformers, of any model: it may raise anything
+        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:
+            raise
         raise ValueError(
-            f"transformers can't load the weights in {folder} ({error}). Weights are read from "
-            "safetensors only, in one file model.safetensors or several with an index."
+            f"transformers can't load the weights in {folder} ({type(error).__name__}: {error}). "
+            "Is the download complete, and do the weights belong to config.json?"
         ) from error
     problems = [
         f"{kind}: {', '.join([str(name) for name in names][:5])}"

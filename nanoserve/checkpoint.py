@@ -1,0 +1,270 @@
+"""What may the JSON files of a checkpoint say?
+
+A checkpoint comes from somebody else, and may be damaged or made to do harm. So nothing that it
+says is used before it is checked. A file must be a regular file of bounded size, and every key that
+is used has a type and a range (KEYS). A value that is not allowed is an error that names it:
+
+    config.json   {"num_hidden_layers": 1000000000, ...}
+    KEYS          "num_hidden_layers": an int from 1 to 1000
+    ValueError    llama/config.json: num_hidden_layers is 1000000000; allowed: an int from 1 to 1000
+
+A key is checked when it is read, so keys of other families of models may say what they like. null
+counts as a missing key. The ranges are wider than those of any known model; they keep the
+arithmetic of sizes within 64 bits. What the sizes mean for memory is checked where they are used:
+models/loader.py compares them with the files, before a tensor is made.
+
+Nothing in this module allocates a tensor, runs code of a checkpoint, or follows a name to another
+folder. (A file may be a symbolic link to a regular file: in the cache of the Hugging Face hub all
+files are.)
+
+vLLM: vllm/transformers_utils/config.py (V0 and V1), which leaves the checks to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanoserve.exceptions import brief
+
+MAX_CONFIG_BYTES = 2**24
+MAX_INDEX_BYTES = 2**26  # the largest known index, of a model of 10**12 weights, has about 2**24
+MAX_NESTING = 64  # lists and objects in each other; what copies or sends them is recursive
+INT32 = 2**31 - 1
+
+
+class Rule(NamedTuple):
+    """What one key may say."""
+
+    allowed: str  # in words
+    accepts: Callable[[Any], bool]
+
+
+def whole(least: int, most: int) -> Rule:
+    """An int in a range. (True and 4.0 are none.)"""
+    return Rule(
+        f"an int from {least} to {most}",
+        lambda value: type(value) is int and least <= value <= most,
+    )
+
+
+def number(least: float, most: float, words: str) -> Rule:
+    """A number in a range, which `words` say. NaN is in no range."""
+    return Rule(words, lambda value: type(value) in (int, float) and least <= value <= most)
+
+
+def one_of(*values: str) -> Rule:
+    """One of a few strings."""
+    return Rule(" or ".join(map(repr, values)), lambda value: value in values)
+
+
+def list_of(rule: Rule, least: int = 0) -> Rule:
+    """A list of `least` or more values, of which each follows `rule`."""
+    words = f"a list{' of at least one' * bool(least)}, each {rule.allowed}"
+    return Rule(
+        words,
+        lambda value: (
+            isinstance(value, list) and len(value) >= least and all(map(rule.accepts, value))
+        ),
+    )
+
+
+FLAG = Rule("true or false", lambda value: isinstance(value, bool))
+TEXT = Rule("a string", lambda value: isinstance(value, str) and value != "")
+OBJECT = Rule("an object, {...}", lambda value: isinstance(value, dict))
+SIZE, COUNT = whole(1, 2**22), whole(1, 2**16)
+EXPERTS = whole(1, 2**12)
+LENGTH = whole(1, INT32)  # in tokens
+POSITIVE = number(sys.float_info.min, 1e9, "a number more than 0, up to 1e9")
+FACTOR = number(1, 1e6, "a number from 1 to 1e6")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPE = one_of(*DTYPES, *(f"torch.{name}" for name in DTYPES))
+_INT = Rule("an int", lambda value: type(value) is int)
+TOKEN_IDS = Rule("an int or a list of ints", lambda v: _INT.accepts(v) or list_of(_INT).accepts(v))
+
+# Every key of config.json that is used, by this package's own models at least.
+KEYS = {
+    "architectures": list_of(TEXT),
+    "vocab_size": LENGTH,
+    "hidden_size": SIZE,
+    "intermediate_size": SIZE,
+    "num_hidden_layers": whole(1, 1000),
+    "num_attention_heads": COUNT,
+    "num_key_value_heads": COUNT,
+    "head_dim": COUNT,
+    "max_position_embeddings": LENGTH,
+    "rms_norm_eps": number(sys.float_info.min, 1, "a number more than 0, up to 1"),
+    "tie_word_embeddings": FLAG,
+    "dtype": DTYPE,
+    "torch_dtype": DTYPE,
+    "eos_token_id": TOKEN_IDS,
+    "hidden_act": TEXT,
+    "attention_bias": FLAG,
+    "mlp_bias": FLAG,
+    # sliding windows
+    "use_sliding_window": FLAG,
+    "sliding_window": LENGTH,
+    "max_window_layers": whole(0, INT32),
+    "layer_types": list_of(one_of("full_attention", "sliding_attention"), least=1),
+    # mixtures of experts
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "moe_intermediate_size": SIZE,
+    "norm_topk_prob": FLAG,
+    "decoder_sparse_step": COUNT,
+    "mlp_only_layers": list_of(whole(0, INT32)),
+    # rotary embedding: beside each other, or in rope_parameters or rope_scaling
+    "rope_parameters": OBJECT,
+    "rope_scaling": OBJECT,
+    "rope_type": TEXT,
+    "type": TEXT,
+    "rope_theta": number(1.001, 1e15, "a number more than 1, up to 1e15"),
+    "partial_rotary_factor": number(sys.float_info.min, 1, "a number more than 0, up to 1"),
+    "original_max_position_embeddings": whole(2, INT32),
+    "factor": FACTOR,
+    "low_freq_factor": POSITIVE,
+    "high_freq_factor": POSITIVE,
+    "beta_fast": POSITIVE,
+    "beta_slow": POSITIVE,
+    "attention_factor": POSITIVE,
+    "mscale": number(0, 1e6, "a number from 0 to 1e6"),
+    "mscale_all_dim": number(0, 1e6, "a number from 0 to 1e6"),
+    "truncate": FLAG,
+    "short_factor": list_of(POSITIVE, least=1),
+    "long_factor": list_of(POSITIVE, least=1),
+}
+# Names that older families use for the key at the left.
+KEY_ALIASES = {
+    "hidden_size": ("n_embd",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "max_position_embeddings": ("n_positions",),
+}
+# Keys under which a checkpoint says that its weights are not numbers, but codes for numbers.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+
+
+def read_key(config: Mapping[str, Any], key: str, default: Any, file: Path | str) -> Any:
+    """config[key], or `default` if the key is missing or null. Raises ValueError, which names
+    `file`, for a value that KEYS does not allow."""
+    for name in (key, *KEY_ALIASES.get(key, ())):
+        value = config.get(name)
+        if value is None:
+            continue
+        if not KEYS[key].accepts(value):
+            raise ValueError(
+                f"{file}: {name} is {brief(value)}; allowed: {KEYS[key].allowed}. Correct the "
+                "file, or copy it again."
+            )
+        return value
+    return default
+
+
+def read_token_ids(config: Mapping[str, Any], key: str, file: Path | str) -> frozenset[int]:
+    """config[key], an id, a list of ids or nothing, as a set. Raises ValueError as read_key does.
+    The ids may be outside of the vocabulary."""
+    value = read_key(config, key, [], file)
+    return frozenset(value if isinstance(value, list) else [value])
+
+
+def read_rope_parameters(hf: Mapping[str, Any], file: Path | str = "config.json") -> dict[str, Any]:
+    """The rope settings of a config.json in one layout; config.json has one of two.
+
+    transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}`. Earlier versions write
+    `rope_theta` beside `rope_scaling: {type or rope_type, ...}`. Both give
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}. Raises ValueError for a
+    value that is not allowed.
+    """
+    place = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    given = read_key(hf, place, {}, file)
+    if isinstance(given.get("full_attention"), dict):  # one for each type of layer, as in Gemma 3
+        place, given = f"{place}.full_attention", given["full_attention"]
+    where = f"{file}, {place}"
+    rope = {key: read_key(given, key, None, where) if key in KEYS else given[key] for key in given}
+    rope = {key: value for key, value in rope.items() if value is not None}
+    old_name = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or old_name or "default"
+    rope.setdefault("rope_theta", read_key(hf, "rope_theta", 10000.0, file))
+    rope.setdefault("partial_rotary_factor", read_key(hf, "partial_rotary_factor", 1.0, file))
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
+        key = "original_max_position_embeddings"
+        original = read_key(hf, key, rope.get(key), file)  # Phi-3 writes it at the top
+        rope[key] = original or read_key(hf, "max_position_embeddings", None, file)
+    return rope
+
+
+def find_quantization(hf: Mapping[str, Any]) -> str | None:
+    """How config.json says that the weights are quantized, such as "quantization_config (fp8)";
+    None if it does not."""
+    for key in QUANTIZATION_KEYS:
+        if value := hf.get(key):
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            return f"{key} ({method if isinstance(method, str) else 'no method named'})"
+    return None
+
+
+def check_is_file(file: Path) -> None:
+    """Raise ValueError unless `file` is a regular file, or a link to one.
+
+    A device or a pipe could be read for ever; a folder or a link to nothing cannot be read.
+    """
+    if not os.path.isfile(file):  # unlike Path.is_file, False for a name that is too long
+        raise ValueError(
+            f"{brief(str(file))} is not a regular file, nor a link to one (but a folder, a device, "
+            "a pipe, or a link to nothing). Copy it again."
+        )
+
+
+def read_json(file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """The JSON object in a checkpoint's file. Raises ValueError, which names the file, for a file
+    that is missing, not regular, larger than `most_bytes`, nested too deeply, or no JSON object."""
+    if not os.path.lexists(file):
+        raise ValueError(f"{file.parent} has no {file.name}: not a Hugging Face checkpoint folder.")
+    check_is_file(file)
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(most_bytes + 1)  # not its size, which may change
+        if len(content) > most_bytes:
+            raise ValueError(f"it has more than {most_bytes} bytes")
+        values = json.loads(content.decode("utf-8"))
+        check_nesting(values)
+    except RecursionError:
+        raise ValueError(
+            f"{file} is not readable JSON (nested too deeply). Copy it again."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} is not readable JSON ({error}). Copy it again.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not a JSON object but {brief(values)}. Copy it again.")
+    return values
+
+
+def check_nesting(values: Any) -> None:
+    """Raise ValueError if more than MAX_NESTING lists and objects are in each other."""
+    level = [values]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for each in level
+            if isinstance(each, (dict, list))
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    if any(isinstance(each, (dict, list)) for each in level):
+        raise ValueError(f"more than {MAX_NESTING} lists and objects in each other")
+
+
+def is_plain_name(name: object, ending: str) -> bool:
+    """True for the name of a file of the same folder, on every system: no path, no drive."""
+    return (
+        isinstance(name, str)
+        and name.endswith(ending)
+        and name != ending
+        and not set(name) & set("/\\:")
+        and name.isprintable()
+    )
