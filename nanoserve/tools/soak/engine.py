@@ -27,7 +27,8 @@ from nanoserve.tools.soak.control import make_options
 from nanoserve.tools.soak.rounds import Round
 from nanoserve.tools.soak.worker import resident_megabytes
 
-FAMILIES = ("demo", "demo", "llama", "qwen3", "qwen3_moe", "gemma2")
+DIVISIBLE = ("demo", "demo", "llama", "qwen3", "qwen3_moe")  # among ranks
+FAMILIES = (*DIVISIBLE, "gemma2")
 SETTINGS: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -231,7 +232,7 @@ class EnginePart:
 
     def __call__(self, round: Round) -> None:
         rng = round.rng
-        family = rng.choice(FAMILIES)
+        family = rng.choice(FAMILIES if self.ranks == 1 else DIVISIBLE)
         plain = self.get_plain(family)
         options = make_options(round)
         options["attention_backend"] = rng.choice(["auto", "auto", "reference"])

@@ -60,20 +60,7 @@ def bad_values(rng: random.Random) -> list[Any]:
     for _ in range(500):
         nested = [nested]
     return [
-        None,
-        True,
-        False,
-        number,
-        real,
-        text,
-        b"x",
-        [],
-        [None],
-        [number],
-        [text],
-        [real],
-        (),
-    ] + [
+        *(None, True, False, number, real, text, b"x", (), [], [None], [number], [text], [real]),
         {},
         {"a": number},
         {number: real},
@@ -99,7 +86,7 @@ class InputPart:
         self._root = TemporaryDirectory(prefix="soak-")
 
     def __call__(self, round: Round) -> None:
-        for number in range(8):
+        for _ in range(8):
             name, action = self.make_case(round)
             print(name, flush=True)
             start = time.monotonic()

@@ -105,7 +105,7 @@ class Worker:
                 os.kill(self._process.pid, signal.SIGABRT)
             self._process.join(PATIENCE)
         assert self._log is not None
-        log = self._log.read_text(errors="replace")[-6000:]
+        log = shorten(self._log.read_text(errors="replace"))
         self._kill()
         return WorkerFailed(kind, what, log)
 
@@ -118,6 +118,14 @@ class Worker:
         self._process = self._connection = None
         if self._log is not None:
             self._log.unlink(missing_ok=True)
+
+
+def shorten(log: str) -> str:
+    """The last lines that the process wrote, and where its main thread was when it was ended."""
+    written, _, stacks = log.partition("Fatal Python error")
+    stack = stacks.partition("Current thread")[2].partition("Extension modules")[0]
+    lines = [*written.splitlines()[-8:], *stack.splitlines()[1:10]]
+    return "\n".join(line[:200] for line in lines if line.strip())
 
 
 def resident_megabytes(pid: int) -> float:
@@ -137,8 +145,6 @@ def serve(connection: Connection, make: Callable[[], Callable[..., Any]], log: s
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
     faulthandler.enable()
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGABRT, chain=True)
     target = make()
     connection.send((False, None))
     while True:
