@@ -176,17 +176,17 @@ def sampling_params() -> Cases:
 
 
 def runtime() -> Cases:
-    for number, name in enumerate(map(show, broken_processors(0))):
-        yield Case(f"processor {name}", "clear", partial(use_processor, number))
+    for name in broken_processors(0):
+        yield Case(f"processor: {name}", "clear", partial(use_processor, name))
     yield Case("in place", "served", lambda b: b.generate(logits_processors=[fill_in_place]))
     yield Case("double", "served", lambda b: b.generate(logits_processors=[to_double]))
     yield Case("bias changed after adding", "either", change_after_adding)
-    yield Case("another thread generates", "clear", generate_within)
+    yield Case("another thread generates", "either", generate_within)
     yield Case("listener raises", "served", with_bad_listener)
 
 
-def use_processor(number: int, bench: Bench) -> Any:
-    return bench.generate(logits_processors=[broken_processors(0)[number]])
+def use_processor(name: str, bench: Bench) -> Any:
+    return bench.generate(logits_processors=[broken_processors(0)[name]])
 
 
 def fill_in_place(output: Any, logits: Any) -> Any:
@@ -213,7 +213,7 @@ def finish_steps(bench: Bench) -> list[Any]:
 
 
 def generate_within(bench: Bench) -> Any:
-    """From another thread, in the middle of a step."""
+    """From another thread, which begins in the middle of a step."""
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -222,17 +222,21 @@ def generate_within(bench: Bench) -> Any:
         except BaseException as error:
             errors.append(error)
 
+    threads: list[threading.Thread] = []
+
     def listen(report: Any) -> None:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        if not threads:
+            threads.append(threading.Thread(target=work))
+            threads[0].start()
 
     bench.llm.engine.step_listeners.append(listen)
     try:
-        bench.generate(max_tokens=2)
+        return bench.generate(max_tokens=30)
     finally:
         bench.llm.engine.step_listeners.remove(listen)
-    raise errors[0]
+        threads[0].join()
+        for error in errors:
+            raise error
 
 
 def with_bad_listener(bench: Bench) -> Any:
@@ -250,7 +254,7 @@ def with_bad_listener(bench: Bench) -> Any:
 
 BAD_IDS = ("x", None, -1, 2048, 2**70, 1.5, NAN, True, [5], b"x")
 BAD_PROMPTS = (
-    *(None, 5, 1.5, True, b"x", "", object(), int, [], [[]], [None], ["", "a"], (), {}, {"a": 1}),
+    *(None, 5, 1.5, True, b"x", "", object(), int, [[]], [None], ["", "a"], {}, {"a": 1}),
     *({"prompt": value} for value in (None, 5, b"x", "", ["a"])),
     *({"prompt_token_ids": value} for value in (None, 5, "x", [], [[5]], {5: 5})),
     *({"prompt_token_ids": [5, value]} for value in BAD_IDS),
@@ -270,6 +274,8 @@ BAD_PROMPTS = (
     torch.tensor(1.5),
 )
 ODD_PROMPTS = (
+    [],
+    (),
     "\x00",
     "\ufeff\u202e\u0301",
     "\U0001f600" * 50,
@@ -342,17 +348,29 @@ def parts_of(*parts: Any) -> list[Any]:
 
 
 BAD_CHATS = (
-    *(None, 5, "x", [], [[]], [None], [5], ["x"], {}, [{}], b"x"),
-    [{"role": "user"}],
+    *(None, 5, "x", [[]], [None], [5], ["x"], {}, [{}], b"x"),
     [{"content": "Hi"}],
-    *([{**USER, "role": value}] for value in (None, 5, "", ["user"], b"x", {})),
+    *([{**USER, "role": value}] for value in (None, 5, ["user"], b"x", {})),
     *([{**USER, "content": value}] for value in (5, b"x", {}, 1.5, object(), SURROGATE)),
-    *(parts_of(value) for value in (None, 5, [], {}, {"type": "text"}, b"x")),
-    *(parts_of({"type": "text", "text": value}) for value in (None, 5, [], b"x")),
+    *(parts_of(value) for value in (None, 5, [], {}, b"x")),
+    *(parts_of({"type": "text", "text": value}) for value in (5, [], b"x")),
     parts_of({"type": "image_url", "image_url": {"url": "x"}}),
     parts_of({"type": 5, "text": "x"}),
     [USER, 5],
     [[USER], 5],
+)
+ODD_CHATS = (
+    [],
+    [{"role": "user"}],
+    [{**USER, "content": ""}],
+    [{**USER, "content": None}],
+    [{**USER, "x": 1}],
+    [USER] * 40,
+    [{**USER, "role": "zz"}],
+    [{**USER, "role": ""}],
+    parts_of(),
+    parts_of({"type": "text"}),
+    parts_of({"type": "text", "text": None}),
 )
 BAD_CHAT_ARGUMENTS: dict[str, Any] = {
     "chat_template": (5, b"x", ["x"], "{% if %}", "{{ raise_exception('no') }}"),
@@ -367,9 +385,7 @@ BAD_CHAT_ARGUMENTS: dict[str, Any] = {
 def chat() -> Cases:
     yield from each("clear", Bench.chat, BAD_CHATS)
     yield from cross("clear", lambda b, **more: b.chat([USER], **more), BAD_CHAT_ARGUMENTS)
-    odd = ([{**USER, "content": ""}], [{**USER, "x": 1}], [USER] * 40, [{**USER, "role": "zz"}])
-    yield from each("either", Bench.chat, odd)
-    yield from each("either", Bench.chat, ([{**USER, "content": None}], parts_of()))
+    yield from each("either", Bench.chat, ODD_CHATS)
 
 
 def beam() -> Cases:

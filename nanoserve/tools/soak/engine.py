@@ -89,28 +89,28 @@ def as_double(prompt: list[int], output: list[int], logits: Any) -> Any:
     return logits.double()
 
 
-def broken_processors(after: int) -> list[Callable[..., Any]]:
-    """None of these says which token may follow."""
+def broken_processors(after: int) -> dict[str, Callable[..., Any]]:
+    """By what is wrong with them. None of them says which token may follow `after` tokens."""
     import torch
 
     errors = (ValueError, KeyError, StopIteration, SystemExit, GeneratorExit, MemoryError, BadError)
-    return [
-        *(partial(fail_with, error, after) for error in errors),
-        BadText(),
-        max,
-        torch.add,
-        lambda output, logits: None,
-        lambda output, logits: logits[:-1],
-        lambda output, logits: logits[None],
-        lambda output, logits: logits.tolist(),
-        lambda output, logits: logits.to_sparse(),
-        lambda output, logits: logits.to("meta"),
-        lambda output, logits: torch.nested.nested_tensor([logits]),
-        lambda output, logits: logits > 0,
-        lambda output, logits: logits * 1j,
-        lambda output, logits: logits * float("nan"),
-        lambda output, logits: logits - float("inf"),
-    ]
+    return {
+        **{f"raises {error.__name__}": partial(fail_with, error, after) for error in errors},
+        "returns itself, without a repr": BadText(),
+        "a builtin without a signature": max,
+        "torch.add": torch.add,
+        "returns None": lambda output, logits: None,
+        "too short": lambda output, logits: logits[:-1],
+        "another dimension": lambda output, logits: logits[None],
+        "a list": lambda output, logits: logits.tolist(),
+        "sparse": lambda output, logits: logits.to_sparse(),
+        "meta": lambda output, logits: logits.to("meta"),
+        "nested": lambda output, logits: torch.nested.nested_tensor([logits]),
+        "bool": lambda output, logits: logits > 0,
+        "complex": lambda output, logits: logits * 1j,
+        "NaN": lambda output, logits: logits * float("nan"),
+        "nothing allowed": lambda output, logits: logits - float("inf"),
+    }
 
 
 # -- requests --
@@ -161,7 +161,7 @@ def make_asks(round: Round, llm: LLM, with_faults: bool) -> list[Ask]:
             vocab_size,
             capacity - len(prompt),
             tokenizer is not None,
-            [rng.choice(broken_processors(after))] if is_guilty else processors,
+            [rng.choice(list(broken_processors(after).values()))] if is_guilty else processors,
         )
         if params is not None:
             asks.append(Ask(prompt, params, is_guilty, after))
