@@ -416,7 +416,7 @@ def beam() -> Cases:
 
 COUNTS = (0, -1, 1.5, "x", NAN, [1], True, *HUGE)
 NAMES = (5, "", "x", True, [], b"x")
-SWITCHES = (None, 1, 0, "x", "False", [])
+SWITCHES = (1, 0, "x", "False", [])
 BAD_OPTIONS: dict[str, Any] = {
     "num_kv_blocks": (*COUNTS, 10**8),
     "block_size": COUNTS,
@@ -424,16 +424,16 @@ BAD_OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": (0, -1, 1.5, "x", NAN, 7),
     "max_model_len": (0, -1, 1.5, "x", NAN, 2049, 2**70),
     "tensor_parallel_size": (0, -1, 1.5, "x", None, 3, 2**31),
-    "kv_cache_memory": (0, -1, 1.5, "x", 10),
+    "kv_cache_memory": (0, -1, 1.5, "x"),
     "gpu_memory_utilization": (0, -1, 1.1, NAN, "x", None, True),
     "long_prefill_token_threshold": (-1, 1.5, "x", None),
     "max_logprobs": (-2, 1.5, "x", None),
     "seed": (-1, 2**63, 1.5, "x", None),
-    "swap_space": (-1, NAN, "x", INF, 2**40),
+    "swap_space": (-1, NAN, "x"),
     "dtype": (*NAMES, "int8", "float64", torch.int8),
     "device": (*NAMES, "cuda:x", "tpu", "cuda:99"),
     "scheduling_policy": (*NAMES, None),
-    "preemption_mode": (*NAMES, None),
+    "preemption_mode": NAMES,
     "load_format": (*NAMES, None, "pt"),
     "model_impl": (*NAMES, None),
     "attention_backend": (5, "", "x", [], int),
@@ -443,7 +443,7 @@ BAD_OPTIONS: dict[str, Any] = {
     "async_scheduling": SWITCHES,
     "tokenizer": (5, "", "/nowhere", b"x"),
     "quantization": ("fp8", 5),
-    "trust_remote_code": (True, "x"),
+    "trust_remote_code": ("x",),
     "pipeline_parallel_size": (2,),
     "max_num_sequences": (8,),
     "scheduler_cls": (5, "x"),
@@ -462,14 +462,26 @@ def option() -> Cases:
         {"num_cpu_blocks": 4, "swap_space": 1.0},
         {"max_num_batched_tokens": 4, "max_num_seqs": 8},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 8, "max_model_len": 64},
-        {"num_kv_blocks": 4, "kv_cache_memory": 10**6},
+        {"preemption_mode": "swap", "swap_space": INF},
+        {"preemption_mode": "swap", "swap_space": 2**40},
+        {"num_kv_blocks": None, "kv_cache_memory": 10},
         {"device": "cuda:0", "tensor_parallel_size": 2},
     ]
     yield from each("clear", lambda bench, options: bench.build(**options), both)
     yield from cross(
         "either",
         Bench.build,
-        {"num_cpu_blocks": (-1, 5), "kv_cache_memory": (2**50, 2**70), "swap_space": (0,)},
+        {
+            "num_cpu_blocks": (-1, 5),
+            "kv_cache_memory": (10, 2**50, 2**70),
+            "swap_space": (0, INF, 2**40),
+            "trust_remote_code": (True,),
+            "preemption_mode": (None,),
+            "enable_prefix_caching": (None,),
+            "enable_chunked_prefill": (None,),
+            "enforce_eager": (None,),
+            "async_scheduling": (None,),
+        },
     )
 
 

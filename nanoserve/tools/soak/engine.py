@@ -245,6 +245,8 @@ class EnginePart:
                 round.num_requests += len(asks)
                 run(round, llm, asks)
                 check_books(round, llm)
+                if round.findings:
+                    return  # what follows from it is no news
                 for ask in asks:
                     check_ask(round, plain, ask, is_whole=run is not run_stream)
             if llm.engine.tokenizer is not None and self.ranks == 1:
