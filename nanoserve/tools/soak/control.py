@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,6 @@ from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import (
     ModelOutput,
     NewSequence,
-    RequestError,
     SchedulerOutput,
     SequenceUpdate,
 )
@@ -44,10 +43,9 @@ EOS = 49
 MAX_MODEL_LEN = 96
 MAX_IDLE_STEPS = 600  # without a new token: more than the longest prompts take, token by token
 TRANSIENT_GAP = 60  # steps from one passing failure to the next: a search for the guilty is shorter
-# Where a guilty request fails: at the launch of its step, when the step is read (with and without
-# its name), in the sampler, or in the code that makes its output.
-FAULTS = ("launch", "result", "named", "row", "consumer")
-HAS_ROW_ERRORS = "errors" in {each.name for each in fields(ModelOutput)}
+# Where a guilty request fails: at the launch of its step, when the step is read, in the sampler (its
+# own row only), or in the code that makes its output.
+FAULTS = ("launch", "result", "row", "consumer")
 
 
 @dataclass
@@ -135,9 +133,6 @@ class FaultyExecutor(FakeExecutor):
         faults = self._failing.pop(pending.number, [])
         self.fail_next_result = any(kind == "result" for kind, _ in faults)
         output = super().read(pending, output)
-        for kind, seq_id in faults:
-            if kind == "named" or (kind == "row" and not HAS_ROW_ERRORS):
-                raise RequestError(seq_id, "planted")
         guilty = {seq_id for kind, seq_id in faults if kind == "row"}
         return without_rows(output, guilty) if guilty else output
 
@@ -150,7 +145,7 @@ def without_rows(output: ModelOutput, guilty: set[int]) -> ModelOutput:
         }
         for name in ("sampled_token_ids", "logprobs", "forks", "prompt_logprobs")
     }
-    tables["errors"] = {seq_id: RequestError(seq_id, "planted") for seq_id in guilty}
+    tables["errors"] = {seq_id: LookupError("planted") for seq_id in guilty}
     return replace(output, **tables)
 
 
