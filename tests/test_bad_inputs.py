@@ -5,7 +5,8 @@ the engine beside it must say what it said before. All of that is slow:
 
     python tests/test_bad_inputs.py                  run all, print what did not end well
     python tests/test_bad_inputs.py chat template    only these groups
-    python tests/test_bad_inputs.py --update         run all, write the table into tests/README.md
+    python tests/test_bad_inputs.py --update         and write the table (the rows of the groups
+                                                     that ran) into tests/README.md
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def describe(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def make_table(results: dict[str, list[Result]]) -> str:
-    """The generated part of tests/README.md."""
+def make_table(rows: dict[str, list[int]]) -> str:
+    """The generated part of tests/README.md, from the counts of each group: tried, then KINDS."""
     versions = f"Python {platform.python_version()}, torch {torch.__version__.partition('+')[0]}"
     today = datetime.now(timezone.utc).date()
     lines = [
@@ -105,12 +106,32 @@ def make_table(results: dict[str, list[Result]]) -> str:
         f"| group | tried | {' | '.join(KINDS)} |",
         "|---|" + "---|" * (len(KINDS) + 1),
     ]
-    rows = {**results, "**all**": [each for group in results.values() for each in group]}
-    for group, its_results in rows.items():
-        counts = Counter(result.kind for result in its_results)
-        cells = [len(its_results), *(counts[kind] for kind in KINDS)]
-        lines.append(f"| {group} | {' | '.join(map(str, cells))} |")
+    total = [sum(column) for column in zip(*rows.values(), strict=True)]
+    for group, counts in {**rows, "**all**": total}.items():
+        lines.append(f"| {group} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines) + "\n"
+
+
+def read_table() -> dict[str, list[int]]:
+    """The rows of the table: group -> tried, then KINDS. The last one, **all**, is their sum."""
+    text = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert not cells or cells[0] == ["group", "tried", *KINDS]
+    return {name: list(map(int, counts)) for name, *counts in cells[2:]}
+
+
+def update_table(results: dict[str, list[Result]]) -> None:
+    """Write the rows of these groups; the other rows stay."""
+    rows = read_table()
+    for group, its_results in results.items():
+        counts = Counter(result.kind for result in its_results)
+        rows[group] = [len(its_results), *(counts[kind] for kind in KINDS)]
+    table = make_table({group: rows[group] for group in GROUPS if group in rows})
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    new = before + BEGIN + table + END + rest.partition(END)[2]
+    README.write_text(new, encoding="utf-8")
 
 
 # -- the long run --
@@ -136,14 +157,7 @@ def test_every_input_ends_well(worker: Worker, group: str) -> None:
 
 def test_the_table_has_all_groups_and_adds_up() -> None:
     """The figures are of another machine; the groups, the numbers of cases and the sums are not."""
-    text = README.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in text.splitlines()
-        if line.startswith("|")
-    ]
-    assert rows[0] == ["group", "tried", *KINDS]
-    counts = {name: list(map(int, cells)) for name, *cells in rows[2:]}
+    counts = read_table()
     total = counts.pop("**all**")
     assert {name: tried for name, (tried, *_) in counts.items()} == {
         name: len(list(make())) for name, make in GROUPS.items()
@@ -179,10 +193,7 @@ def main(arguments: list[str]) -> None:
         print(name, describe(results[name]), flush=True)
     worker.close()
     if "--update" in arguments:
-        text = README.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        new = before + BEGIN + make_table(results) + END + rest.partition(END)[2]
-        README.write_text(new, encoding="utf-8")
+        update_table(results)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,9 @@ VOCAB_SIZE = 50
 EOS = 49
 MAX_MODEL_LEN = 96
 MAX_IDLE_STEPS = 600  # without a new token: more than the longest prompts take, token by token
-TRANSIENT_GAP = 60  # steps from one passing failure to the next: a search for the guilty is shorter
-# Where a guilty request fails: at the launch of its step, when the step is read, in the sampler (its
-# own row only), or in the code that makes its output.
+TRANSIENT_GAP = 2000  # steps between two passing failures: a search for the guilty is shorter
+# Where a guilty request fails: at the launch of its step, when the step is read, in the sampler
+# (its own row only), or in the code that makes its output.
 FAULTS = ("launch", "result", "row", "consumer")
 
 
@@ -139,12 +139,10 @@ class FaultyExecutor(FakeExecutor):
 
 def without_rows(output: ModelOutput, guilty: set[int]) -> ModelOutput:
     """`output` with errors in the place of these sequences' tokens."""
-    tables: dict[str, Any] = {
-        name: {
-            seq_id: each for seq_id, each in getattr(output, name).items() if seq_id not in guilty
-        }
-        for name in ("sampled_token_ids", "logprobs", "forks", "prompt_logprobs")
-    }
+    tables: dict[str, Any] = {}
+    for name in ("sampled_token_ids", "logprobs", "forks", "prompt_logprobs"):
+        table = getattr(output, name).items()
+        tables[name] = {seq_id: each for seq_id, each in table if seq_id not in guilty}
     tables["errors"] = {seq_id: LookupError("planted") for seq_id in guilty}
     return replace(output, **tables)
 
@@ -258,8 +256,8 @@ def drive(round: Round, engine: LLMEngine, plans: list[Plan]) -> bool:
     by_name = {plan.name: plan for plan in plans}
     executor = engine.executor
     if not any(plan.fault for plan in plans) and round.chance(0.5):
-        kinds = round.rng.choices(["launch", "result"], k=20)
-        executor.transients = {(i + 1) * TRANSIENT_GAP: kind for i, kind in enumerate(kinds)}
+        first, kind = round.rng.randrange(60), round.rng.choice(["launch", "result"])
+        executor.transients = {first + i * TRANSIENT_GAP: kind for i in range(9)}
     news: list[int] = [0]  # step in which something was heard last
 
     def listen(report: StepReport) -> None:
