@@ -23,7 +23,7 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
 from nanoserve.tools.fake_executor import FakeOutput
 from nanoserve.tools.soak import cli
-from nanoserve.tools.soak.cli import PARTS, MakePlayer, Part, main, soak
+from nanoserve.tools.soak.cli import PARTS, Part, main, soak
 from nanoserve.tools.soak.control import ControlPart, FaultyExecutor
 from nanoserve.tools.soak.engine import EnginePart
 from nanoserve.tools.soak.inputs import InputPart
@@ -298,7 +298,7 @@ def test_a_command_line_without_a_length_is_refused(capsys: pytest.CaptureFixtur
 def test_a_part_can_be_sent_to_a_process() -> None:
     """PARTS are made in the worker, so they must be importable by name."""
     for part in PARTS.values():
-        assert pickle.loads(pickle.dumps(MakePlayer(part.make))).make is part.make
+        assert pickle.loads(pickle.dumps(part.make)) is part.make
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,22 +106,13 @@ class PlayRounds:
         return round.run(self.part)
 
 
-class MakePlayer(NamedTuple):
-    """PlayRounds of one part, to be made in the worker's process (a lambda cannot be sent)."""
-
-    make: Callable[[], Callable[[Round], None]]
-
-    def __call__(self) -> PlayRounds:
-        return PlayRounds(self.make)
-
-
 def soak(
     seconds: float, seed: int, names: list[str], only_round: int | None = None, tell: Any = None
 ) -> Report:
     """Search for so many seconds, or play one round of each named part. `tell` gets each finding
     and, after each round, the report."""
     report = Report(seed, rounds=dict.fromkeys(names, 0), requests=dict.fromkeys(names, 0))
-    workers = {name: Worker(MakePlayer(PARTS[name].make)) for name in names}
+    workers = {name: Worker(partial(PlayRounds, PARTS[name].make)) for name in names}
     spent = dict.fromkeys(names, 0.0)
     begin = time.monotonic()
     try:

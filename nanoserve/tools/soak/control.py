@@ -266,7 +266,7 @@ def drive(round: Round, engine: LLMEngine, plans: list[Plan]) -> bool:
 
     engine.step_listeners.append(listen)
     if round.chance(0.3):
-        engine.step_listeners.append(lambda report: 1 // 0)
+        engine.step_listeners.append(fail)
     number = 0
     while events or engine.has_unfinished_requests():
         for event in events.pop(number, ()):
@@ -304,6 +304,10 @@ def make_events(
             index = rng.randrange(plan.params.n)
             events[plan.arrival + rng.randint(1, 25)].append(partial(abort, engine, plan, index))
     return events
+
+
+def fail(report: StepReport) -> None:
+    raise LookupError("planted")
 
 
 def add(engine: LLMEngine, plan: Plan) -> None:

@@ -463,8 +463,8 @@ def check_whole_calls(round: Round, llm: LLM, plain: LLM) -> None:
         round.expect(same or len(said.prompt_token_ids) + 4 > capacity, "another chat", messages)
     beams = BeamSearchParams(beam_width=rng.randint(1, 4), max_tokens=rng.randint(1, 6))
     prompt = [rng.randrange(2, 2000) for _ in range(rng.randint(1, 10))]
-    [found] = llm.beam_search([{"prompt_token_ids": prompt}], beams)
-    [expected_beams] = plain.beam_search([{"prompt_token_ids": prompt}], beams)
+    [found] = llm.beam_search(prompt, beams)
+    [expected_beams] = plain.beam_search(prompt, beams)
     gaps = [
         abs((one.cum_logprob or 0) - (other.cum_logprob or 0))
         for one, other in zip(found.sequences, expected_beams.sequences, strict=True)

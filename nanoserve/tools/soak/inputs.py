@@ -25,8 +25,8 @@ from nanoserve.tools.soak.judge import Probe, judge
 from nanoserve.tools.soak.rounds import Round
 
 MAX_SECONDS = 20.0  # for one case
-FILES = ("config.json", "generation_config.json", "model.safetensors")
-FILES += ("tokenizer.json", "tokenizer_config.json")
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+FILES = (*JSON_FILES, "model.safetensors")
 SMALL = {"num_kv_blocks": 64, "max_num_seqs": 8}
 VALID: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
 FRAGMENTS = (
@@ -205,7 +205,7 @@ class InputPart:
     def make_json(self, rng: random.Random, bad: Any) -> tuple[str, Callable[[], Any]]:
         """One value of a JSON file is changed, taken out, or added."""
         folder = self.copy_model()
-        file = folder / rng.choice(["config.json"] * 3 + [*FILES[1:2], *FILES[3:]])
+        file = folder / rng.choice(["config.json"] * 3 + [*JSON_FILES])
         content = json.loads(file.read_text())
         key = rng.choice([*content, "quantization_config", "sliding_window", "head_dim"])
         value = as_json(rng.choice([bad, rng.choice(NUMBERS)]))
