@@ -529,9 +529,17 @@ ODD_CONFIG: dict[str, Any] = {
 }
 
 
+# What makes a key count: rope_theta is read without rope_parameters, a window is used or not.
+NEEDED_BESIDE = {
+    "rope_theta": {"rope_parameters": None},
+    "sliding_window": {"use_sliding_window": True, "max_window_layers": 0},
+}
+
+
 def with_config(bench: Bench, **values: Any) -> Any:
     folder = bench.folder()
-    change_json(folder / "config.json", **values)
+    beside = [NEEDED_BESIDE.get(key, {}) for key in values]
+    change_json(folder / "config.json", **{**values, **beside[0]})
     return bench.build(str(folder))
 
 
@@ -659,7 +667,8 @@ def weights() -> Cases:
         for which, setter in (("all", set_all), ("one", partial(set_tensor, Q_PROJ))):
             convert = partial(torch.Tensor.to, dtype=getattr(torch, name))
             change = partial(setter, convert)
-            yield Case(f"{name}, {which}", "clear", partial(change_weights, change, "auto"))
+            expected = "either" if name.startswith("float") else "clear"
+            yield Case(f"{name}, {which}", expected, partial(change_weights, change, "auto"))
     for tensor in (Q_PROJ, EMBEDDING, NORM):
         for name, make in ONE_TENSOR.items():
             # What one number of the embedding is seen by a tied head only: of one row
