@@ -81,9 +81,12 @@ class InputPart:
 
     def __init__(self, llm_cls: Callable[..., LLM] = LLM) -> None:
         self.llm_cls = llm_cls
-        self.llm = llm_cls(**SMALL)
-        self.probe = Probe(self.llm)
         self._root = TemporaryDirectory(prefix="soak-")
+        self._start()
+
+    def _start(self) -> None:
+        self.llm = self.llm_cls(**SMALL)
+        self.probe = Probe(self.llm)
 
     def __call__(self, round: Round) -> None:
         for _ in range(8):
@@ -100,7 +103,7 @@ class InputPart:
             trouble = self.probe.check()
             if trouble:
                 round.expect(False, f"after {name}: {trouble}")
-                self.__init__(self.llm_cls)  # type: ignore[misc]
+                self._start()
             shutil.rmtree(Path(self._root.name, "model"), ignore_errors=True)
 
     def make_case(self, round: Round) -> tuple[str, Callable[[], Any]]:

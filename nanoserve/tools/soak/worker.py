@@ -8,7 +8,9 @@ A process that is ended writes the stack of all its threads first (faulthandler,
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import multiprocessing
 import os
 import signal
@@ -112,7 +114,8 @@ class Worker:
     def _kill(self) -> None:
         """End the process and what it has started; forget it."""
         if hasattr(os, "killpg") and self._process.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._process = self._connection = None
@@ -144,6 +147,8 @@ def serve(connection: Connection, make: Callable[[], Callable[..., Any]], log: s
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(file, stream.fileno())
+        if isinstance(stream, io.TextIOWrapper):  # names of cases are any text
+            stream.reconfigure(errors="backslashreplace")
     faulthandler.enable()
     target = make()
     connection.send((False, None))
