@@ -5,7 +5,6 @@ Shared by test_engine.py, test_async_scheduling.py and test_beam_search.py.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from fakes import FakeExecutor, reference_output
 from nanoserve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.output_processor import BranchState
 from nanoserve.sequence import RequestError, SchedulerOutput, Sequence
+from nanoserve.tools.fake_executor import write_config
 
 VOCAB_SIZE = 50
 EOS = 49
@@ -30,20 +30,8 @@ ROOT = TemporaryDirectory(prefix="fake-checkpoints-")  # removed when the proces
 @lru_cache
 def checkpoint(vocab_size: int, eos_token_ids: tuple[int, ...]) -> str:
     """The folder of a checkpoint that consists of a config.json."""
-    hf = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "eos_token_id": list(eos_token_ids),
-    }
     folder = Path(ROOT.name, f"{vocab_size}-{len(eos_token_ids)}")
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(hf))
-    return str(folder)
+    return write_config(folder, vocab_size, eos_token_ids, MAX_MODEL_LEN)
 
 
 def make_engine(

@@ -1,36 +1,11 @@
-"""A data plane of pure Python: scheduling is tested without weights and without torch.
-
-The fake model *reads its answer out of its KV cache*. The next token is a fixed function of the
-sequence's tokens (`next_token`). FakeExecutor never applies this function to the tokens that it was
-given. Instead it stores the tokens slot by slot, as a real model stores keys and values, reads the
-whole context back through the block table, and decides from what was read. So a wrong block, a
-stale cache hit, a write into a foreign block or a miscounted token gives a wrong token. A test only
-has to compare with `reference_output`, which uses no cache.
-
-The cache has two layers. In a real model, what a layer behind the first one stores at a position
-depends on *every* token up to this position. So layer 0 holds a token, and layer 1 holds a digest
-of layer 0 up to this position. With block_size 4 and block table [2, 0]:
-
-    slot            8    9   10   11    0    1
-    layer 0         a    b    c    d    e    f
-    layer 1         #a  #ab #abc  ...            ->  next token = hash of #a #ab ... #abcdef
-
-As in a real layer, a step stores all its values before it reads any. Blocks are swapped and copied
-in both layers before the step stores. Branches of a request have the same digests and different
-next tokens.
-
-Steps may overlap. The executor does the work of a step when the step is launched, as a GPU does in
-its own time: the executor's rows know the sampled tokens at once. The control plane learns the
-tokens only from `FakeOutput.result()`. The fake checks that steps are read in their order, once
-each, and at most one step late.
+"""The control plane around the fake model of nanoserve/tools/fake_executor.py, so that scheduling
+is tested without weights and without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -42,315 +17,39 @@ from nanoserve.engine import LLMEngine
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
-    BlockPair,
-    ForkSample,
-    ModelOutput,
-    NewSequence,
-    PromptLogprobs,
     RequestMetrics,
-    ScheduledSequence,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
     SequenceUpdate,
-    TokenLogprobs,
+)
+from nanoserve.tools.fake_executor import (
+    VOCAB_SIZE,
+    FakeExecutor,
+    FakeOutput,
+    StepFailed,
+    next_logprobs,
+    next_token,
+    prefix_digests,
+    reference_output,
 )
 
-VOCAB_SIZE = 997
-
-
-# -- the model --
-
-
-def prefix_digests(token_ids: Iterable[int]) -> list[int]:
-    """What layer 1 holds: for each position one number, made of all tokens up to there."""
-    digests = accumulate(
-        token_ids, lambda digest, token: (digest * 31 + token + 1) % (2**31 - 1), initial=7
-    )
-    return list(digests)[1:]
-
-
-def token_from_digests(digests: Iterable[int], seed: int, branch: int, vocab_size: int) -> int:
-    return hash((*digests, seed, branch)) % vocab_size
-
-
-def next_token(
-    token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
-) -> int:
-    """The fake model's token after `token_ids`: a pure function, the oracle."""
-    return token_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
-
-
-def logprobs_from_digests(
-    digests: Iterable[int], seed: int, branch: int, vocab_size: int
-) -> list[float]:
-    """A log-probability for each token of the vocabulary; the likeliest is the next token."""
-    key = hash((*digests, seed, branch))
-    scores = [hash((key, token)) % 1_000_003 / 1e6 for token in range(vocab_size)]
-    scores[key % vocab_size] += 1.01
-    log_total = log(sum(exp(score) for score in scores))
-    return [score - log_total for score in scores]
-
-
-def next_logprobs(
-    token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
-) -> list[float]:
-    """The fake model's log-probabilities after `token_ids`: a pure function too."""
-    return logprobs_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
-
-
-def reference_output(
-    prompt: list[int],
-    max_tokens: int,
-    stop_token_ids: Collection[int] = (),
-    seed: int = 0,
-    branch: int = 0,
-    vocab_size: int = VOCAB_SIZE,
-) -> list[int]:
-    """The output of a request that runs alone, without cache, blocks or batch."""
-    token_ids = list(prompt)
-    while len(token_ids) < len(prompt) + max_tokens:
-        token_ids.append(next_token(token_ids, seed, branch, vocab_size))
-        if token_ids[-1] in stop_token_ids:
-            break
-    return token_ids[len(prompt) :]
-
-
-def add_beam_search(
-    engine: LLMEngine, request_id: str, prompt: list[int], *params: Any, **fields: Any
-) -> Any:
-    """Queue a beam search with these BeamSearchParams (or BeamSearchParams(*params, **fields)), to
-    be advanced by step(). Its results are in the object returned. Skips the test where the chapter
-    was deleted."""
-    chapter = pytest.importorskip("nanoserve.extras.beam_search")
-    is_made = bool(params) and isinstance(params[0], chapter.BeamSearchParams)
-    beam_params = params[0] if is_made else chapter.BeamSearchParams(*params, **fields)
-    search = chapter.BeamSearch(request_id, prompt, beam_params, engine)
-    engine.add(search)
-    return search
-
-
-class StepFailed(RuntimeError):
-    """What a FakeExecutor raises when a test made the step fail."""
-
-
-class FakeOutput:
-    """A launched step. Only `result()` gives its output."""
-
-    def __init__(self, executor: FakeExecutor, number: int, output: ModelOutput) -> None:
-        self._executor = executor
-        self.number = number
-        self._output = output
-
-    def result(self) -> ModelOutput:
-        """Raises StepFailed, and clears the whole cache, if `fail_next_result` is set."""
-        return self._executor.read(self, self._output)
-
-
-class Row:
-    """What the executor knows of one sequence, as a row of InputBatch: from SchedulerOutputs."""
-
-    def __init__(self, new: NewSequence) -> None:
-        self.token_ids = list(new.token_ids)
-        self.num_prompt_tokens = new.num_prompt_tokens
-        self.block_ids = list(new.block_ids)
-        self.params = new.sampling_params
-        self.seed = new.seed
-        self.branch = new.branch
-        self.num_samples = new.num_samples
-        self.num_unread = 0  # tokens of it that the control plane does not know yet
-
-    @property
-    def needs_output_token_ids(self) -> bool:
-        """True if a sampler would need the values of the output tokens on the CPU."""
-        return bool(self.params.has_penalties or self.params.logits_processors)
-
-
-Layers = list[list[int | None]]  # layers[i][slot]: what the slot holds
-
-
-class FakeExecutor:
-    """The executor's interface over the fake model, in the place of UniprocExecutor.
-
-    Invariant: SchedulerOutputs are the only input. There is one row for each sequence that a
-    SchedulerOutput announced and no later one named as finished.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig | None = None,
-        attention_backend: Any = "auto",
-    ) -> None:
-        self.num_kv_blocks = config.num_gpu_blocks_override or 64
-        swaps = config.preemption_mode == "swap"
-        self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) if swaps else 0
-        self.block_size = config.block_size
-        self.max_num_seqs = config.max_num_seqs or 256
-        self.vocab_size = model_config.vocab_size if model_config else VOCAB_SIZE
-        self.layers = self._make_layers(self.num_kv_blocks)
-        self.cpu_layers = self._make_layers(self.num_cpu_blocks)
-        self.rows: dict[int, Row] = {}
-        self.fail_next_step = False
-        self.fail_next_result = False
-        self.calls: list[tuple[str, int]] = []  # ("launch" or "result", number of the step)
-        self.num_launched = 0
-        self.unread: list[FakeOutput] = []  # oldest first
-        self.num_tokens: dict[int, int] = {}  # seq_id -> tokens computed, in all steps
-
-    def _make_layers(self, num_blocks: int) -> Layers:
-        return [[None] * (num_blocks * self.block_size) for _ in range(2)]
-
-    def describe(self) -> str:
-        return "device=none, dtype=none, attention=fake"
-
-    def close(self) -> None:
-        self.rows.clear()
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Launch one step and read its output."""
-        return self.launch(scheduler_output).result()
-
-    def launch(self, scheduler_output: SchedulerOutput) -> FakeOutput:
-        """Start a step; the fake does all its work here. Raises StepFailed, and clears the slots
-        that the step writes, if `fail_next_step` is set."""
-        if scheduler_output.is_restart:
-            self.unread.clear()  # the engine dropped these steps
-        assert len(self.unread) < 2, "two launched steps were not read"
-        number, self.num_launched = self.num_launched, self.num_launched + 1
-        self.calls.append(("launch", number))
-        pending = FakeOutput(self, number, self._run(scheduler_output))
-        self.unread.append(pending)
-        return pending
-
-    def read(self, pending: FakeOutput, output: ModelOutput) -> ModelOutput:
-        """The output of a launched step. Steps are read once each, in the order of launching."""
-        assert pending in self.unread, f"step {pending.number} was read or dropped before"
-        assert pending is self.unread[0], f"step {pending.number} is read before an earlier one"
-        self.unread.remove(pending)
-        self.calls.append(("result", pending.number))
-        if self.fail_next_result:
-            self.fail_next_result = False
-            for layer in (*self.layers, *self.cpu_layers):
-                layer[:] = [None] * len(layer)
-            raise StepFailed
-        for seq_id in output.sampled_token_ids:
-            if seq_id in self.rows:
-                self.rows[seq_id].num_unread = max(0, self.rows[seq_id].num_unread - 1)
-        return output
-
-    def _run(self, scheduler_output: SchedulerOutput) -> ModelOutput:
-        """Copy blocks, store, read back, and sample for each sequence whose last known token is
-        computed."""
-        self._copy_blocks(self.layers, self.cpu_layers, scheduler_output.blocks_to_swap_out)
-        self._copy_blocks(self.cpu_layers, self.layers, scheduler_output.blocks_to_swap_in)
-        self._copy_blocks(self.layers, self.layers, scheduler_output.blocks_to_copy)
-        self._update_rows(scheduler_output)
-        scheduled = scheduler_output.scheduled
-        for item in scheduled:
-            row = self.rows[item.seq_id]
-            num_tokens = self.num_tokens.get(item.seq_id, 0) + item.num_scheduled_tokens
-            self.num_tokens[item.seq_id] = num_tokens
-            for position in self._positions(item):
-                token = None if self.fail_next_step else row.token_ids[position]
-                self.layers[0][self._slot(row, position)] = token
-        if self.fail_next_step:
-            self.fail_next_step = False
-            raise StepFailed
-        for item in scheduled:
-            row, positions = self.rows[item.seq_id], self._positions(item)
-            digests = prefix_digests(self._read(0, row, positions.stop))
-            for position in positions:
-                self.layers[1][self._slot(row, position)] = digests[position]
-        output = ModelOutput({}, {})
-        for item in scheduled:
-            self._sample(item, output)
-        return output
-
-    def _sample(self, item: ScheduledSequence, output: ModelOutput) -> None:
-        """Put the result of one sequence into `output`."""
-        row, positions = self.rows[item.seq_id], self._positions(item)
-        assert positions.stop <= len(row.token_ids), f"{item}: computes unknown tokens"
-        digests = self._read(1, row, positions.stop)
-        if row.params.prompt_logprobs is not None:
-            targets = range(positions.start + 1, min(positions.stop + 1, row.num_prompt_tokens))
-            if targets:
-                entries = tuple(
-                    TokenLogprobs((row.token_ids[i],), (-float(digests[i - 1]),), 1)
-                    for i in targets
-                )
-                output.prompt_logprobs[item.seq_id] = PromptLogprobs(targets.start, entries)
-        if positions.stop < len(row.token_ids):
-            return
-        assert not (row.num_unread and row.needs_output_token_ids), str(item)
-        samples = []
-        for branch in range(row.branch, row.branch + row.num_samples):
-            token = token_from_digests(digests, row.seed, branch, self.vocab_size)
-            samples.append(ForkSample(token, self._logprobs(row, digests, branch, token)))
-        first, *forks = samples
-        output.sampled_token_ids[item.seq_id] = (first.token_id,)
-        if first.logprobs:
-            output.logprobs[item.seq_id] = first.logprobs
-        if forks:
-            output.forks[item.seq_id] = tuple(forks)
-        row.token_ids.append(first.token_id)
-        row.num_unread += 1
-        row.num_samples = 1
-
-    def _logprobs(
-        self, row: Row, digests: list[int], branch: int, token: int
-    ) -> tuple[TokenLogprobs, ...]:
-        """Of the sampled token and of the likeliest ones, if the request asked for logprobs."""
-        if row.params.logprobs is None:
-            return ()
-        logprobs = logprobs_from_digests(digests, row.seed, branch, self.vocab_size)
-        likeliest = sorted(range(self.vocab_size), key=lambda t: -logprobs[t])
-        token_ids = (token, *likeliest[: row.params.logprobs])
-        values = tuple(logprobs[t] for t in token_ids)
-        return (TokenLogprobs(token_ids, values, likeliest.index(token) + 1),)
-
-    def _copy_blocks(
-        self, source: Layers, destination: Layers, pairs: tuple[BlockPair, ...]
-    ) -> None:
-        """Read all blocks, then write all blocks, as index_select and index_copy_ do."""
-        destinations = [block for _, block in pairs]
-        assert len(set(destinations)) == len(destinations), f"a block written twice: {pairs}"
-        size = self.block_size
-        for source_layer, destination_layer in zip(source, destination, strict=True):
-            content = [source_layer[a * size : (a + 1) * size] for a, _ in pairs]
-            for block, slots in zip(destinations, content, strict=True):
-                copied = [None] * size if self.fail_next_step else slots
-                destination_layer[block * size : (block + 1) * size] = copied
-
-    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
-        if scheduler_output.is_restart:
-            self.rows.clear()
-        for seq_id in scheduler_output.finished_seq_ids:
-            self.rows.pop(seq_id, None)
-        for new in scheduler_output.new_sequences:
-            assert new.seq_id not in self.rows, f"sequence {new.seq_id} announced twice"
-            self.rows[new.seq_id] = Row(new)
-        assert len(self.rows) <= self.max_num_seqs, "more rows than max_num_seqs"
-        for item in scheduler_output.scheduled:
-            block_ids, first = self.rows[item.seq_id].block_ids, item.first_new_block
-            assert first <= len(block_ids), f"{item} leaves a hole in {block_ids}"
-            block_ids[first : first + len(item.new_block_ids)] = item.new_block_ids
-            assert len(block_ids) == -(-self._positions(item).stop // self.block_size)
-
-    @staticmethod
-    def _positions(item: ScheduledSequence) -> range:
-        start = item.num_computed_tokens
-        return range(start, start + item.num_scheduled_tokens)
-
-    def _slot(self, row: Row, position: int) -> int:
-        block_id = row.block_ids[position // self.block_size]
-        return block_id * self.block_size + position % self.block_size
-
-    def _read(self, layer: int, row: Row, end: int) -> list[int]:
-        """The values at positions 0 .. end - 1, found through the row's block table."""
-        content = [self.layers[layer][self._slot(row, position)] for position in range(end)]
-        assert None not in content, f"layer {layer}: read an empty slot"
-        return [value for value in content if value is not None]
+__all__ = [
+    "VOCAB_SIZE",
+    "FakeEngine",
+    "FakeExecutor",
+    "FakeOutput",
+    "LateSequence",
+    "StepFailed",
+    "add_beam_search",
+    "make_model_config",
+    "make_sequence",
+    "next_logprobs",
+    "next_token",
+    "num_tokens_of",
+    "prefix_digests",
+    "reference_output",
+]
 
 
 # -- the control plane around it --
@@ -504,3 +203,17 @@ class FakeEngine:
 def num_tokens_of(scheduler_output: SchedulerOutput) -> dict[int, int]:
     """seq_id -> tokens in this step, in batch order: {0: 1, 2: 6}."""
     return {item.seq_id: item.num_scheduled_tokens for item in scheduler_output.scheduled}
+
+
+def add_beam_search(
+    engine: LLMEngine, request_id: str, prompt: list[int], *params: Any, **fields: Any
+) -> Any:
+    """Queue a beam search with these BeamSearchParams (or BeamSearchParams(*params, **fields)), to
+    be advanced by step(). Its results are in the object returned. Skips the test where the chapter
+    was deleted."""
+    chapter = pytest.importorskip("nanoserve.extras.beam_search")
+    is_made = bool(params) and isinstance(params[0], chapter.BeamSearchParams)
+    beam_params = params[0] if is_made else chapter.BeamSearchParams(*params, **fields)
+    search = chapter.BeamSearch(request_id, prompt, beam_params, engine)
+    engine.add(search)
+    return search
