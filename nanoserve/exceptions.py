@@ -38,6 +38,26 @@ class VLLMValidationError(VLLMClientError, ValueError):
         self.value = value
 
 
+class RequestError(ValueError):
+    """What a request brought cannot be computed: no token is possible, a logits processor failed.
+
+    The message is for the user of this request; the cause, if there is one, is for the log.
+    """
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong, in one line; "ZeroDivisionError: division by zero". Never raises."""
+    try:
+        text = str(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as failure:
+        text = f"(its str() raised {type(failure).__name__})"
+    if isinstance(error, RequestError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def brief(value: Any) -> str:
     """repr(value) for a message, shortened: what was given may have a million characters."""
     short = reprlib.Repr()

@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
+from nanoserve.exceptions import describe_error
 from nanoserve.sequence import (
     ForkSample,
     ModelOutput,
@@ -89,6 +91,7 @@ class Scheduler:
         self._known_seq_ids: set[int] = set()
         self._dropped_seq_ids: list[int] = []
         self._is_restart = False
+        self._allowed_seq_ids: Collection[int] | None = None  # see restrict; None: all
 
     def __repr__(self) -> str:
         running, waiting, swapped = map(len, (self.running, self.waiting, self.swapped))
@@ -170,7 +173,7 @@ class Scheduler:
                     return
             elif waiting is None:
                 return
-            elif not waiting.is_ready():
+            elif not (waiting.is_ready() and self.is_allowed(waiting)):
                 position += 1
             elif not self._admit(waiting, step):
                 return
@@ -249,12 +252,22 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """Append the sampled tokens, finish the sequences that reached their end, and report both.
 
-        The tokens of a sequence that was aborted while the step ran are dropped.
+        The tokens of a sequence that was aborted while the step ran are dropped. If one sequence of
+        a request has an error, none of the request's sequences gets a token: all end.
         """
         updates: list[SequenceUpdate] = []
         now = time.monotonic()
+        errors = {
+            self.sequences[seq_id].request_id: error
+            for seq_id, error in model_output.errors.items()
+            if seq_id in self.sequences
+        }
         for item in scheduler_output.scheduled:
             seq = self.sequences.get(item.seq_id)
+            if seq is not None and (error := errors.get(seq.request_id)) is not None:
+                seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, describe_error(error)
+                updates.append(SequenceUpdate(seq, (), (), error=error))
+                continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
             if seq is None or not (sampled or prompt_logprobs):
@@ -352,6 +365,18 @@ class Scheduler:
             seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self.urgency)
 
+    def restrict(self, seq_ids: Collection[int] | None) -> None:
+        """From now on only these sequences may run; None: all. The others give their blocks back.
+        No step may be in flight."""
+        self._allowed_seq_ids = seq_ids
+        for seq in [*self.running, *self.swapped]:
+            if not self.is_allowed(seq):
+                self._preempt(seq)
+
+    def is_allowed(self, seq: Sequence) -> bool:
+        """False while only others may run; see restrict."""
+        return self._allowed_seq_ids is None or seq.seq_id in self._allowed_seq_ids
+
     def _remove_running(self, seq: Sequence) -> None:
         """Take `seq` out of `running`; the runner may drop it."""
         self.running.remove(seq)
@@ -360,12 +385,15 @@ class Scheduler:
             self._dropped_seq_ids.append(seq.seq_id)
 
     def _preempt(self, seq: Sequence) -> None:
-        """RUNNING -> WAITING: free its blocks, to compute it again later (recompute).
+        """RUNNING or SWAPPED -> WAITING: free its blocks, to compute it again later (recompute).
 
         The freed blocks stay in the prefix cache until other sequences need them, so computing the
         sequence again is often cheap.
         """
-        self._remove_running(seq)
+        if seq.status is SequenceStatus.SWAPPED:
+            self.swapped.remove(seq)
+        else:
+            self._remove_running(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
         seq.metrics.num_preemptions += 1

@@ -152,14 +152,6 @@ class Sequence:
         )
 
 
-class RequestError(ValueError):
-    """A step failed because of one sequence, for example in a logits processor that raises."""
-
-    def __init__(self, seq_id: int, message: str) -> None:
-        super().__init__(message)
-        self.seq_id = seq_id
-
-
 class NewSequence(NamedTuple):
     """A sequence that the runner does not know: new, or resumed after a preemption. Sent in full,
     once."""
@@ -237,12 +229,16 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The result of a step: the sampled tokens of each sequence whose last token was computed."""
+    """The result of a step: the sampled tokens of each sequence whose last token was computed.
+
+    A sequence for which no token could be sampled is in `errors` instead: its request ends.
+    """
 
     sampled_token_ids: dict[int, tuple[int, ...]]  # seq_id -> new tokens
     logprobs: dict[int, tuple[TokenLogprobs, ...]]  # only of sequences that asked for logprobs
     forks: dict[int, tuple[ForkSample, ...]] = field(default_factory=dict)  # branches 1 .. n - 1
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)  # seq_id -> what went wrong
 
 
 class SequenceUpdate(NamedTuple):
@@ -252,6 +248,7 @@ class SequenceUpdate(NamedTuple):
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: PromptLogprobs | None = None
+    error: BaseException | None = None  # what ends the request
 
 
 @dataclass

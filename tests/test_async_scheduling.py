@@ -22,6 +22,7 @@ from engines import (
     change_text,
     check,
     expect,
+    fail_row,
     finish,
     in_thread,
     params,
@@ -35,7 +36,7 @@ from nanoserve import LLMEngine, RequestOutput, RequestOutputKind, SamplingParam
 from nanoserve.block_manager import BlockHash
 from nanoserve.config import EngineConfig
 from nanoserve.engine import StepReport
-from nanoserve.sequence import RequestError, SchedulerOutput, Sequence, SequenceStatus
+from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus
 
 make_engine = partial(engines.make_engine, async_scheduling=True)
 
@@ -468,8 +469,7 @@ class Workload:
         for seq_id in pending.seq_ids:
             seq = self.engine.scheduler.sequences.get(seq_id)
             if seq is not None and self.bad.get(seq.request_id) == "executor":
-                self.num_failed += 1
-                raise RequestError(seq_id, "bad")
+                fail_row(result, seq_id)
         return result
 
     def find_stop(self, seq: Sequence) -> None:

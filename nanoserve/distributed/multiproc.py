@@ -47,7 +47,7 @@ from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.parallel import ParallelState, RankError, connect
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.sequence import ModelOutput, RequestError, SchedulerOutput
+from nanoserve.sequence import ModelOutput, SchedulerOutput
 
 Result = TypeVar("Result")
 
@@ -133,8 +133,6 @@ class MultiprocExecutor:
         try:
             result = self._thread.submit(work).result()
             self.failure = self.ranks.find_failure(timeout=0)  # an aborted nccl call raises nothing
-        except RequestError:
-            raise  # one request's error on rank 0, after all ranks have ended the step
         except RankError as error:
             self.failure = self.ranks.find_failure(timeout=EXIT_TIMEOUT) or str(error)
             raise RankError(self.failure) from error
