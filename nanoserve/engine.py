@@ -306,7 +306,8 @@ class LLMEngine:
                 self.recover()
             self._is_unclean, self._current = True, None
             try:
-                self._drain_inbox()
+                with delayed_interrupt():
+                    self._drain_inbox()
                 self._search.choose_group()
                 if self.config.async_scheduling and not self._search.is_on:
                     self._run_overlapped_step()

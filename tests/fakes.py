@@ -193,6 +193,7 @@ class FakeExecutor:
         self.rows: dict[int, Row] = {}
         self.fail_next_step = False
         self.fail_next_result = False
+        self.num_failed = 0  # steps that raised StepFailed
         self.calls: list[tuple[str, int]] = []  # ("launch" or "result", number of the step)
         self.num_launched = 0
         self.unread: list[FakeOutput] = []  # oldest first
@@ -233,6 +234,7 @@ class FakeExecutor:
             self.fail_next_result = False
             for layer in (*self.layers, *self.cpu_layers):
                 layer[:] = [None] * len(layer)
+            self.num_failed += 1
             raise StepFailed
         for seq_id in output.sampled_token_ids:
             if seq_id in self.rows:
@@ -256,6 +258,7 @@ class FakeExecutor:
                 self.layers[0][self._slot(row, position)] = token
         if self.fail_next_step:
             self.fail_next_step = False
+            self.num_failed += 1
             raise StepFailed
         for item in scheduled:
             row, positions = self.rows[item.seq_id], self._positions(item)

@@ -28,7 +28,7 @@ from engines import (
     params,
     step,
 )
-from fakes import FakeEngine, StepFailed, add_beam_search, make_sequence, reference_output
+from fakes import FakeEngine, add_beam_search, make_sequence, reference_output
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,7 @@ from nanoserve import LLMEngine, RequestOutput, RequestOutputKind, SamplingParam
 from nanoserve.block_manager import BlockHash
 from nanoserve.config import EngineConfig
 from nanoserve.engine import StepReport
+from nanoserve.fault_isolation import PROBE_SEQ_ID
 from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus
 
 make_engine = partial(engines.make_engine, async_scheduling=True)
@@ -451,7 +452,6 @@ class Workload:
         self.updates: dict[tuple[str, int], list[int]] = {}  # the same, from reports
         self.launched: list[SchedulerOutput] = []
         self.reported: list[SchedulerOutput] = []
-        self.num_failed = 0
         self.launch, self.read = engine.executor.launch, engine.executor.read
         engine.executor.launch, engine.executor.read = self.launch_and_note, self.read_or_fail
         engine.step_listeners.append(self.listen)
@@ -460,7 +460,8 @@ class Workload:
 
     def launch_and_note(self, scheduler_output: SchedulerOutput) -> Any:
         pending = self.launch(scheduler_output)
-        self.launched.append(scheduler_output)
+        if not scheduler_output.scheduled[0].seq_id == PROBE_SEQ_ID:
+            self.launched.append(scheduler_output)
         pending.seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         return pending
 
@@ -505,13 +506,10 @@ class Workload:
 
     def step(self) -> None:
         """One step. Each launched step is reported, is in flight, or has failed."""
-        self.num_failed = 0
-        try:
-            self.take(self.engine.step())
-        except StepFailed:
-            self.num_failed += 1
+        num_failed = self.engine.executor.num_failed
+        self.take(self.engine.step())
         check(self.engine)
-        if self.num_failed:  # what was in flight is computed again
+        if self.engine.executor.num_failed > num_failed:  # what was in flight is computed again
             reported = set(map(id, self.reported))
             self.launched = [output for output in self.launched if id(output) in reported]
         in_flight = [launched.scheduler_output for launched in self.engine._in_flight]
