@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.exceptions import Caught, brief
 from nanoserve.fault_isolation import FaultSearch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, refuse_missing
@@ -314,8 +315,7 @@ class LLMEngine:
                 else:
                     self._run_plain_step()
             except Exception as error:
-                steps = (self._current, *self._in_flight) if self._current else ()
-                self._search.isolate(error, [step.scheduler_output for step in steps])
+                self._search.isolate(error, self._current, self._in_flight)
             except BaseException:  # KeyboardInterrupt too
                 self.recover()
                 raise
@@ -371,12 +371,10 @@ class LLMEngine:
         times = (step.schedule_time, execute_time, update_time)
         report = StepReport(scheduler_output, updates, known, *times)
         for listener in self.step_listeners[:]:
-            try:
+            with Caught() as caught:
                 listener(report)
-            except KeyboardInterrupt:
-                raise
-            except BaseException:
-                logger.exception("a step listener failed: %r", listener)
+            if caught.error is not None:
+                logger.error("a listener failed: %s", brief(listener), exc_info=caught.error)
 
     def recover(self) -> None:
         """A step did not end: its tokens are computed again."""

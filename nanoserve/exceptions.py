@@ -45,14 +45,36 @@ class RequestError(ValueError):
     """
 
 
+class NoTokenError(RequestError):
+    """No token can be chosen for a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token is possible: a logit is NaN or infinite (damaged weights do that), or "
+            "allowed_token_ids, bad_words, min_tokens, logits processors and the mask together "
+            "forbid all tokens."
+        )
+
+
+class Caught:
+    """Runs code that is not ours. `with Caught() as caught:` ends what the block raises, if it is
+    not a KeyboardInterrupt; then caught.error holds it."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return not isinstance(error, KeyboardInterrupt)
+
+
 def describe_error(error: BaseException) -> str:
     """What went wrong, in one line; "ZeroDivisionError: division by zero". Never raises."""
-    try:
+    text = "(str() of it raises an error, too)"
+    with Caught():
         text = str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as failure:
-        text = f"(its str() raised {type(failure).__name__})"
     if isinstance(error, RequestError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

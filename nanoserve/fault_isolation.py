@@ -22,16 +22,16 @@ vLLM: none. An error in EngineCore ends the engine and all requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import describe_error
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.sequence import RequestMetrics, SchedulerOutput, Sequence, SequenceStatus
+from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
-    from nanoserve.engine import LLMEngine
+    from nanoserve.engine import LaunchedStep, LLMEngine
 
 logger = init_logger(__name__)
 
@@ -56,7 +56,7 @@ class FaultSearch:
     """The search of one engine for the requests that make its steps fail.
 
     Invariant: a sequence is in at most one group, and was in a step that failed. Between two steps
-    `groups` is empty, and `is_on` False, exactly if every unfinished sequence may run.
+    `groups` is empty, and `is_on` False, if every unfinished sequence may run.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -74,7 +74,17 @@ class FaultSearch:
         the search is over."""
         if self.is_on:
             with self.engine.changing():
-                self.engine.scheduler.restrict(self._next_group())
+                self._hold_all_but(self._next_group())
+
+    def _hold_all_but(self, seq_ids: set[int] | None) -> None:
+        """Let only these sequences run; None: all. The others give their blocks back; with prefix
+        caching they find them again."""
+        scheduler = self.engine.scheduler
+        for seq in scheduler.sequences.values():
+            seq.is_held = seq_ids is not None and seq.seq_id not in seq_ids
+        for seq in [*scheduler.running, *scheduler.swapped]:
+            if seq.is_held:
+                scheduler.preempt(seq)
 
     def _next_group(self) -> set[int] | None:
         """The seq_ids of the last group that are not cleared; None if the search is over."""
@@ -95,14 +105,16 @@ class FaultSearch:
         """None of the group can run now (its sequences are not ready): go on with the others."""
         del self.groups[-1:]
 
-    def isolate(self, error: Exception, steps: Seq[SchedulerOutput]) -> None:
+    def isolate(
+        self, error: Exception, failed: LaunchedStep | None, in_flight: Iterable[LaunchedStep]
+    ) -> None:
         """A step has failed: find out whose fault it is, now or in the next steps.
 
-        steps: the one that failed, and those in flight; none if it was still being decided. Raises
-        `error` if it is no request's fault.
+        failed: None if the step was still being decided. Raises `error` if it is no request's
+        fault.
         """
         engine, text = self.engine, describe_error(error)
-        suspects = self._find_suspects(steps)
+        suspects = self._find_suspects(failed, in_flight)
         engine.recover()
         if not suspects or not self._can_serve():
             logger.error("a step failed, and this is no request's fault: %s", text)
@@ -120,12 +132,17 @@ class FaultSearch:
         else:
             engine.hand_out(engine.output_processor.fail_request(guilty, error, suspects))
 
-    def _find_suspects(self, steps: Seq[SchedulerOutput]) -> list[Sequence]:
-        """The unfinished sequences of these steps; without steps, all that may run."""
+    def _find_suspects(
+        self, failed: LaunchedStep | None, in_flight: Iterable[LaunchedStep]
+    ) -> list[Sequence]:
+        """The unfinished sequences of these steps; if the step was still being decided, all that
+        may run."""
         sequences = self.engine.scheduler.sequences
-        seq_ids = {item.seq_id for step in steps for item in step.scheduled}
-        if not steps:
+        if failed is None:
             seq_ids = self._next_group() or set(sequences)
+        else:
+            steps = [step.scheduler_output for step in (failed, *in_flight)]
+            seq_ids = {item.seq_id for step in steps for item in step.scheduled}
         return [sequences[seq_id] for seq_id in sorted(seq_ids) if seq_id in sequences]
 
     def _can_serve(self) -> bool:
@@ -133,8 +150,8 @@ class FaultSearch:
         engine, scheduler = self.engine, self.engine.scheduler
         try:
             with engine.changing():
-                scheduler.restrict({PROBE_SEQ_ID})
                 scheduler.add(make_probe())
+                self._hold_all_but({PROBE_SEQ_ID})
                 step = scheduler.schedule()
             output = engine.executor.execute_model(step)
             with engine.changing():
@@ -147,7 +164,7 @@ class FaultSearch:
 
     def end_probe(self) -> None:
         """Recover from the probe's step, wherever it ended."""
-        self.engine.scheduler.restrict(None)
+        self._hold_all_but(None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
 
     def _blame(self, suspects: list[Sequence]) -> str | None:

@@ -25,11 +25,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from nanoserve.exceptions import RequestError, describe_error
+from nanoserve.exceptions import Caught, RequestError, describe_error
 from nanoserve.logger import init_logger, to_html
 from nanoserve.logprobs import MAX_CONTEXT, Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind
@@ -280,13 +279,14 @@ class RequestState:
         """The last output: what was generated before the error. It has an entry for each of the n
         completions, also for those that have not forked off yet."""
         is_failed, self.root.num_pending_forks = SequenceStatus.FINISHED_ERROR, 0
-        for index in range(self.root.sampling_params.n):
-            if index not in self.branches:
-                self.branches[index] = BranchState(self.root.make_branch(index), None)
-                self.branches[index].sequence.status = is_failed
-        failed = [branch for branch in self.branches.values() if branch.sequence.status is is_failed]
+        for index in set(range(self.root.sampling_params.n)) - set(self.branches):
+            self.branches[index] = BranchState(self.root.make_branch(index), None)
+            self.branches[index].sequence.status = is_failed
+        failed = [
+            branch for branch in self.branches.values() if branch.sequence.status is is_failed
+        ]
         for branch in failed:
-            with suppress(Exception):  # the detokenizer may be what has failed
+            with Caught():  # the detokenizer may be what has failed
                 branch.text += branch.detokenizer.flush() if branch.detokenizer else ""
         return self._build_output([branch.sequence for branch in failed])
 
@@ -380,19 +380,16 @@ class OutputProcessor:
             request = self.requests.get(request_id)
             if request is None:  # the consumer of another request has aborted it just now
                 continue
-            error = next((update.error for update in its_updates if update.error), None)
-            try:
-                if error is None:
-                    outputs.append(request.process(its_updates))
-                    if request.is_finished:
-                        self.requests.pop(request_id, None)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as raised:
-                error = raised
-            if error is not None:  # of all its sequences, also those that the consumer doesn't know
+            with Caught() as caught:
+                for error in [update.error for update in its_updates if update.error is not None]:
+                    raise error
+                output = request.process(its_updates)
+                if request.is_finished:
+                    self.requests.pop(request_id, None)
+            if caught.error is not None:  # ends sequences that the consumer doesn't know yet, too
                 sequences = [update.sequence for update in its_updates]
-                outputs.append(self.fail_request(request_id, error, sequences))
+                output = self.fail_request(request_id, caught.error, sequences)
+            outputs.append(output)
         return [output for output in outputs if output is not None]
 
     def fail_request(
@@ -406,13 +403,13 @@ class OutputProcessor:
         for sequence in sequences:
             _finish(sequence, self.finish, SequenceStatus.FINISHED_ERROR, message)
         request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
-        try:
-            return request.fail(message) if request else None
-        except KeyboardInterrupt:
-            raise
-        except BaseException:
-            logger.exception("request %r has no output about its error", request_id)
-            return None
+        output = None
+        with Caught() as caught:
+            output = request.fail(message) if request else None
+        if caught.error is not None:
+            text = "request %r has no output about its error"
+            logger.error(text, request_id, exc_info=caught.error)
+        return output
 
     def end_request(
         self, request_id: str, status: SequenceStatus, stop_reason: str | None = None

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isnan
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.exceptions import RequestError, brief, describe_error
+from nanoserve.exceptions import Caught, NoTokenError, RequestError, brief, describe_error
 from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
 from nanoserve.sequence import TokenLogprobs
 
@@ -86,11 +86,6 @@ class RequestProcessors(NamedTuple):
 
 
 NO_TOKEN = -1  # in the place of a token id
-NO_TOKEN_MESSAGE = (
-    "no token is possible: a logit is NaN or infinite (damaged weights do that), or "
-    "allowed_token_ids, bad_words, min_tokens, logits processors and the mask together forbid "
-    "all tokens."
-)
 
 
 @dataclass(frozen=True)
@@ -108,6 +103,8 @@ class SamplingBatch:
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
+    # Row -> what its logits processors did wrong: filled while they run.
+    errors: dict[int, BaseException] = field(default_factory=dict)
 
 
 class LogprobsTensors(NamedTuple):
@@ -151,9 +148,9 @@ class SampledTokens(NamedTuple):
         if self.logprobs is not None:
             for i, entry in zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True):
                 logprobs[i] = entry
-        for row, (token_id, entry) in enumerate(zip(token_ids, logprobs, strict=True)):
-            if token_id == NO_TOKEN or (entry and isnan(entry.logprobs[0])):
-                errors.setdefault(row, RequestError(NO_TOKEN_MESSAGE))
+        for row, found in enumerate(logprobs):
+            if token_ids[row] == NO_TOKEN or (found and isnan(found.logprobs[0])):
+                errors.setdefault(row, NoTokenError())
         return SamplerOutput(token_ids, logprobs, errors)
 
 
@@ -169,8 +166,7 @@ class SamplerOutput:
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
     raw = logits.float()
-    errors: dict[int, BaseException] = {}
-    logits = apply_constraints(raw, batch, errors)
+    logits = apply_constraints(raw, batch)
     token_ids = logits.argmax(dim=-1)  # of NaN, if there is one
     has_token = logits.gather(1, token_ids[:, None])[:, 0].abs() < torch.inf
     if not batch.is_greedy:
@@ -184,20 +180,17 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    return SampledTokens(token_ids.where(has_token, NO_TOKEN), logprobs, errors)
+    return SampledTokens(token_ids.where(has_token, NO_TOKEN), logprobs, batch.errors)
 
 
-def apply_constraints(
-    logits: Tensor, batch: SamplingBatch, errors: dict[int, BaseException]
-) -> Tensor:
-    """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to. What
-    goes wrong in a row is noted in `errors`."""
+def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to."""
     if batch.mask is not None:
         logits = apply_mask(logits, batch.mask)
     if batch.edits is not None:
         logits = apply_edits(logits, batch.edits)
     if batch.processors:
-        logits = apply_logits_processors(logits, batch.processors, errors)
+        logits = apply_logits_processors(logits, batch.processors, batch.errors)
     if batch.penalties is not None:
         logits = apply_penalties(logits, batch.penalties)
     return logits
@@ -225,16 +218,13 @@ def apply_logits_processors(
     """
     logits = logits.clone()
     for request in requests:
-        try:
-            logits[request.logits_row] = _run_processors(request, logits[request.logits_row])
-        except KeyboardInterrupt:
-            raise
-        except RequestError as error:
-            errors[request.logits_row] = error
-        except BaseException as cause:
-            error = RequestError(f"a logits processor raised {describe_error(cause)}")
-            error.__cause__ = cause
-            errors[request.logits_row] = error
+        row = request.logits_row
+        with Caught() as caught:
+            logits[row] = _run_processors(request, logits[row])
+        if caught.error is not None:
+            message = f"a logits processor failed: {describe_error(caught.error)}"
+            errors[row] = RequestError(message)
+            errors[row].__cause__ = caught.error
     return logits
 
 
@@ -247,8 +237,8 @@ def _run_processors(request: RequestProcessors, logits: Tensor) -> Tensor:
         result = processor(*arguments, logits.clone())
         if not _is_like(result, logits):
             raise RequestError(
-                f"a logits processor ({brief(processor)}) must return a tensor of shape "
-                f"{tuple(logits.shape)} and of floats on {logits.device}, got {brief(result)}."
+                f"{brief(processor)} must return a tensor of shape {tuple(logits.shape)}, of "
+                f"floats, on {logits.device}; got {brief(result)}."
             )
         logits = result
     return logits

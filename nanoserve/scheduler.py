@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
@@ -91,7 +90,6 @@ class Scheduler:
         self._known_seq_ids: set[int] = set()
         self._dropped_seq_ids: list[int] = []
         self._is_restart = False
-        self._allowed_seq_ids: Collection[int] | None = None  # see restrict; None: all
 
     def __repr__(self) -> str:
         running, waiting, swapped = map(len, (self.running, self.waiting, self.swapped))
@@ -153,7 +151,7 @@ class Scheduler:
             if self.swaps and self.block_manager.can_swap_out(victim):
                 self._swap_out(victim)
             else:
-                self._preempt(victim)
+                self.preempt(victim)
             if victim is seq:
                 return False
         return True
@@ -173,7 +171,7 @@ class Scheduler:
                     return
             elif waiting is None:
                 return
-            elif not (waiting.is_ready() and self.is_allowed(waiting)):
+            elif waiting.is_held or not waiting.is_ready():
                 position += 1
             elif not self._admit(waiting, step):
                 return
@@ -365,18 +363,6 @@ class Scheduler:
             seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self.urgency)
 
-    def restrict(self, seq_ids: Collection[int] | None) -> None:
-        """From now on only these sequences may run; None: all. The others give their blocks back.
-        No step may be in flight."""
-        self._allowed_seq_ids = seq_ids
-        for seq in [*self.running, *self.swapped]:
-            if not self.is_allowed(seq):
-                self._preempt(seq)
-
-    def is_allowed(self, seq: Sequence) -> bool:
-        """False while only others may run; see restrict."""
-        return self._allowed_seq_ids is None or seq.seq_id in self._allowed_seq_ids
-
     def _remove_running(self, seq: Sequence) -> None:
         """Take `seq` out of `running`; the runner may drop it."""
         self.running.remove(seq)
@@ -384,7 +370,7 @@ class Scheduler:
             self._known_seq_ids.remove(seq.seq_id)
             self._dropped_seq_ids.append(seq.seq_id)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """RUNNING or SWAPPED -> WAITING: free its blocks, to compute it again later (recompute).
 
         The freed blocks stay in the prefix cache until other sequences need them, so computing the

@@ -86,6 +86,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
     num_output_placeholders: int = 0  # tokens that steps in flight will bring
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
     needs_output_token_ids: bool = field(init=False)  # the sampler reads the output so far
 

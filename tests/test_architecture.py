@@ -42,7 +42,7 @@ DOZEN = {
 # Settings, nouns and messages: both planes know them.
 SHARED = {"config", "exceptions", "inputs", "logger", "logprobs", "sampling_params", "sequence"}
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
-CONTROL_PLANE |= {"arg_utils"}
+CONTROL_PLANE |= {"arg_utils", "fault_isolation"}
 MEETING_POINT = {"engine", "llm"}  # know both planes
 CORE_FOLDERS = {"models", "kernels", "distributed"}  # belong to the data plane
 OUTER_FOLDERS = {"extras", "tools", "bench", "demo"}  # nothing in the core knows them

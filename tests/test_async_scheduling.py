@@ -460,7 +460,7 @@ class Workload:
 
     def launch_and_note(self, scheduler_output: SchedulerOutput) -> Any:
         pending = self.launch(scheduler_output)
-        if not scheduler_output.scheduled[0].seq_id == PROBE_SEQ_ID:
+        if scheduler_output.scheduled[0].seq_id != PROBE_SEQ_ID:
             self.launched.append(scheduler_output)
         pending.seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         return pending

@@ -32,7 +32,7 @@ from engines import (
     params,
     step,
 )
-from fakes import FakeExecutor, StepFailed, add_beam_search
+from fakes import FakeExecutor, add_beam_search
 
 from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve.block_manager import BlockManager

@@ -820,7 +820,7 @@ def fail_at_fourth(output_token_ids: list[int], logits: torch.Tensor) -> torch.T
 
 
 BROKEN: dict[str, tuple[Any, int, str]] = {
-    "raises": (fail_at_fourth, 3, "a logits processor raised ZeroDivisionError: no"),
+    "raises": (fail_at_fourth, 3, "a logits processor failed: ZeroDivisionError: no"),
     "no_token": (lambda output, logits: logits - math.inf, 0, "no token is possible"),
 }
 
