@@ -540,10 +540,12 @@ class Workload:
             self.abort(name, index=number % 3)
         elif what == "abort inside":
             self.to_abort.append(name)
-        elif what == "fail launch":
-            self.engine.executor.fail_next_step = True
-        elif what == "fail result":
-            self.engine.executor.fail_next_result = True
+        elif what in ("fail launch", "fail result"):
+            executor = self.engine.executor  # twice in one search, and a request would be blamed
+            is_soon = executor.fail_next_step or executor.fail_next_result
+            if not (is_soon or self.engine._search.is_on):
+                executor.fail_next_step = what == "fail launch"
+                executor.fail_next_result = what == "fail result"
         elif what in ("fail request", "fail text"):
             self.bad[name] = "executor" if what == "fail request" else "text"
         elif what == "beams":
