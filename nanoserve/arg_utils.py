@@ -48,7 +48,7 @@ NONE_IS_DEFAULT = {
 SEAMS = {
     "scheduler_cls": (
         "nanoserve.scheduler.Scheduler",
-        "add add_fork finish has_unfinished preempt preempt_all schedule update_from_output",
+        "add add_fork finish has_unfinished preempt_all schedule update_from_output",
     ),
     "block_manager_cls": (
         "nanoserve.block_manager.BlockManager",

@@ -84,7 +84,7 @@ class FaultSearch:
             seq.is_held = seq_ids is not None and seq.seq_id not in seq_ids
         for seq in [*scheduler.running, *scheduler.swapped]:
             if seq.is_held:
-                scheduler.preempt(seq)
+                scheduler._preempt(seq)
 
     def _next_group(self) -> set[int] | None:
         """The seq_ids of the last group that are not cleared; None if the search is over."""

@@ -151,7 +151,7 @@ class Scheduler:
             if self.swaps and self.block_manager.can_swap_out(victim):
                 self._swap_out(victim)
             else:
-                self.preempt(victim)
+                self._preempt(victim)
             if victim is seq:
                 return False
         return True
@@ -370,7 +370,7 @@ class Scheduler:
             self._known_seq_ids.remove(seq.seq_id)
             self._dropped_seq_ids.append(seq.seq_id)
 
-    def preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence) -> None:
         """RUNNING or SWAPPED -> WAITING: free its blocks, to compute it again later (recompute).
 
         The freed blocks stay in the prefix cache until other sequences need them, so computing the

@@ -339,14 +339,15 @@ def code_lines(source: str) -> int:
 
 
 def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
-    """About 2,650 code lines; comments and docstrings are free."""
+    """About 2,700 code lines; comments and docstrings are free."""
     total = sum(code_lines(FILES[module].read_text(encoding="utf-8")) for module in DOZEN)
-    assert 2000 < total <= 2650, f"the dozen has {total} code lines"
+    assert 2000 < total <= 2700, f"the dozen has {total} code lines"
 
 
 # Modules that one decode step enters beside the dozen: who asks, where tensors wait, and what is
 # one process or several.
 AROUND_THE_DOZEN = {"llm", "executor", "staging", "kv_cache", "parallel", "sampling_params"}
+AROUND_THE_DOZEN |= {"exceptions", "fault_isolation"}  # what failed; nothing in most steps
 
 
 def test_a_decode_step_stays_within_them() -> None:

@@ -446,7 +446,7 @@ def test_preemption_around_a_block_boundary(num_tokens: int) -> None:
     while seq.num_tokens < num_tokens:
         engine.step()
     block_table = engine.block_manager.block_tables[0]
-    engine.scheduler.preempt(seq)
+    engine.scheduler._preempt(seq)
     assert (seq.status, seq.num_computed_tokens) == (SequenceStatus.WAITING, 0)
     resumed = engine.step()
     [new] = resumed.new_sequences
