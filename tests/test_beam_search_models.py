@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import fail_row
 import torch
+from engines import fail_row
 from oracle import reference_logits, reference_model
 
 from nanoserve import LLM, SamplingParams
