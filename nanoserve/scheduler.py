@@ -254,14 +254,10 @@ class Scheduler:
         a request has an error, none of the request's sequences gets a token: all end.
         """
         updates: list[SequenceUpdate] = []
-        now = time.monotonic()
-        errors = {
-            self.sequences[seq_id].request_id: error
-            for seq_id, error in model_output.errors.items()
-            if seq_id in self.sequences
-        }
+        now, known = time.monotonic(), self.sequences
+        errors = {known[i].request_id: e for i, e in model_output.errors.items() if i in known}
         for item in scheduler_output.scheduled:
-            seq = self.sequences.get(item.seq_id)
+            seq = known.get(item.seq_id)
             if seq is not None and (error := errors.get(seq.request_id)) is not None:
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, describe_error(error)
                 updates.append(SequenceUpdate(seq, (), (), error=error))

@@ -165,6 +165,24 @@ def test_new_requests_wait_until_the_search_is_over(make_engine: MakeEngine) -> 
         assert outputs[name].outputs[0].token_ids == expect(prompt)
 
 
+def test_each_failed_step_is_in_the_log_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a sentence; the last one, about the request, with the traceback."""
+    caplog.set_level(logging.ERROR, "nanoserve")
+    engine = make_engine()
+    executor = FaultyExecutor(engine)
+    executor.faults["guilty"] = Fault(1, "launch")
+    for name in ("a", "guilty", "b"):
+        engine.add_request(name, [1, 2], params())
+    finish(engine)
+    *others, last = caplog.records
+    assert len(caplog.records) == executor.num_failed["guilty"]
+    assert all("a step failed: Planted: a fault." in record.getMessage() for record in others)
+    assert last.getMessage() == "request 'guilty' failed: Planted: a fault"
+    assert last.exc_info
+
+
 def test_a_broken_executor_is_nobodys_fault(make_engine: MakeEngine) -> None:
     """step() raises the error each time. All requests stay, and get their tokens in the end."""
     engine = make_engine()
@@ -518,6 +536,7 @@ def test_logits_that_are_no_numbers(
     given = [GREEDY, SamplingParams(max_tokens=4, **fields)]
     good, broken = llm.generate([STORY, STORY], given, use_tqdm=False)
     assert good.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert good.metrics.num_preemptions == 0  # no step failed, no step in flight either
     for completion in broken.outputs:
         assert (completion.finish_reason, completion.token_ids) == ("error", [])
         assert "a logit is NaN or infinite" in str(completion.stop_reason)
