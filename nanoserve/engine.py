@@ -22,8 +22,10 @@ are tokenized and checked in the caller's thread, and what changes the scheduler
 until the next step begins. Any thread may call close(). A forked child cannot use the engine (see
 distributed/process.py).
 
-*Errors.* What one request breaks ends that request: its output has finish_reason "error". Anything
-else that fails in a step is raised by step(), and the unfinished requests are computed again.
+*Errors.* What one request breaks ends that request: its output has finish_reason "error". If a
+step fails and nothing says whose fault it is, all requests are computed again, and the next steps
+find the guilty one (fault_isolation.py). step() raises only what is nobody's fault: then a request
+of the engine's own fails, too.
 
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient interface in front of it.
@@ -48,7 +50,8 @@ from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
-from nanoserve.exceptions import QueueOverflowError, as_validation_error
+from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
+from nanoserve.fault_isolation import FaultSearch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
 from nanoserve.kernels.threads import load_torch
@@ -63,7 +66,6 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
     ModelOutput,
-    RequestError,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
@@ -74,7 +76,10 @@ logger = init_logger(__name__)
 
 
 class StepReport(NamedTuple):
-    """What a step did, for listeners. Times are in seconds."""
+    """What a step did, for listeners. Times are in seconds.
+
+    No report tells of an abort, of a step that failed, or of a request of the engine's own.
+    """
 
     scheduler_output: SchedulerOutput
     updates: list[SequenceUpdate]  # new tokens, also of requests that hand out no output yet
@@ -147,8 +152,12 @@ class LLMEngine(OwnedByProcess):
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
+        self._current: LaunchedStep | None = None  # is executed or read; None while one is decided
+        self._search = FaultSearch(self)
         self._lock = threading.RLock()
         self._is_stepping = False
+        self._is_changing = False  # the scheduler's lists: what aborts has to wait
+        self._is_unclean = False  # a step began and did not end
         self._is_closed = False
         log_startup(self)
 
@@ -278,6 +287,10 @@ class LLMEngine(OwnedByProcess):
         """True while this very request is unfinished. A later request of its id is another one."""
         return self.output_processor.requests.get(request.request_id) is request
 
+    def hand_out(self, output: RequestOutput | None) -> None:
+        """Let `output` wait to be taken."""
+        self._outputs += [] if output is None else [output]
+
     def has_unfinished_requests(self) -> bool:
         """True while step() has something to compute or to hand out."""
         return bool(self._outputs or self._in_flight or self.output_processor.requests)
@@ -287,8 +300,8 @@ class LLMEngine(OwnedByProcess):
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs that the requests want to hand out now.
 
-        If this raises, the step's tokens are computed again, and outputs that were ready come with
-        the next call.
+        Raises what makes steps fail and is no request's fault, such as RankError. Then the step's
+        tokens are computed again, and outputs that were ready come with the next call.
         """
         self.run_step()
         return self.take_outputs()
@@ -312,26 +325,31 @@ class LLMEngine(OwnedByProcess):
         """Run one step; its outputs wait for take_outputs."""
         with self._stepping():
             self._check_open()
+            if self._is_unclean:  # a second Ctrl-C came before recover
+                self.recover()
+            self._is_unclean, self._current = True, None
             try:
                 with delayed_interrupt():
                     self._drain_inbox()
-                try:
-                    if self.config.async_scheduling:
-                        self._run_overlapped_step()
-                    else:
-                        self._run_plain_step()
-                except RequestError as error:
-                    self._recover(error)
+                self._search.choose_group()
+                if self.config.async_scheduling and not self._search.is_on:
+                    self._run_overlapped_step()
+                else:
+                    self._run_plain_step()
+            except Exception as error:
+                self._search.isolate(error, self._current, self._in_flight)
             except BaseException:  # KeyboardInterrupt too
-                self._recover()
+                self.recover()
                 raise
+            self._is_unclean = False
 
     def _run_plain_step(self) -> None:
         """Schedule, execute, update."""
         step = self._schedule()
         if step is not None:
-            model_output = self.executor.execute_model(step.scheduler_output)
-            self._update(step, model_output)
+            self._update(step, self.executor.execute_model(step.scheduler_output))
+        else:
+            self._search.skip_group()
 
     def _run_overlapped_step(self) -> None:
         """Schedule and launch the next step, then read the result of the one before.
@@ -347,18 +365,18 @@ class LLMEngine(OwnedByProcess):
             max_in_flight = 1 if can_overlap and self.scheduler.has_unfinished() else 0
             if len(self._in_flight) <= max_in_flight:
                 return
-            oldest = self._in_flight.popleft()
+            oldest = self._current = self._in_flight.popleft()
             self._update(oldest, oldest.pending.result())
 
     def _schedule(self) -> LaunchedStep | None:
         """The next step, about to be launched. None if no sequence can be scheduled."""
         start = perf_counter()
-        with delayed_interrupt():
+        with self.changing():
             scheduler_output = self.scheduler.schedule()
         end = perf_counter()
-        return (
-            None if scheduler_output.is_empty else LaunchedStep(scheduler_output, end - start, end)
-        )
+        if not scheduler_output.is_empty:
+            self._current = LaunchedStep(scheduler_output, end - start, end)
+        return self._current
 
     def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, make text of them, tell the listeners."""
@@ -367,29 +385,26 @@ class LLMEngine(OwnedByProcess):
         seq_ids = [item.seq_id for item in scheduler_output.scheduled if self.step_listeners]
         known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
         with delayed_interrupt():
-            updates = self.scheduler.update_from_output(scheduler_output, model_output)
+            with self.changing():
+                updates = self.scheduler.update_from_output(scheduler_output, model_output)
             outputs = self.output_processor.process_outputs(updates)
             self._outputs += outputs
         execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
         times = (step.schedule_time, execute_time, update_time)
         report = StepReport(scheduler_output, updates, known, *times)
         for listener in self.step_listeners[:]:
-            try:
+            with Caught() as caught:
                 listener(report)
-            except Exception:
-                logger.exception("a step listener failed: %r", listener)
+            if caught.error is not None:
+                logger.error("a listener failed: %s", brief(listener), exc_info=caught.error)
 
-    def _recover(self, error: RequestError | None = None) -> None:
-        """A step failed: its tokens are computed again. The request that caused `error` ends."""
-        with delayed_interrupt():
+    def recover(self) -> None:
+        """A step did not end: its tokens are computed again."""
+        with self.changing():
             self._in_flight.clear()
-            sequence = self.scheduler.sequences.get(error.seq_id) if error else None
             self.scheduler.preempt_all()
-            if error is None or sequence is None:  # or: the request was aborted meanwhile
-                return
-            request_id, cause = sequence.request_id, error.__cause__
-            output = self.output_processor.fail_request(request_id, str(error), cause)
-            self._outputs += [] if output is None else [output]
+            self._search.end_probe()
+            self._is_unclean = False
 
     # -- threads --
 
@@ -420,14 +435,26 @@ class LLMEngine(OwnedByProcess):
         self._lock.acquire()  # another thread is adding a request: that takes microseconds
 
     def _drain_inbox(self) -> None:
-        """Queue and abort what waits in the inbox. While another thread is inside a step, the inbox
-        waits for the next step."""
-        if self._lock.acquire(blocking=False):
+        """Queue and abort what waits in the inbox. While another thread is inside a step, or the
+        scheduler's lists are being changed, the inbox waits for the next step."""
+        if not self._is_changing and self._lock.acquire(blocking=False):
             try:
-                while self._inbox:
-                    self._inbox.popleft()()
+                with self.changing():
+                    while self._inbox:
+                        self._inbox.popleft()()
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around what changes the scheduler's lists: Ctrl-C and aborts (by a signal handler, or by
+        a generator that is collected) wait until the change is complete."""
+        with delayed_interrupt():
+            was_changing, self._is_changing = self._is_changing, True
+            try:
+                yield
+            finally:
+                self._is_changing = was_changing
 
     # -- the rest --
 

@@ -60,28 +60,56 @@ class EngineDeadError(VLLMError, RuntimeError):
     """This engine cannot run another step. No request is the cause. Build a new LLM."""
 
 
+class RequestError(ValueError):
+    """What a request brought cannot be computed: no token is possible, a logits processor failed.
+
+    The message is for the user of this request; the cause, if there is one, is for the log.
+    """
+
+
+class NoTokenError(RequestError):
+    """No token can be chosen for a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no token is possible: a logit is NaN or infinite (damaged weights do that), or "
+            "allowed_token_ids, bad_words, min_tokens, logits processors and the mask together "
+            "forbid all tokens."
+        )
+
+
+class Caught:
+    """Runs code that is not ours. `with Caught() as caught:` ends what the block raises, if it is
+    not a KeyboardInterrupt; then caught.error holds it."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Caught:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        self.error = error
+        return not isinstance(error, KeyboardInterrupt)
+
+
+def describe_error(error: BaseException) -> str:
+    """What went wrong, in one line; "ZeroDivisionError: division by zero". Never raises."""
+    text = "(str() of it raises an error, too)"
+    with Caught():
+        text = str(error)
+    if isinstance(error, RequestError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def brief(value: Any) -> str:
     """repr(value) for a message, shortened: what was given may have a million characters. A value
     that cannot be written is named by its type."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 200  # characters
-    try:
+    with Caught():  # such as an int of more than 4300 digits, or a __repr__ that fails
         return short.repr(value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # such as an int of more than 4300 digits, or a __repr__ that fails
-        return f"<{type(value).__name__}>"
-
-
-def describe_error(error: BaseException) -> str:
-    """What went wrong, in one line; "ZeroDivisionError: division by zero". Never raises."""
-    try:
-        text = str(error)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as failure:
-        text = f"(its str() raised {type(failure).__name__})"
-    return f"{type(error).__name__}: {text}"
+    return f"<{type(value).__name__}>"
 
 
 @contextmanager

@@ -36,8 +36,7 @@ gpu_model_runner.py, AsyncModelRunnerOutput in vllm/v1/outputs.py (V1).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -59,12 +58,11 @@ from nanoserve.kv_cache import (
 )
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
-from nanoserve.sampler import LogprobsTensors, SampledTokens, SamplingError, gather_logprobs
+from nanoserve.sampler import LogprobsTensors, SampledTokens, gather_logprobs
 from nanoserve.sequence import (
     ForkSample,
     ModelOutput,
     PromptLogprobs,
-    RequestError,
     ScheduledSequence,
     SchedulerOutput,
 )
@@ -340,11 +338,9 @@ class ModelRunner:
         branch_offsets = np.arange(len(sample_rows)) - firsts.repeat(num_samples)
         branches = self.batch.branches[sample_rows] + branch_offsets
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
-        with attribute_errors(seq_ids):
-            sampled = self._sample_on_rank_0(logits, sample_rows, branches)
-        self.last_sampled_token_ids.index_copy_(
-            0, inputs.tensors.sampled_rows, sampled.token_ids[first_samples]
-        )
+        sampled = self._sample_on_rank_0(logits, sample_rows, branches)
+        token_ids = sampled.token_ids[first_samples].clamp(min=0)  # of NO_TOKEN: any token will do
+        self.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()
         samples = list(zip(seq_ids, positions, strict=True))
         return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
@@ -355,11 +351,11 @@ class ModelRunner:
         """Sample on rank 0, which has the logits, and broadcast the token ids.
 
         If sampling fails, rank 0 broadcasts zeros before it raises: the other ranks wait for a
-        broadcast in every step. The scheduler then has the failed step computed again.
+        broadcast in every step.
         """
         token_ids = torch.zeros(len(sample_rows), dtype=torch.int64, device=self.device)
         if self.parallel.rank:
-            return SampledTokens(self.parallel.broadcast(token_ids), None, None)
+            return SampledTokens(self.parallel.broadcast(token_ids), None, {})
         try:
             sampled = sampler.sample(logits, self.batch.make_sampling_batch(sample_rows, branches))
             token_ids = sampled.token_ids
@@ -431,7 +427,7 @@ class PendingOutput:
 
     @torch.inference_mode()
     def result(self) -> ModelOutput:
-        """The sampled tokens. Raises RequestError if a request cannot be sampled."""
+        """The sampled tokens, and the errors of what cannot be sampled."""
         if self._event is not None:
             self._event.synchronize()
         result = ModelOutput({}, {})
@@ -440,10 +436,12 @@ class PendingOutput:
             result.prompt_logprobs[seq_id] = PromptLogprobs(start, tuple(entries))
         if self._sampled is None:
             return result
-        with attribute_errors([seq_id for seq_id, _ in self._samples]):
-            output = self._sampled.to_host()
+        output = self._sampled.to_host()
+        result.errors.update((self._samples[row][0], e) for row, e in output.errors.items())
         samples = zip(self._samples, output.token_ids, output.logprobs, strict=True)
         for (seq_id, position), token_id, token_logprobs in samples:
+            if seq_id in result.errors:
+                continue
             logprobs = () if token_logprobs is None else (token_logprobs,)
             if seq_id in result.sampled_token_ids:  # a branch that forks off
                 others = result.forks.get(seq_id, ())
@@ -456,15 +454,6 @@ class PendingOutput:
             if logprobs:
                 result.logprobs[seq_id] = logprobs
         return result
-
-
-@contextmanager
-def attribute_errors(seq_ids: list[int]) -> Iterator[None]:
-    """Turn the sampler's error about a row of the logits into one about that row's sequence."""
-    try:
-        yield
-    except SamplingError as error:
-        raise RequestError(seq_ids[error.logits_row], str(error)) from error.__cause__
 
 
 def pad_step(arrays: StepArrays[np.ndarray], num_seqs: int) -> StepArrays[np.ndarray]:

@@ -28,6 +28,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from nanoserve.exceptions import Caught, RequestError, describe_error
 from nanoserve.logger import init_logger, to_html
 from nanoserve.logprobs import MAX_CONTEXT, Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind
@@ -275,9 +276,19 @@ class RequestState:
         return self._build_output(changed) if changed else None
 
     def fail(self, message: str) -> RequestOutput | None:
-        """The last output: what was generated before the error."""
-        is_failed = SequenceStatus.FINISHED_ERROR
-        return self._build_output([seq for seq in self.sequences if seq.status is is_failed])
+        """The last output: what was generated before the error. It has an entry for each of the n
+        completions, also for those that have not forked off yet."""
+        is_failed, self.root.num_pending_forks = SequenceStatus.FINISHED_ERROR, 0
+        for index in set(range(self.root.sampling_params.n)) - set(self.branches):
+            self.branches[index] = BranchState(self.root.make_branch(index), None)
+            self.branches[index].sequence.status = is_failed
+        failed = [
+            branch for branch in self.branches.values() if branch.sequence.status is is_failed
+        ]
+        for branch in failed:
+            with Caught():  # the detokenizer may be what has failed
+                branch.text += branch.detokenizer.flush() if branch.detokenizer else ""
+        return self._build_output([branch.sequence for branch in failed])
 
     def _append(self, update: SequenceUpdate) -> str | None:
         """Take in one sequence's new tokens. Returns the stop string that ends it, if there is
@@ -314,7 +325,7 @@ class RequestState:
             request_id=self.request_id,
             prompt=self.root.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs and self.prompt_logprobs[:],
             outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
             finished=is_finished,
             metrics=self._merge_metrics(is_finished),
@@ -369,37 +380,44 @@ class OutputProcessor:
             request = self.requests.get(request_id)
             if request is None:  # the consumer of another request has aborted it just now
                 continue
-            try:
-                outputs.append(request.process(its_updates))
+            with Caught() as caught:
+                for error in [update.error for update in its_updates if update.error is not None]:
+                    raise error
+                output = request.process(its_updates)
                 if request.is_finished:
                     self.requests.pop(request_id, None)
-            except Exception as error:
-                message = f"{type(error).__name__}: {error}"
-                for update in its_updates:  # also a sequence that the consumer does not know yet
-                    status = SequenceStatus.FINISHED_ERROR
-                    _finish(update.sequence, self.finish, status, message)
-                outputs.append(self.fail_request(request_id, message, error))
+            if caught.error is not None:  # ends sequences that the consumer doesn't know yet, too
+                sequences = [update.sequence for update in its_updates]
+                output = self.fail_request(request_id, caught.error, sequences)
+            outputs.append(output)
         return [output for output in outputs if output is not None]
 
     def fail_request(
-        self, request_id: str, message: str, error: BaseException | None
+        self, request_id: str, error: BaseException, sequences: Iterable[Sequence]
     ) -> RequestOutput | None:
-        """End a request with finish_reason "error". The log gets the message, and the traceback of
-        `error` if there is one."""
-        logger.error("request %r failed: %s", request_id, message, exc_info=error)
+        """End a request, and these sequences of it, with finish_reason "error"; return its last
+        output. The log gets the traceback, or that of the cause if `error` is a RequestError."""
+        message = describe_error(error)
+        cause = error.__cause__ if isinstance(error, RequestError) else error
+        logger.error("request %r failed: %s", request_id, message, exc_info=cause)
+        for sequence in sequences:
+            _finish(sequence, self.finish, SequenceStatus.FINISHED_ERROR, message)
         request = self.end_request(request_id, SequenceStatus.FINISHED_ERROR, message)
-        try:
-            return request.fail(message)
-        except Exception:
-            logger.exception("request %r has no output about its error", request_id)
-            return None
+        output = None
+        with Caught() as caught:
+            output = request.fail(message) if request else None
+        if caught.error is not None:
+            text = "request %r has no output about its error"
+            logger.error(text, request_id, exc_info=caught.error)
+        return output
 
     def end_request(
         self, request_id: str, status: SequenceStatus, stop_reason: str | None = None
-    ) -> RequestConsumer:
-        """Finish all unfinished sequences of a request, and expect no more updates."""
-        request = self.requests.pop(request_id)
-        for sequence in request.sequences:
+    ) -> RequestConsumer | None:
+        """Finish all unfinished sequences of a request, and expect no more updates. None if the
+        request has ended already: its own consumer may have aborted it."""
+        request = self.requests.pop(request_id, None)
+        for sequence in request.sequences if request else ():
             self.finish(sequence.seq_id, status, stop_reason)
         return request
 

@@ -37,13 +37,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isnan
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.exceptions import Caught, NoTokenError, RequestError, brief, describe_error
 from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
 from nanoserve.sequence import TokenLogprobs
 
@@ -83,6 +85,9 @@ class RequestProcessors(NamedTuple):
     output_token_ids: list[int]
 
 
+NO_TOKEN = -1  # in the place of a token id
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """One entry for each row of the logits. None or empty where no row uses the feature."""
@@ -98,6 +103,8 @@ class SamplingBatch:
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
+    # Row -> what its logits processors did wrong: filled while they run.
+    errors: dict[int, BaseException] = field(default_factory=dict)
 
 
 class LogprobsTensors(NamedTuple):
@@ -125,54 +132,43 @@ class LogprobsTensors(NamedTuple):
 class SampledTokens(NamedTuple):
     """One token for each row of the logits, on the device."""
 
-    token_ids: Tensor  # [num_rows] int64
-    has_no_token: (
-        Tensor | None
-    )  # [num_rows] bool: no token is possible. None: no row is constrained
+    token_ids: Tensor  # [num_rows] int64; NO_TOKEN where no token is possible
     logprobs: LogprobsTensors | None
+    errors: dict[int, BaseException]  # row -> what its logits processors did wrong
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SampledTokens:
         """A copy with `function` applied to each tensor."""
-        has_no_token = None if self.has_no_token is None else function(self.has_no_token)
         logprobs = self.logprobs.map(function) if self.logprobs else None
-        return SampledTokens(function(self.token_ids), has_no_token, logprobs)
+        return SampledTokens(function(self.token_ids), logprobs, self.errors)
 
     def to_host(self) -> SamplerOutput:
-        """As Python numbers; waits for the device. Raises SamplingError for the first row in which
-        no token is possible."""
-        if self.has_no_token is not None and bool(self.has_no_token.any()):
-            raise SamplingError(
-                int(self.has_no_token.nonzero()[0]),
-                "no token is possible: allowed_token_ids, bad_words, min_tokens, logits processors "
-                "and the mask together forbid all of them (or a logit is NaN).",
-            )
-        logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
+        """As Python numbers; waits for the device."""
+        token_ids, errors = self.token_ids.tolist(), dict(self.errors)
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
         if self.logprobs is not None:
             for i, entry in zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True):
                 logprobs[i] = entry
-        return SamplerOutput(self.token_ids.tolist(), logprobs)
+        for row, found in enumerate(logprobs):
+            if token_ids[row] == NO_TOKEN or (found and isnan(found.logprobs[0])):
+                errors.setdefault(row, NoTokenError())
+        return SamplerOutput(token_ids, logprobs, errors)
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
+    """The tokens and logprobs of the rows in `errors` mean nothing."""
+
     token_ids: list[int]  # per row
     logprobs: list[TokenLogprobs | None]  # per row; None where not asked for
-
-
-class SamplingError(ValueError):
-    """One row cannot be sampled. The cause is in the row's own request."""
-
-    def __init__(self, logits_row: int, message: str) -> None:
-        super().__init__(message)
-        self.logits_row = logits_row
+    errors: dict[int, BaseException]  # row -> why it has no token
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
     raw = logits.float()
     logits = apply_constraints(raw, batch)
-    has_no_token = None if logits is raw else ~torch.isfinite(logits.amax(dim=-1))
-    token_ids = logits.argmax(dim=-1)
+    token_ids = logits.argmax(dim=-1)  # of NaN, if there is one
+    has_token = logits.gather(1, token_ids[:, None])[:, 0].abs() < torch.inf
     if not batch.is_greedy:
         assert batch.temperature is not None and batch.uniform is not None
         is_greedy = batch.temperature < GREEDY_TEMPERATURE
@@ -184,7 +180,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    return SampledTokens(token_ids, has_no_token, logprobs)
+    return SampledTokens(token_ids.where(has_token, NO_TOKEN), logprobs, batch.errors)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -194,7 +190,7 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.edits is not None:
         logits = apply_edits(logits, batch.edits)
     if batch.processors:
-        logits = apply_logits_processors(logits, batch.processors)
+        logits = apply_logits_processors(logits, batch.processors, batch.errors)
     if batch.penalties is not None:
         logits = apply_penalties(logits, batch.penalties)
     return logits
@@ -211,32 +207,53 @@ def apply_edits(logits: Tensor, edits: LogitEdits) -> Tensor:
     return logits.index_put((edits.logits_rows, edits.token_ids), edits.values, accumulate=True)
 
 
-def apply_logits_processors(logits: Tensor, requests: tuple[RequestProcessors, ...]) -> Tensor:
+def apply_logits_processors(
+    logits: Tensor, requests: tuple[RequestProcessors, ...], errors: dict[int, BaseException]
+) -> Tensor:
     """Call each request's callables, in their order, on the logits [vocab_size] of its row.
 
     As in V0, a callable with two parameters gets (output token ids, logits), one with three gets
-    (prompt token ids, output token ids, logits). Raises SamplingError if a callable raises, or
-    returns a tensor of another shape.
+    (prompt token ids, output token ids, logits). If one raises anything but KeyboardInterrupt, or
+    returns anything but a plain tensor like the one it got, this is noted in `errors`.
     """
     logits = logits.clone()
-    for logits_row, processors, prompt_token_ids, output_token_ids in requests:
-        for processor in processors:
-            arguments: list[list[int]] = [output_token_ids]
-            if _num_required_parameters(processor) == 3:
-                arguments = [prompt_token_ids, output_token_ids]
-            try:
-                result = processor(*arguments, logits[logits_row].clone())
-            except Exception as error:
-                message = f"a logits processor raised {type(error).__name__}: {error}"
-                raise SamplingError(logits_row, message) from error
-            if not isinstance(result, Tensor) or result.shape != logits[logits_row].shape:
-                raise SamplingError(
-                    logits_row,
-                    f"a logits processor ({processor!r}) must return a tensor of shape "
-                    f"{tuple(logits[logits_row].shape)}, got {result!r}.",
-                )
-            logits[logits_row] = result
+    for request in requests:
+        row = request.logits_row
+        with Caught() as caught:
+            logits[row] = _run_processors(request, logits[row])
+        if caught.error is not None:
+            message = f"a logits processor failed: {describe_error(caught.error)}"
+            errors[row] = RequestError(message)
+            errors[row].__cause__ = caught.error
     return logits
+
+
+def _run_processors(request: RequestProcessors, logits: Tensor) -> Tensor:
+    """The logits [vocab_size] that the request's callables make of `logits`."""
+    for processor in request.processors:
+        arguments: list[list[int]] = [request.output_token_ids]
+        if _num_required_parameters(processor) == 3:
+            arguments = [request.prompt_token_ids, request.output_token_ids]
+        result = processor(*arguments, logits.clone())
+        if not _is_like(result, logits):
+            raise RequestError(
+                f"{brief(processor)} must return a tensor of shape {tuple(logits.shape)}, of "
+                f"floats, on {logits.device}; got {brief(result)}."
+            )
+        logits = result
+    return logits
+
+
+def _is_like(result: object, logits: Tensor) -> bool:
+    """Is it a dense tensor of floats (no subclass), with the shape and on the device of `logits`?
+    (The shape is asked for last: a nested tensor has none.)"""
+    return (
+        type(result) is Tensor
+        and not result.is_nested
+        and result.layout is torch.strided
+        and result.is_floating_point()
+        and (result.device, result.shape) == (logits.device, logits.shape)
+    )
 
 
 def _num_required_parameters(processor: LogitsProcessor) -> int:

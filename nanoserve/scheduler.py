@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
+from nanoserve.exceptions import describe_error
 from nanoserve.sequence import (
     ForkSample,
     ModelOutput,
@@ -170,7 +171,7 @@ class Scheduler:
                     return
             elif waiting is None:
                 return
-            elif not waiting.is_ready():
+            elif waiting.is_held or not waiting.is_ready():
                 position += 1
             elif not self._admit(waiting, step):
                 return
@@ -249,12 +250,18 @@ class Scheduler:
     ) -> list[SequenceUpdate]:
         """Append the sampled tokens, finish the sequences that reached their end, and report both.
 
-        The tokens of a sequence that was aborted while the step ran are dropped.
+        The tokens of a sequence that was aborted while the step ran are dropped. If one sequence of
+        a request has an error, none of the request's sequences gets a token: all end.
         """
         updates: list[SequenceUpdate] = []
-        now = time.monotonic()
+        now, known = time.monotonic(), self.sequences
+        errors = {known[i].request_id: e for i, e in model_output.errors.items() if i in known}
         for item in scheduler_output.scheduled:
-            seq = self.sequences.get(item.seq_id)
+            seq = known.get(item.seq_id)
+            if seq is not None and (error := errors.get(seq.request_id)) is not None:
+                seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, describe_error(error)
+                updates.append(SequenceUpdate(seq, (), (), error=error))
+                continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
             if seq is None or not (sampled or prompt_logprobs):
@@ -360,12 +367,15 @@ class Scheduler:
             self._dropped_seq_ids.append(seq.seq_id)
 
     def _preempt(self, seq: Sequence) -> None:
-        """RUNNING -> WAITING: free its blocks, to compute it again later (recompute).
+        """RUNNING or SWAPPED -> WAITING: free its blocks, to compute it again later (recompute).
 
         The freed blocks stay in the prefix cache until other sequences need them, so computing the
         sequence again is often cheap.
         """
-        self._remove_running(seq)
+        if seq.status is SequenceStatus.SWAPPED:
+            self.swapped.remove(seq)
+        else:
+            self._remove_running(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
         seq.metrics.num_preemptions += 1

@@ -86,6 +86,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
     num_output_placeholders: int = 0  # tokens that steps in flight will bring
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
     needs_output_token_ids: bool = field(init=False)  # the sampler reads the output so far
 
@@ -150,14 +151,6 @@ class Sequence:
             metrics=replace(self.metrics),
             block_hashes=[],
         )
-
-
-class RequestError(ValueError):
-    """A step failed because of one sequence, for example in a logits processor that raises."""
-
-    def __init__(self, seq_id: int, message: str) -> None:
-        super().__init__(message)
-        self.seq_id = seq_id
 
 
 class NewSequence(NamedTuple):
@@ -237,12 +230,16 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The result of a step: the sampled tokens of each sequence whose last token was computed."""
+    """The result of a step: the sampled tokens of each sequence whose last token was computed.
+
+    A sequence for which no token could be sampled is in `errors` instead: its request ends.
+    """
 
     sampled_token_ids: dict[int, tuple[int, ...]]  # seq_id -> new tokens
     logprobs: dict[int, tuple[TokenLogprobs, ...]]  # only of sequences that asked for logprobs
     forks: dict[int, tuple[ForkSample, ...]] = field(default_factory=dict)  # branches 1 .. n - 1
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)  # seq_id -> what went wrong
 
 
 class SequenceUpdate(NamedTuple):
@@ -252,6 +249,7 @@ class SequenceUpdate(NamedTuple):
     new_token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: PromptLogprobs | None = None
+    error: BaseException | None = None  # what ends the request
 
 
 @dataclass

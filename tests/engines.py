@@ -17,8 +17,9 @@ import pytest
 from fakes import FakeExecutor, reference_output
 
 from nanoserve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
+from nanoserve.exceptions import RequestError
 from nanoserve.output_processor import BranchState
-from nanoserve.sequence import RequestError, SchedulerOutput, Sequence
+from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
 from nanoserve.tools.fake_executor import write_config
 
 VOCAB_SIZE = 50
@@ -150,8 +151,8 @@ def change_text(
 
 
 def fail_in_executor(engine: LLMEngine, request_id: str, num_output_tokens: int = 0) -> None:
-    """Raise RequestError when a step is read before which this request has as many output tokens,
-    or more."""
+    """No token is possible for this request (for one of its sequences) in a step before which it
+    has as many output tokens, or more."""
     launch, read = engine.executor.launch, engine.executor.read
     culprits: dict[int, int] = {}  # number of the step -> seq_id
 
@@ -167,7 +168,14 @@ def fail_in_executor(engine: LLMEngine, request_id: str, num_output_tokens: int 
     def read_or_fail(pending: Any, output: Any) -> Any:
         result = read(pending, output)
         if pending.number in culprits:
-            raise RequestError(culprits[pending.number], "no token is possible")
+            fail_row(result, culprits[pending.number])
         return result
 
     engine.executor.launch, engine.executor.read = launch_and_note, read_or_fail
+
+
+def fail_row(output: ModelOutput, seq_id: int, message: str = "no token is possible") -> None:
+    """What a runner does if one sequence of a step cannot be sampled."""
+    output.sampled_token_ids.pop(seq_id, None)
+    output.forks.pop(seq_id, None)
+    output.errors[seq_id] = RequestError(message)

@@ -51,7 +51,7 @@ SHARED = {
     "sequence",
 }
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
-CONTROL_PLANE |= {"arg_utils", "guard"}
+CONTROL_PLANE |= {"arg_utils", "fault_isolation", "guard"}
 MEETING_POINT = {"engine", "llm"}  # know both planes
 CORE_FOLDERS = {"models", "kernels", "distributed"}  # belong to the data plane
 OUTER_FOLDERS = {"extras", "tools", "bench", "demo"}  # nothing in the core knows them
@@ -350,14 +350,15 @@ def code_lines(source: str) -> int:
 
 
 def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
-    """About 2,650 code lines; comments and docstrings are free."""
+    """About 2,700 code lines; comments and docstrings are free."""
     total = sum(code_lines(FILES[module].read_text(encoding="utf-8")) for module in DOZEN)
-    assert 2000 < total <= 2650, f"the dozen has {total} code lines"
+    assert 2000 < total <= 2700, f"the dozen has {total} code lines"
 
 
 # Modules that one decode step enters beside the dozen: who asks, where tensors wait, and what is
 # one process or several.
 AROUND_THE_DOZEN = {"llm", "executor", "staging", "kv_cache", "parallel", "sampling_params"}
+AROUND_THE_DOZEN |= {"exceptions", "fault_isolation"}  # what failed; nothing in most steps
 
 
 def test_a_decode_step_stays_within_them() -> None:

@@ -22,12 +22,13 @@ from engines import (
     change_text,
     check,
     expect,
+    fail_row,
     finish,
     in_thread,
     params,
     step,
 )
-from fakes import FakeEngine, StepFailed, add_beam_search, make_sequence, reference_output
+from fakes import FakeEngine, add_beam_search, make_sequence, reference_output
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,8 @@ from nanoserve import LLMEngine, RequestOutput, RequestOutputKind, SamplingParam
 from nanoserve.block_manager import BlockHash
 from nanoserve.config import EngineConfig
 from nanoserve.engine import StepReport
-from nanoserve.sequence import RequestError, SchedulerOutput, Sequence, SequenceStatus
+from nanoserve.fault_isolation import PROBE_SEQ_ID
+from nanoserve.sequence import SchedulerOutput, Sequence, SequenceStatus
 
 make_engine = partial(engines.make_engine, async_scheduling=True)
 
@@ -450,7 +452,6 @@ class Workload:
         self.updates: dict[tuple[str, int], list[int]] = {}  # the same, from reports
         self.launched: list[SchedulerOutput] = []
         self.reported: list[SchedulerOutput] = []
-        self.num_failed = 0
         self.launch, self.read = engine.executor.launch, engine.executor.read
         engine.executor.launch, engine.executor.read = self.launch_and_note, self.read_or_fail
         engine.step_listeners.append(self.listen)
@@ -459,7 +460,8 @@ class Workload:
 
     def launch_and_note(self, scheduler_output: SchedulerOutput) -> Any:
         pending = self.launch(scheduler_output)
-        self.launched.append(scheduler_output)
+        if scheduler_output.scheduled[0].seq_id != PROBE_SEQ_ID:
+            self.launched.append(scheduler_output)
         pending.seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         return pending
 
@@ -468,8 +470,7 @@ class Workload:
         for seq_id in pending.seq_ids:
             seq = self.engine.scheduler.sequences.get(seq_id)
             if seq is not None and self.bad.get(seq.request_id) == "executor":
-                self.num_failed += 1
-                raise RequestError(seq_id, "bad")
+                fail_row(result, seq_id)
         return result
 
     def find_stop(self, seq: Sequence) -> None:
@@ -505,13 +506,10 @@ class Workload:
 
     def step(self) -> None:
         """One step. Each launched step is reported, is in flight, or has failed."""
-        self.num_failed = 0
-        try:
-            self.take(self.engine.step())
-        except StepFailed:
-            self.num_failed += 1
+        num_failed = self.engine.executor.num_failed
+        self.take(self.engine.step())
         check(self.engine)
-        if self.num_failed:  # what was in flight is computed again
+        if self.engine.executor.num_failed > num_failed:  # what was in flight is computed again
             reported = set(map(id, self.reported))
             self.launched = [output for output in self.launched if id(output) in reported]
         in_flight = [launched.scheduler_output for launched in self.engine._in_flight]
@@ -542,10 +540,12 @@ class Workload:
             self.abort(name, index=number % 3)
         elif what == "abort inside":
             self.to_abort.append(name)
-        elif what == "fail launch":
-            self.engine.executor.fail_next_step = True
-        elif what == "fail result":
-            self.engine.executor.fail_next_result = True
+        elif what in ("fail launch", "fail result"):
+            executor = self.engine.executor  # twice in one search, and a request would be blamed
+            is_soon = executor.fail_next_step or executor.fail_next_result
+            if not (is_soon or self.engine._search.is_on):
+                executor.fail_next_step = what == "fail launch"
+                executor.fail_next_result = what == "fail result"
         elif what in ("fail request", "fail text"):
             self.bad[name] = "executor" if what == "fail request" else "text"
         elif what == "beams":

@@ -32,7 +32,7 @@ from engines import (
     params,
     step,
 )
-from fakes import FakeExecutor, StepFailed, add_beam_search
+from fakes import FakeExecutor, add_beam_search
 
 from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve import engine as engine_module
@@ -303,22 +303,15 @@ def test_abort_of_all_completions_one_by_one(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize("where", ["fail_next_step", "fail_next_result"])
 @pytest.mark.parametrize("num_steps", range(7))
 def test_a_failed_step_is_made_again(make_engine: MakeEngine, num_steps: int, where: str) -> None:
-    """It fails at its launch or when it is read: step() raises, everything in flight is computed
-    again, and the same tokens come."""
+    """It fails once, at its launch or when it is read: everything in flight is computed again, and
+    the same tokens come. Nobody has to know."""
     engine = make_engine(preemption_mode="swap", num_kv_blocks=8)
     engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
     engine.add_request("b", [1, 2, 3, 4, 6], params(max_tokens=5))
     outputs = [output for _ in range(num_steps) for output in step(engine)]
     setattr(engine.executor, where, True)
-    num_failures = 0
-    for _ in range(2):  # with overlapped steps the first step is read by the second call
-        try:
-            outputs += engine.step()
-        except StepFailed:
-            num_failures += 1
-        check(engine)
-    assert num_failures == 1
     last = {output.request_id: output for output in outputs} | finish(engine)
+    assert engine.executor.num_failed == 1
     assert tokens_of(last["a"]) == [expect([1, 2, 3, 4, 5], branch=branch) for branch in (0, 1)]
     assert tokens_of(last["b"]) == [expect([1, 2, 3, 4, 6], 5)]
 
@@ -470,7 +463,105 @@ def test_ctrl_c_at_any_line(make_engine: MakeEngine, caplog: pytest.LogCaptureFi
             raise
 
 
+def test_a_second_ctrl_c_before_the_first_is_dealt_with(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step begins with it."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3, 4, 5], params(n=2))
+    step(engine)
+    launch, recover = engine.executor.launch, engine.recover
+    pressed: list[int] = []
+
+    def press(call: Callable[..., Any], *args: Any) -> Any:
+        result = call(*args)
+        pressed.append(1)
+        if len(pressed) == 1:
+            raise KeyboardInterrupt
+        return result
+
+    def recover_or_leave() -> None:
+        if len(pressed) == 1:
+            pressed.append(1)
+            raise KeyboardInterrupt
+        recover()
+
+    monkeypatch.setattr(engine.executor, "launch", partial(press, launch))
+    monkeypatch.setattr(engine, "recover", recover_or_leave)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    outputs = engine.step()
+    last = {output.request_id: output for output in outputs} | finish(engine)
+    assert tokens_of(last["a"]) == [expect([1, 2, 3, 4, 5], branch=branch) for branch in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["get_cached_blocks", "can_append", "append", "free"])
+def test_an_abort_in_the_middle_of_scheduling(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By a signal handler, or by a generator that is collected: it waits for the next step, for the
+    lists are in use."""
+    engine = make_engine(num_kv_blocks=6)
+    method, calls = getattr(engine.block_manager, name), iter(range(100))
+
+    def abort_first(*args: Any) -> Any:
+        if next(calls) in (1, 2):
+            engine.abort_request(["a", "c"])
+        return method(*args)
+
+    monkeypatch.setattr(engine.block_manager, name, abort_first)
+    for name_of, first in (("a", 1), ("b", 2), ("c", 3)):
+        engine.add_request(name_of, [first, 2, 3, 4, 5], params())
+    assert tokens_of(finish(engine)["b"]) == [expect([2, 2, 3, 4, 5])]
+
+
 # -- one request fails: an outcome --
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_an_error_before_the_fork_is_told_of_all_completions(
+    make_engine: MakeEngine, kind: RequestOutputKind
+) -> None:
+    """Of those that would have forked off, and of those that wait for a place; in their order."""
+    engine = make_engine(max_num_seqs=3)
+    engine.add_request("bad", [1, 2, 3], params(n=5, output_kind=kind))
+    fail_in_executor(engine, "bad")
+    last = finish(engine)["bad"]
+    assert [completion.index for completion in last.outputs] == list(range(5))
+    assert set(reasons_of(last)) == {"error"}
+    assert {completion.stop_reason for completion in last.outputs} == {"no token is possible"}
+    assert last.finished
+
+
+def test_a_consumer_that_aborts_itself_and_then_fails(make_engine: MakeEngine) -> None:
+    """It has no output; the others of the step lose nothing."""
+    engine = make_engine()
+
+    class Odd(RequestState):
+        def process(self, updates: Any) -> RequestOutput | None:
+            engine.abort_request(self.request_id)
+            raise SystemExit
+
+    for name in ("a", "odd", "b"):
+        request = engine.make_request(name, [1, 2, 3], params(max_tokens=3))
+        request.__class__ = Odd if name == "odd" else RequestState
+        engine.add(request)
+    outputs = finish(engine)
+    assert {name: tokens_of(output) for name, output in outputs.items()} == {
+        name: [expect([1, 2, 3], 3)] for name in ("a", "b")
+    }
+
+
+def test_each_output_has_its_own_prompt_logprobs(make_engine: MakeEngine) -> None:
+    """What the user does with one of them changes no other."""
+    engine = make_engine()
+    kept = RequestOutputKind.CUMULATIVE
+    engine.add_request("a", [1, 2, 3], params(prompt_logprobs=1, output_kind=kept, max_tokens=4))
+    outputs = run_until(engine, lambda: not engine.has_unfinished_requests())
+    for output in outputs:
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == 3
+        output.prompt_logprobs.clear()
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -676,6 +767,18 @@ def test_a_listener_that_raises_costs_nothing(
     assert tokens_of(finish(engine)["a"]) == [expect([1, 2, 3], 4)]
     assert len(reports) == engine.executor.num_launched == 4
     assert caplog.text.count("ValueError: no") == 4
+
+
+def test_a_listener_cannot_end_the_engine(make_engine: MakeEngine) -> None:
+    """SystemExit is logged, too. Ctrl-C goes through."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+
+    def leave(_: StepReport) -> None:
+        raise SystemExit
+
+    engine.step_listeners.append(leave)
+    assert tokens_of(finish(engine)["a"]) == [expect([1, 2, 3], 4)]
 
 
 def test_a_listener_may_abort(make_engine: MakeEngine) -> None:

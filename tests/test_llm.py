@@ -756,7 +756,7 @@ def test_a_failed_generate_aborts_its_own_requests_only(
     with pytest.raises(KeyboardInterrupt):
         generate(llm, ["One day", "A cat"])
     assert [seq.request_id for seq in llm.engine.scheduler.sequences.values()] == ["other"]
-    faulty.errors = [RuntimeError("no")]
+    faulty.errors = [RuntimeError("no")] * 2  # the engine's own request fails, too
     with pytest.raises(RuntimeError, match="no"):
         list(llm.stream("One day", GREEDY))
     outputs = []
@@ -772,7 +772,7 @@ def test_a_failed_step_keeps_the_waiting_outputs(llm: LLM, monkeypatch: pytest.M
     llm.add_request("long", STORY, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     generate(llm, "One day")
     faulty = Faulty(llm, monkeypatch, is_late=False)
-    faulty.errors = [RuntimeError("no")]
+    faulty.errors = [RuntimeError("no")] * 2  # the engine's own request fails, too
     with pytest.raises(RuntimeError, match="no"):
         llm.step()
     outputs = llm.step()

@@ -49,6 +49,16 @@ def test_a_swapped_sequence_needs_blocks_and_a_place() -> None:
     assert why_waiting(engine.scheduler, second.seq_id) == NOTHING
 
 
+def test_a_sequence_that_is_held() -> None:
+    """Sequences behind it do not wait for it."""
+    engine = FakeEngine()
+    held, other = engine.add([1]), engine.add([2])
+    held.is_held = True
+    assert "a step failed" in why_waiting(engine.scheduler, held.seq_id)
+    assert why_waiting(engine.scheduler, other.seq_id) == NOTHING
+    assert num_tokens_of(engine.step()) == {other.seq_id: 1}
+
+
 def test_a_sequence_is_not_ready() -> None:
     """Sequences behind it do not wait for it."""
     engine = FakeEngine()

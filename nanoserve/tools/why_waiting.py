@@ -29,7 +29,10 @@ def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | 
         return "the sequence is running"
     if not seq.is_ready():
         return "the sequence is not ready"
-    others = [*scheduler.swapped, *(other for other in scheduler.waiting if other.is_ready())]
+    if seq.is_held:
+        return "a step failed, and others are tried in search of the cause"
+    ready = [other for other in scheduler.waiting if other.is_ready() and not other.is_held]
+    others = [*scheduler.swapped, *ready]
     num_ahead = sum(scheduler.urgency(other) < scheduler.urgency(seq) for other in others)
     if num_ahead:
         return f"{num_ahead} more urgent sequences wait too"

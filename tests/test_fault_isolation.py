@@ -1,0 +1,596 @@
+"""Faults planted everywhere: the guilty requests end, the others get exactly their tokens.
+
+The real engine over the fake model. A fault sits in the executor (it names no request), in a row of
+its output, or in a consumer. What one such step does in detail is in test_engine.py; the tensors
+that a real logits processor may return, and NaN, are at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf, log2, nan
+from typing import Any
+
+import engines
+import pytest
+import torch
+from engines import assert_idle, change_text, check, expect, fail_row, finish, params, step
+from fakes import add_beam_search
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanoserve import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
+from nanoserve.exceptions import Caught, RequestError, describe_error
+from nanoserve.fault_isolation import PROBE_SEQ_ID
+from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
+
+MakeEngine = Callable[..., LLMEngine]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+def make_engine(request: pytest.FixtureRequest) -> MakeEngine:
+    return partial(engines.make_engine, async_scheduling=request.param)
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Hundreds of tracebacks are expected."""
+    caplog.set_level(logging.CRITICAL, "nanoserve")
+
+
+class Planted(Exception):
+    """A fault that a test has planted."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A request fails in each step before which one of its sequences has `position` output tokens
+    or more, in the place `where`."""
+
+    position: int
+    where: str  # "launch", "result", "row" or "text"
+
+
+class FaultyExecutor:
+    """Plants faults in an engine's executor and texts, and counts the steps that fail."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.faults: dict[str, Fault] = {}  # by request id
+        self.num_transient = 0  # steps that shall fail for no reason
+        self.num_failed: dict[str, int] = {}  # request id -> failed steps in which it was
+        self.is_broken = False  # every step fails, the engine's own, too
+        self._launch, self._read = engine.executor.launch, engine.executor.read
+        engine.executor.launch, engine.executor.read = self.launch, self.read
+
+    def launch(self, scheduler_output: SchedulerOutput) -> Any:
+        if self.is_broken:
+            raise Planted("broken")
+        sequences = self.engine.scheduler.sequences
+        seqs = [sequences[item.seq_id] for item in scheduler_output.scheduled]
+        if seqs[0].seq_id == PROBE_SEQ_ID:
+            return self._launch(scheduler_output)
+        found = {seq.seq_id: fault for seq in seqs if (fault := self.find(seq)) is not None}
+        if self.num_transient or any(fault.where == "launch" for fault in found.values()):
+            self.num_transient -= self.num_transient > 0
+            self.fail(seqs)
+        pending = self._launch(scheduler_output)
+        pending.seqs, pending.faults = seqs, found
+        return pending
+
+    def read(self, pending: Any, output: ModelOutput) -> ModelOutput:
+        result = self._read(pending, output)
+        found: dict[int, Fault] = getattr(pending, "faults", {})
+        if any(fault.where == "result" for fault in found.values()):
+            self.fail(pending.seqs)
+        for seq_id, fault in found.items():
+            if fault.where == "row" and seq_id in result.sampled_token_ids:
+                fail_row(result, seq_id, "no token")
+        return result
+
+    def find(self, seq: Sequence) -> Fault | None:
+        """The fault that a step with this sequence has."""
+        fault = self.faults.get(seq.request_id)
+        num_known = seq.num_output_tokens + max(0, seq.num_output_placeholders - 1)
+        return fault if fault is not None and num_known >= fault.position else None
+
+    def find_stop(self, seq: Sequence) -> None:
+        fault = self.faults.get(seq.request_id)
+        if fault and fault.where == "text" and seq.num_output_tokens > fault.position:
+            raise Planted
+
+    def fail(self, seqs: list[Sequence]) -> None:
+        for request_id in {seq.request_id for seq in seqs}:
+            self.num_failed[request_id] = self.num_failed.get(request_id, 0) + 1
+        raise Planted("a fault")
+
+
+def most_failures(num_requests: int, num_guilty: int) -> int:
+    """Steps that may fail with so many requests in the first of them."""
+    return num_guilty * (ceil(log2(max(1, num_requests))) + 3)
+
+
+# -- what a search does --
+
+
+@pytest.mark.parametrize("where", ["launch", "result"])
+@pytest.mark.parametrize("num_requests", [1, 2, 3, 8])
+@pytest.mark.parametrize("position", [0, 3])
+def test_the_guilty_one_ends_and_the_others_do_not_notice(
+    make_engine: MakeEngine, where: str, num_requests: int, position: int
+) -> None:
+    """step() raises nothing. The error is the request's outcome; few steps fail on the way."""
+    for guilty in {0, num_requests // 2, num_requests - 1}:
+        engine = make_engine()
+        executor = FaultyExecutor(engine)
+        executor.faults["guilty"] = Fault(position, where)
+        names = [f"{i}" if i != guilty else "guilty" for i in range(num_requests)]
+        for i, name in enumerate(names):
+            engine.add_request(name, [1, 2, i], params(n=1 + i % 2))
+        outputs = finish(engine)
+        for i, name in enumerate(names):
+            assert len(outputs[name].outputs) == 1 + i % 2
+            for completion in outputs[name].outputs:
+                whole = expect([1, 2, i], branch=completion.index)
+                if name == "guilty":
+                    assert completion.token_ids == whole[:position]
+                    assert completion.finish_reason == "error"
+                    assert completion.stop_reason == "Planted: a fault"
+                else:
+                    assert (completion.token_ids, completion.finish_reason) == (whole, "length")
+        assert max(executor.num_failed.values()) <= most_failures(num_requests, 1)
+
+
+def test_new_requests_wait_until_the_search_is_over(make_engine: MakeEngine) -> None:
+    """They can be aborted meanwhile, and so can a suspect; the search goes on with the others."""
+    engine = make_engine()
+    executor = FaultyExecutor(engine)
+    executor.faults["guilty"] = Fault(0, "launch")
+    for i, name in enumerate(("a", "b", "c", "guilty")):
+        engine.add_request(name, [1, 2, i], params())
+    engine.step()
+    engine.add_request("new", [4], params())
+    engine.add_request("gone", [5], params())
+    step(engine)
+    assert "new" not in {seq.request_id for seq in engine.scheduler.running}
+    assert engine.abort_request(["gone", "a"])
+    outputs = finish(engine)
+    assert sorted(outputs) == ["b", "c", "guilty", "new"]
+    assert outputs["guilty"].outputs[0].finish_reason == "error"
+    for name, prompt in {"b": [1, 2, 1], "c": [1, 2, 2], "new": [4]}.items():
+        assert outputs[name].outputs[0].token_ids == expect(prompt)
+
+
+def test_each_failed_step_is_in_the_log_once(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a sentence; the last one, about the request, with the traceback."""
+    caplog.set_level(logging.ERROR, "nanoserve")
+    engine = make_engine()
+    executor = FaultyExecutor(engine)
+    executor.faults["guilty"] = Fault(1, "launch")
+    for name in ("a", "guilty", "b"):
+        engine.add_request(name, [1, 2], params())
+    finish(engine)
+    *others, last = caplog.records
+    assert len(caplog.records) == executor.num_failed["guilty"]
+    assert all("a step failed: Planted: a fault." in record.getMessage() for record in others)
+    assert last.getMessage() == "request 'guilty' failed: Planted: a fault"
+    assert last.exc_info
+
+
+def test_a_broken_executor_is_nobodys_fault(make_engine: MakeEngine) -> None:
+    """step() raises the error each time. All requests stay, and get their tokens in the end."""
+    engine = make_engine()
+    executor = FaultyExecutor(engine)
+    for i in range(3):
+        engine.add_request(f"{i}", [1, 2, i], params(n=2))
+    step(engine)
+    executor.is_broken = True
+    for _ in range(3):
+        with pytest.raises(Planted, match="broken"):
+            engine.step()
+        check(engine)
+    executor.is_broken = False
+    outputs = finish(engine)
+    for i in range(3):
+        assert [c.token_ids for c in outputs[f"{i}"].outputs] == [
+            expect([1, 2, i], branch=branch) for branch in (0, 1)
+        ]
+
+
+def test_a_scheduler_that_fails_for_one_request(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any step with it exists: all that wait are suspects."""
+    engine = make_engine()
+    look_up = engine.block_manager.get_cached_blocks
+
+    def get_cached_blocks(seq: Sequence) -> list[int]:
+        if seq.request_id == "guilty":
+            raise Planted
+        return look_up(seq)
+
+    monkeypatch.setattr(engine.block_manager, "get_cached_blocks", get_cached_blocks)
+    for i, name in enumerate(("a", "guilty", "b")):
+        engine.add_request(name, [1, 2, i], params())
+    outputs = finish(engine)
+    assert outputs["guilty"].outputs[0].finish_reason == "error"
+    assert outputs["a"].outputs[0].token_ids == expect([1, 2, 0])
+    assert outputs["b"].outputs[0].token_ids == expect([1, 2, 2])
+
+
+def test_a_guilty_beam_search(make_engine: MakeEngine) -> None:
+    """get_output says why; the search beside it finds what it finds without a fault."""
+    found = []
+    for faults in ({}, {"guilty": Fault(2, "launch")}):
+        engine = make_engine()
+        FaultyExecutor(engine).faults = faults
+        guilty = add_beam_search(engine, "guilty", [1, 2], 3, 6, ignore_eos=True)
+        innocent = add_beam_search(engine, "innocent", [1, 2, 3], 3, 6, ignore_eos=True)
+        engine.add_request("a", [4, 5], params())
+        assert finish(engine)["a"].outputs[0].token_ids == expect([4, 5])
+        found.append([beam.tokens for beam in innocent.get_output().sequences])
+    assert found[0] == found[1]
+    with pytest.raises(RuntimeError, match="'guilty' failed: Planted: a fault"):
+        guilty.get_output()
+
+
+# -- all of it together --
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request, when it comes, and what is wrong with it."""
+
+    own: int  # tokens of the prompt that no other request has
+    max_tokens: int
+    n: int
+    gap: int  # steps after the previous arrival
+    kind: RequestOutputKind
+    fault: Fault | None
+
+
+FAULTS = st.builds(
+    Fault,
+    position=st.integers(0, 6),
+    where=st.sampled_from(["launch", "launch", "result", "row", "text"]),
+)
+ARRIVALS = st.builds(
+    Arrival,
+    own=st.integers(1, 8),
+    max_tokens=st.sampled_from([1, 2, 4, 8]),
+    n=st.sampled_from([1, 1, 2, 3]),
+    gap=st.sampled_from([0, 0, 0, 1, 3]),
+    kind=st.sampled_from(RequestOutputKind),
+    fault=st.one_of(st.none(), st.none(), FAULTS),
+)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "async_scheduling": st.booleans(),
+        "num_kv_blocks": st.sampled_from([6, 9, 14, 64]),
+        "preemption_mode": st.sampled_from(["recompute", "swap"]),
+        "num_cpu_blocks": st.sampled_from([3, 64]),
+        "max_num_seqs": st.sampled_from([2, 3, 8]),
+        "max_num_batched_tokens": st.sampled_from([8, 11, 64]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+TROUBLES = st.lists(
+    st.tuples(
+        st.integers(0, 25),  # the step
+        st.sampled_from(["a failure for no reason", "abort", "abort one", "beams"]),
+        st.integers(0, 9),  # which request
+    ),
+    max_size=4,
+)
+
+
+class Workload:
+    """Plays arrivals with faults, and troubles, against an engine."""
+
+    def __init__(self, engine: LLMEngine, arrivals: list[Arrival]) -> None:
+        self.engine = engine
+        self.arrivals = dict(enumerate(arrivals))
+        self.executor = FaultyExecutor(engine)
+        self.last: dict[str, RequestOutput] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.aborted: set[str] = set()
+        self.searches: list[Any] = []
+        self.num_transient = 0
+        self.had_one = False  # a failure for no reason, in this search
+
+    def prompt_of(self, number: int) -> list[int]:
+        return [1, 2, 3, 4, *[10 + number] * self.arrivals[number].own]
+
+    def play(self, troubles: list[tuple[int, str, int]]) -> None:
+        due = []
+        for number, arrival in self.arrivals.items():
+            due.append((arrival.gap + (due[-1][0] if due else 0), number))
+        at = 0
+        while due or self.engine.has_unfinished_requests():
+            while due and due[0][0] <= at:
+                self.arrive(due.pop(0)[1])
+            for when, what, number in troubles:
+                if when == at:
+                    self.disturb(what, f"{number}", number)
+            for output in step(self.engine):
+                self.take(output)
+            at += 1
+            assert at < 2000, "no end in sight"
+
+    def arrive(self, number: int) -> None:
+        arrival = self.arrivals[number]
+        if arrival.fault:
+            self.executor.faults[f"{number}"] = arrival.fault
+        wanted = params(max_tokens=arrival.max_tokens, n=arrival.n, output_kind=arrival.kind)
+        self.engine.add_request(f"{number}", self.prompt_of(number), wanted)
+
+    def disturb(self, what: str, name: str, number: int) -> None:
+        if what == "beams":
+            name = f"beams {len(self.searches)}"
+            self.searches.append(add_beam_search(self.engine, name, [1, number], 2, 3))
+        elif what == "a failure for no reason":
+            # Two of them could hit the same request alone, and then it would be blamed.
+            self.had_one &= self.engine._search.is_on or self.executor.num_transient > 0
+            self.executor.num_transient += not self.had_one
+            self.num_transient += not self.had_one
+            self.had_one = True
+        elif self.engine.abort_request(name, number % 3 if what == "abort one" else None):
+            self.aborted.add(name)
+
+    def take(self, output: RequestOutput) -> None:
+        name = output.request_id
+        assert name not in self.last or not self.last[name].finished, "an output after the last"
+        self.last[name] = output
+        is_delta = self.arrivals[int(name)].kind is RequestOutputKind.DELTA
+        for completion in output.outputs:
+            known = self.tokens.get((name, completion.index), []) if is_delta else []
+            self.tokens[name, completion.index] = known + completion.token_ids
+
+    def check_results(self) -> None:
+        engine = self.engine
+        assert_idle(engine)
+        for number, arrival in self.arrivals.items():
+            name, prompt = f"{number}", self.prompt_of(number)
+            if name in self.aborted:
+                continue
+            room = engine.executor.num_kv_blocks * engine.block_manager.block_size - len(prompt)
+            num_tokens = min(arrival.max_tokens, room)
+            is_guilty = arrival.fault is not None and arrival.fault.position < num_tokens
+            reasons = {completion.finish_reason for completion in self.last[name].outputs}
+            event(f"{arrival.fault.where if arrival.fault and is_guilty else 'innocent'}")
+            assert self.last[name].finished
+            assert ("error" in reasons) == is_guilty
+            for branch in range(arrival.n):
+                whole = expect(prompt, num_tokens, branch)
+                tokens = self.tokens[name, branch]
+                assert tokens == (whole[: len(tokens)] if is_guilty else whole)
+        for search in self.searches:
+            assert search.get_output().sequences
+        num_faults = self.num_transient + len(self.executor.faults)
+        most = most_failures(len(self.arrivals) + len(self.searches), num_faults)
+        assert all(number <= most for number in self.executor.num_failed.values())
+        engine.add_request("afterwards", [5, 6], params())
+        assert finish(engine)["afterwards"].outputs[0].token_ids == expect([5, 6])
+
+
+def check_planted_faults(
+    options: dict[str, Any], arrivals: list[Arrival], troubles: list[tuple[int, str, int]]
+) -> None:
+    workload = Workload(engines.make_engine(**options), arrivals)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        change_text(monkeypatch, workload.executor.find_stop)
+        workload.play(troubles)
+        workload.check_results()
+
+
+CASES = given(
+    options=OPTIONS, arrivals=st.lists(ARRIVALS, min_size=1, max_size=7), troubles=TROUBLES
+)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+
+
+@quick
+@CASES
+def test_planted_faults(
+    options: dict[str, Any], arrivals: list[Arrival], troubles: list[tuple[int, str, int]]
+) -> None:
+    """Wherever the faults are: the guilty requests end with an error, and the others get exactly
+    their tokens. Few steps fail, no block is lost, and the engine serves on."""
+    check_planted_faults(options, arrivals, troubles)
+
+
+@pytest.mark.slow
+@settings(quick, max_examples=2000)
+@CASES
+def test_many_planted_faults(
+    options: dict[str, Any], arrivals: list[Arrival], troubles: list[tuple[int, str, int]]
+) -> None:
+    check_planted_faults(options, arrivals, troubles)
+
+
+# -- real logits --
+
+
+class Unspeakable(Exception):
+    """Neither its text nor that of an object of this class can be shown."""
+
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+    __repr__ = __str__
+
+    def __call__(self, output: list[int], logits: Tensor) -> Any:
+        return self
+
+
+class Subclass(Tensor):
+    """A tensor that is not a plain one."""
+
+
+def raises(error: BaseException) -> Callable[..., Tensor]:
+    def processor(output: list[int], logits: Tensor) -> Tensor:
+        raise error
+
+    return processor
+
+
+BAD_PROCESSORS: dict[str, Callable[..., Any]] = {
+    "an exception": raises(ZeroDivisionError("no")),
+    "SystemExit": raises(SystemExit(1)),
+    "GeneratorExit": raises(GeneratorExit()),
+    "an exception of its own kind": raises(type("Mine", (BaseException,), {})()),
+    "an exception without a text": raises(Unspeakable()),
+    "no signature": max,
+    "an operator without a signature": torch.add,
+    "too many parameters": lambda a, b, c, d: d,
+    "None": lambda output, logits: None,
+    "an object without a repr": Unspeakable(),
+    "NumPy": lambda output, logits: logits.numpy(),
+    "a list": lambda output, logits: logits.tolist(),
+    "another shape": lambda output, logits: logits[None],
+    "sparse": lambda output, logits: logits.to_sparse(),
+    "meta": lambda output, logits: logits.to("meta"),
+    "quantized": lambda output, logits: torch.quantize_per_tensor(logits, 0.1, 0, torch.qint8),
+    "nested": lambda output, logits: torch.nested.nested_tensor([logits]),
+    "bool": lambda output, logits: logits > 0,
+    "int": lambda output, logits: logits.long(),
+    "complex": lambda output, logits: logits.to(torch.complex64),
+    "a subclass": lambda output, logits: logits.as_subclass(Subclass),
+    "NaN": lambda output, logits: logits * nan,
+    "one NaN": lambda output, logits: logits.index_fill(0, torch.tensor([7]), nan),
+    "infinite": lambda output, logits: logits.index_fill(0, torch.tensor([7]), inf),
+    "nothing allowed": lambda output, logits: logits.fill_(-inf),
+}
+STORY = "Once upon a time"
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "overlapped"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(num_kv_blocks=256, async_scheduling=request.param) as llm:
+        yield llm
+        llm.engine.block_manager.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_whatever_a_logits_processor_does(llm: LLM) -> None:
+    """It ends its own request, with a message and no token. All in the same steps: none fails, and
+    nothing is computed again."""
+    [alone] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    reports: list[Any] = []
+    llm.engine.step_listeners.append(reports.append)
+    wanted = [
+        SamplingParams(temperature=0, n=1, logits_processors=[f]) for f in BAD_PROCESSORS.values()
+    ]
+    sampled = SamplingParams(temperature=1.0, n=3, logits_processors=[BAD_PROCESSORS["bool"]])
+    params_of_all = [GREEDY, *wanted, sampled, GREEDY]
+    outputs = llm.generate([STORY] * len(params_of_all), params_of_all, use_tqdm=False)
+    llm.engine.step_listeners.clear()
+    for output in (outputs[0], outputs[-1]):
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        assert output.metrics.num_preemptions == 0
+    assert len(reports) == GREEDY.max_tokens
+    for name, output in zip([*BAD_PROCESSORS, "bool"], outputs[1:-1], strict=True):
+        for completion in output.outputs:
+            assert (completion.finish_reason, completion.token_ids) == ("error", []), name
+            reason = completion.stop_reason
+            assert "a logits processor failed" in reason or "no token is possible" in reason, name
+    assert [completion.index for completion in outputs[-2].outputs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.01, "seed": 1, "n": 2},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0, "allowed_token_ids": [5, 9], "logprobs": 2},
+        {"temperature": 0, "logit_bias": {5: 1}, "presence_penalty": 1.0},
+    ],
+)
+def test_logits_that_are_no_numbers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], bad: float
+) -> None:
+    """One such logit, anywhere in the row: the request ends with an error, the one beside it does
+    not. -inf is a number."""
+    model = llm.engine.executor.runner.model
+    compute_logits = model.compute_logits
+
+    def spoil(hidden: Tensor) -> Tensor:
+        logits = compute_logits(hidden).clone()
+        logits[:, 3] = -inf
+        logits[1:, 9] = bad
+        return logits
+
+    [alone] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    monkeypatch.setattr(model, "compute_logits", spoil)
+    given = [GREEDY, SamplingParams(max_tokens=4, **fields)]
+    good, broken = llm.generate([STORY, STORY], given, use_tqdm=False)
+    assert good.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert good.metrics.num_preemptions == 0  # no step failed, no step in flight either
+    for completion in broken.outputs:
+        assert (completion.finish_reason, completion.token_ids) == ("error", [])
+        assert "a logit is NaN or infinite" in str(completion.stop_reason)
+
+
+def test_damaged_weights(llm: LLM) -> None:
+    """NaN in the last norm: all requests end with an error. When it is repaired, the next ones get
+    their tokens."""
+    [before] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    model = llm.engine.executor.runner.model
+    [norm] = [tensor for name, tensor in model.named_parameters() if name == "model.norm.weight"]
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(nan)
+    outputs = llm.generate([STORY] * 2, use_tqdm=False)
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 2
+    llm.reset_prefix_cache()
+    [after] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+
+def test_an_error_keeps_the_bytes_of_an_unfinished_character(llm: LLM) -> None:
+    """As any end of a text does: they become U+FFFD."""
+    tokenizer = llm.get_tokenizer()
+    byte = tokenizer.convert_tokens_to_ids("\u00e4")  # how a byte-level vocabulary writes 0xe4
+    assert tokenizer.decode([byte]) == "\ufffd"
+
+    def fail_at_second(output: list[int], logits: Tensor) -> Tensor:
+        if output:
+            raise Planted
+        return logits
+
+    given = SamplingParams(allowed_token_ids=[byte], logits_processors=[fail_at_second])
+    [output] = llm.generate(STORY, given, use_tqdm=False)
+    assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [byte])
+    assert output.outputs[0].text == "\ufffd"
+
+
+# -- the text of errors --
+
+
+def test_the_text_of_any_error() -> None:
+    """describe_error never raises, and Caught lets through only Ctrl-C."""
+    assert describe_error(ZeroDivisionError("no")) == "ZeroDivisionError: no"
+    assert describe_error(KeyError()) == "KeyError"
+    assert describe_error(RequestError("the message")) == "the message"
+    assert describe_error(Unspeakable()) == "Unspeakable: (str() of it raises an error, too)"
+    with Caught() as caught:
+        raise SystemExit
+    assert isinstance(caught.error, SystemExit)
+    with Caught() as caught:
+        pass
+    assert caught.error is None
+    with pytest.raises(KeyboardInterrupt), Caught():
+        raise KeyboardInterrupt
