@@ -149,10 +149,6 @@ class ModelRunner:
                 model_config.vocab_size,
                 self.staging,
             )
-            # By row: the input of the next step, before it has reached the CPU.
-            self.last_sampled_token_ids = torch.zeros(
-                config.max_num_seqs, dtype=torch.long, device=self.device
-            )
             self.graphs: DecodeGraphs | None = None
             if (
                 graph_cls is None
@@ -298,7 +294,7 @@ class ModelRunner:
         """The forward pass that a graph captures, or that runs eagerly."""
         tensors, input_ids = inputs.tensors, inputs.tensors.input_ids
         if has_placeholders:
-            last_sampled = self.last_sampled_token_ids.index_select(0, tensors.token_rows)
+            last_sampled = self.batch.last_sampled_token_ids.index_select(0, tensors.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
         return self.model(input_ids, tensors.positions, self.kv_caches, inputs.metadata)
 
@@ -342,7 +338,7 @@ class ModelRunner:
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
         with attribute_errors(seq_ids):
             sampled = self._sample_on_rank_0(logits, sample_rows, branches)
-        self.last_sampled_token_ids.index_copy_(
+        self.batch.last_sampled_token_ids.index_copy_(
             0, inputs.tensors.sampled_rows, sampled.token_ids[first_samples]
         )
         positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()

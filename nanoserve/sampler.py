@@ -67,8 +67,8 @@ class Penalties(NamedTuple):
     """For k of the rows: the tokens so far, and the weights of the three penalties."""
 
     logits_rows: Tensor  # [k] int64
-    is_in_prompt: Tensor  # [k, vocab_size] bool
-    output_counts: Tensor  # [k, vocab_size] int64: how often each token is in the output
+    token_ids: Tensor  # [k, num_seen] int64: each token of prompt and output, once or more often
+    output_counts: Tensor  # [k, num_seen] int32: how often each of these tokens is in the output
     repetition: Tensor  # [k] float32
     frequency: Tensor  # [k] float32
     presence: Tensor  # [k] float32
@@ -251,14 +251,13 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition (prompt and output): a positive logit is divided by it, a negative one multiplied.
     frequency (output only): subtracted once for each occurrence; presence: once in all.
     """
-    counts = penalties.output_counts
-    some = logits[penalties.logits_rows]
-    is_seen = penalties.is_in_prompt | (counts > 0)
-    repetition = penalties.repetition[:, None]
-    some = torch.where(is_seen, torch.where(some > 0, some / repetition, some * repetition), some)
+    seen = (penalties.logits_rows[:, None], penalties.token_ids)
+    counts, repetition = penalties.output_counts, penalties.repetition[:, None]
+    some = logits[seen]  # [k, num_seen]
+    some = torch.where(some > 0, some / repetition, some * repetition)
     some = some - penalties.frequency[:, None] * counts
     some = some - penalties.presence[:, None] * (counts > 0)
-    return logits.index_copy(0, penalties.logits_rows, some)
+    return logits.index_put(seen, some)  # a token that comes twice has the same value twice
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""How do penalties know the tokens so far, without waiting for the CPU?
+
+A penalty changes the logits of tokens that are in the prompt or in the output. Those tokens are
+kept on the device, one row for each row of the InputBatch. A row is filled when a token is first
+sampled for it: then the CPU knows all of its tokens. Each later step adds the token that the device
+sampled last, whether or not the token has reached the CPU.
+
+A step reads the tokens of a row and not its whole vocabulary. Example, vocabulary 0 .. 9, prompt
+[7 5 9 5], no output at first; then 7 and 8 are sampled:
+
+    num_seen   token_ids              output_counts
+    3          [5 7 9 5 5 5 ...]      [0 0 0 0 0 0 0 0 0 0]     filled: different tokens, in order
+    4          [5 7 9 7 5 5 ...]      [0 0 0 0 0 0 0 1 0 0]
+    5          [5 7 9 7 8 5 ...]      [0 0 0 0 0 0 0 1 1 0]
+
+A token may be listed twice: both places read the same count. Behind the end a row repeats its first
+token, so rows of different lengths are read as one rectangle.
+
+Memory: 4 * (max_model_len + vocab_size) bytes a row, and max_num_seqs rows. It is allocated when
+the first request with a penalty comes, and kept.
+
+vLLM: vllm/model_executor/layers/utils.py get_token_bin_counts_and_mask, which counts all tokens
+anew in each step (V0 and V1).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.staging import StagingBuffer
+
+
+class SeenTokens:
+    """By row: the tokens of prompt and output, and how often each token is in the output.
+
+    Invariant: `token_ids[row, :num_seen[row]]` holds each of the row's first num_counted tokens, of
+    prompt and output, in flight or not; behind them stands its first one. `output_counts[row]`
+    counts those of the output. Rows with num_counted 0 are not in use.
+    """
+
+    def __init__(
+        self, num_rows: int, max_model_len: int, vocab_size: int, staging: StagingBuffer
+    ) -> None:
+        self.staging = staging
+        self.num_counted = np.zeros(num_rows, np.int64)
+        self.num_seen = np.zeros(num_rows, np.int64)
+        empty = functools.partial(torch.empty, dtype=torch.int32, device=staging.device)
+        self._allocate = lambda: (empty(num_rows, max_model_len), empty(num_rows, vocab_size))
+        self.token_ids: Tensor | None = None  # [num_rows, max_model_len] int32
+        self.output_counts: Tensor | None = None  # [num_rows, vocab_size] int32
+
+    def remove(self, row: int) -> None:
+        """The sequence of this row has left."""
+        self.num_counted[row] = 0
+
+    def update(
+        self,
+        rows: np.ndarray,
+        token_ids: np.ndarray,  # [num_rows, max_model_len], on the CPU; -1: still in flight
+        num_tokens: np.ndarray,  # by row, those in flight included
+        num_prompt_tokens: np.ndarray,  # by row
+        last_sampled_token_ids: Tensor,  # by row, on the device
+    ) -> None:
+        """Before these rows are sampled: count the token that was sampled since the last time. A
+        row that is sampled for the first time is filled."""
+        if self.token_ids is None or self.output_counts is None:
+            self.token_ids, self.output_counts = self._allocate()
+        rows = np.unique(rows)  # a row that is about to fork comes n times
+        is_filled = self.num_counted[rows] > 0
+        for row in rows[~is_filled].tolist():
+            self._fill(row, token_ids[row, : num_tokens[row]], num_prompt_tokens[row])
+        rows = rows[num_tokens[rows] > self.num_counted[rows]]
+        if len(rows):
+            sent = self.staging.send(rows=rows, positions=self.num_seen[rows])
+            sampled = last_sampled_token_ids.index_select(0, sent["rows"])
+            self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
+            one = torch.ones_like(sampled, dtype=torch.int32)
+            self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
+            self.num_seen[rows] += 1
+            self.num_counted[rows] += 1
+            assert (self.num_counted[rows] == num_tokens[rows]).all(), "a sampled token was missed"
+
+    def _fill(self, row: int, token_ids: np.ndarray, num_prompt_tokens: int) -> None:
+        assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
+        assert self.token_ids is not None and self.output_counts is not None
+        seen = np.unique(token_ids).astype(np.int64)
+        counts = np.bincount(token_ids[num_prompt_tokens:], minlength=int(seen[-1]) + 1)
+        sent = self.staging.send(seen=seen, counts=counts[seen].astype(np.int32))
+        self.output_counts[row].zero_().index_copy_(0, sent["seen"], sent["counts"])
+        self.token_ids[row] = sent["seen"][0]
+        self.token_ids[row, : len(seen)] = sent["seen"]
+        self.num_counted[row], self.num_seen[row] = len(token_ids), len(seen)
+
+    def gather(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """The tokens of each of k rows, and their counts: both [k, the largest num_seen]."""
+        assert self.token_ids is not None and self.output_counts is not None
+        index = self.staging.send(rows=rows)["rows"]
+        token_ids = self.token_ids[:, : int(self.num_seen[rows].max())]
+        token_ids = token_ids.index_select(0, index).long()
+        counts = self.output_counts[index[:, None], token_ids]
+        return {"token_ids": token_ids, "output_counts": counts}
