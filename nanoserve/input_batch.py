@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,18 +47,13 @@ from nanoserve.staging import StagingBuffer
 
 PLACEHOLDER = -1  # in token_ids: the token is sampled, but its id has not reached the CPU yet
 LogitsRow = tuple[int, int]  # (row of the logits, row of InputBatch)
+# Of one row: token ids [k] int64, and what to add to their logits [k] float32; -inf forbids.
+Edits = tuple[np.ndarray, np.ndarray]
 
 
-class RowEdits(NamedTuple):
-    """What to add to single logits of one row; -inf forbids the token."""
-
-    token_ids: np.ndarray  # [k] int64
-    values: np.ndarray  # [k] float32
-
-    @classmethod
-    def make(cls, values: Mapping[int, float]) -> RowEdits:
-        """From token id -> value."""
-        return cls(np.array(list(values), np.int64), np.array(list(values.values()), np.float32))
+def make_edits(values: Mapping[int, float]) -> Edits:
+    """Arrays from token id -> value."""
+    return np.array(list(values), np.int64), np.array(list(values.values()), np.float32)
 
 
 class RowLogitState:
@@ -68,8 +63,8 @@ class RowLogitState:
         self.params = new.sampling_params
         self.longer_bad_words = [word for word in new.bad_word_ids if len(word) > 1]
         bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
-        self.bias = RowEdits.make({**(self.params.logit_bias or {}), **bad_words})
-        self.no_stop = RowEdits.make(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
+        self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
+        self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
         self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
 
     @staticmethod
@@ -85,7 +80,7 @@ class RowLogitState:
             or params.logits_processors
         )
 
-    def get_edits(self, output_token_ids: np.ndarray) -> Iterator[RowEdits]:
+    def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
         output, and, before min_tokens, all stop tokens. With bad word [4 7] and output [5 4], 7 is
         forbidden.
@@ -95,7 +90,7 @@ class RowLogitState:
             yield self.no_stop
         for *start, last in self.longer_bad_words:
             if output_token_ids[-len(start) :].tolist() == start:
-                yield RowEdits.make({last: -math.inf})
+                yield make_edits({last: -math.inf})
 
 
 class InputBatch:
@@ -126,7 +121,6 @@ class InputBatch:
         self.last_sampled_token_ids = torch.zeros(
             max_num_seqs, dtype=torch.long, device=self.staging.device
         )
-        self.seen_tokens = SeenTokens(max_num_seqs, max_model_len, vocab_size, self.staging)
         # np.zeros maps memory only when it is written: long-context tables cost nothing up front.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.seq_ids = np.zeros(max_num_seqs, np.int64)
@@ -141,6 +135,7 @@ class InputBatch:
         self.top_p = np.zeros(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.num_logprobs: list[int | None] = [None] * max_num_seqs
+        self.seen_tokens = SeenTokens(self)
 
     def add(self, new: NewSequence) -> None:
         """Give a new sequence a row."""
@@ -221,11 +216,14 @@ class InputBatch:
         """The parameters of a random draw."""
         top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
         noise = uniform_noise(self.seeds[rows], branches, self.num_tokens[rows])
+        drawn_rows = (temperature >= GREEDY_TEMPERATURE).nonzero()[0]
         arrays = {"temperature": temperature, "uniform": noise}
+        arrays |= {"drawn_rows": drawn_rows} if len(drawn_rows) < len(rows) else {}
         arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
         arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
         arrays |= {"min_p": min_p} if (min_p > 0).any() else {}
-        return self.staging.send(**arrays)
+        max_top_k = top_k[(top_k < self.vocab_size) | (top_p < 1)].max(initial=0)
+        return {**self.staging.send(**arrays), "max_top_k": int(max_top_k)}
 
     def _make_constraints(self, rows_with_state: list[LogitsRow]) -> dict[str, Any]:
         return {
@@ -255,21 +253,15 @@ class InputBatch:
 
     def _make_edits(self, rows_with_state: list[LogitsRow]) -> LogitEdits | None:
         edits = [
-            (logits_row, edits)
+            (np.full(len(ids), logits_row), ids, values)
             for logits_row, row in rows_with_state
-            for edits in self.logit_states[row].get_edits(self.get_output_token_ids(row))
-            if len(edits.token_ids)
+            for ids, values in self.logit_states[row].get_edits(self.get_output_token_ids(row))
         ]
-        if not edits:
+        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
+        if not len(values):
             return None
-        sizes = [len(edits.token_ids) for _, edits in edits]
-        return LogitEdits(
-            **self.staging.send(
-                logits_rows=np.repeat([logits_row for logits_row, _ in edits], sizes),
-                token_ids=np.concatenate([edits.token_ids for _, edits in edits]),
-                values=np.concatenate([edits.values for _, edits in edits]),
-            )
-        )
+        sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
+        return LogitEdits(**sent)
 
     def _make_processors(self, rows_with_state: list[LogitsRow]) -> tuple[RequestProcessors, ...]:
         result = []
@@ -287,13 +279,7 @@ class InputBatch:
         if not states:
             return None
         logits_rows, rows, params = zip(*states, strict=True)
-        self.seen_tokens.update(
-            np.array(rows),
-            self.token_ids,
-            self.num_tokens,
-            self.num_prompt_tokens,
-            self.last_sampled_token_ids,
-        )
+        self.seen_tokens.update(np.array(rows))
         return Penalties(
             **self.seen_tokens.gather(np.array(rows)),
             **self.staging.send(

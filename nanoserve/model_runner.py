@@ -50,6 +50,7 @@ from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
+from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
@@ -357,7 +358,8 @@ class ModelRunner:
         if self.parallel.rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, None)
         try:
-            sampled = sampler.sample(logits, self.batch.make_sampling_batch(sample_rows, branches))
+            batch = self.batch.make_sampling_batch(sample_rows, branches)
+            sampled = sampler.sample(logits, batch, choose_tokens)
             token_ids = sampled.token_ids
             return sampled
         finally:

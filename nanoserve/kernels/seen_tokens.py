@@ -26,12 +26,14 @@ anew in each step (V0 and V1).
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.staging import StagingBuffer
+if TYPE_CHECKING:
+    from nanoserve.input_batch import InputBatch
 
 
 class SeenTokens:
@@ -42,14 +44,11 @@ class SeenTokens:
     counts those of the output. Rows with num_counted 0 are not in use.
     """
 
-    def __init__(
-        self, num_rows: int, max_model_len: int, vocab_size: int, staging: StagingBuffer
-    ) -> None:
-        self.staging = staging
-        self.num_counted = np.zeros(num_rows, np.int64)
-        self.num_seen = np.zeros(num_rows, np.int64)
-        empty = functools.partial(torch.empty, dtype=torch.int32, device=staging.device)
-        self._allocate = lambda: (empty(num_rows, max_model_len), empty(num_rows, vocab_size))
+    def __init__(self, batch: InputBatch) -> None:
+        """`batch` knows the rows' tokens on the CPU, and on the device the last one of each."""
+        self.batch = batch
+        self.num_counted = np.zeros(len(batch.token_ids), np.int64)
+        self.num_seen = np.zeros(len(batch.token_ids), np.int64)
         self.token_ids: Tensor | None = None  # [num_rows, max_model_len] int32
         self.output_counts: Tensor | None = None  # [num_rows, vocab_size] int32
 
@@ -57,40 +56,40 @@ class SeenTokens:
         """The sequence of this row has left."""
         self.num_counted[row] = 0
 
-    def update(
-        self,
-        rows: np.ndarray,
-        token_ids: np.ndarray,  # [num_rows, max_model_len], on the CPU; -1: still in flight
-        num_tokens: np.ndarray,  # by row, those in flight included
-        num_prompt_tokens: np.ndarray,  # by row
-        last_sampled_token_ids: Tensor,  # by row, on the device
-    ) -> None:
+    def update(self, rows: np.ndarray) -> None:
         """Before these rows are sampled: count the token that was sampled since the last time. A
         row that is sampled for the first time is filled."""
         if self.token_ids is None or self.output_counts is None:
-            self.token_ids, self.output_counts = self._allocate()
+            num_rows, max_model_len = self.batch.token_ids.shape
+            device = self.batch.staging.device
+            empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+            self.token_ids = empty(num_rows, max_model_len)
+            self.output_counts = empty(num_rows, self.batch.vocab_size)
         rows = np.unique(rows)  # a row that is about to fork comes n times
         is_filled = self.num_counted[rows] > 0
         for row in rows[~is_filled].tolist():
-            self._fill(row, token_ids[row, : num_tokens[row]], num_prompt_tokens[row])
-        rows = rows[num_tokens[rows] > self.num_counted[rows]]
+            self._fill(row)
+        num_tokens = self.batch.num_tokens[rows]
+        rows = rows[num_tokens > self.num_counted[rows]]
         if len(rows):
-            sent = self.staging.send(rows=rows, positions=self.num_seen[rows])
-            sampled = last_sampled_token_ids.index_select(0, sent["rows"])
+            sent = self.batch.staging.send(rows=rows, positions=self.num_seen[rows])
+            sampled = self.batch.last_sampled_token_ids.index_select(0, sent["rows"])
             self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
             one = torch.ones_like(sampled, dtype=torch.int32)
             self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
             self.num_seen[rows] += 1
             self.num_counted[rows] += 1
-            assert (self.num_counted[rows] == num_tokens[rows]).all(), "a sampled token was missed"
+            is_complete = self.num_counted[rows] == self.batch.num_tokens[rows]
+            assert is_complete.all(), "a sampled token was missed"
 
-    def _fill(self, row: int, token_ids: np.ndarray, num_prompt_tokens: int) -> None:
-        assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
+    def _fill(self, row: int) -> None:
         assert self.token_ids is not None and self.output_counts is not None
-        seen = np.unique(token_ids).astype(np.int64)
-        counts = np.bincount(token_ids[num_prompt_tokens:], minlength=int(seen[-1]) + 1)
-        sent = self.staging.send(seen=seen, counts=counts[seen].astype(np.int32))
-        self.output_counts[row].zero_().index_copy_(0, sent["seen"], sent["counts"])
+        token_ids = self.batch.token_ids[row, : self.batch.num_tokens[row]]
+        assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
+        seen = np.unique(token_ids)  # int32
+        counts = np.bincount(self.batch.get_output_token_ids(row), minlength=int(seen[-1]) + 1)
+        sent = self.batch.staging.send(seen=seen, counts=counts[seen].astype(np.int32))
+        self.output_counts[row].zero_().index_copy_(0, sent["seen"].long(), sent["counts"])
         self.token_ids[row] = sent["seen"][0]
         self.token_ids[row, : len(seen)] = sent["seen"]
         self.num_counted[row], self.num_seen[row] = len(token_ids), len(seen)
@@ -98,7 +97,7 @@ class SeenTokens:
     def gather(self, rows: np.ndarray) -> dict[str, Tensor]:
         """The tokens of each of k rows, and their counts: both [k, the largest num_seen]."""
         assert self.token_ids is not None and self.output_counts is not None
-        index = self.staging.send(rows=rows)["rows"]
+        index = self.batch.staging.send(rows=rows)["rows"]
         token_ids = self.token_ids[:, : int(self.num_seen[rows].max())]
         token_ids = token_ids.index_select(0, index).long()
         counts = self.output_counts[index[:, None], token_ids]
