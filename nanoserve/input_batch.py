@@ -14,7 +14,9 @@ In this module `row` always means a row of InputBatch. A sampling batch has an o
 i-th entry belongs to the i-th row of the logits, and is called `logits_row`.
 
 Few requests change single logits (penalties, bad words, ...). The rows of such requests have a
-RowLogitState object; other rows cost nothing.
+RowLogitState object; other rows cost nothing. What such a row needs in each step is made once, and
+kept: the edits that never change, the mask of its allowed tokens, and the tokens that its penalties
+count (SeenTokens). The last two are on the device.
 
 vLLM: vllm/worker/model_runner.py, model_executor/sampling_metadata.py (V0);
 vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
@@ -23,13 +25,14 @@ vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.kernels.seen_tokens import SeenTokens
 from nanoserve.sampler import (
     LogitEdits,
     LogitMask,
@@ -44,28 +47,25 @@ from nanoserve.staging import StagingBuffer
 
 PLACEHOLDER = -1  # in token_ids: the token is sampled, but its id has not reached the CPU yet
 LogitsRow = tuple[int, int]  # (row of the logits, row of InputBatch)
+# Of one row: token ids [k] int64, and what to add to their logits [k] float32; -inf forbids.
+Edits = tuple[np.ndarray, np.ndarray]
+
+
+def make_edits(values: Mapping[int, float]) -> Edits:
+    """Arrays from token id -> value."""
+    return np.array(list(values), np.int64), np.array(list(values.values()), np.float32)
 
 
 class RowLogitState:
-    """What changes single logits of one sequence: bias, forbidden tokens, penalties, processors.
+    """What changes single logits of one sequence: bias, forbidden tokens, penalties, processors."""
 
-    The penalties' counts are updated token by token, so a penalty costs the same at any length.
-    """
-
-    def __init__(self, new: NewSequence, vocab_size: int) -> None:
+    def __init__(self, new: NewSequence) -> None:
         self.params = new.sampling_params
-        self.stop_token_ids = sorted(new.stop_token_ids)
-        self.bad_word_ids = new.bad_word_ids
-        self.is_forbidden: np.ndarray | None = None  # [vocab_size]
-        if self.params.allowed_token_ids is not None:
-            self.is_forbidden = np.ones(vocab_size, bool)
-            self.is_forbidden[list(self.params.allowed_token_ids)] = False
-        if self.params.has_penalties:
-            token_ids = np.array(new.token_ids)
-            self.is_in_prompt = np.zeros(vocab_size, bool)
-            self.is_in_prompt[token_ids[: new.num_prompt_tokens]] = True
-            output = token_ids[new.num_prompt_tokens :]
-            self.output_counts = np.bincount(output, minlength=vocab_size)
+        self.longer_bad_words = [word for word in new.bad_word_ids if len(word) > 1]
+        bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
+        self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
+        self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
+        self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
 
     @staticmethod
     def is_needed_by(new: NewSequence) -> bool:
@@ -80,23 +80,17 @@ class RowLogitState:
             or params.logits_processors
         )
 
-    def count(self, token_id: int) -> None:
-        """Count a token that was appended to the output."""
-        if self.params.has_penalties:
-            self.output_counts[token_id] += 1
-
-    def get_edits(self, output_token_ids: np.ndarray) -> Iterator[tuple[int, float]]:
-        """(token id, what to add to its logit); -inf forbids the token.
-
-        Forbidden are the last token of each bad word whose other tokens end the output, and,
-        before min_tokens, all stop tokens. With bad word [4 7] and output [5 4], 7 is forbidden.
+    def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
+        """The bias, and what forbids the last token of each bad word whose other tokens end the
+        output, and, before min_tokens, all stop tokens. With bad word [4 7] and output [5 4], 7 is
+        forbidden.
         """
-        for *start, last in self.bad_word_ids:
-            if not start or output_token_ids[-len(start) :].tolist() == start:
-                yield last, -math.inf
+        yield self.bias
         if len(output_token_ids) < self.params.min_tokens:
-            yield from ((token_id, -math.inf) for token_id in self.stop_token_ids)
-        yield from (self.params.logit_bias or {}).items()
+            yield self.no_stop
+        for *start, last in self.longer_bad_words:
+            if output_token_ids[-len(start) :].tolist() == start:
+                yield make_edits({last: -math.inf})
 
 
 class InputBatch:
@@ -123,6 +117,10 @@ class InputBatch:
         self.free_rows = list(range(max_num_seqs))[::-1]
         self.logit_states: dict[int, RowLogitState] = {}  # by row
         self.num_prompt_logprobs: dict[int, int] = {}  # by row, where asked for
+        # On the device, by row: the input of the next step, before it has reached the CPU.
+        self.last_sampled_token_ids = torch.zeros(
+            max_num_seqs, dtype=torch.long, device=self.staging.device
+        )
         # np.zeros maps memory only when it is written: long-context tables cost nothing up front.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.seq_ids = np.zeros(max_num_seqs, np.int64)
@@ -137,6 +135,7 @@ class InputBatch:
         self.top_p = np.zeros(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.num_logprobs: list[int | None] = [None] * max_num_seqs
+        self.seen_tokens = SeenTokens(self)
 
     def add(self, new: NewSequence) -> None:
         """Give a new sequence a row."""
@@ -156,13 +155,14 @@ class InputBatch:
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
         if RowLogitState.is_needed_by(new):
-            self.logit_states[row] = RowLogitState(new, self.vocab_size)
+            self.logit_states[row] = RowLogitState(new)
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row, if it has one."""
         row = self.row_of.pop(seq_id, None)
         if row is not None:
             self.logit_states.pop(row, None)
+            self.seen_tokens.remove(row)
             self.num_prompt_logprobs.pop(row, None)
             self.free_rows.append(row)
 
@@ -189,8 +189,6 @@ class InputBatch:
         """Write the sampled token over its placeholder."""
         if position < self.token_ids.shape[1]:
             self.token_ids[row, position] = token_id
-        if row in self.logit_states:
-            self.logit_states[row].count(token_id)
 
     def get_output_token_ids(self, row: int) -> np.ndarray:
         """[num_output_tokens]; the last ones may be placeholders."""
@@ -218,11 +216,14 @@ class InputBatch:
         """The parameters of a random draw."""
         top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
         noise = uniform_noise(self.seeds[rows], branches, self.num_tokens[rows])
+        drawn_rows = (temperature >= GREEDY_TEMPERATURE).nonzero()[0]
         arrays = {"temperature": temperature, "uniform": noise}
+        arrays |= {"drawn_rows": drawn_rows} if len(drawn_rows) < len(rows) else {}
         arrays |= {"top_k": top_k} if (top_k < self.vocab_size).any() else {}
         arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
         arrays |= {"min_p": min_p} if (min_p > 0).any() else {}
-        return self.staging.send(**arrays)
+        max_top_k = top_k[(top_k < self.vocab_size) | (top_p < 1)].max(initial=0)
+        return {**self.staging.send(**arrays), "max_top_k": int(max_top_k)}
 
     def _make_constraints(self, rows_with_state: list[LogitsRow]) -> dict[str, Any]:
         return {
@@ -234,28 +235,33 @@ class InputBatch:
 
     def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
         masks = {
-            logits_row: mask
+            logits_row: self._get_forbidden(self.logit_states[row])
             for logits_row, row in rows_with_state
-            if (mask := self.logit_states[row].is_forbidden) is not None
+            if self.logit_states[row].params.allowed_token_ids is not None
         }
         if not masks:
             return None
-        logits_rows = torch.tensor(list(masks), device=self.staging.device)
-        return LogitMask(logits_rows, self._stack(masks.values()))
+        logits_rows = self.staging.send(rows=np.array(list(masks)))["rows"]
+        return LogitMask(logits_rows, torch.stack(list(masks.values())))
+
+    def _get_forbidden(self, state: RowLogitState) -> Tensor:
+        if state.is_forbidden is None:
+            allowed = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
+            everything = torch.ones(self.vocab_size, dtype=torch.bool, device=allowed.device)
+            state.is_forbidden = everything.index_fill_(0, allowed, False)
+        return state.is_forbidden
 
     def _make_edits(self, rows_with_state: list[LogitsRow]) -> LogitEdits | None:
         edits = [
-            (logits_row, token_id, value)
+            (np.full(len(ids), logits_row), ids, values)
             for logits_row, row in rows_with_state
-            for token_id, value in self.logit_states[row].get_edits(self.get_output_token_ids(row))
+            for ids, values in self.logit_states[row].get_edits(self.get_output_token_ids(row))
         ]
-        if not edits:
+        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
+        if not len(values):
             return None
-        logits_rows, token_ids, values = map(np.array, zip(*edits, strict=True))
-        values = values.astype(np.float32)
-        return LogitEdits(
-            **self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
-        )
+        sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
+        return LogitEdits(**sent)
 
     def _make_processors(self, rows_with_state: list[LogitsRow]) -> tuple[RequestProcessors, ...]:
         result = []
@@ -268,22 +274,18 @@ class InputBatch:
         return tuple(result)
 
     def _make_penalties(self, rows_with_state: list[LogitsRow]) -> Penalties | None:
-        states = {i: self.logit_states[row] for i, row in rows_with_state}
-        states = {i: state for i, state in states.items() if state.params.has_penalties}
+        states = [(i, row, self.logit_states[row].params) for i, row in rows_with_state]
+        states = [state for state in states if state[2].has_penalties]
         if not states:
             return None
-        params = [state.params for state in states.values()]
+        logits_rows, rows, params = zip(*states, strict=True)
+        self.seen_tokens.update(np.array(rows))
         return Penalties(
-            is_in_prompt=self._stack(state.is_in_prompt for state in states.values()),
-            output_counts=self._stack(state.output_counts for state in states.values()),
+            **self.seen_tokens.gather(np.array(rows)),
             **self.staging.send(
-                logits_rows=np.array(list(states)),
+                logits_rows=np.array(logits_rows),
                 repetition=np.array([p.repetition_penalty for p in params], np.float32),
                 frequency=np.array([p.frequency_penalty for p in params], np.float32),
                 presence=np.array([p.presence_penalty for p in params], np.float32),
             ),
         )
-
-    def _stack(self, arrays: Iterable[np.ndarray]) -> Tensor:
-        """k arrays [vocab_size] as one tensor on the device; too large for the staging buffer."""
-        return torch.from_numpy(np.stack(list(arrays))).to(self.staging.device)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import EngineConfig, container_limit, read_meminfo, total_memory
+from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.parallel import ParallelState
 from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
@@ -180,7 +181,7 @@ def profile_run(
         num_logprobs=(None,) * num_rows,
     )
     if rank == 0:
-        sample(logits, filters)
+        sample(logits, filters, choose_tokens)
 
 
 def num_blocks_that_fit(

@@ -49,6 +49,7 @@ from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
+from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
@@ -146,10 +147,6 @@ class ModelRunner:
                 config.block_size,
                 model_config.vocab_size,
                 self.staging,
-            )
-            # By row: the input of the next step, before it has reached the CPU.
-            self.last_sampled_token_ids = torch.zeros(
-                config.max_num_seqs, dtype=torch.long, device=self.device
             )
             self.graphs: DecodeGraphs | None = None
             if (
@@ -296,7 +293,7 @@ class ModelRunner:
         """The forward pass that a graph captures, or that runs eagerly."""
         tensors, input_ids = inputs.tensors, inputs.tensors.input_ids
         if has_placeholders:
-            last_sampled = self.last_sampled_token_ids.index_select(0, tensors.token_rows)
+            last_sampled = self.batch.last_sampled_token_ids.index_select(0, tensors.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
         return self.model(input_ids, tensors.positions, self.kv_caches, inputs.metadata)
 
@@ -340,7 +337,7 @@ class ModelRunner:
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
         sampled = self._sample_on_rank_0(logits, sample_rows, branches)
         token_ids = sampled.token_ids[first_samples].clamp(min=0)  # of NO_TOKEN: any token will do
-        self.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
+        self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()
         samples = list(zip(seq_ids, positions, strict=True))
         return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
@@ -357,7 +354,8 @@ class ModelRunner:
         if self.parallel.rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, {})
         try:
-            sampled = sampler.sample(logits, self.batch.make_sampling_batch(sample_rows, branches))
+            batch = self.batch.make_sampling_batch(sample_rows, branches)
+            sampled = sampler.sample(logits, batch, choose_tokens)
             token_ids = sampled.token_ids
             return sampled
         finally:

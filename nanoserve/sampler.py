@@ -69,8 +69,8 @@ class Penalties(NamedTuple):
     """For k of the rows: the tokens so far, and the weights of the three penalties."""
 
     logits_rows: Tensor  # [k] int64
-    is_in_prompt: Tensor  # [k, vocab_size] bool
-    output_counts: Tensor  # [k, vocab_size] int64: how often each token is in the output
+    token_ids: Tensor  # [k, num_seen] int64: each token of prompt and output, once or more often
+    output_counts: Tensor  # [k, num_seen] int32: how often each of these tokens is in the output
     repetition: Tensor  # [k] float32
     frequency: Tensor  # [k] float32
     presence: Tensor  # [k] float32
@@ -94,8 +94,12 @@ class SamplingBatch:
 
     num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
     is_greedy: bool = False  # every row is: then temperature, filters and uniform are None
+    drawn_rows: Tensor | None = None  # int64: the rows that are not greedy. None: all, or none
     temperature: Tensor | None = None  # [num_rows] float32
     top_k: Tensor | None = None  # [num_rows] int64, vocab_size where off
+    # The largest top_k of the rows that have top_k or top_p, for who cannot wait for the tensors.
+    # None: not known.
+    max_top_k: int | None = None
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
@@ -163,12 +167,16 @@ class SamplerOutput:
     errors: dict[int, BaseException]  # row -> why it has no token
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
-    raw = logits.float()
-    logits = apply_constraints(raw, batch)
-    token_ids = logits.argmax(dim=-1)  # of NaN, if there is one
-    has_token = logits.gather(1, token_ids[:, None])[:, 0].abs() < torch.inf
+class ChosenTokens(NamedTuple):
+    """One token for each row of the logits."""
+
+    token_ids: Tensor  # [num_rows] int64
+    is_possible: Tensor  # [num_rows] bool: False where no token is, or a logit is NaN
+
+
+def choose_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
+    """Stages 7 to 10. This is the definition; kernels/sampling.py has a faster choose_tokens."""
+    likeliest, token_ids = logits.max(dim=-1)  # NaN counts as the likeliest
     if not batch.is_greedy:
         assert batch.temperature is not None and batch.uniform is not None
         is_greedy = batch.temperature < GREEDY_TEMPERATURE
@@ -179,8 +187,19 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
             filtered = apply_top_k_top_p(filtered, batch.top_k, batch.top_p)
         drawn = draw(filtered.softmax(dim=-1), batch.uniform)
         token_ids = torch.where(is_greedy, token_ids, drawn)
+    return ChosenTokens(token_ids, likeliest.isfinite())
+
+
+Choose = Callable[[Tensor, SamplingBatch], ChosenTokens]
+
+
+def sample(logits: Tensor, batch: SamplingBatch, choose: Choose = choose_tokens) -> SampledTokens:
+    """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
+    raw = logits.float()
+    logits = apply_constraints(raw, batch)
+    token_ids, is_possible = choose(logits, batch)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    return SampledTokens(token_ids.where(has_token, NO_TOKEN), logprobs, batch.errors)
+    return SampledTokens(token_ids.where(is_possible, NO_TOKEN), logprobs, batch.errors)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -268,14 +287,13 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
     repetition (prompt and output): a positive logit is divided by it, a negative one multiplied.
     frequency (output only): subtracted once for each occurrence; presence: once in all.
     """
-    counts = penalties.output_counts
-    some = logits[penalties.logits_rows]
-    is_seen = penalties.is_in_prompt | (counts > 0)
-    repetition = penalties.repetition[:, None]
-    some = torch.where(is_seen, torch.where(some > 0, some / repetition, some * repetition), some)
+    seen = (penalties.logits_rows[:, None], penalties.token_ids)
+    counts, repetition = penalties.output_counts, penalties.repetition[:, None]
+    some = logits[seen]  # [k, num_seen]
+    some = torch.where(some > 0, some / repetition, some * repetition)
     some = some - penalties.frequency[:, None] * counts
     some = some - penalties.presence[:, None] * (counts > 0)
-    return logits.index_copy(0, penalties.logits_rows, some)
+    return logits.index_put(seen, some)  # a token that comes twice has the same value twice
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -302,9 +320,15 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
         sum of those before it     0.0   0.5   0.8     keep while it is below 0.7: the first two
     """
     ordered = logits.sort(dim=-1, descending=True).values
+    return logits.masked_fill(logits < find_threshold(ordered, top_k, top_p), -torch.inf)
+
+
+def find_threshold(ordered: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """[num_rows, 1]: the smallest logit that is kept. `ordered`: the logits of each row in
+    descending order, or as many as the largest top_k."""
     num_kept = torch.full_like(ordered[:, 0], ordered.shape[1], dtype=torch.long)
     if top_k is not None:
-        num_kept = top_k
+        num_kept = top_k.clamp(max=ordered.shape[1])
         rank = torch.arange(ordered.shape[1], device=ordered.device)
         ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)
     if top_p is not None:
@@ -312,8 +336,7 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
         before = probs.cumsum(dim=-1) - probs
         limit = top_p.masked_fill(top_p >= 1, torch.inf)  # off, however the sum is rounded
         num_kept = torch.minimum(num_kept, (before < limit[:, None]).sum(dim=-1))
-    threshold = ordered.gather(1, num_kept.clamp(min=1)[:, None] - 1)
-    return logits.masked_fill(logits < threshold, -torch.inf)
+    return ordered.gather(1, num_kept.clamp(min=1)[:, None] - 1)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> Tensor:
@@ -363,8 +386,9 @@ def gather_logprobs(
     numbers = [num_logprobs[i] or 0 for i in logits_rows]
     numbers = [logits.shape[1] if number == -1 else number for number in numbers]
     if len(logits_rows) < len(num_logprobs):
-        index = torch.tensor(logits_rows, device=logits.device)
-        logits, token_ids = logits[index], token_ids[index]
+        # A stack of rows: an index would have to be sent, and the CPU would wait.
+        logits = torch.stack([logits[i] for i in logits_rows])
+        token_ids = torch.stack([token_ids[i] for i in logits_rows])
     logprobs = logits.log_softmax(dim=-1)
     sampled = token_ids[:, None]
     sampled_logprobs = logprobs.gather(1, sampled)

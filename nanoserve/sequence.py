@@ -88,14 +88,12 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
-    needs_output_token_ids: bool = field(init=False)  # the sampler reads the output so far
+    needs_output_token_ids: bool = field(init=False)  # the CPU reads the output before sampling
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.needs_output_token_ids = bool(
-            params.has_penalties or self.bad_word_ids or params.logits_processors
-        )
+        self.needs_output_token_ids = bool(self.bad_word_ids or params.logits_processors)
 
     @property
     def num_tokens(self) -> int:

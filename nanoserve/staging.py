@@ -105,7 +105,7 @@ def staging_bytes(config: EngineConfig) -> int:
     assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
     tables = config.max_num_seqs * -(-config.max_model_len // config.block_size) * 4
     tokens = config.max_num_batched_tokens * (4 * 8 + 8)
-    return tokens + config.max_num_seqs * 128 + min(tables, MAX_STAGED_TABLES) + 1024
+    return tokens + config.max_num_seqs * 256 + min(tables, MAX_STAGED_TABLES) + 1024
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

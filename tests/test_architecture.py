@@ -363,8 +363,9 @@ AROUND_THE_DOZEN |= {"exceptions", "fault_isolation"}  # what failed; nothing in
 
 def test_a_decode_step_stays_within_them() -> None:
     """On the definition of attention, a step enters the dozen and the few modules around it. (On a
-    CPU, kernels.linear_cpu multiplies and normalizes, kernels.threads limits the threads;
-    distributed.process asks whether this is the process that made the engine.)"""
+    CPU, kernels.linear_cpu multiplies and normalizes, kernels.sampling takes the likeliest token,
+    kernels.threads limits the threads; distributed.process asks whether this is the process that
+    made the engine.)"""
     files = {str(file): module for module, file in FILES.items()}
     entered: set[str] = set()
 
@@ -382,7 +383,7 @@ def test_a_decode_step_stays_within_them() -> None:
         finally:
             sys.setprofile(previous)
     assert entered >= DOZEN - {"input_processor"}
-    helpers = {"kernels.linear_cpu", "kernels.threads", "distributed.process"}
+    helpers = {"kernels.linear_cpu", "kernels.sampling", "kernels.threads", "distributed.process"}
     assert entered - DOZEN - AROUND_THE_DOZEN - {""} <= helpers
 
 

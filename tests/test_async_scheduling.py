@@ -77,25 +77,24 @@ def test_without_the_option_each_step_is_read_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "needs_sync"),
     [
-        {"repetition_penalty": 1.1},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": 0.5},
-        {"logits_processors": [lambda output, logits: logits]},
+        ({"logits_processors": [lambda output, logits: logits]}, True),
+        ({"repetition_penalty": 1.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}, False),
     ],
 )
-def test_a_request_whose_sampler_reads_its_tokens(fields: dict[str, Any]) -> None:
-    """Its steps are read before the next one is decided. When it has ended, the others overlap."""
+def test_a_request_whose_sampler_reads_its_tokens(fields: dict[str, Any], needs_sync: bool) -> None:
+    """Its steps are read before the next one is decided. When it has ended, the others overlap. A
+    penalty needs no reading: the tokens that it counts are on the device."""
     engine = make_engine()
     outputs: list[SchedulerOutput] = []
     engine.step_listeners.append(lambda report: outputs.append(report.scheduler_output))
     engine.add_request("plain", [1, 2, 3], params(max_tokens=8))
-    engine.add_request("penalty", [4, 5], params(max_tokens=3, **fields))
+    engine.add_request("reads", [4, 5], params(max_tokens=3, **fields))
     result = finish(engine)
     assert result["plain"].outputs[0].token_ids == expect([1, 2, 3], 8)
-    assert result["penalty"].outputs[0].token_ids == expect([4, 5], 3)
-    assert [output.needs_sync for output in outputs] == [True] * 3 + [False] * 5
+    assert result["reads"].outputs[0].token_ids == expect([4, 5], 3)
+    assert [output.needs_sync for output in outputs] == [needs_sync] * 3 + [False] * 5
     calls = engine.executor.calls
     for number, scheduler_output in enumerate(outputs[:-1]):
         is_read_first = calls.index(("result", number)) < calls.index(("launch", number + 1))
@@ -107,7 +106,8 @@ def test_a_chunk_of_a_prompt_needs_no_sync() -> None:
     engine = make_engine(max_num_batched_tokens=4, max_num_seqs=4)
     outputs: list[SchedulerOutput] = []
     engine.step_listeners.append(lambda report: outputs.append(report.scheduler_output))
-    engine.add_request("a", list(range(10)), params(max_tokens=2, presence_penalty=1.0))
+    reads = [lambda output, logits: logits]
+    engine.add_request("a", list(range(10)), params(max_tokens=2, logits_processors=reads))
     assert finish(engine)["a"].outputs[0].token_ids == expect(list(range(10)), 2)
     assert [output.needs_sync for output in outputs] == [False, False, True, True]
 
@@ -145,7 +145,8 @@ def test_every_step_of_beams_needs_sync() -> None:
         ({}, False),
         ({"sampling_params": SamplingParams(min_tokens=3, logprobs=2, logit_bias={3: 1.0})}, False),
         ({"sampling_params": SamplingParams(allowed_token_ids=[3], temperature=0)}, False),
-        ({"sampling_params": SamplingParams(repetition_penalty=0.9)}, True),
+        ({"sampling_params": SamplingParams(repetition_penalty=0.9)}, False),
+        ({"sampling_params": SamplingParams(logits_processors=[max])}, True),
         ({"bad_word_ids": ((3,),)}, True),
         ({"always_sync": True}, True),
         ({"n": 2}, True),
@@ -385,7 +386,7 @@ class Arrival:
     seed: int
     n: int
     num_stop_tokens: int  # token ids below this end it
-    has_penalty: bool
+    has_processor: bool
     kind: RequestOutputKind
     salt: str | None
 
@@ -400,7 +401,7 @@ ARRIVALS = st.builds(
     seed=st.integers(0, 2),
     n=st.sampled_from([1, 1, 1, 1, 2, 3]),
     num_stop_tokens=st.sampled_from([0, 0, 5, 12]),
-    has_penalty=st.sampled_from([False, False, False, True]),
+    has_processor=st.sampled_from([False, False, False, True]),
     kind=st.sampled_from(RequestOutputKind),
     salt=st.sampled_from([None, None, "mine"]),
 )
@@ -524,7 +525,7 @@ class Workload:
             seed=arrival.seed,
             n=arrival.n,
             stop_token_ids=list(range(arrival.num_stop_tokens)),
-            presence_penalty=0.5 if arrival.has_penalty else 0.0,
+            logits_processors=[max] if arrival.has_processor else None,
             output_kind=arrival.kind,
         )
         self.requests[name] = (prompt, wanted)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
-from nanoserve.sampler import SamplingBatch, uniform_noise
+from nanoserve.sampler import Penalties, SamplingBatch, uniform_noise
 from nanoserve.sequence import NewSequence, ScheduledSequence
 
 VOCAB_SIZE = 50
@@ -55,8 +55,16 @@ def make_batch(max_num_seqs: int = 4, max_model_len: int = 64) -> InputBatch:
 
 def append_token(batch: InputBatch, row: int, token_id: int) -> None:
     """Sampled, and known at once."""
+    batch.fill_placeholder(row, sample_token(batch, row, token_id), token_id)
+
+
+def sample_token(batch: InputBatch, row: int, token_id: int) -> int:
+    """As the runner does it: make a sampling batch, and leave the token on the device. Returns the
+    token's position. The CPU does not know the token yet."""
+    batch.make_sampling_batch(np.array([row]), batch.branches[[row]])
+    batch.last_sampled_token_ids[row] = token_id
     [position] = batch.append_placeholders(np.array([row]))
-    batch.fill_placeholder(row, position, token_id)
+    return int(position)
 
 
 def sampling_of(batch: InputBatch, *seq_ids: int) -> SamplingBatch:
@@ -71,13 +79,38 @@ def edits_of(batch: InputBatch, *seq_ids: int) -> list[tuple[int, int, float]]:
     return [] if edits is None else list(zip(*(t.tolist() for t in edits), strict=True))
 
 
+def counts_of(batch: InputBatch, *seq_ids: int) -> list[dict[int, int]]:
+    """For each sequence: token -> how often it is in the output, for the tokens seen so far."""
+    penalties = sampling_of(batch, *seq_ids).penalties
+    return [] if penalties is None else as_counts(penalties)
+
+
+def as_counts(penalties: Penalties) -> list[dict[int, int]]:
+    """A token may be listed twice; its count is the same in both places."""
+    result = []
+    rows = zip(penalties.token_ids.tolist(), penalties.output_counts.tolist(), strict=True)
+    for token_ids, counts in rows:
+        pairs = set(zip(token_ids, counts, strict=True))
+        assert len(dict(pairs)) == len(pairs)
+        result.append(dict(pairs))
+    return result
+
+
+def recount(prompt: list[int], output: list[int]) -> dict[int, int]:
+    return {token: output.count(token) for token in prompt + output}
+
+
 def assert_same_batch(made: SamplingBatch, expected: SamplingBatch) -> None:
     """Field by field, number by number."""
     for name, value in vars(expected).items():
         other = getattr(made, name)
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, other)
-        elif name in ("mask", "edits", "penalties") and value is not None:
+        elif isinstance(value, Penalties):
+            assert as_counts(other) == as_counts(value)
+            names = ("logits_rows", "repetition", "frequency", "presence")
+            assert all(torch.equal(getattr(other, n), getattr(value, n)) for n in names)
+        elif name in ("mask", "edits") and value is not None:
             assert all(torch.equal(*pair) for pair in zip(value, other, strict=True))
         else:
             assert value == other
@@ -123,21 +156,57 @@ TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(prompt=TOKENS.filter(bool), output=TOKENS, data=st.data())
 def test_counts_equal_a_recount(prompt: list[int], output: list[int], data: st.DataObject) -> None:
-    """Also if the sequence is preempted on the way, and comes back with its output."""
+    """Also if the sequence is preempted on the way, and comes back with its output; and if the CPU
+    learns of each token a step later."""
     batch = make_batch()
     batch.add(new(0, prompt, PENALIZED))
+    in_flight: list[tuple[int, int]] = []  # (position, token)
     for i, token_id in enumerate(output):
         if data.draw(st.booleans()):
             batch.remove(0)
             batch.add(new(7, [1, 2, 3], PENALIZED))  # another sequence takes the row
+            append_token(batch, batch.row_of[7], 4)
             batch.add(new(0, prompt + output[:i], PENALIZED, len(prompt)))
             batch.remove(7)
-        append_token(batch, batch.row_of[0], token_id)
-    penalties = sampling_of(batch, 0).penalties
+            in_flight = []
+        row = batch.row_of[0]
+        in_flight.append((sample_token(batch, row, token_id), token_id))
+        for position, known in in_flight[: -1 if data.draw(st.booleans()) else None]:
+            batch.fill_placeholder(row, position, known)
+        in_flight = in_flight[-1:]
+    for _ in range(2):  # a batch that is made twice counts nothing twice
+        assert counts_of(batch, 0) == [recount(prompt, output)]
+
+
+def test_counts_of_rows_of_different_lengths() -> None:
+    """Beside a row without penalties, and a row that is about to fork: each branch has the counts
+    of the whole."""
+    batch = make_batch()
+    outputs: dict[int, list[int]] = {0: [7, 8, 7], 1: [], 2: [9]}
+    for seq_id in outputs:
+        batch.add(new(seq_id, [5] * seq_id + [6], None if seq_id == 2 else PENALIZED))
+    for seq_id, output in outputs.items():
+        for token_id in output:
+            append_token(batch, batch.row_of[seq_id], token_id)
+    rows = np.array([batch.row_of[seq_id] for seq_id in (2, 1, 1, 0)])
+    penalties = batch.make_sampling_batch(rows, np.array([0, 0, 1, 0])).penalties
     assert penalties is not None
-    counts = [output.count(token) for token in range(VOCAB_SIZE)]
-    assert penalties.output_counts.tolist() == [counts]
-    assert penalties.is_in_prompt.tolist() == [[t in prompt for t in range(VOCAB_SIZE)]]
+    assert penalties.logits_rows.tolist() == [1, 2, 3]
+    assert as_counts(penalties) == [{5: 0, 6: 0}, {5: 0, 6: 0}, {6: 0, 7: 2, 8: 1}]
+
+
+def test_counting_takes_memory_when_a_penalty_comes_and_no_more() -> None:
+    """One row for each sequence that can run, whatever comes and goes."""
+    batch = make_batch()
+    batch.add(new(0, [5]))
+    append_token(batch, 0, 6)
+    assert batch.seen_tokens.token_ids is None
+    for seq_id in range(1, 40):
+        batch.add(new(seq_id, [5, seq_id % 9], PENALIZED))
+        assert counts_of(batch, seq_id) == [{5: 0, seq_id % 9: 0}]
+        tensors = (batch.seen_tokens.token_ids, batch.seen_tokens.output_counts)
+        assert [tuple(t.shape) for t in tensors if t is not None] == [(4, 64), (4, VOCAB_SIZE)]
+        batch.remove(seq_id)
 
 
 # -- edits of single logits --
@@ -348,7 +417,6 @@ def test_a_placeholder_counts_and_is_filled_later() -> None:
     batch.fill_placeholder(rows[1], 3, 21)
     assert batch.token_ids[rows[0], :5].tolist() == [5, 6, 7, 20, PLACEHOLDER]
     assert batch.get_output_token_ids(rows[1]).tolist() == [7, 21]
-    assert batch.logit_states[rows[1]].output_counts.nonzero()[0].tolist() == [7, 21]
 
 
 def test_noise_of_a_token_in_flight_is_that_of_its_position() -> None:

@@ -27,7 +27,7 @@ from nanoserve.kv_cache import (
 )
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
-from nanoserve.sampler import SampledTokens, SamplingBatch, sample
+from nanoserve.sampler import Choose, SampledTokens, SamplingBatch, sample
 
 CPU = torch.device("cpu")
 
@@ -53,9 +53,9 @@ def test_the_profile_run_is_the_largest_step(
         seen.append(arguments)
         return forward(*arguments)
 
-    def record_and_sample(logits: Tensor, batch: SamplingBatch) -> SampledTokens:
+    def record_and_sample(logits: Tensor, batch: SamplingBatch, choose: Choose) -> SampledTokens:
         seen.append((logits, batch))
-        return sample(logits, batch)
+        return sample(logits, batch, choose)
 
     monkeypatch.setattr(model, "forward", record)
     monkeypatch.setattr("nanoserve.kv_cache.sample", record_and_sample)

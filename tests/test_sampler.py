@@ -212,10 +212,14 @@ def constrained_batch(rules: list[Rules]) -> SamplingBatch:
         mask = LogitMask(torch.tensor([i for i, _ in masked]), forbidden)
     if penalized:
         some = [r for _, r in penalized]
+        seen = [[*r.prompt, *r.output] for r in some]
+        seen = [tokens + tokens[:1] * (20 - len(tokens)) for tokens in seen]
         penalties = Penalties(
             logits_rows=torch.tensor([i for i, _ in penalized]),
-            is_in_prompt=torch.tensor([[t in r.prompt for t in range(VOCAB)] for r in some]),
-            output_counts=torch.tensor([[r.output.count(t) for t in range(VOCAB)] for r in some]),
+            token_ids=torch.tensor(seen),
+            output_counts=torch.tensor(
+                [[r.output.count(t) for t in tokens] for r, tokens in zip(some, seen, strict=True)]
+            ),
             repetition=torch.tensor([r.repetition for r in some]),
             frequency=torch.tensor([r.frequency for r in some]),
             presence=torch.tensor([r.presence for r in some]),
@@ -282,7 +286,7 @@ RULES = st.builds(
         lambda bias: tuple(bias.items())
     ),
     processor=st.sampled_from([None, None, 2.0, -3.0]),
-    prompt=st.lists(IDS, max_size=6).map(tuple),
+    prompt=st.lists(IDS, min_size=1, max_size=6).map(tuple),
     output=st.lists(IDS, max_size=9).map(tuple),
     presence=st.sampled_from([0.0, 0.0, 0.5, -2.0]),
     frequency=st.sampled_from([0.0, 0.0, 0.25, -1.0]),

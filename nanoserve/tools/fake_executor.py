@@ -139,7 +139,7 @@ class Row:
     @property
     def needs_output_token_ids(self) -> bool:
         """True if a sampler would need the values of the output tokens on the CPU."""
-        return bool(self.params.has_penalties or self.params.logits_processors)
+        return bool(self.params.logits_processors)
 
 
 Layers = list[list[int | None]]  # layers[i][slot]: what the slot holds

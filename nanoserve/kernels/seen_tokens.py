@@ -1,0 +1,104 @@
+"""How do penalties know the tokens so far, without waiting for the CPU?
+
+A penalty changes the logits of tokens that are in the prompt or in the output. Those tokens are
+kept on the device, one row for each row of the InputBatch. A row is filled when a token is first
+sampled for it: then the CPU knows all of its tokens. Each later step adds the token that the device
+sampled last, whether or not the token has reached the CPU.
+
+A step reads the tokens of a row and not its whole vocabulary. Example, vocabulary 0 .. 9, prompt
+[7 5 9 5], no output at first; then 7 and 8 are sampled:
+
+    num_seen   token_ids              output_counts
+    3          [5 7 9 5 5 5 ...]      [0 0 0 0 0 0 0 0 0 0]     filled: different tokens, in order
+    4          [5 7 9 7 5 5 ...]      [0 0 0 0 0 0 0 1 0 0]
+    5          [5 7 9 7 8 5 ...]      [0 0 0 0 0 0 0 1 1 0]
+
+A token may be listed twice: both places read the same count. Behind the end a row repeats its first
+token, so rows of different lengths are read as one rectangle.
+
+Memory: 4 * (max_model_len + vocab_size) bytes a row, and max_num_seqs rows. It is allocated when
+the first request with a penalty comes, and kept.
+
+vLLM: vllm/model_executor/layers/utils.py get_token_bin_counts_and_mask, which counts all tokens
+anew in each step (V0 and V1).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanoserve.input_batch import InputBatch
+
+
+class SeenTokens:
+    """By row: the tokens of prompt and output, and how often each token is in the output.
+
+    Invariant: `token_ids[row, :num_seen[row]]` holds each of the row's first num_counted tokens, of
+    prompt and output, in flight or not; behind them stands its first one. `output_counts[row]`
+    counts those of the output. Rows with num_counted 0 are not in use.
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        """`batch` knows the rows' tokens on the CPU, and on the device the last one of each."""
+        self.batch = batch
+        self.num_counted = np.zeros(len(batch.token_ids), np.int64)
+        self.num_seen = np.zeros(len(batch.token_ids), np.int64)
+        self.token_ids: Tensor | None = None  # [num_rows, max_model_len] int32
+        self.output_counts: Tensor | None = None  # [num_rows, vocab_size] int32
+
+    def remove(self, row: int) -> None:
+        """The sequence of this row has left."""
+        self.num_counted[row] = 0
+
+    def update(self, rows: np.ndarray) -> None:
+        """Before these rows are sampled: count the token that was sampled since the last time. A
+        row that is sampled for the first time is filled."""
+        if self.token_ids is None or self.output_counts is None:
+            num_rows, max_model_len = self.batch.token_ids.shape
+            device = self.batch.staging.device
+            empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+            self.token_ids = empty(num_rows, max_model_len)
+            self.output_counts = empty(num_rows, self.batch.vocab_size)
+        rows = np.unique(rows)  # a row that is about to fork comes n times
+        is_filled = self.num_counted[rows] > 0
+        for row in rows[~is_filled].tolist():
+            self._fill(row)
+        num_tokens = self.batch.num_tokens[rows]
+        rows = rows[num_tokens > self.num_counted[rows]]
+        if len(rows):
+            sent = self.batch.staging.send(rows=rows, positions=self.num_seen[rows])
+            sampled = self.batch.last_sampled_token_ids.index_select(0, sent["rows"])
+            self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
+            one = torch.ones_like(sampled, dtype=torch.int32)
+            self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
+            self.num_seen[rows] += 1
+            self.num_counted[rows] += 1
+            is_complete = self.num_counted[rows] == self.batch.num_tokens[rows]
+            assert is_complete.all(), "a sampled token was missed"
+
+    def _fill(self, row: int) -> None:
+        assert self.token_ids is not None and self.output_counts is not None
+        token_ids = self.batch.token_ids[row, : self.batch.num_tokens[row]]
+        assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
+        seen = np.unique(token_ids)  # int32
+        counts = np.bincount(self.batch.get_output_token_ids(row), minlength=int(seen[-1]) + 1)
+        sent = self.batch.staging.send(seen=seen, counts=counts[seen].astype(np.int32))
+        self.output_counts[row].zero_().index_copy_(0, sent["seen"].long(), sent["counts"])
+        self.token_ids[row] = sent["seen"][0]
+        self.token_ids[row, : len(seen)] = sent["seen"]
+        self.num_counted[row], self.num_seen[row] = len(token_ids), len(seen)
+
+    def gather(self, rows: np.ndarray) -> dict[str, Tensor]:
+        """The tokens of each of k rows, and their counts: both [k, the largest num_seen]."""
+        assert self.token_ids is not None and self.output_counts is not None
+        index = self.batch.staging.send(rows=rows)["rows"]
+        token_ids = self.token_ids[:, : int(self.num_seen[rows].max())]
+        token_ids = token_ids.index_select(0, index).long()
+        counts = self.output_counts[index[:, None], token_ids]
+        return {"token_ids": token_ids, "output_counts": counts}
