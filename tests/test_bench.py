@@ -693,7 +693,7 @@ def test_the_command_line_names_every_suite() -> None:
         (["--max-len", "5000"], "lengths are 50 to 5000 tokens"),
         (["--variant", "eager"], "is not NAME:OPTION=VALUE"),
         (["--variant", "x:max_num_seq=3"], "Did you mean 'max_num_seqs'?"),
-        (["--variant", "x:block_size=0"], "block_size is 0; allowed: 1 or more"),
+        (["--variant", "x:block_size=0"], "block_size is 0; allowed: 1 to"),
         (["--json", "no/such/folder/x.json"], "is not a file in a folder that exists"),
         (["--peer-python", "vllm=/no/such/file"], "is not PEER=PYTHON"),
         (["--dummy", "qwen3-tiny", "--model", "x"], "name two models"),

@@ -246,7 +246,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["complete", "a", "--enable-lora"], "as model. Leave --enable-lora out. (--help"),
         (["complete", "a", "--temperature", "-1"], "temperature is -1.0; allowed: 0 (greedy)"),
         (["complete", "a", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),
-        (["complete", "a", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 or more"),
+        (["complete", "a", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),
         (["complete", "a", "--logit-bias", "3"], "'3' is not ID=VALUE"),
         (["complete", "a", "--logprobs", "3"], "with --json only"),
         (["complete", "a", "--json", "--stream"], "leave --stream out"),

@@ -60,7 +60,7 @@ def fail(capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     [
         (["--model", "./no-such-folder"], "'./no-such-folder' is not a folder"),
         (["--model", "nobody/no-such-model"], "did not deliver"),
-        (["--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 or more"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),
         (["--temperature", "-1"], "temperature is -1.0; allowed: 0"),
     ],
 )

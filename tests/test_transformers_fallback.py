@@ -443,7 +443,7 @@ def test_transformers_reads_no_file_of_the_folder(gpt2: Path, tmp_path: Path) ->
     adapter = {"base_model_name_or_path": str(tmp_path / "no-such-folder"), "peft_type": "LORA"}
     (gpt2 / "adapter_config.json").write_text(json.dumps(adapter))
     (gpt2 / "config.4.0.0.json").write_text("{")
-    (gpt2 / "generation_config.json").write_text('{"temperature": "hot", "top_k": -7}')
+    (gpt2 / "generation_config.json").write_text('{"cache_implementation": "none such"}')
     change_config(
         gpt2,
         transformers_weights="../elsewhere.safetensors",
