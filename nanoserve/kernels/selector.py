@@ -41,7 +41,8 @@ def make_layer_config(
     """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
     attention = get_attn_backend(attention_backend, device)
     if device.type == "cpu" and dtype == torch.float32:
-        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), RMSNormCPU())
+        norm = RMSNormCPU()
+        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), norm, norm.add)
     return LayerConfig(dtype, device, parallel, attention)
 
 
