@@ -223,6 +223,9 @@ class EngineConfig:
     attention_backend: Any = field(default="auto", hash=False)  # one of your own may have no hash
     """reference, torch, triton (a GPU, or TRITON_INTERPRET=1), or in Python an AttentionBackend of
     your own; auto: triton on a GPU, else torch."""
+    custom_ops: Literal["all", "none"] = "all"
+    """all: with triton attention, Triton kernels also for norms, rotary embedding and activation;
+    none: plain PyTorch for these, to compare."""
     enforce_eager: bool = False
     """Never use CUDA graphs (a CPU never does)."""
     async_scheduling: bool = False

@@ -134,7 +134,7 @@ class ModelRunner:
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
             self.parallel = parallel or ParallelState()
             layer_config = make_layer_config(
-                self.device, self.dtype, self.parallel, attention_backend
+                self.device, self.dtype, self.parallel, attention_backend, config.custom_ops
             )
             self.backend = layer_config.attention
             self.model = load_model(

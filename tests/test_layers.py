@@ -78,7 +78,7 @@ def test_one_norm_for_queries_and_keys() -> None:
     """3 query heads with the weight of q_norm, 2 key heads with that of k_norm."""
     torch.manual_seed(0)
     checkpoint = {f"a.{name}_norm.weight": torch.randn(8) for name in "qk"}
-    norm = QKNorm(3, 2, 8, 1e-6, make_config())
+    norm = QKNorm(3, 5, 8, 1e-6, make_config())
     for name, shard in norm.shards("a.qk_norm"):
         shard.target.copy_(checkpoint[name][shard.slices])
     qk = torch.randn(4, 5, 8)

@@ -3,10 +3,10 @@
 The flat modules hold the plain ways; the fast ones are in this folder. One function chooses among
 them for a model that is to be built:
 
-    device, dtype        attention   linear layers         norm
+    device, dtype        attention   linear layers         between them
     CPU, float32         torch       PackedLinearMethod    RMSNormCPU
-    CPU, other dtypes    torch       LinearMethod          rms_norm
-    CUDA                 triton      LinearMethod          rms_norm
+    CPU, other dtypes    torch       LinearMethod          layers.py
+    CUDA                 triton      LinearMethod          fused_triton.py (custom_ops="all")
 
 vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
 """
@@ -37,11 +37,29 @@ def make_layer_config(
     dtype: torch.dtype,
     parallel: ParallelState,
     attention_backend: str | AttentionBackend = "auto",
+    custom_ops: str = "all",
 ) -> LayerConfig:
-    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
+    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does.
+
+    The fused kernels come with the Triton backend, into whose cache one of them stores, unless
+    `custom_ops` is "none".
+    """
     attention = get_attn_backend(attention_backend, device)
+    if attention.name == "triton" and custom_ops == "all":
+        from nanoserve.kernels import fused_triton
+
+        return LayerConfig(
+            dtype,
+            device,
+            parallel,
+            attention,
+            add_rms_norm=fused_triton.add_rms_norm_triton,
+            rope_and_store=fused_triton.rope_and_store_triton,
+            silu_and_mul=fused_triton.silu_and_mul_triton,
+        )
     if device.type == "cpu" and dtype == torch.float32:
-        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), RMSNormCPU())
+        norm, linear = RMSNormCPU(), PackedLinearMethod()
+        return LayerConfig(dtype, device, parallel, attention, linear, norm, norm.add)
     return LayerConfig(dtype, device, parallel, attention)
 
 
