@@ -42,11 +42,14 @@ class TorchBackend(AttentionBackend):
     """The two functions below, with a plan that all layers share."""
 
     name = "torch"
+    # How a decode reads; None: SparseDecode. native_cpu.py has another way.
+    decode_cls: type[SparseDecode] | None = None
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         slots = SlotIndex.of(metadata.slot_mapping, block_size)
-        return replace(metadata, plan=StepPlan(slots, split_batch(*tables, block_size, dtype)))
+        parts = split_batch(*tables, block_size, dtype, self.decode_cls)
+        return replace(metadata, plan=StepPlan(slots, parts))
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         store_kv_torch(key, value, *kv_cache, metadata.slot_mapping, plan=metadata.plan)
@@ -164,6 +167,7 @@ def split_batch(
     seq_lens: Tensor,
     block_size: int,
     dtype: torch.dtype,
+    decode_cls: type[SparseDecode] | None = None,
 ) -> list[GatheredPrefill | SparseDecode]:
     """The step in parts that are attended to together, each in its own way.
 
@@ -172,7 +176,8 @@ def split_batch(
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
-    can_be_sparse = dtype == torch.float32 and block_table.device.type == "cpu"
+    decode_cls = decode_cls or SparseDecode
+    can_be_sparse = dtype in decode_cls.dtypes and block_table.device.type == "cpu"
     decodes: list[int] = []
     prefills: list[int] = []
     for seq, query_len in enumerate(query_lens):
@@ -182,7 +187,7 @@ def split_batch(
             prefills.append(seq)
     parts: list[GatheredPrefill | SparseDecode] = []
     if decodes:
-        parts.append(SparseDecode(block_table, block_size, decodes, starts, lengths))
+        parts.append(decode_cls(block_table, block_size, decodes, starts, lengths))
     for query_len, seqs in _batches_of_similar_length(prefills, query_lens, lengths):
         parts.append(GatheredPrefill(block_table, block_size, query_len, seqs, starts, lengths))
     return parts
@@ -207,6 +212,8 @@ class SparseDecode:
     In float32 only, because scores have the dtype of the cache. On a CPU only, because
     sampled_addmm has other limits on a GPU.
     """
+
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)  # of caches that it can read
 
     def __init__(
         self,
