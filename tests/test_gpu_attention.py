@@ -146,7 +146,7 @@ def test_large_decodes(num_seqs: int, device: str, dtype: torch.dtype) -> None:
     launches = attention_triton.plan_launches(
         step.query, step.key_cache, step.value_cache, step.block_table, gpu
     )
-    assert launches[0].num_splits > 1 or num_seqs > 4, "one sequence should fill the GPU"
+    assert launches[0].constants["IS_SPLIT"] or num_seqs > 4, "one sequence should fill the GPU"
     assert_as_defined(step, shape)
 
 
