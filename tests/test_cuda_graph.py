@@ -37,9 +37,9 @@ class FakeGraph:
     the runner's when it is replayed, and each replay fills the one tensor that `capture` returned.
     """
 
-    def __init__(self, pool: object | None = None) -> None:
-        self.pool_given = pool
-        self.pool = pool or object()
+    def __init__(self, shared: object | None = None) -> None:
+        self.shared_given = shared
+        self.shared = shared or object()
         self.num_replays = 0
 
     def capture(self, forward: Callable[[], Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ def test_every_batch_has_a_size(max_num_seqs: int, data: st.DataObject) -> None:
     assert graphs.sizes == sorted(set(graphs.sizes))
 
 
-def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
+def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     """The smaller graphs use the memory of the largest."""
     made: list[int] = []
 
@@ -154,8 +154,8 @@ def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
     graphs.capture(make_forward, use_tqdm=False)
     assert made == [20, 16, 8, 4, 2, 1]
     first, *others = [graphs.graphs[size] for size in made]
-    assert first.pool_given is None
-    assert {id(graph.pool_given) for graph in others} == {id(first.pool)}
+    assert first.shared_given is None
+    assert {id(graph.shared_given) for graph in others} == {id(first.shared)}
     assert [len(graphs.outputs[size]) for size in made] == made
     assert graphs.num_bytes == 0  # of GPU memory
 

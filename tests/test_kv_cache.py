@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kv_cache import (
     KVCacheSpec,
     allocate_kv_caches,
@@ -39,7 +40,8 @@ def test_the_profile_run_is_the_largest_step(
     options = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": budget}
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(str(folder), block_size=4, **options).resolve(model_config)
-    model = load_model(config, model_config, LayerConfig(torch.float32, CPU), use_tqdm=False)
+    layer_config = LayerConfig(attention=TorchBackend())
+    model = load_model(config, model_config, layer_config, use_tqdm=False)
     seen: list[Any] = []
     forward = model.forward
 
@@ -53,11 +55,12 @@ def test_the_profile_run_is_the_largest_step(
 
     monkeypatch.setattr(model, "forward", record)
     monkeypatch.setattr("nanoserve.kv_cache.sample", record_and_sample)
-    profile_run(config, model, torch.float32, CPU, rank=0)
+    profile_run(config, model, layer_config)
     (input_ids, positions, caches, metadata), (logits, batch) = seen
     assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
     assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths
     assert positions.tolist() == [i for length in lengths for i in range(length)]
+    assert metadata.plan is not None
     assert set(metadata.slot_mapping.tolist()) == {-1}
     assert not metadata.block_table.any()
     assert {cache.shape[0] for pair in caches for cache in pair} == {1}
