@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,17 +27,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanoserve.kernels import attention_triton
+from nanoserve.kernels import attention_triton, fused_triton
 from nanoserve.kernels.attention_triton import GpuInfo
 
 GPUS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
     80: GpuInfo(80, 108, 163 * 1024),  # A100
     86: GpuInfo(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all
+    89: GpuInfo(89, 128, 99 * 1024),  # RTX 4090, L4
     90: GpuInfo(90, 132, 227 * 1024),  # H100, H200
     100: GpuInfo(100, 148, 227 * 1024),  # B200
     120: GpuInfo(120, 170, 99 * 1024),  # RTX 5090
 }
-KERNELS = ("paged_attention_kernel", "merge_splits_kernel", "store_kv_kernel")
+KERNELS = {  # where each kernel is launched
+    "paged_attention_kernel": attention_triton,
+    "merge_splits_kernel": attention_triton,
+    "store_kv_kernel": attention_triton,
+    "add_rms_norm_kernel": fused_triton,
+    "rope_and_store_kernel": fused_triton,
+    "silu_and_mul_kernel": fused_triton,
+}
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -75,11 +84,24 @@ class Recorder:
         return launch
 
 
+@contextmanager
+def recorded(launches: list[Launch], gpu: GpuInfo | None = None) -> Iterator[None]:
+    """Launches are kept instead of made, and planned for `gpu`, if one is given."""
+    with ExitStack() as stack:
+        for name, module in KERNELS.items():
+            recorder = Recorder(getattr(module, name), launches)
+            stack.enter_context(mock.patch.object(module, name, recorder))
+        if gpu is not None:
+            stack.enter_context(
+                mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
+            )
+        yield
+
+
 def record(function: Callable[..., Any], gpu: GpuInfo) -> list[Launch]:
     """The launches of `function()` on `gpu`."""
     launches: list[Launch] = []
-    kernels = {name: Recorder(getattr(attention_triton, name), launches) for name in KERNELS}
-    with mock.patch.multiple(attention_triton, get_gpu_info=lambda device: gpu, **kernels):
+    with recorded(launches, gpu):
         function()
     return launches
 

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from nanoserve.kv_cache import lazy_zeros
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
-from aot_kernels import KERNELS, Launch, Recorder
+from aot_kernels import Launch, recorded
 
 from nanoserve.kernels import attention_triton
 from nanoserve.kernels.attention_triton import paged_attention_triton, store_kv_triton
@@ -197,8 +196,7 @@ def capture(function: Callable[[], Tensor], device: str) -> tuple[Tensor, Callab
             output = function()
         return output, graph.replay
     launches: list[Launch] = []
-    recorders = {name: Recorder(getattr(attention_triton, name), launches) for name in KERNELS}
-    with mock.patch.multiple(attention_triton, **recorders):
+    with recorded(launches):
         output = function()
 
     def replay() -> None:
