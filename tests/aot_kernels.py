@@ -1,10 +1,13 @@
 """Compile the kernels for GPUs that this machine lacks, and describe the result.
 
     python tests/aot_kernels.py 90         # an H100 or H200: one line of JSON for each kernel
+    python tests/aot_kernels.py 90 decode "rope 80"     # some cases only
+    python tests/aot_kernels.py 90 table   # attention for all shapes of heads (minutes)
 
-The functions of attention_triton.py run on tensors of the meta device (shapes without contents),
-and their launches are recorded instead of carried out. So the arguments, tiles and options compiled
-here are the real ones. The meta device also shows that no launch depends on a tensor's contents.
+The functions of attention_triton.py and fused_triton.py run on tensors of the meta device (shapes
+without contents), and their launches are recorded instead of carried out. So the arguments, tiles
+and options compiled here are the real ones. The meta device also shows that no launch depends on a
+tensor's contents.
 
 Triton's interpreter must be off: a process that has imported Triton with TRITON_INTERPRET=1 has no
 compiler.
@@ -12,6 +15,7 @@ compiler.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -27,9 +31,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nanoserve.attention import StepMetadata
 from nanoserve.kernels import attention_triton, fused_triton
 from nanoserve.kernels.attention_triton import GpuInfo
+from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.layers import LayerConfig, QKNorm
 
+META = torch.device("meta")
 GPUS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
     80: GpuInfo(80, 108, 163 * 1024),  # A100
     86: GpuInfo(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all
@@ -150,6 +158,10 @@ def describe(compiled: Any) -> dict[str, int]:
     return found
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
 def attention(
     num_tokens: int,
     num_seqs: int,
@@ -164,13 +176,9 @@ def attention(
     """A call of paged_attention_triton: 8 key heads, blocks of 16, room for `context` tokens."""
 
     def call() -> Any:
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
         return attention_triton.paged_attention_triton(
-            empty(num_tokens, 8 * group + 16, head_dim)[:, : 8 * group],  # a view of q, k and v
-            empty(9999, 16, 8, head_dim),
-            empty(9999, 16, 8, value_dim or head_dim),
+            empty(num_tokens, 8 * group, head_dim, dtype=dtype),
+            *KVCacheSpec(8, head_dim, value_dim or head_dim).allocate(9999, 16, dtype, META),
             empty(num_seqs, context // 16, dtype=torch.int32),
             empty(num_seqs + 1, dtype=torch.int32),
             empty(num_seqs, dtype=torch.int32),
@@ -185,32 +193,89 @@ def store(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Callable[
     """A call of store_kv_triton."""
 
     def call() -> Any:
-        product = torch.empty(256, 48, head_dim, dtype=dtype, device="meta")
-        cache = torch.empty(9999, 16, 8, head_dim, dtype=dtype, device="meta")
-        slots = torch.empty(256, dtype=torch.int64, device="meta")
-        return attention_triton.store_kv_triton(
-            product[:, 32:40], product[:, 40:], cache, cache, slots
-        )
+        product, slots = empty(256, 48, head_dim, dtype=dtype), empty(256, dtype=torch.int64)
+        caches = KVCacheSpec(8, head_dim, head_dim).allocate(9999, 16, dtype, META)
+        return attention_triton.store_kv_triton(product[:, 32:40], product[:, 40:], *caches, slots)
 
     return call
+
+
+def norm(size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
+    """A call of add_rms_norm_triton."""
+    rows, weight = (256, size), (size,)
+    return lambda: fused_triton.add_rms_norm_triton(
+        empty(*rows, dtype=dtype), empty(*rows, dtype=dtype), empty(*weight, dtype=dtype), 1e-6
+    )
+
+
+def rope(
+    head_dim: int,
+    *,
+    rotary_dim: int | None = None,
+    has_norm: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Callable[[], Any]:
+    """A call of rope_and_store_triton: 16 query heads, 8 key heads."""
+
+    def call() -> Any:
+        config = LayerConfig(dtype, META)
+        caches = KVCacheSpec(8, head_dim, head_dim).allocate(9999, 16, dtype, META)
+        table = empty(256, 1, 2 * (rotary_dim or head_dim), dtype=dtype).chunk(2, dim=-1)
+        slots = empty(256, dtype=torch.int64)
+        metadata = StepMetadata(slots, slots, slots, slots)
+        qk_norm = QKNorm(16, 24, head_dim, 1e-6, config) if has_norm else None
+        qkv = empty(256, 32 * head_dim, dtype=dtype)
+        backend = attention_triton.TritonBackend()
+        return fused_triton.rope_and_store_triton(qkv, qk_norm, table, backend, caches, metadata)
+
+    return call
+
+
+def activation(size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
+    """A call of silu_and_mul_triton."""
+    return lambda: fused_triton.silu_and_mul_triton(empty(256, 2 * size, dtype=dtype))
 
 
 CASES: dict[str, Callable[[], Any]] = {
     "decode": attention(512, 512, 4096),
     "split decode": attention(1, 1, 32768),
-    "prefill": attention(8192, 1, 8192),
+    "prefill": attention(8192, 8, 4096),
+    "split prefill": attention(300, 1, 4096, group=2),
     "store": store(),
     "window and soft cap": attention(4096, 8, 4096, sliding_window=1024, logits_soft_cap=30.0),
     "wide heads": attention(4096, 8, 4096, head_dim=256, group=8),
     "wide float32": attention(4096, 8, 4096, head_dim=256, dtype=torch.float32),
+    "narrow heads": attention(4096, 8, 4096, head_dim=64, group=1, dtype=torch.float16),
+    **{f"norm {size}": norm(size) for size in (576, 1024, 2560, 3584, 5120, 8192)},
+    **{f"rope {dim}": rope(dim) for dim in (64, 80, 128, 256)},
+    **{f"rope {dim}, no norm": rope(dim, has_norm=False) for dim in (64, 80, 128, 256)},
+    "rope 80, a part": rope(80, rotary_dim=32),
+    **{f"activation {size}": activation(size) for size in (2400, 3072, 4864)},
+    "norm 2560, float32": norm(2560, torch.float32),
+    "rope 80, float32": rope(80, dtype=torch.float32),
+    "activation 2400, float32": activation(2400, torch.float32),
 }
+
+
+def table_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Attention of all groups, head sizes and half-precision types, with splits and without: a
+    batch of decodes or one, and a long prompt or a short one beside a decode, in turns."""
+    shapes = itertools.product((1, 2, 4, 8), (64, 80, 128, 256), (torch.float16, torch.bfloat16))
+    for number, (group, head_dim, dtype) in enumerate(shapes):
+        options: dict[str, Any] = {"group": group, "head_dim": head_dim, "dtype": dtype}
+        name = f"group {group}, heads of {head_dim}, {TYPES[dtype]}"
+        is_split = bool((number + number // 2 + number // 8) % 2)
+        num_seqs, num_tokens = (1, 64) if is_split else (999, 9999)
+        yield f"decode, {name}", attention(num_seqs, num_seqs, 8192, **options)
+        yield f"prefill, {name}", attention(num_tokens, 2, 2048, **options)
 
 
 def main(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
     """Compile each case for one GPU. A prefill is two launches, a split decode two kernels."""
-    for name in names:
-        for launch in record(CASES[name], GPUS[capability]):
-            keys = ("PER_SEQUENCE", "NUM_SPLITS", "BLOCK_M", "BLOCK_N", "num_warps")
+    cases = dict(table_cases()) if names == ["table"] else {name: CASES[name] for name in names}
+    for name, case in cases.items():
+        for launch in record(case, GPUS[capability]):
+            keys = ("PER_SEQUENCE", "IS_SPLIT", "NUM_SPLITS", "BLOCK_M", "BLOCK_N", "num_warps")
             yield {
                 "case": name,
                 "kernel": launch.kernel.__name__,
