@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,6 +31,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 from nanoserve.attention import StepMetadata
 from nanoserve.kernels import attention_triton, fused_triton
@@ -114,32 +116,53 @@ def record(function: Callable[..., Any], gpu: GpuInfo) -> list[Launch]:
     return launches
 
 
-def compile_launch(launch: Launch, capability: int) -> Any:
-    """Triton's compiled kernel, specialised as a launch would: integers that are 1 are constants,
-    pointers and multiples of 16 are known to be such."""
-    kernel = launch.kernel
+class Variant(NamedTuple):
+    """What decides whether two launches of a kernel run the same compiled code."""
+
+    signature: dict[str, str]  # argument -> type
+    constants: dict[str, Any]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    options: dict[str, Any]  # of the compiler
+
+
+@lru_cache
+def compilable(kernel: Any) -> Any:
+    """The kernel itself, or what the interpreter's stand-in for it stands for."""
+    return kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+
+
+def variant_of(launch: Launch) -> Variant:
+    """Specialised as Triton does: integers that are 1 are constants, pointers and multiples of 16
+    are known to be such."""
+    kernel = compilable(launch.kernel)
     names = kernel.arg_names
     given = dict(zip(names, launch.args, strict=False)) | launch.kwargs
     options = {name: given.pop(name) for name in list(given) if name not in names}
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    variant = Variant({}, {}, {}, options)
     for place, parameter in enumerate(kernel.params):
         name, value = parameter.name, given[parameter.name]
         is_special = isinstance(value, int) and not parameter.do_not_specialize
         if parameter.is_constexpr or (is_special and value == 1):
-            signature[name], constants[name] = "constexpr", value
+            variant.signature[name], variant.constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + TYPES[value.dtype]
+            variant.signature[name] = "*" + TYPES[value.dtype]
         elif isinstance(value, int):
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            variant.signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         else:
-            signature[name] = "fp32"
+            variant.signature[name] = "fp32"
         is_multiple = is_special and value % 16 == 0
-        if signature[name] != "constexpr" and (signature[name][0] == "*" or is_multiple):
-            attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        is_pointer = variant.signature[name][0] == "*"
+        if variant.signature[name] != "constexpr" and (is_pointer or is_multiple):
+            variant.attributes[(place,)] = [["tt.divisibility", 16]]
+    return variant
+
+
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel for this launch."""
+    variant = variant_of(launch)
+    source = ASTSource(launch.kernel, variant.signature, variant.constants, variant.attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=variant.options)
 
 
 def describe(compiled: Any) -> dict[str, int]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from attention_oracle import (
     one_thread,
     unwritten_memory_is_nan,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
-from aot_kernels import GPUS, Launch, recorded
+from aot_kernels import GPUS, META, Launch, recorded, variant_of
 
 from nanoserve import LLM, SamplingParams, layers
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.config import ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.kernels.attention_triton import TritonBackend
 from nanoserve.kernels.fused_triton import (
     add_rms_norm_triton,
@@ -39,8 +40,9 @@ from nanoserve.kernels.fused_triton import (
     silu_and_mul_triton,
 )
 from nanoserve.kernels.selector import make_layer_config
-from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.kv_cache import KVCacheSpec, warm_up
 from nanoserve.layers import LayerConfig, QKNorm, RotaryEmbedding
+from nanoserve.models.base import Model
 from nanoserve.models.registry import build_model
 from nanoserve.models.rope import rope_frequencies
 from nanoserve.parallel import ParallelState
@@ -281,35 +283,61 @@ def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def kernels_of_a_step(folder: Path, num_layers: int, custom_ops: str) -> Counter[str]:
-    """What a decode of 256 sequences launches on an H100, by name. Tensors have no contents."""
-    config = ModelConfig.from_folder(folder)
-    meta, backend = torch.device("meta"), TritonBackend()
-    launches: list[Launch] = []
-    with torch.inference_mode(), recorded(launches, GPUS[90]), CountKernels() as counted:
-        layer_config = make_layer_config(meta, torch.bfloat16, ParallelState(), backend, custom_ops)
-        model = build_model(replace(config, num_layers=num_layers), 1024, layer_config)
-        specs = model.kv_cache_specs()
-        caches = [spec.allocate(100, 16, torch.bfloat16, meta) for spec in specs]
-        ids = torch.zeros(256, dtype=torch.int64, device=meta)
-        table = torch.zeros(256, 64, dtype=torch.int32, device=meta)
-        metadata = StepMetadata(ids, table, torch.zeros(257, device=meta).int(), ids.int())
-        metadata = backend.plan(metadata, 16, torch.bfloat16)
-        counted.names.clear()
-        model(ids, ids, caches, metadata)
+@dataclass(frozen=True)
+class ModelWithoutContents:
+    """A model on the meta device: its steps launch what they would launch on a GPU."""
+
+    model: Model
+    layer_config: LayerConfig
+
+    def launches(
+        self, num_tokens: int, num_seqs: int, max_blocks: int, watch: Any = None
+    ) -> list[Launch]:
+        """Of one step: so many tokens, sequences and columns of the block table. `watch` is entered
+        around the model."""
+        specs, dtype = self.model.kv_cache_specs(), self.layer_config.dtype
+        caches = [spec.allocate(100, 16, dtype, META) for spec in specs]
+        ids = torch.zeros(num_tokens, dtype=torch.int64, device=META)
+        table, loc, lens = (
+            torch.zeros(size, dtype=torch.int32, device=META)
+            for size in ((num_seqs, max_blocks), (num_seqs + 1,), (num_seqs,))
+        )
+        metadata = self.layer_config.attention.plan(StepMetadata(ids, table, loc, lens), 16, dtype)
+        launches: list[Launch] = []
+        with torch.inference_mode(), recorded(launches, GPUS[90]), watch or nullcontext():
+            self.model(ids, ids, caches, metadata)
+        return launches
+
+
+def model_without_contents(
+    folder: Path, family: str, num_layers: int, custom_ops: str = "all", **config: Any
+) -> ModelWithoutContents:
+    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config |= {**sizes, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 320}
+    config |= {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": num_layers}
+    config |= {"max_position_embeddings": 40_000}
+    (folder / "config.json").write_text(json.dumps(config))
+    layer_config = make_layer_config(
+        META, torch.bfloat16, ParallelState(), TritonBackend(), custom_ops
+    )
+    model = build_model(ModelConfig.from_folder(folder), 1024, layer_config)
+    return ModelWithoutContents(model, layer_config)
+
+
+def kernels_of_a_step(folder: Path, *options: Any) -> Counter[str]:
+    """What a decode of 256 sequences launches on an H100, by name."""
+    model = model_without_contents(folder, *options)
+    counted = CountKernels()
+    launches = model.launches(256, 256, 64, watch=counted)
     return Counter([*counted.names, *(launch.kernel.__name__ for launch in launches)])
 
 
 @pytest.mark.parametrize(("family", "plain"), [("Qwen3", 19), ("Llama", 17)])
 def test_a_layer_is_nine_kernels(tmp_path: Path, family: str, plain: int) -> None:
     """Four products, attention, and the three fused kernels, one of them twice."""
-    sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
-    config = {**sizes, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 320}
-    config |= {"architectures": [f"{family}ForCausalLM"], "max_position_embeddings": 1024}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     found = {}
     for custom_ops in ("all", "none"):
-        three, two = (kernels_of_a_step(tmp_path, n, custom_ops) for n in (3, 2))
+        three, two = (kernels_of_a_step(tmp_path, family, n, custom_ops) for n in (3, 2))
         found[custom_ops] = three - two
     assert found["all"] == {
         "aten.linear.default": 4,
@@ -319,6 +347,32 @@ def test_a_layer_is_nine_kernels(tmp_path: Path, family: str, plain: int) -> Non
         "silu_and_mul_kernel": 1,
     }
     assert found["none"].total() == plain
+
+
+@pytest.fixture(scope="module")
+def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelWithoutContents, set[str]]:
+    """A layer with a window and one without, and what is compiled for them at start."""
+    windows = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
+    made = model_without_contents(tmp_path_factory.mktemp("qwen2"), "Qwen2", 2, **windows)
+    launches: list[Launch] = []
+    with recorded(launches, GPUS[90]):
+        warm_up(EngineConfig(max_model_len=40_000), made.model, made.layer_config)
+    return made, {repr((launch.kernel.__name__, variant_of(launch))) for launch in launches}
+
+
+@settings(max_examples=25)
+@given(num_seqs=st.integers(1, 300), more=st.integers(0, 9000), max_blocks=st.integers(1, 2500))
+@example(num_seqs=1, more=0, max_blocks=2500)
+@example(num_seqs=2, more=40, max_blocks=2500)
+def test_every_step_runs_kernels_that_were_warmed_up(
+    warmed_up: tuple[ModelWithoutContents, set[str]], num_seqs: int, more: int, max_blocks: int
+) -> None:
+    """None is compiled while requests wait for it, whatever the numbers of tokens, sequences and
+    blocks."""
+    made, warm = warmed_up
+    for num_tokens in (num_seqs, num_seqs + more):
+        for launch in made.launches(num_tokens, num_seqs, max_blocks):
+            assert repr((launch.kernel.__name__, variant_of(launch))) in warm
 
 
 def test_the_counter_sees_kernels_and_no_views() -> None:
