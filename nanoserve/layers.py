@@ -11,10 +11,11 @@ heads, 2 key heads:
     v_proj [v0 v1]        o_proj is row parallel: each rank multiplies the outputs of its own
                           heads, and the partial results of all ranks are summed.
 
-Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, and
-the work between the products is done by a few functions. A layer gets them from its `LayerConfig`:
-those of this module are plain PyTorch, and kernels/ has faster ones. Linear layers pass the step's metadata on to the method: quantization may choose a kernel by batch
-size, LoRA chooses an adapter for each token.
+Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, the
+work between two products to a few functions. A layer gets them from its `LayerConfig`: those of
+this module are plain PyTorch, and kernels/ has faster ones. Linear layers pass the step's metadata
+on to the method: quantization may choose a kernel by batch size, LoRA chooses an adapter for each
+token.
 
 vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
@@ -22,7 +23,7 @@ vocab_parallel_embedding.py (V0 and V1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

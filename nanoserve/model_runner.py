@@ -39,7 +39,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from nanoserve.kv_cache import (
     determine_num_kv_blocks,
     size_cpu_pool,
 )
+from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.sampler import LogprobsTensors, SampledTokens, SamplingError, gather_logprobs
@@ -117,7 +118,7 @@ class ModelRunner:
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
         parallel: ParallelState | None = None,
-        graph_cls: Callable[[object | None], Graph] | None = None,
+        graph_cls: Callable[[Any], Graph] | None = None,
     ) -> None:
         """Load the model, allocate the KV caches, and capture CUDA graphs.
 
@@ -140,7 +141,7 @@ class ModelRunner:
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
-            self._allocate_kv_caches(config)
+            self._allocate_kv_caches(config, layer_config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
             self.batch = InputBatch(
                 config.max_num_seqs,
@@ -168,11 +169,9 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls)
                 self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
 
-    def _allocate_kv_caches(self, config: EngineConfig) -> None:
+    def _allocate_kv_caches(self, config: EngineConfig, layer_config: LayerConfig) -> None:
         """As many blocks as fit on the device, and the blocks to swap to on the CPU."""
-        self.num_kv_blocks = determine_num_kv_blocks(
-            config, self.model, self.dtype, self.device, self.parallel
-        )
+        self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config)
         specs = self.model.kv_cache_specs()
         self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
@@ -283,7 +282,7 @@ class ModelRunner:
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
         )
-        if graph_size is None:
+        if graph_size is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.dtype)
         return StepInputs(arrays, tensors, metadata, graph_size)
 

@@ -553,7 +553,8 @@ def option_lines() -> list[str]:
     """The part of the document that is made from the tables of options."""
     same = [f"`{option.name}`" for option in OPTIONS if option.name not in ONLY_HERE]
     lines = ["### Same name", "", ", ".join(same) + "."]
-    lines += ["", f"Only here: `num_cpu_blocks` ({ONLY_HERE['num_cpu_blocks']})."]
+    only_here = [f"`{name}` ({why})" for name, why in ONLY_HERE.items()]
+    lines += ["", f"Only here: {', '.join(only_here)}."]
     lines += ["", "### Other name", "", "| vLLM, or nanoserve before | here |", "|---|---|"]
     lines += [f"| `{alias}` | `{declared}` |" for alias, declared in ALIASES.items()]
     for option, values in VALUE_ALIASES.items():
@@ -564,7 +565,10 @@ def option_lines() -> list[str]:
     return lines
 
 
-ONLY_HERE = {"num_cpu_blocks": "V0 computes it from `swap_space`"}
+ONLY_HERE = {
+    "num_cpu_blocks": "V0 computes it from `swap_space`",
+    "custom_ops": "in vLLM a list inside `compilation_config`",
+}
 VERDICTS = {
     "no effect": "Accepted, and without effect",
     "other name": "Done in another way",

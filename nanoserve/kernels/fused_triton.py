@@ -74,6 +74,23 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
+def _normalize(x, scale, weights, mask):
+    """Rows of x times their scales, rounded, times the weights, rounded."""
+    dtype: tl.constexpr = weights.dtype.element_ty
+    weight = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
+    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _turn(x, other, cos, sin, mask):
+    """x cos + other sin, with a sin that has its sign."""
+    dtype: tl.constexpr = cos.dtype.element_ty
+    x_cos = x * tl.load(cos, mask=mask, other=0.0).to(tl.float32)
+    other_sin = other * tl.load(sin, mask=mask, other=0.0).to(tl.float32)
+    return x_cos.to(dtype).to(tl.float32) + other_sin
+
+
+@triton.jit
 def rope_and_store_kernel(
     qkv,  # [num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     norm_weight,  # [NUM_HEADS + NUM_KV_HEADS, HEAD_DIM]; not used without HAS_NORM
@@ -98,55 +115,71 @@ def rope_and_store_kernel(
     ROTARY_DIM: tl.constexpr,  # the first dimensions of a head, which are turned
     BLOCK_SIZE: tl.constexpr,  # slots in a KV block
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of 2
+    BLOCK_HALF: tl.constexpr,  # ROTARY_DIM / 2, rounded up to a power of 2
+    BLOCK_REST: tl.constexpr,  # the same of the dimensions that are not turned; 0: there are none
     HAS_NORM: tl.constexpr,
 ):
     """layers.rope_and_store for some heads of one token. Grid: (num_tokens, groups of heads).
 
-    Every dimension is loaded twice, the second time as its pair's other half: the numbers are in
-    the nearest cache, and no thread needs those of another. The queries go to a tensor of their
-    own, because in place one thread could overwrite what another has not loaded yet.
+    A head is loaded in two or three pieces: the two halves whose numbers are paired, which one
+    thread then has both of, and the dimensions that are not turned.
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    half: tl.constexpr = ROTARY_DIM // 2
-    is_turned = dim < ROTARY_DIM
-    other_half = tl.where(is_turned, tl.where(dim < half, dim + half, dim - half), dim)
-    is_dim = dim < HEAD_DIM
-    is_query = head < NUM_HEADS
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_query, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-    exists = (is_query | is_key | is_value) & is_dim
+    half: tl.constexpr = ROTARY_DIM // 2
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    first_dim = tl.arange(0, BLOCK_HALF)[None, :]
+    second_dim = half + first_dim
+    is_half = first_dim < half
 
     row = qkv + token * qkv_stride + head * HEAD_DIM
-    loaded = tl.load(row + dim, mask=exists, other=0.0)
-    x = loaded.to(tl.float32)
-    y = tl.load(row + other_half, mask=exists, other=0.0).to(tl.float32)
+    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    first = tl.load(row + first_dim, mask=exists & is_half, other=0.0)
+    second = tl.load(row + second_dim, mask=exists & is_half, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if BLOCK_REST > 0:
+        rest_dim = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
+        is_rest = rest_dim < HEAD_DIM
+        rest = tl.load(row + rest_dim, mask=exists & is_rest, other=0.0)
+        z = rest.to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
+        total = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
+        if BLOCK_REST > 0:
+            total += tl.sum(z * z, axis=1)
+        scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
         weights = norm_weight + head * HEAD_DIM
-        has_weight = (is_query | is_key) & is_dim
-        x_weight = tl.load(weights + dim, mask=has_weight, other=0.0).to(tl.float32)
-        y_weight = tl.load(weights + other_half, mask=has_weight, other=0.0).to(tl.float32)
-        x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
-        y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
-    angle = token * rope_stride + dim
-    x_cos = x * tl.load(cos + angle, mask=is_turned, other=0.0).to(tl.float32)
-    y_sin = y * tl.load(sin + angle, mask=is_turned, other=0.0).to(tl.float32)
-    turned = tl.where(is_turned, x_cos.to(dtype).to(tl.float32) + y_sin, x).to(dtype)
+        has_weight = is_query | is_key
+        x = _normalize(x, scale, weights + first_dim, has_weight & is_half)
+        y = _normalize(y, scale, weights + second_dim, has_weight & is_half)
+        if BLOCK_REST > 0:
+            z = _normalize(z, scale, weights + rest_dim, has_weight & is_rest)
+    cos += token * rope_stride
+    sin += token * rope_stride
+    turned_x = _turn(x, y, cos + first_dim, sin + first_dim, is_half).to(dtype)
+    turned_y = _turn(y, x, cos + second_dim, sin + second_dim, is_half).to(dtype)
 
-    tl.store(query + (token * NUM_HEADS + head) * HEAD_DIM + dim, turned, mask=is_query & is_dim)
+    query_row = query + (token * NUM_HEADS + head) * HEAD_DIM
+    tl.store(query_row + first_dim, turned_x, mask=is_query & is_half)
+    tl.store(query_row + second_dim, turned_y, mask=is_query & is_half)
+    if BLOCK_REST > 0:
+        tl.store(query_row + rest_dim, z.to(dtype), mask=is_query & is_rest)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
         block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        key = key_cache + block * key_block_stride + slot * key_slot_stride
-        key_head = head - NUM_HEADS
-        tl.store(key + key_head * key_head_stride + dim, turned, mask=is_key & is_dim)
-        value = value_cache + block * value_block_stride + slot * value_slot_stride
-        value_head = key_head - NUM_KV_HEADS
-        tl.store(value + value_head * value_head_stride + dim, loaded, mask=is_value & is_dim)
+        key_head, value_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
+        key_row = key_cache + block * key_block_stride + slot * key_slot_stride
+        key_row += key_head * key_head_stride
+        tl.store(key_row + first_dim, turned_x, mask=is_key & is_half)
+        tl.store(key_row + second_dim, turned_y, mask=is_key & is_half)
+        value_row = value_cache + block * value_block_stride + slot * value_slot_stride
+        value_row += value_head * value_head_stride
+        tl.store(value_row + first_dim, first, mask=is_value & is_half)
+        tl.store(value_row + second_dim, second, mask=is_value & is_half)
+        if BLOCK_REST > 0:
+            tl.store(key_row + rest_dim, z.to(dtype), mask=is_key & is_rest)
+            tl.store(value_row + rest_dim, rest, mask=is_value & is_rest)
 
 
 @triton.jit
@@ -219,8 +252,10 @@ def rope_and_store_triton(
     num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
     num_heads = num_rows - 2 * num_kv_heads
     query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    block_d = triton.next_power_of_2(head_dim)
-    block_h = max(1, min(NUMBERS // block_d, triton.next_power_of_2(num_rows)))
+    rotary_dim = cos.shape[-1]
+    block_half = triton.next_power_of_2(rotary_dim // 2)
+    rest = head_dim - rotary_dim
+    block_h = max(1, min(NUMBERS // (2 * block_half), triton.next_power_of_2(num_rows)))
     if num_tokens:
         rope_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_h))](
             qkv,
@@ -239,12 +274,13 @@ def rope_and_store_triton(
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
-            ROTARY_DIM=cos.shape[-1],
+            ROTARY_DIM=rotary_dim,
             BLOCK_SIZE=block_size,
             BLOCK_H=block_h,
-            BLOCK_D=block_d,
+            BLOCK_HALF=block_half,
+            BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
             HAS_NORM=qk_norm is not None,
-            num_warps=num_warps_for(block_h * block_d),
+            num_warps=num_warps_for(2 * block_h * block_half),
             **OPTIONS,
         )
     return query

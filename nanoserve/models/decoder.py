@@ -44,7 +44,7 @@ from nanoserve.models.base import Model
 from nanoserve.models.moe import ExpertsConfig, MixtureOfExperts
 from nanoserve.models.rope import rope_frequencies
 
-# The residual stream of a step in two parts whose sum it is: what the last layer adds, and the rest.
+# The residual stream as two parts still to be added: the last layer's output, and what was before.
 Stream = tuple[Tensor, Tensor | None]
 
 
