@@ -1,5 +1,4 @@
-"""The CPU's kernels in C++, against the plain versions that they stand for; and where they cannot be
-compiled."""
+"""The CPU's kernels in C++, against the plain versions; and machines that cannot compile them."""
 
 from __future__ import annotations
 

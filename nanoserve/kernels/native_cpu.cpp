@@ -1,16 +1,16 @@
 // How does a CPU do the work between two matrix products in one pass over memory?
 //
-// native_cpu.py compiles this file with the machine's own C++ compiler and calls it. PyTorch's operators
-// are general, so each step of a computation is a pass of its own over all numbers, and a call of its
-// own. Here each of four parts of a layer is one loop:
+// native_cpu.py compiles this file with the machine's own C++ compiler and calls it. PyTorch's
+// operators are general, so each step of a computation is a pass of its own over all numbers, and a
+// call of its own. Here each of four parts of a layer is one loop:
 //
 //     add_rms_norm      the residual addition and the norm after it
 //     rope_and_store    norm of queries and keys, rotary embedding, keys and values to their slots
 //     paged_decode      attention of single queries over scattered keys
 //     silu_and_mul      the activation between the products of an MLP
 //
-// Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made in
-// float32. Numbers are float32 or bfloat16, tensors are contiguous.
+// Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made
+// in float32. Numbers are float32 or bfloat16, tensors are contiguous.
 //
 // vLLM: csrc/cpu/ (layernorm.cpp, pos_encoding.cpp, activation.cpp, cpu_attn.cpp).
 
@@ -50,8 +50,9 @@ inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
     to->bits = x == x ? uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : uint16_t(0x7FC0);
 }
 
-// e^x for x <= 0, to 2 units in the last place; compilers turn a loop of it into vectors. 2^k is put
-// together from its bits, e^r for |r| <= ln(2) / 2 is a polynomial (its Taylor series).
+// e^x for x <= 0, to 2 units in the last place; compilers turn a loop of it into vectors. x is
+// k ln(2) + r: 2^k is put together from its bits, and e^r, for |r| <= ln(2) / 2, is a polynomial (its
+// Taylor series). ln(2) is subtracted in two parts, so that r is exact.
 inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;  // below, the result is 0 but for rounding; a NaN stays one
     const float k = std::floor((x >= -87.0f ? x : 0.0f) * 1.44269504f + 0.5f);
@@ -96,7 +97,8 @@ void add_rms_norm(int num_tokens, int size, T* x, const T* residual, const T* we
         if (residual != nullptr) {
             const T* before = residual + size_t(token) * size;
 #pragma omp simd
-            for (int i = 0; i < size; i++) from_float(to_float(sum[i]) + to_float(before[i]), &sum[i]);
+            for (int i = 0; i < size; i++)
+                from_float(to_float(sum[i]) + to_float(before[i]), &sum[i]);
         }
         rms_norm(sum, weight, size, eps, output + size_t(token) * size);
     }
@@ -107,8 +109,8 @@ struct RopeSizes {
     float eps;
 };
 
-// Turn the first rotary_dim numbers of a head: x cos + (x with its halves exchanged) sin. The sign of
-// the first half is in `sin` (see layers.apply_rope).
+// Turn the first rotary_dim numbers of a head: x cos + (x with its halves exchanged) sin. The sign
+// of the first half is in `sin` (see layers.apply_rope).
 template <typename T>
 void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* output) {
     const int half = rotary_dim / 2;
@@ -122,8 +124,9 @@ void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* ou
 }
 
 template <typename T>
-void rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos, const T* sin,
-                    const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {
+void rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
+                    const T* sin, const int64_t* slot_mapping, T* key_cache, T* value_cache,
+                    T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
 #pragma omp parallel for if (s.num_tokens * num_rows * dim > SMALL_WORK)
     for (int token = 0; token < s.num_tokens; token++) {
@@ -167,15 +170,15 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 }
 
 // -- attention: a token walks through the blocks of its sequence and keeps, for each query head, a
-// running maximum, a running sum and a weighted sum of values (online softmax, as the Triton kernel).
+// running maximum, a running sum and a weighted sum of values (online softmax, as in Triton's).
 //
 //     block table of the sequence    [ 7 | 3 | 9 ]
 //     walk                           keys and values of block 7, then of 3, then of 9
 //     after each tile of keys        top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
-// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that share a
-// key head (GQA) find its keys in the cache of their core.
+// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that share
+// a key head (GQA) find its keys in the cache of their core.
 
 struct Sizes {  // of one call
     int num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_blocks, max_blocks;
@@ -282,29 +285,29 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 // negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
 // [num_tokens, num_heads, head_dim].
 //
-// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens, max_blocks];
-// num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0 if the block table
-// names a block that does not exist.
+// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
+// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0 if
+// the block table names a block that does not exist.
 //
 // gate_up [num_tokens, 2 * size]; output [num_tokens, size].
-#define EXPORT(T, NAME)                                                                               \
-    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,            \
-                                        const T* weight, float eps, T* output) {                      \
-        add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                             \
-    }                                                                                                 \
-    extern "C" void rope_and_store_##NAME(const RopeSizes* sizes, const T* qkv, const T* norm_weight, \
-                                          const T* cos, const T* sin, const int64_t* slot_mapping,    \
-                                          T* key_cache, T* value_cache, T* query) {                   \
-        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,      \
-                       query);                                                                        \
-    }                                                                                                 \
-    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {      \
-        silu_and_mul(num_tokens, size, gate_up, output);                                              \
-    }                                                                                                 \
-    extern "C" int paged_decode_##NAME(const Sizes* sizes, const T* query, const T* key_cache,        \
-                                       const T* value_cache, const int32_t* block_table,              \
-                                       const int32_t* num_keys, T* output) {                          \
-        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys, output); \
+#define EXPORT(T, NAME)                                                                           \
+    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,        \
+                                        const T* weight, float eps, T* output) {                  \
+        add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                         \
+    }                                                                                             \
+    extern "C" void rope_and_store_##NAME(const RopeSizes* sizes, const T* qkv, const T* norm_weight,\
+                                          const T* cos, const T* sin, const int64_t* slot_mapping,\
+                                          T* key_cache, T* value_cache, T* query) {               \
+        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,  \
+                       query);                                                                    \
+    }                                                                                             \
+    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {  \
+        silu_and_mul(num_tokens, size, gate_up, output);                                          \
+    }                                                                                             \
+    extern "C" int paged_decode_##NAME(const Sizes* sizes, const T* query, const T* key_cache,    \
+                                       const T* value_cache, const int32_t* block_table,          \
+                                       const int32_t* num_keys, T* output) {                      \
+        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys, output);\
     }
 
 EXPORT(float, f32)

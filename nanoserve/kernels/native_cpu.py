@@ -257,7 +257,7 @@ class NativeBackend(TorchBackend):
         if load_library() is None:
             raise ValueError(
                 "attention_backend is 'native', and its C++ cannot be compiled here: that takes "
-                "Linux and a C++ compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
+                "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
             )
         self.decode_cls = NativeDecode
 
