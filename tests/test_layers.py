@@ -399,7 +399,6 @@ def test_packed_embeddings_and_heads(vocab_size: int) -> None:
 def test_other_dtypes_are_not_packed() -> None:
     layer_config = make_config(torch.bfloat16)
     assert type(layer_config.linear_method) is LinearMethod
-    assert layer_config.rms_norm is rms_norm
 
 
 def test_a_linear_method_of_ones_own() -> None:

@@ -50,8 +50,12 @@ def poisoned_memory() -> Iterator[None]:
 def assert_near(ours: Tensor, plain: Tensor) -> None:
     """Equal but for the rounding of a few operations."""
     assert (ours.dtype, ours.shape) == (plain.dtype, plain.shape)
-    tolerance = 2e-6 if ours.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance, equal_nan=True)
+    if ours.dtype == torch.float32:
+        torch.testing.assert_close(ours, plain, rtol=2e-6, atol=2e-6, equal_nan=True)
+    else:  # rounded in the same places, and so nearly always to the same number
+        torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2, equal_nan=True)
+        same = (ours == plain) | (ours.isnan() & plain.isnan()) | (plain.abs() < 1e-30)
+        assert same.float().mean() > 0.9 or same.numel() < 100
 
 
 # -- attention --

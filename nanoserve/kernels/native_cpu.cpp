@@ -50,9 +50,17 @@ inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
     to->bits = x == x ? uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : uint16_t(0x7FC0);
 }
 
+// x as T holds it: where the plain version has a tensor of T between two operations.
+template <typename T>
+inline float rounded(float x) {
+    T result;
+    from_float(x, &result);
+    return to_float(result);
+}
+
 // e^x for x <= 0, to 2 units in the last place; compilers turn a loop of it into vectors. x is
-// k ln(2) + r: 2^k is put together from its bits, and e^r, for |r| <= ln(2) / 2, is a polynomial (its
-// Taylor series). ln(2) is subtracted in two parts, so that r is exact.
+// k ln(2) + r: 2^k is put together from its bits, and e^r, for |r| <= ln(2) / 2, is a polynomial
+// (its Taylor series). ln(2) is subtracted in two parts, so that r is exact.
 inline float exp_negative(float x) {
     x = x < -87.0f ? -87.0f : x;  // below, the result is 0 but for rounding; a NaN stays one
     const float k = std::floor((x >= -87.0f ? x : 0.0f) * 1.44269504f + 0.5f);
@@ -85,7 +93,7 @@ void rms_norm(const T* x, const T* weight, int size, float eps, T* output) {
     const float scale = 1 / std::sqrt(squares / size + eps);
 #pragma omp simd
     for (int i = 0; i < size; i++)
-        from_float(to_float(x[i]) * scale * to_float(weight[i]), &output[i]);
+        from_float(rounded<T>(to_float(x[i]) * scale) * to_float(weight[i]), &output[i]);
 }
 
 template <typename T>
@@ -117,8 +125,9 @@ void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* ou
 #pragma omp simd
     for (int i = 0; i < half; i++) {
         const float a = to_float(x[i]), b = to_float(x[i + half]);
-        from_float(a * to_float(cos[i]) + b * to_float(sin[i]), &output[i]);
-        from_float(b * to_float(cos[i + half]) + a * to_float(sin[i + half]), &output[i + half]);
+        const float b_cos = rounded<T>(b * to_float(cos[i + half]));
+        from_float(rounded<T>(a * to_float(cos[i])) + b * to_float(sin[i]), &output[i]);
+        from_float(b_cos + a * to_float(sin[i + half]), &output[i + half]);
     }
     std::copy(x + rotary_dim, x + dim, output + rotary_dim);
 }
@@ -164,7 +173,8 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 #pragma omp simd
         for (int i = 0; i < size; i++) {
             const float x = to_float(gate[i]), e = exp_negative(-std::fabs(x));
-            from_float(x * (x < 0 ? e : 1) / (1 + e) * to_float(up[i]), &row[i]);
+            const float silu = x * (x < 0 ? e : 1) / (1 + e);
+            from_float(rounded<T>(silu) * to_float(up[i]), &row[i]);
         }
     }
 }
@@ -177,8 +187,8 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 //     after each tile of keys        top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
-// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that share
-// a key head (GQA) find its keys in the cache of their core.
+// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
+// share a key head (GQA) find its keys in the cache of their core.
 
 struct Sizes {  // of one call
     int num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_blocks, max_blocks;
@@ -286,28 +296,29 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 // [num_tokens, num_heads, head_dim].
 //
 // query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
-// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0 if
-// the block table names a block that does not exist.
+// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
+// if the block table names a block that does not exist.
 //
 // gate_up [num_tokens, 2 * size]; output [num_tokens, size].
-#define EXPORT(T, NAME)                                                                           \
-    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,        \
-                                        const T* weight, float eps, T* output) {                  \
-        add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                         \
-    }                                                                                             \
-    extern "C" void rope_and_store_##NAME(const RopeSizes* sizes, const T* qkv, const T* norm_weight,\
-                                          const T* cos, const T* sin, const int64_t* slot_mapping,\
-                                          T* key_cache, T* value_cache, T* query) {               \
-        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,  \
-                       query);                                                                    \
-    }                                                                                             \
-    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {  \
-        silu_and_mul(num_tokens, size, gate_up, output);                                          \
-    }                                                                                             \
-    extern "C" int paged_decode_##NAME(const Sizes* sizes, const T* query, const T* key_cache,    \
-                                       const T* value_cache, const int32_t* block_table,          \
-                                       const int32_t* num_keys, T* output) {                      \
-        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys, output);\
+#define EXPORT(T, NAME)                                                                            \
+    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,         \
+                                        const T* weight, float eps, T* output) {                   \
+        add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
+    }                                                                                              \
+    extern "C" void rope_and_store_##NAME(                                                         \
+        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
+        const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {                     \
+        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,   \
+                       query);                                                                     \
+    }                                                                                              \
+    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
+        silu_and_mul(num_tokens, size, gate_up, output);                                           \
+    }                                                                                              \
+    extern "C" int paged_decode_##NAME(                                                            \
+        const Sizes* sizes, const T* query, const T* key_cache, const T* value_cache,              \
+        const int32_t* block_table, const int32_t* num_keys, T* output) {                          \
+        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys,       \
+                               output);                                                            \
     }
 
 EXPORT(float, f32)
