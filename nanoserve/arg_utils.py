@@ -286,8 +286,8 @@ GROUPS = (
     Group(
         "left out",
         "torch.compile and the choice of kernels",
-        "Nothing is compiled by torch.compile. attention_backend and enforce_eager choose what "
-        "runs.",
+        "Nothing is compiled by torch.compile. attention_backend, custom_ops and enforce_eager "
+        "choose what runs.",
         """compilation_config=0|{} kernel_config attention_config ir_op_priority moe_backend
         linear_backend sparse_indexer_topk_backend enable_flashinfer_autotune=False|True
         gdn_prefill_backend kda_prefill_backend kda_decode_backend use_fp64_gumbel=False

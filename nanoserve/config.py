@@ -230,8 +230,12 @@ class EngineConfig:
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
     attention_backend: Any = field(default="auto", hash=False)  # one of your own may have no hash
-    """reference, torch, triton (a GPU, or TRITON_INTERPRET=1), or in Python an AttentionBackend of
-    your own; auto: triton on a GPU, else torch."""
+    """reference, torch, native (a Linux CPU with a C++ compiler), triton (a GPU, or
+    TRITON_INTERPRET=1), or in Python an AttentionBackend of your own; auto: triton on a GPU, native
+    on a CPU if it can be compiled, else torch."""
+    custom_ops: Literal["all", "none"] = "all"
+    """all: with triton or native attention, fused kernels also for norms, rotary embedding and
+    activation; none: plain PyTorch for these, to compare."""
     enforce_eager: bool = False
     """Never use CUDA graphs (a CPU never does)."""
     async_scheduling: bool = False

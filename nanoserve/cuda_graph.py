@@ -17,8 +17,11 @@ launches, with the same grid sizes and the same addresses. So
     graph       1   2   4   4   8     8   16    16        and so on in steps of 8, then of 16
 
 Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
-shapes differ from step to step. All graphs share one memory pool, because no two graphs run at the
-same time. The largest graph is recorded first.
+shapes differ from step to step. All graphs of an engine share one memory pool, because no two of
+them run at the same time, and are recorded on one stream. The largest graph is recorded first.
+
+Graphs are recorded after the KV cache has taken its share of the memory, so MEMORY_RESERVE is kept
+for them.
 
 vLLM: vllm/worker/model_runner.py CUDAGraphRunner (V0); vllm/compilation/cuda_graph.py
 CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
@@ -26,19 +29,24 @@ CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 Forward = Callable[[], Tensor]
+MEMORY_RESERVE = 512 * 2**20  # bytes of a GPU for all graphs of an engine: an estimate, see capture
 
 
 class Graph(Protocol):
     """One captured forward pass. The tests have a fake graph that runs on a CPU."""
+
+    shared: Any  # what it shares with the other graphs of its engine
 
     def capture(self, forward: Forward) -> Tensor:
         """Record the kernels of `forward`; return the tensor that each replay fills."""
@@ -47,28 +55,36 @@ class Graph(Protocol):
         """Run the recorded kernels again, on the present contents of the input tensors."""
 
 
+class SharedCapture(NamedTuple):
+    """What the graphs of one engine share."""
+
+    pool: Any  # of memory
+    stream: torch.cuda.Stream
+
+
 class CudaGraph:
     """A Graph made by torch.cuda."""
 
-    def __init__(self, pool: object | None = None) -> None:
-        """Graphs with the same memory pool share memory; None makes a new pool."""
+    def __init__(self, shared: SharedCapture | None = None) -> None:
+        """`shared` of another graph of this engine; None makes a pool and a stream.
+
+        Without a stream of the engine's own, torch would take the one that the first engine of the
+        process has recorded on, perhaps on another GPU.
+        """
         self._graph = torch.cuda.CUDAGraph()
-        self._pool = pool
+        self.shared = shared or SharedCapture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 
     def capture(self, forward: Forward) -> Tensor:
         """See Graph. A first run, not recorded, compiles kernels and initializes libraries."""
         forward()
         torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph, pool=self._pool):  # type: ignore[arg-type]
+        pool, stream = self.shared
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
             output = forward()
         return output
 
     def replay(self) -> None:
         self._graph.replay()
-
-    @property
-    def pool(self) -> object:
-        return self._graph.pool()
 
 
 class DecodeGraphs:
@@ -77,7 +93,7 @@ class DecodeGraphs:
     Invariant: `outputs[size]` holds the hidden states of the last replay for `size`.
     """
 
-    def __init__(self, max_num_seqs: int, graph_cls: Callable[[object | None], Graph]) -> None:
+    def __init__(self, max_num_seqs: int, graph_cls: Callable[[Any], Graph]) -> None:
         self.sizes = choose_sizes(max_num_seqs)
         self.graph_cls = graph_cls
         self.graphs: dict[int, Graph] = {}
@@ -87,14 +103,15 @@ class DecodeGraphs:
     def capture(self, make_forward: Callable[[int], Forward], use_tqdm: bool = True) -> None:
         """Record a graph of make_forward(size) for every size, the largest first."""
         free = _free_gpu_memory()
-        pool: object | None = None
+        shared = None
         bar = tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not use_tqdm, delay=1)
-        for size in bar:
-            bar.set_postfix_str(f"batch size {size}", refresh=False)
-            graph = self.graph_cls(pool)
-            self.outputs[size] = graph.capture(make_forward(size))
-            self.graphs[size] = graph
-            pool = pool or getattr(graph, "pool", None)
+        with no_garbage_collection():
+            for size in bar:
+                bar.set_postfix_str(f"batch size {size}", refresh=False)
+                graph = self.graph_cls(shared)
+                self.outputs[size] = graph.capture(make_forward(size))
+                self.graphs[size] = graph
+                shared = graph.shared
         self.num_bytes = max(0, free - _free_gpu_memory())
 
     def choose_size(self, num_seqs: int) -> int | None:
@@ -112,6 +129,20 @@ def choose_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to record: 1, 2, 4, 8, then steps of 8 to 64, steps of 16, and max_num_seqs."""
     sizes = {1, 2, 4, *range(8, 64, 8), *range(64, max_num_seqs, 16), max_num_seqs}
     return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none inside: a dead engine of this process might be found in the
+    middle of a capture, and freeing its memory is not allowed there."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _free_gpu_memory() -> int:

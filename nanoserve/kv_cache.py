@@ -3,9 +3,9 @@
 The block manager counts blocks; the tensors that hold their keys and values are here. On a GPU the
 cache gets the memory that is left: the weights are loaded, the largest possible step is run once to
 measure its own memory (`profile_run`), and the rest of the share that gpu_memory_utilization grants
-becomes KV blocks.
+becomes KV blocks, except what is kept for CUDA graphs.
 
-    0 |  weights  | the largest step | KV blocks ............. | 1 - gpu_memory_utilization | total
+    0 | weights | largest step | graphs | KV blocks ......... | 1 - gpu_memory_utilization | total
 
 Memory that other processes use is not free when the engine starts, so it is not counted.
 
@@ -25,11 +25,13 @@ from torch import Tensor
 
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import EngineConfig, container_limit, read_meminfo, total_memory
+from nanoserve.cuda_graph import MEMORY_RESERVE
 from nanoserve.kernels.sampling import choose_tokens
-from nanoserve.parallel import ParallelState
+from nanoserve.layers import LayerConfig
 from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
+WARM_UP_PROMPT = 64  # tokens: more than the decode kernel takes of one sequence
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 MANAGER_BYTES = 160  # of the block manager, for each block
 
@@ -77,6 +79,8 @@ class ProfiledModel(Protocol):
 
     def kv_cache_specs(self) -> list[KVCacheSpec]: ...
 
+    supports_cuda_graphs: bool
+
 
 def allocate_kv_caches(
     specs: list[KVCacheSpec],
@@ -105,73 +109,113 @@ def copy_blocks(
     """Copy whole blocks, in every layer, between caches or within one."""
     if not pairs:
         return
-    sources, destinations = torch.tensor(pairs).unbind(dim=1)
+    from_device, to_device = source[0][0].device, destination[0][0].device
+    sources = index_on([pair[0] for pair in pairs], from_device)
+    destinations = index_on([pair[1] for pair in pairs], to_device)
     for source_pair, destination_pair in zip(source, destination, strict=True):
         for from_cache, to_cache in zip(source_pair, destination_pair, strict=True):
-            blocks = from_cache.index_select(0, sources.to(from_cache.device))
-            to_cache.index_copy_(0, destinations.to(to_cache.device), blocks.to(to_cache.device))
+            blocks = from_cache.index_select(0, sources)
+            to_cache.index_copy_(0, destinations, blocks.to(to_device))
+
+
+def index_on(numbers: list[int], device: torch.device) -> Tensor:
+    """An index [len(numbers)]. On a GPU it arrives later, and the CPU does not wait: in pinned
+    memory, the allocator keeps the source until then."""
+    if device.type == "cpu":
+        return torch.tensor(numbers)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 def determine_num_kv_blocks(
-    config: EngineConfig,
-    model: ProfiledModel,
-    dtype: torch.dtype,
-    device: torch.device,
-    parallel: ParallelState,
+    config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig
 ) -> int:
     """How many KV blocks every rank allocates: as many as fit on the rank with the least memory.
 
-    On a GPU the largest step is profiled first, unless the user has set the size of the cache.
+    On a GPU the kernels are warmed up first. Then, unless the user has set the size of the cache,
+    the largest step is profiled, and memory is kept for CUDA graphs.
     """
     is_user_set = bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
-    peak_activation_bytes = 0
-    if device.type == "cuda" and not is_user_set:
-        peak_activation_bytes = profile_memory(config, model, dtype, device, parallel.rank)
+    dtype, device, parallel = layer_config.dtype, layer_config.device, layer_config.parallel
+    other_bytes = 0
+    if device.type == "cuda":
+        warm_up(config, model, layer_config)
+        if not is_user_set:
+            other_bytes = profile_memory(config, model, layer_config)
+            has_graphs = layer_config.attention.supports_cuda_graphs and model.supports_cuda_graphs
+            other_bytes += MEMORY_RESERVE if has_graphs and not config.enforce_eager else 0
     specs, num_local_ranks = model.kv_cache_specs(), parallel.num_local_ranks
     return parallel.all_reduce_min(
-        num_blocks_that_fit(config, specs, dtype, device, peak_activation_bytes, num_local_ranks)
+        num_blocks_that_fit(config, specs, dtype, device, other_bytes, num_local_ranks)
     )
 
 
-def profile_memory(
-    config: EngineConfig, model: ProfiledModel, dtype: torch.dtype, device: torch.device, rank: int
-) -> int:
+def profile_memory(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig) -> int:
     """Bytes of GPU memory that the largest step needs beside weights and KV cache.
 
     The step is run, and the allocator knows its peak.
     """
+    device = layer_config.device
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    profile_run(config, model, dtype, device, rank)
+    profile_run(config, model, layer_config)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     return peak - before
 
 
-@torch.inference_mode()
-def profile_run(
-    config: EngineConfig, model: ProfiledModel, dtype: torch.dtype, device: torch.device, rank: int
-) -> None:
-    """Run the largest step: as many tokens as the budget allows, and as many rows to sample, with
-    every filter on. Its KV cache is one block, and nothing is stored in it."""
-    assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
-    budget, length = config.max_num_batched_tokens, config.max_model_len
-    lengths = [min(length, budget - start) for start in range(0, budget, length)]
-    caches = allocate_kv_caches(model.kv_cache_specs(), config.block_size, dtype, 1, device)
+def dummy_forward(
+    config: EngineConfig,
+    model: ProfiledModel,
+    layer_config: LayerConfig,
+    lengths: list[int],
+    max_blocks: int,
+) -> Tensor:
+    """Run prompts of these lengths, all zeros; return the hidden states. The KV cache is one block,
+    and nothing is stored in it. The block table has room for `max_blocks`."""
+    dtype, device, block_size = layer_config.dtype, layer_config.device, config.block_size
+    caches = allocate_kv_caches(model.kv_cache_specs(), block_size, dtype, 1, device)
     ends = torch.tensor([0, *lengths], device=device).cumsum(0)
-    max_blocks = -(-length // config.block_size)
     metadata = StepMetadata(
-        slot_mapping=torch.full((budget,), -1, device=device),
+        slot_mapping=torch.full((sum(lengths),), -1, device=device),
         block_table=torch.zeros(len(lengths), max_blocks, dtype=torch.int32, device=device),
         query_start_loc=ends.int(),
         seq_lens=ends.diff().int(),
     )
+    metadata = layer_config.attention.plan(metadata, block_size, dtype)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    hidden = model(torch.zeros_like(positions), positions, caches, metadata)
+    return model(torch.zeros_like(positions), positions, caches, metadata)
+
+
+@torch.inference_mode()
+def warm_up(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig) -> None:
+    """Run small steps, which between them compile every kernel that a step may launch. Otherwise
+    requests would wait for the compiler while they are served.
+
+    Which kernels are launched depends on shapes: a decode, or a prompt, and how many blocks the
+    block table has room for, because attention splits long contexts into more parts.
+    """
+    assert config.max_model_len, "EngineConfig not resolved"
+    widest = -(-config.max_model_len // config.block_size)
+    widths = sorted({widest, *(2**i for i in range(widest.bit_length()))})
+    for num_tokens in (1, min(WARM_UP_PROMPT, config.max_model_len)):
+        for max_blocks in widths:
+            hidden = dummy_forward(config, model, layer_config, [num_tokens], max_blocks)
+            model.compute_logits(hidden[:1])
+
+
+@torch.inference_mode()
+def profile_run(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig) -> None:
+    """Run the largest step: as many tokens as the budget allows, and as many rows to sample, with
+    every filter on."""
+    assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
+    budget, length = config.max_num_batched_tokens, config.max_model_len
+    lengths = [min(length, budget - start) for start in range(0, budget, length)]
+    max_blocks = -(-length // config.block_size)
+    hidden = dummy_forward(config, model, layer_config, lengths, max_blocks)
     num_rows = min(config.max_num_seqs, budget)
     logits = model.compute_logits(hidden[:num_rows])
-    ones = torch.ones(num_rows, device=device)
+    ones = torch.ones(num_rows, device=layer_config.device)
     filters = SamplingBatch(
         temperature=ones,
         top_k=torch.full_like(ones, logits.shape[1], dtype=torch.long),
@@ -180,7 +224,7 @@ def profile_run(
         uniform=ones.double() * 0.5,
         num_logprobs=(None,) * num_rows,
     )
-    if rank == 0:
+    if layer_config.parallel.rank == 0:
         sample(logits, filters, choose_tokens)
 
 

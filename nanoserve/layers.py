@@ -11,10 +11,11 @@ heads, 2 key heads:
     v_proj [v0 v1]        o_proj is row parallel: each rank multiplies the outputs of its own
                           heads, and the partial results of all ranks are summed.
 
-Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, which
-a layer gets from its `LayerConfig`: kernels/linear_cpu.py has one that packs weights for a CPU.
-Linear layers pass the step's metadata on to the method: quantization may choose a kernel by batch
-size, LoRA chooses an adapter for each token.
+Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, the
+work between two products to a few functions. A layer gets them from its `LayerConfig`: those of
+this module are plain PyTorch, and kernels/ has faster ones. Linear layers pass the step's metadata
+on to the method: quantization may choose a kernel by batch size, LoRA chooses an adapter for each
+token.
 
 vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
@@ -30,8 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import AttentionBackend, StepMetadata
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.parallel import ParallelState
+
+Rope = tuple[Tensor, Tensor]  # cos and signed sin of each token, as RotaryEmbedding gives them
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,13 +42,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     [..., size] -> [..., size]. Not in place: the residual stream needs x again. arXiv 1910.07467.
     """
-    return weight * F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum, which takes the place of x: [num_tokens, size]."""
+    residual = x.add_(residual)
+    return rms_norm(residual, weight, eps), residual
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def rope_and_store(
+    qkv: Tensor,
+    qk_norm: QKNorm | None,
+    rope: Rope,
+    backend: AttentionBackend,
+    kv_cache: KVCache,
+    metadata: StepMetadata,
+) -> Tensor:
+    """Normalize and turn queries and keys, store keys and values, return the queries.
+
+    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the heads of q, k and v side
+    by side. Returns [num_tokens, num_heads, head_dim].
+    """
+    num_kv_heads, head_dim = kv_cache[0].shape[2:]
+    num_rows = qkv.shape[1] // head_dim
+    heads = qkv.view(-1, num_rows, head_dim)
+    qk, v = heads.split_with_sizes((num_rows - num_kv_heads, num_kv_heads), dim=1)
+    if qk_norm is not None:
+        qk = qk_norm(qk)
+    qk = apply_rope(qk, *rope)
+    q, k = qk.split_with_sizes((num_rows - 2 * num_kv_heads, num_kv_heads), dim=1)
+    backend.store(k, v, kv_cache, metadata)
+    return q
 
 
 class LinearMethod:
@@ -84,6 +118,9 @@ class LayerConfig:
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     linear_method: LinearMethod = field(default_factory=LinearMethod)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
+    rope_and_store: Callable[..., Tensor] = rope_and_store
+    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An unfilled parameter."""
@@ -113,17 +150,23 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
         super().__init__()
         self.weight, self.eps = layer_config.empty(size), eps
-        self.rms_norm = layer_config.rms_norm
+        self.rms_norm, self.add_rms_norm = layer_config.rms_norm, layer_config.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]."""
         return self.rms_norm(x, self.weight, self.eps)
 
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum: see add_rms_norm. None counts as 0."""
+        if residual is None:
+            return self(x), x
+        return self.add_rms_norm(x, residual, self.weight, self.eps)
+
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
-class QKNorm(nn.Module):
+class QKNorm(RMSNorm):
     """rms_norm on each head of queries and keys, which lie side by side: one call for both.
 
     The weight has a row for each head: first the rows of the queries, all equal, then the rows of
@@ -131,21 +174,11 @@ class QKNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        layer_config: LayerConfig,
+        self, num_heads: int, num_rows: int, head_dim: int, eps: float, layer_config: LayerConfig
     ) -> None:
-        super().__init__()
-        self.weight, self.eps = layer_config.empty(num_heads + num_kv_heads, head_dim), eps
-        self.num_heads = num_heads
-        self.rms_norm = layer_config.rms_norm
-
-    def forward(self, qk: Tensor) -> Tensor:
-        """[num_tokens, num_heads + num_kv_heads, head_dim] -> the same shape."""
-        return self.rms_norm(qk, self.weight, self.eps)
+        """`num_rows`: heads of queries and keys; the first `num_heads` are queries."""
+        super().__init__(head_dim, eps, layer_config)
+        self.weight, self.num_heads = layer_config.empty(num_rows, head_dim), num_heads
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         """Names the norms beside this layer: ...self_attn.qk_norm -> ...self_attn.q_norm."""
@@ -294,7 +327,7 @@ class RotaryEmbedding(nn.Module):
         table = torch.cat((cos, cos, -sin, sin), dim=-1)  # [max_model_len, 2 * rotary_dim]
         self.table = table.to(device=layer_config.device, dtype=layer_config.dtype)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> Rope:
         """[num_tokens] -> cos and signed sin, [num_tokens, 1, rotary_dim] each: see apply_rope."""
         cos, sin = self.table.index_select(0, positions)[:, None].chunk(2, dim=-1)
         return cos, sin

@@ -38,7 +38,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from nanoserve.kv_cache import (
     determine_num_kv_blocks,
     size_cpu_pool,
 )
+from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.sampler import LogprobsTensors, SampledTokens, gather_logprobs
@@ -116,7 +117,7 @@ class ModelRunner:
         model_config: ModelConfig,
         attention_backend: str | AttentionBackend = "auto",
         parallel: ParallelState | None = None,
-        graph_cls: Callable[[object | None], Graph] | None = None,
+        graph_cls: Callable[[Any], Graph] | None = None,
     ) -> None:
         """Load the model, allocate the KV caches, and capture CUDA graphs.
 
@@ -133,13 +134,13 @@ class ModelRunner:
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
             self.parallel = parallel or ParallelState()
             layer_config = make_layer_config(
-                self.device, self.dtype, self.parallel, attention_backend
+                self.device, self.dtype, self.parallel, attention_backend, config.custom_ops
             )
             self.backend = layer_config.attention
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
-            self._allocate_kv_caches(config)
+            self._allocate_kv_caches(config, layer_config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
             self.batch = InputBatch(
                 config.max_num_seqs,
@@ -163,11 +164,9 @@ class ModelRunner:
                 self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls)
                 self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
 
-    def _allocate_kv_caches(self, config: EngineConfig) -> None:
+    def _allocate_kv_caches(self, config: EngineConfig, layer_config: LayerConfig) -> None:
         """As many blocks as fit on the device, and the blocks to swap to on the CPU."""
-        self.num_kv_blocks = determine_num_kv_blocks(
-            config, self.model, self.dtype, self.device, self.parallel
-        )
+        self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config)
         specs = self.model.kv_cache_specs()
         self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
@@ -278,7 +277,7 @@ class ModelRunner:
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
         )
-        if graph_size is None:
+        if graph_size is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.dtype)
         return StepInputs(arrays, tensors, metadata, graph_size)
 

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -180,6 +182,33 @@ def unwritten_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def bfloat16_as_on_a_gpu() -> Iterator[None]:
+    """Triton's interpreter cuts bfloat16 off instead of rounding it, and multiplies matrices of it
+    as if they held integers. Here it rounds to the nearest number, and multiplies in float32."""
+    from triton.runtime import interpreter
+
+    convert, create_dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+    bfloat16, float32 = interpreter.tl.bfloat16, interpreter.tl.float32
+
+    def round_to_nearest(data: Any, from_type: Any, to_type: Any, mode: Any) -> Any:
+        if (from_type, to_type) != (float32, bfloat16):
+            return convert(data, from_type, to_type, mode)
+        rounded = torch.from_numpy(np.array(data, np.float32)).bfloat16()
+        return rounded.view(torch.int16).numpy().view(np.uint16).reshape(np.shape(data))
+
+    def dot_in_float32(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        if a.dtype == bfloat16:
+            a, b = builder.cast_impl(a, float32), builder.cast_impl(b, float32)
+        return create_dot(builder, a, b, *others)
+
+    with (
+        mock.patch.object(interpreter, "_convert_float", round_to_nearest),
+        mock.patch.object(interpreter.InterpreterBuilder, "create_dot", dot_in_float32),
+    ):
+        yield
 
 
 @contextmanager

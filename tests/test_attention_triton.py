@@ -7,6 +7,7 @@ the kernel is tested in test_aot.py, what a GPU makes of it in test_gpu_attentio
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from attention_oracle import (
     STEPS,
     Shape,
     attention_by_definition,
+    bfloat16_as_on_a_gpu,
     make_step,
     needs_interpreter,
     one_thread,
@@ -33,15 +35,20 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 tl = triton.language
+import aot_kernels  # noqa: E402
+
 from nanoserve.kernels import attention_triton  # noqa: E402
 from nanoserve.kernels.attention_triton import (  # noqa: E402
     INTERPRETER,
     LOG2_E,
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
+    MIN_SPLIT_KEYS_MIXED,
     PROGRAMS_PER_SM,
+    TILED_PER_SM,
     GpuInfo,
     Tiles,
+    TritonBackend,
     choose_num_splits,
     choose_tiles,
     paged_attention_triton,
@@ -55,12 +62,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered in"),
 ]
 
-GPUS = (
-    INTERPRETER,
-    GpuInfo(80, 108, 163 * 1024),
-    GpuInfo(90, 132, 227 * 1024),
-    GpuInfo(120, 170, 99 * 1024),
-)
+GPUS = (INTERPRETER, *(aot_kernels.GPUS[capability] for capability in (80, 89, 90, 100, 120)))
 NOWHERE = 2**31 - 1  # a block id far outside every cache
 
 
@@ -91,7 +93,7 @@ def assert_as_defined(
         output = paged_attention_triton(*step.tensors, **shape.options, num_splits=num_splits)
     assert output.dtype == dtype
     assert output.shape == expected.shape
-    tolerance = 2e-5 if dtype == torch.float32 else 1e-2
+    tolerance = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(
         output.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True
     )
@@ -173,12 +175,50 @@ def test_more_heads_in_a_group_than_a_decode_tile_has_rows() -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-def test_half_precision(soft_cap: float | None, num_splits: int) -> None:
-    """float16. (The interpreter's products of bfloat16 are wrong: test_gpu_attention.py has it.)"""
+@pytest.mark.parametrize(
+    ("dtype", "soft_cap"),
+    [(torch.float16, None), (torch.float16, 5.0), (torch.bfloat16, None)],
+)
+def test_half_precision(dtype: torch.dtype, soft_cap: float | None, num_splits: int) -> None:
     shape = Shape(STEPS["all at once"], 16, 1, key_dim=32, value_dim=32, logits_soft_cap=soft_cap)
-    with tiles(16, 16):
-        assert_as_defined(shape, dtype=torch.float16, num_splits=num_splits)
+    with tiles(16, 16), bfloat16_as_on_a_gpu():
+        assert_as_defined(shape, dtype=dtype, num_splits=num_splits)
+
+
+# What a plain run tries of them: each pair of tiles, group, head size and dtype.
+PLAIN_TILES = {
+    "sm_80-group1-dim64-fp16",
+    "sm_80-group8-dim256-bf16",
+    "sm_89-group4-dim256-fp16",
+    "sm_90-group2-dim128-bf16",
+    "sm_90-group4-dim80-fp16",
+}
+
+
+def tiles_of_all_gpus() -> Iterator[Any]:
+    """(GPU, group, head size, dtype), once for every pair of tiles that a GPU gets for these."""
+    seen = set()
+    for gpu, group, dim, dtype in itertools.product(
+        GPUS[1:], (1, 2, 4, 8), (64, 80, 128, 256), (torch.float16, torch.bfloat16)
+    ):
+        pair = tuple(choose_tiles(is_short, group, dim, dim, 2, gpu) for is_short in (True, False))
+        if (pair, group, dim, dtype) not in seen:
+            seen.add((pair, group, dim, dtype))
+            name = f"sm_{gpu.capability}-group{group}-dim{dim}-{aot_kernels.TYPES[dtype]}"
+            marks = () if name in PLAIN_TILES else pytest.mark.slow
+            yield pytest.param(gpu, group, dim, dtype, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("gpu", "group", "dim", "dtype"), tiles_of_all_gpus())
+def test_the_tiles_of_each_gpu(gpu: GpuInfo, group: int, dim: int, dtype: torch.dtype) -> None:
+    """A prompt of more than one tile behind a cached prefix, beside decodes and drafts, in half
+    precision; then with splits."""
+    block_q = choose_tiles(False, group, dim, dim, 2, gpu).block_m // group
+    shape = Shape(((1, 70), (block_q + 3, 30), (2, 9)), 16, 1, group, key_dim=dim, value_dim=dim)
+    on_gpu = mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
+    with on_gpu, bfloat16_as_on_a_gpu():
+        assert_as_defined(shape, dtype=dtype)
+        assert_as_defined(shape, dtype=dtype, num_splits=2)
 
 
 def test_scores_too_large_for_exp() -> None:
@@ -302,7 +342,8 @@ def test_the_docstrings_splits() -> None:
     class Spy:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             def launch(partial: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> None:
-                seen.extend((partial[3, 0], lse[3, 0]))
+                if not seen:  # the tiled launch's; the other computes no sequence here
+                    seen.extend((partial[3, 0], lse[3, 0]))
                 merge[grid](partial, lse, *args, **kwargs)
 
             return launch
@@ -349,7 +390,7 @@ def test_tiles_cover_every_query_once(queries: list[int], num_padding: int, grou
     num_tokens, num_seqs = sum(queries) + num_padding, len(queries)
     query, cache = meta(num_tokens, group, 16), meta(9, 4, 1, 16)
     with tiles(8, 4):
-        *_, tiled = plan_launches(query, cache, cache, meta(num_seqs, 8), INTERPRETER)
+        tiled, *_ = plan_launches(query, cache, cache, meta(num_seqs, 8), INTERPRETER)
     if num_tokens <= num_seqs:
         assert tiled.constants["PER_SEQUENCE"], "a decode is one launch"
         assert tiled.grid[0] == num_seqs
@@ -371,7 +412,7 @@ def test_tiles_cover_every_query_once(queries: list[int], num_padding: int, grou
 
 @pytest.mark.parametrize("seqs", [((1, 4), (9, 0), (2, 3), (4, 1), (5, 5), (0, 2), (3, 0))])
 def test_each_sequence_is_computed_by_one_launch(seqs: tuple[tuple[int, int], ...]) -> None:
-    """Run one at a time over poisoned memory: short sequences by the first, long by the second."""
+    """Run one at a time over poisoned memory: long sequences by the first, short by the second."""
     shape = Shape(seqs)
     step = make_step(shape)
     lens = [
@@ -382,7 +423,7 @@ def test_each_sequence_is_computed_by_one_launch(seqs: tuple[tuple[int, int], ..
             step.query, step.key_cache, step.value_cache, step.block_table, INTERPRETER
         )
         assert len(both) == 2
-        for launch, is_computed in zip(both, (lambda n: n <= 4, lambda n: n > 4), strict=True):
+        for launch, is_computed in zip(both, (lambda n: n > 4, lambda n: n <= 4), strict=True):
             with (
                 unwritten_memory_is_nan(),
                 mock.patch.object(attention_triton, "plan_launches", lambda *_, x=launch: [x]),
@@ -418,13 +459,14 @@ def test_launches_depend_on_shapes_only(
     query, table = meta(num_tokens, num_kv_heads * group, dim), meta(num_seqs, max_blocks)
     launches = plan_launches(query, cache, cache, table, gpu)
     assert [launch.constants["PER_SEQUENCE"] for launch in launches] == (
-        [True] if num_tokens <= num_seqs else [True, False]
+        [True] if num_tokens <= num_seqs else [False, True]
     )
     assert len({launch.max_short for launch in launches}) == 1, "a sequence twice, or not at all"
-    assert len({launch.num_splits for launch in launches}) == 1, "they write to the same tensor"
-    assert launches[0].grid[0] == num_seqs
+    assert launches[-1].grid[0] == num_seqs
     for launch in launches:
-        assert launch.grid[1:] == (num_kv_heads, launch.num_splits)
+        _, kv_heads, num_splits = launch.grid
+        assert kv_heads == num_kv_heads
+        assert launch.constants["IS_SPLIT"] == (num_splits > 1)
         assert launch.constants["BLOCK_M"] >= group
         assert launch.grid[0] * max(launch.grid[1:]) < 2**31 and max(launch.grid[1:]) < 2**16
 
@@ -433,15 +475,71 @@ def test_launches_depend_on_shapes_only(
     num_programs=st.integers(1, 5000),
     max_seq_len=st.integers(1, 200_000),
     gpu=st.sampled_from(GPUS),
+    per_sm=st.sampled_from([PROGRAMS_PER_SM, TILED_PER_SM]),
+    min_keys=st.sampled_from([MIN_SPLIT_KEYS, MIN_SPLIT_KEYS_MIXED]),
 )
-def test_as_many_splits_as_fill_a_gpu(num_programs: int, max_seq_len: int, gpu: GpuInfo) -> None:
-    num_splits = choose_num_splits(num_programs, max_seq_len, gpu)
-    is_full = num_programs * num_splits >= PROGRAMS_PER_SM * gpu.num_sms
+def test_as_many_splits_as_fill_a_gpu(
+    num_programs: int, max_seq_len: int, gpu: GpuInfo, per_sm: int, min_keys: int
+) -> None:
+    num_splits = choose_num_splits(num_programs, max_seq_len, gpu, per_sm, min_keys)
+    is_full = num_programs * num_splits >= per_sm * gpu.num_sms
     assert num_splits in [2**i for i in range(7)] and num_splits <= MAX_SPLITS
-    assert is_full or num_splits == MAX_SPLITS or max_seq_len // num_splits < 2 * MIN_SPLIT_KEYS
+    assert is_full or num_splits == MAX_SPLITS or max_seq_len // num_splits < 2 * min_keys
     if num_splits > 1:
-        assert max_seq_len // num_splits >= MIN_SPLIT_KEYS, "pieces got too short"
-        assert num_programs * num_splits // 2 < PROGRAMS_PER_SM * gpu.num_sms, "half would do"
+        assert max_seq_len // num_splits >= min_keys, "pieces got too short"
+        assert num_programs * num_splits // 2 < per_sm * gpu.num_sms, "half would do"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_seqs", "context", "splits"),
+    [
+        (512, 512, 4096, {True: 1}),  # decodes that fill the GPU
+        (1, 1, 32768, {True: 64}),  # one that does not: 8 kv heads * 64 programs
+        (8192, 1, 4096, {False: 1, True: 1}),  # a long prompt fills it with 128 tiles * 8
+        (2048, 9, 4096, {False: 1, True: 1}),  # so do 32 * 8 on 132 multiprocessors
+        (300, 4, 4096, {False: 4, True: 1}),  # a short one does not: 5 tiles * 8
+        (8192, 3, 131072, {False: 1, True: 32}),  # a decode of 100k keys beside a long prompt
+    ],
+)
+def test_splits_are_for_launches_that_do_not_fill_the_gpu(
+    num_tokens: int, num_seqs: int, context: int, splits: dict[bool, int]
+) -> None:
+    """On an H100, for 8 kv heads of groups of 2."""
+    cache, table = meta(99, 16, 8, 128), meta(num_seqs, context // 16)
+    launches = plan_launches(meta(num_tokens, 16, 128), cache, cache, table, aot_kernels.GPUS[90])
+    found = {launch.constants["PER_SEQUENCE"]: launch.grid[2] for launch in launches}
+    assert found == splits
+
+
+def test_a_short_sequence_has_splits_of_its_own_beside_a_prompt() -> None:
+    """Decodes and drafts are merged by sequence, the prompt's tokens are not split."""
+    shape = Shape(((1, 40), (9, 4), (0, 3), (3, 30), (6, 0)), num_padding=2)
+    step = make_step(shape)
+    expected = attention_by_definition(*step.tensors, **shape.options)
+    settings = {"MIN_SPLIT_KEYS_MIXED": 4, "PROGRAMS_PER_SM": 1, "TILED_PER_SM": 0}
+    with tiles(8, 4), mock.patch.multiple(attention_triton, **settings):
+        launches = plan_launches(*step.tensors[:4], INTERPRETER)
+        assert [launch.grid[2] for launch in launches] == [1, 8]
+        with unwritten_memory_is_nan():
+            output = paged_attention_triton(*step.tensors, **shape.options)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_launches_are_planned_once_a_step() -> None:
+    """Three layers, of which the last has other heads."""
+    backend = TritonBackend()
+    steps = [make_step(Shape(((1, 5), (6, 2)), num_kv_heads=n)) for n in (2, 2, 1)]
+    metadata = backend.plan(steps[0].metadata, 4, torch.float32)
+    with (
+        tiles(8, 4),
+        mock.patch.object(attention_triton, "plan_launches", wraps=plan_launches) as plan,
+    ):
+        for step in steps:
+            output = backend.attend(step.query, step.caches, metadata, scale=0.3)
+            alone = backend.attend(step.query, step.caches, step.metadata, scale=0.3)
+            assert torch.equal(output, alone)
+    assert plan.call_count == 2 + 3, "two shapes of layers, and three times without a plan"
+    assert backend.plan(metadata, 4, torch.float32).plan == {}, "the next step has another plan"
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=str)

@@ -7,8 +7,11 @@ tested here. Unused memory is poisoned with NaN, so that a read of it shows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.attention import StepMetadata
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.cuda_graph import DecodeGraphs, choose_sizes
+from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, choose_sizes, no_garbage_collection
 from nanoserve.executor import UniprocExecutor
 from nanoserve.model_runner import ModelRunner, StepArrays, StepInputs
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
@@ -37,12 +40,13 @@ class FakeGraph:
     the runner's when it is replayed, and each replay fills the one tensor that `capture` returned.
     """
 
-    def __init__(self, pool: object | None = None) -> None:
-        self.pool_given = pool
-        self.pool = pool or object()
+    def __init__(self, shared: object | None = None) -> None:
+        self.shared_given = shared
+        self.shared = shared or object()
         self.num_replays = 0
 
     def capture(self, forward: Callable[[], Tensor]) -> Tensor:
+        assert not gc.isenabled(), "an engine might be freed in the middle of a capture"
         self._forward = forward
         self._inputs = addresses(inputs_of(forward))
         self._output = forward().clone()
@@ -139,7 +143,7 @@ def test_every_batch_has_a_size(max_num_seqs: int, data: st.DataObject) -> None:
     assert graphs.sizes == sorted(set(graphs.sizes))
 
 
-def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
+def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     """The smaller graphs use the memory of the largest."""
     made: list[int] = []
 
@@ -154,16 +158,58 @@ def test_the_largest_is_captured_first_and_all_share_its_pool() -> None:
     graphs.capture(make_forward, use_tqdm=False)
     assert made == [20, 16, 8, 4, 2, 1]
     first, *others = [graphs.graphs[size] for size in made]
-    assert first.pool_given is None
-    assert {id(graph.pool_given) for graph in others} == {id(first.pool)}
+    assert first.shared_given is None
+    assert {id(graph.shared_given) for graph in others} == {id(first.shared)}
     assert [len(graphs.outputs[size]) for size in made] == made
     assert graphs.num_bytes == 0  # of GPU memory
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_as_before(is_enabled: bool) -> None:
+    """After a capture, also after one that fails."""
+
+    def capture_and_fail() -> None:
+        with no_garbage_collection():
+            assert not gc.isenabled()
+            raise RuntimeError("no memory")
+
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="no memory"):
+            capture_and_fail()
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()
+
+
+def test_each_engine_records_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default stream belongs to the GPU on which the process recorded its first graph. All
+    graphs of one engine are recorded on one stream, in one pool."""
+    used: list[dict[str, Any]] = []
+
+    def record(graph: object, **where: Any) -> Any:
+        used.append(where)
+        return contextlib.nullcontext()
+
+    for name in ("CUDAGraph", "Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    for _ in range(2):
+        graphs = DecodeGraphs(4, CudaGraph)
+        graphs.capture(lambda size: lambda: torch.zeros(size), use_tqdm=False)
+    assert len(used) == 2 * 3
+    for key in ("stream", "pool"):
+        first, second = ({id(where[key]) for where in half} for half in (used[:3], used[3:]))
+        assert len(first) == len(second) == 1
+        assert first != second
+    assert all(where["stream"] is not None for where in used)
 
 
 # -- one runner, steps by hand --
 
 
-def make_runner(folder: Path, **options: Any) -> GraphRunner:
+def make_runner(folder: Path, backend: Any = "auto", **options: Any) -> GraphRunner:
     model_config = ModelConfig.from_folder(folder)
     settings = {
         "block_size": 4,
@@ -172,7 +218,7 @@ def make_runner(folder: Path, **options: Any) -> GraphRunner:
         "max_model_len": 32,
     }
     config = EngineConfig(str(folder), device="cpu", **{**settings, **options})
-    return GraphRunner(config.resolve(model_config), model_config, "auto")
+    return GraphRunner(config.resolve(model_config), model_config, backend)
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +342,29 @@ def test_steps_with_part_of_a_prompt_run_without_a_graph(runner: GraphRunner) ->
     [token] = runner.execute_model(SchedulerOutput(chunk, (), (), 1)).sampled_token_ids[9]
     assert runner.num_eager == 2
     assert [token] == alone(runner, (5, 6, 7), 1)
+
+
+class PlannedBackend(AttentionBackend):
+    """Its plan does not depend on contents; a layer that gets none fails."""
+
+    supports_cuda_graphs = True
+
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        return replace(metadata, plan=(len(metadata.slot_mapping), block_size))
+
+    def attend(
+        self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
+    ) -> Tensor:
+        assert metadata.plan == (len(query), 4)
+        return super().attend(query, kv_cache, metadata, **options)
+
+
+def test_steps_that_become_graphs_are_planned_too(make_checkpoint: Callable[..., Path]) -> None:
+    runner = make_runner(make_checkpoint("llama"), backend=PlannedBackend())
+    start(runner, [3, 5, 2])
+    decode(runner, {0: 3, 1: 5, 2: 2})
+    assert runner.num_eager == 1
+    assert runner.replayed_sizes == [4]
 
 
 def test_enforce_eager_records_nothing(make_checkpoint: Callable[..., Path]) -> None:

@@ -12,14 +12,20 @@ from torch import Tensor
 
 from nanoserve import config as config_module
 from nanoserve import kv_cache
-from nanoserve.config import EngineConfig, ModelConfig, total_memory
+from nanoserve.attention import AttentionBackend
+from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig, total_memory
+from nanoserve.cuda_graph import MEMORY_RESERVE
+from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kv_cache import (
     MANAGER_BYTES,
     KVCacheSpec,
     allocate_kv_caches,
     available_memory,
     check_num_blocks,
+    copy_blocks,
+    determine_num_kv_blocks,
     free_memory,
+    index_on,
     memory_limit,
     num_blocks_that_fit,
     profile_run,
@@ -27,9 +33,11 @@ from nanoserve.kv_cache import (
 )
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
+from nanoserve.models.registry import build_model
+from nanoserve.parallel import ParallelState
 from nanoserve.sampler import Choose, SampledTokens, SamplingBatch, sample
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 @pytest.mark.parametrize(("budget", "lengths"), [(24, [24]), (64, [64]), (150, [64, 64, 22])])
@@ -45,7 +53,8 @@ def test_the_profile_run_is_the_largest_step(
     options = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": budget}
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(str(folder), block_size=4, **options).resolve(model_config)
-    model = load_model(config, model_config, LayerConfig(torch.float32, CPU), use_tqdm=False)
+    layer_config = LayerConfig(attention=TorchBackend())
+    model = load_model(config, model_config, layer_config, use_tqdm=False)
     seen: list[Any] = []
     forward = model.forward
 
@@ -59,11 +68,12 @@ def test_the_profile_run_is_the_largest_step(
 
     monkeypatch.setattr(model, "forward", record)
     monkeypatch.setattr("nanoserve.kv_cache.sample", record_and_sample)
-    profile_run(config, model, torch.float32, CPU, rank=0)
+    profile_run(config, model, layer_config)
     (input_ids, positions, caches, metadata), (logits, batch) = seen
     assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
     assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths
     assert positions.tolist() == [i for length in lengths for i in range(length)]
+    assert metadata.plan is not None
     assert set(metadata.slot_mapping.tolist()) == {-1}
     assert not metadata.block_table.any()
     assert {cache.shape[0] for pair in caches for cache in pair} == {1}
@@ -71,6 +81,62 @@ def test_the_profile_run_is_the_largest_step(
     assert tuple(logits.shape) == (3, model_config.vocab_size)
     assert None not in (batch.top_k, batch.top_p, batch.min_p)
     assert not batch.is_greedy
+
+
+@pytest.mark.parametrize(
+    ("options", "has_graphs", "expected"),
+    [
+        ({}, True, 1000 + MEMORY_RESERVE),
+        ({}, False, 1000),  # attention of which no graph can be made
+        ({"enforce_eager": True}, True, 1000),
+        ({"num_gpu_blocks_override": 9}, True, 0),
+        ({"kv_cache_memory_bytes": 2**30}, True, 0),
+    ],
+)
+def test_what_the_cache_leaves_free_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], has_graphs: bool, expected: int
+) -> None:
+    """The largest step, and CUDA graphs if there will be any; nothing if the user sets the size.
+    Kernels are warmed up in any case, before anything is measured."""
+    calls: list[Any] = []
+    monkeypatch.setattr("nanoserve.kv_cache.warm_up", lambda *_: calls.append("warm up"))
+    monkeypatch.setattr("nanoserve.kv_cache.profile_memory", lambda *_: calls.append("run") or 1000)
+    monkeypatch.setattr("nanoserve.kv_cache.num_blocks_that_fit", lambda *a: calls.append(a[4]))
+    monkeypatch.setattr(ParallelState, "all_reduce_min", lambda _, number: number)
+    backend = AttentionBackend()
+    monkeypatch.setattr(backend, "supports_cuda_graphs", has_graphs)
+    layer_config = LayerConfig(device=torch.device("cuda"), attention=backend)
+    model = build_model(ModelConfig.from_folder(DEMO_MODEL), 64, LayerConfig(device=META))
+    determine_num_kv_blocks(EngineConfig(**options), model, layer_config)
+    assert calls == ["warm up", *["run"] * (expected > 0), expected]
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_copied_blocks(monkeypatch: pytest.MonkeyPatch, num_layers: int) -> None:
+    """Every layer's keys and values, between caches and within one; however many layers there are,
+    the block ids are sent to each device once."""
+    sent: list[Any] = []
+
+    def record(numbers: list[int], device: torch.device) -> Tensor:
+        sent.append(numbers)
+        return index_on(numbers, device)
+
+    monkeypatch.setattr("nanoserve.kv_cache.index_on", record)
+    specs = [KVCacheSpec(2, 4, 3)] * num_layers
+    source, target = (allocate_kv_caches(specs, 4, torch.float32, 6, CPU) for _ in range(2))
+    for cache in [*sum(source, ()), *sum(target, ())]:
+        cache.normal_()
+    before = [cache.clone() for cache in sum(target, ())]
+    copy_blocks(source, target, ((0, 5), (3, 1)))
+    assert sent == [[0, 3], [5, 1]]
+    for old, new, was in zip(sum(source, ()), sum(target, ()), before, strict=True):
+        assert torch.equal(new[[5, 1]], old[[0, 3]])
+        assert torch.equal(new[[0, 2, 3, 4]], was[[0, 2, 3, 4]])
+    copy_blocks(target, target, ((5, 2),))
+    for cache in sum(target, ()):
+        assert torch.equal(cache[2], cache[5])
+    copy_blocks(target, target, ())
+    assert len(sent) == 4
 
 
 def test_cpu_blocks_are_for_swapping() -> None:

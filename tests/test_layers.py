@@ -35,7 +35,6 @@ from nanoserve.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     apply_rope,
-    rms_norm,
     silu_and_mul,
 )
 from nanoserve.models.rope import rope_frequencies
@@ -78,7 +77,7 @@ def test_one_norm_for_queries_and_keys() -> None:
     """3 query heads with the weight of q_norm, 2 key heads with that of k_norm."""
     torch.manual_seed(0)
     checkpoint = {f"a.{name}_norm.weight": torch.randn(8) for name in "qk"}
-    norm = QKNorm(3, 2, 8, 1e-6, make_config())
+    norm = QKNorm(3, 5, 8, 1e-6, make_config())
     for name, shard in norm.shards("a.qk_norm"):
         shard.target.copy_(checkpoint[name][shard.slices])
     qk = torch.randn(4, 5, 8)
@@ -399,7 +398,6 @@ def test_packed_embeddings_and_heads(vocab_size: int) -> None:
 def test_other_dtypes_are_not_packed() -> None:
     layer_config = make_config(torch.bfloat16)
     assert type(layer_config.linear_method) is LinearMethod
-    assert layer_config.rms_norm is rms_norm
 
 
 def test_a_linear_method_of_ones_own() -> None:

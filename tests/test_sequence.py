@@ -43,7 +43,12 @@ def test_only_finished_sequences_have_a_finish_reason(status: SequenceStatus) ->
         (1, 3, {"always_sync": True}, True),
         (1, 3, {"num_pending_forks": 1}, True),
         (1, 3, {"bad_word_ids": ((1, 2),)}, True),  # the sampler reads the tokens
-        (1, 3, {"sampling_params": SamplingParams(logits_processors=[lambda output, logits: logits])}, True),
+        (
+            1,
+            3,
+            {"sampling_params": SamplingParams(logits_processors=[lambda output, logits: logits])},
+            True,
+        ),
     ],
 )
 def test_which_sequences_wait_for_a_token_in_flight(

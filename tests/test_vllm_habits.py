@@ -568,6 +568,7 @@ def option_lines() -> list[str]:
 ONLY_HERE = {
     "max_num_waiting": "vLLM's `max_num_queued_reqs` counts running requests, too",
     "num_cpu_blocks": "V0 computes it from `swap_space`",
+    "custom_ops": "in vLLM a list inside `compilation_config`",
 }
 VERDICTS = {
     "no effect": "Accepted, and without effect",

@@ -46,7 +46,12 @@ class TorchBackend(AttentionBackend):
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         slots = SlotIndex.of(metadata.slot_mapping, block_size)
-        return replace(metadata, plan=StepPlan(slots, split_batch(*tables, block_size, dtype)))
+        parts = split_batch(*tables, block_size, dtype, self.get_decode(dtype))
+        return replace(metadata, plan=StepPlan(slots, parts))
+
+    def get_decode(self, dtype: torch.dtype) -> Callable[..., SparseDecode] | None:
+        """What makes the part of a step that reads its keys where they lie; None: nothing does."""
+        return SparseDecode if dtype == torch.float32 else None
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         store_kv_torch(key, value, *kv_cache, metadata.slot_mapping, plan=metadata.plan)
@@ -164,6 +169,7 @@ def split_batch(
     seq_lens: Tensor,
     block_size: int,
     dtype: torch.dtype,
+    make_decode: Callable[..., SparseDecode] | None = None,
 ) -> list[GatheredPrefill | SparseDecode]:
     """The step in parts that are attended to together, each in its own way.
 
@@ -172,7 +178,9 @@ def split_batch(
     """
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
-    can_be_sparse = dtype == torch.float32 and block_table.device.type == "cpu"
+    if make_decode is None and dtype == torch.float32:
+        make_decode = SparseDecode
+    can_be_sparse = make_decode is not None and block_table.device.type == "cpu"
     decodes: list[int] = []
     prefills: list[int] = []
     for seq, query_len in enumerate(query_lens):
@@ -181,8 +189,8 @@ def split_batch(
         elif query_len:
             prefills.append(seq)
     parts: list[GatheredPrefill | SparseDecode] = []
-    if decodes:
-        parts.append(SparseDecode(block_table, block_size, decodes, starts, lengths))
+    if make_decode is not None and decodes:
+        parts.append(make_decode(block_table, block_size, decodes, starts, lengths))
     for query_len, seqs in _batches_of_similar_length(prefills, query_lens, lengths):
         parts.append(GatheredPrefill(block_table, block_size, query_len, seqs, starts, lengths))
     return parts

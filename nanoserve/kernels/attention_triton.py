@@ -34,10 +34,11 @@ is loaded once for all heads: row = query * GROUP + head, BLOCK_M rows hold BLOC
 *Specialisations.* A decode wants small tiles and a deep queue of loads, a prefill large tiles for
 the tensor cores; one kernel that branches between the two at run time is good at neither. The same
 source is compiled for each: `PER_SEQUENCE` (a program per sequence, for sequences with few queries)
-and tiled (a program per tile of queries), each with one split or several. A step with long and
-short sequences launches both over the whole batch, and just one of the two computes each sequence.
-The device decides which one, so that the launch depends on nothing but tensor shapes: it needs no
-synchronisation, and a CUDA graph can hold it.
+and tiled (a program per tile of queries), each with one split or several. (How many is no constant,
+so that a new number compiles nothing but a merge.) A step with long and short sequences launches
+both over the whole batch, and just one of the two computes each sequence. The device decides which
+one, so that the launch depends on nothing but tensor shapes: it needs no synchronisation, and a
+CUDA graph can hold it. What the shapes decide is decided once a step: see TritonBackend.plan.
 
 Left out: tiles chosen by trial (autotuning stalls a server, and cannot happen inside a graph),
 8-bit caches, tensor-memory-accelerator loads.
@@ -50,6 +51,7 @@ PagedAttention, arXiv 2309.06180; The Anatomy of a Triton Attention Kernel, arXi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +63,11 @@ from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # decode programs: while one waits for memory, the others compute
+TILED_PER_SM = 1  # tiled programs: the registers hold no second one
 SHARED_MEMORY_RESERVE = 4096  # bytes: block ids, and what the compiler keeps there
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256  # shorter splits would spend their time on starting and merging
+MIN_SPLIT_KEYS_MIXED = 4096  # of decodes beside a tiled launch, which keeps the GPU busy meanwhile
 OPTIONS = {"enable_fp_fusion": True}  # of the compiler; off by default since Triton 3.10
 
 
@@ -181,7 +185,7 @@ def _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
     return low, tl.load(query_start_loc + low) // BLOCK_Q + low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "max_short"])
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "max_short", "rows_per_seq"])
 def paged_attention_kernel(
     query,  # [num_tokens, num_heads, HEAD_DIM]
     key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
@@ -189,8 +193,8 @@ def paged_attention_kernel(
     block_table,  # [num_seqs, max_blocks]
     query_start_loc,  # [num_seqs + 1]
     seq_lens,  # [num_seqs]
-    output,  # [num_tokens, num_heads, NUM_SPLITS, VALUE_DIM]
-    lse,  # [num_tokens, num_heads, NUM_SPLITS]; not used by a single split
+    output,  # [num_tokens, num_heads, VALUE_DIM]; IS_SPLIT: [rows, num_heads, splits, VALUE_DIM]
+    lse,  # IS_SPLIT: [rows, num_heads, splits]
     num_seqs,
     query_stride,
     query_head_stride,
@@ -202,6 +206,7 @@ def paged_attention_kernel(
     value_head_stride,
     table_stride,
     max_short,  # PER_SEQUENCE computes sequences of up to so many queries, the tiled launch others
+    rows_per_seq,  # IS_SPLIT: so many rows of `output` belong to a sequence; 0: one to a token
     scale_log2,  # scale * log2(e); with a soft cap divided by it
     soft_cap_log2,  # soft cap * log2(e)
     NUM_HEADS: tl.constexpr,
@@ -215,7 +220,7 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,  # keys of a key tile
     WINDOW: tl.constexpr,  # 0: none
     HAS_SOFT_CAP: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # there are several splits
     PER_SEQUENCE: tl.constexpr,  # a program per sequence, else per tile of queries
 ):
     """Attention of one tile of queries, one key head, one split. Grid: (tiles, kv heads, splits).
@@ -268,8 +273,8 @@ def paged_attention_kernel(
             full = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N)
         stop = tl.cdiv(last_position + 1, BLOCK_N)
         full_stop = (first_position + 1) // BLOCK_N
-        if NUM_SPLITS > 1:
-            per_split = tl.cdiv(stop - begin, NUM_SPLITS)
+        if IS_SPLIT:
+            per_split = tl.cdiv(stop - begin, tl.num_programs(2))
             begin = begin + split * per_split
             stop = tl.minimum(begin + per_split, stop)
         full = tl.minimum(tl.maximum(full, begin), stop)
@@ -320,32 +325,59 @@ def paged_attention_kernel(
         m, total, acc = state
         # total is 0 where a split had no keys
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        index = (token * NUM_HEADS + row_head) * NUM_SPLITS + split
+        index = token * NUM_HEADS + row_head
+        if IS_SPLIT:
+            first_row = tl.where(rows_per_seq > 0, seq * rows_per_seq, query_start)
+            out_row = (first_row + start + row_query).to(tl.int64)
+            index = (out_row * NUM_HEADS + row_head) * tl.num_programs(2) + split
         tl.store(
             output + index[:, None] * VALUE_DIM + value_dims[None, :],
             result.to(output.dtype.element_ty),
             mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
         )
-        if NUM_SPLITS > 1:
+        if IS_SPLIT:
             tl.store(lse + index, m + tl.log2(total), mask=is_row)  # -inf where total is 0
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "rows_per_seq", "max_short"])
 def merge_splits_kernel(
-    partial,  # [num_tokens, num_heads, NUM_SPLITS, VALUE_DIM] float32
-    lse,  # [num_tokens, num_heads, NUM_SPLITS] float32
+    partial,  # [rows, num_heads, NUM_SPLITS, VALUE_DIM] float32
+    lse,  # [rows, num_heads, NUM_SPLITS] float32
     query_start_loc,  # [num_seqs + 1]
     output,  # [num_tokens, num_heads, VALUE_DIM]
     num_seqs,
+    rows_per_seq,  # as in paged_attention_kernel
+    max_short,  # sequences of up to so many queries are another launch's
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of 2
 ):
-    """Add one head's splits with weights 2^lse. Grid: (num_tokens, num_heads)."""
-    token = tl.program_id(0)
-    if token >= tl.load(query_start_loc + num_seqs):
-        return  # padding: its splits were not written
-    row = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    """Add one head's splits with weights 2^lse. Grid: (rows, num_heads)."""
+    row = tl.program_id(0)
+    if rows_per_seq > 0:
+        seq = row // rows_per_seq
+        start = tl.load(query_start_loc + seq)
+        query_len = tl.load(query_start_loc + seq + 1) - start
+        token = start + row % rows_per_seq
+        is_written = (token < start + query_len) & (query_len <= rows_per_seq)
+    else:
+        token = row
+        is_written = row < tl.load(query_start_loc + num_seqs)
+        if is_written & (max_short > 0):
+            low = 0
+            high = num_seqs  # the sequence of the token is in [low, high)
+            while high - low > 1:
+                middle = (low + high) // 2
+                if tl.load(query_start_loc + middle) <= row:
+                    low = middle
+                else:
+                    high = middle
+            query_len = tl.load(query_start_loc + low + 1) - tl.load(query_start_loc + low)
+            is_written = query_len > max_short
+    if not is_written:
+        return  # padding, or another launch's
+    num_heads = tl.num_programs(1)
+    row = row.to(tl.int64) * num_heads + tl.program_id(1)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, BLOCK_V)
     split_lse = tl.load(lse + row * NUM_SPLITS + splits)
@@ -357,7 +389,7 @@ def merge_splits_kernel(
     )
     merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
     tl.store(
-        output + row * VALUE_DIM + dims,
+        output + (token.to(tl.int64) * num_heads + tl.program_id(1)) * VALUE_DIM + dims,
         merged.to(output.dtype.element_ty),
         mask=dims < VALUE_DIM,
     )
@@ -409,10 +441,15 @@ def store_kv_kernel(
 
 
 class TritonBackend(AttentionBackend):
-    """The two kernels' launches, as functions below. They need no plan."""
+    """The kernels' launches, as functions below, with a plan that all layers share."""
 
     name = "triton"
     supports_cuda_graphs = True
+
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        """Layers may differ in their heads, so the plan is empty at first: the first layer of each
+        shape enters its launches, and the others find them there."""
+        return replace(metadata, plan={})
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         store_kv_triton(key, value, *kv_cache, metadata.slot_mapping)
@@ -436,6 +473,7 @@ class TritonBackend(AttentionBackend):
             scale=scale,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
+            plan=metadata.plan,
         )
 
 
@@ -496,16 +534,23 @@ def padded_dim(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))
 
 
-def choose_num_splits(num_programs: int, max_seq_len: int, gpu: GpuInfo) -> int:
-    """Cut the key range until each multiprocessor has PROGRAMS_PER_SM, or pieces get short.
+def choose_num_splits(
+    num_programs: int,
+    max_seq_len: int,
+    gpu: GpuInfo,
+    per_sm: int = PROGRAMS_PER_SM,
+    min_keys: int = MIN_SPLIT_KEYS,
+) -> int:
+    """Cut the key range until each multiprocessor has `per_sm` programs, or a piece would be
+    shorter than `min_keys`.
 
     A power of 2. Depends on shapes only: `max_seq_len` is what the block table has room for.
     """
     num_splits = 1
     while (
         num_splits < MAX_SPLITS
-        and num_programs * num_splits < PROGRAMS_PER_SM * gpu.num_sms
-        and max_seq_len >= 2 * num_splits * MIN_SPLIT_KEYS
+        and num_programs * num_splits < per_sm * gpu.num_sms
+        and max_seq_len >= 2 * num_splits * min_keys
     ):
         num_splits *= 2
     return num_splits
@@ -523,6 +568,20 @@ def get_gpu_info(device: torch.device) -> GpuInfo:
     )
 
 
+class Launch(NamedTuple):
+    """One launch of paged_attention_kernel."""
+
+    grid: tuple[int, int, int]  # (programs, kv heads, splits)
+    max_short: int
+    rows: int  # of the tensors that hold what several splits give
+    rows_per_seq: int
+    constants: dict[str, Any]  # compile-time arguments that depend on shapes
+
+
+# The shape of a layer's heads, of a KV block and of an element -> the launches of its attention.
+Plan = dict[tuple[int, ...], list[Launch]]
+
+
 def paged_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -535,12 +594,13 @@ def paged_attention_triton(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
     num_splits: int | None = None,
+    plan: Plan | None = None,
 ) -> Tensor:
     """attention_cpu.paged_attention_torch on a GPU: the same arguments, shapes and result.
 
     The last dimension of `query` and of the caches must be contiguous. `num_splits` (a power of 2)
-    is for tests; None: choose_num_splits. The output of tokens past query_start_loc[-1] (padding)
-    is not written.
+    is for tests; None: choose_num_splits. `plan` is the step's, see TritonBackend.plan. The output
+    of tokens past query_start_loc[-1] (padding) is not written.
     """
     num_tokens, num_heads, _ = query.shape
     value_dim = value_cache.shape[-1]
@@ -548,16 +608,18 @@ def paged_attention_triton(
     num_seqs = block_table.shape[0]
     if num_tokens == 0 or num_seqs == 0:
         return output
-    gpu = get_gpu_info(query.device)
-    launches = plan_launches(query, key_cache, value_cache, block_table, gpu, num_splits)
-    num_splits = launches[0].num_splits
-    written, lse = output, output
-    if num_splits > 1:
-        shape = (num_tokens, num_heads, num_splits)
-        written = query.new_empty(*shape, value_dim, dtype=torch.float32)
-        lse = query.new_empty(*shape, dtype=torch.float32)
+    plan = {} if plan is None else plan
+    shape = (num_heads, *key_cache.shape[1:], value_dim, query.element_size())
+    if shape not in plan:
+        gpu = get_gpu_info(query.device)
+        plan[shape] = plan_launches(query, key_cache, value_cache, block_table, gpu, num_splits)
     scale_log2 = scale * LOG2_E
-    for launch in launches:
+    for launch in plan[shape]:
+        written, lse, num_splits = output, output, launch.grid[2]
+        if num_splits > 1:
+            split = (launch.rows, num_heads, num_splits)
+            written = query.new_empty(*split, value_dim, dtype=torch.float32)
+            lse = query.new_empty(*split, dtype=torch.float32)
         paged_attention_kernel[launch.grid](
             query,
             key_cache,
@@ -574,36 +636,30 @@ def paged_attention_triton(
             *value_cache.stride()[:3],
             block_table.stride(0),
             launch.max_short,
+            launch.rows_per_seq,
             scale_log2 / logits_soft_cap if logits_soft_cap else scale_log2,
             (logits_soft_cap or 0.0) * LOG2_E,
             WINDOW=sliding_window or 0,
             HAS_SOFT_CAP=logits_soft_cap is not None,
             **launch.constants,
         )
-    if num_splits > 1:
-        block_v = padded_dim(value_dim)
-        merge_splits_kernel[(num_tokens, num_heads)](
-            written,
-            lse,
-            query_start_loc,
-            output,
-            num_seqs,
-            VALUE_DIM=value_dim,
-            BLOCK_V=block_v,
-            NUM_SPLITS=num_splits,
-            num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers a thread, in registers
-            **OPTIONS,
-        )
+        if num_splits > 1:
+            block_v = padded_dim(value_dim)
+            merge_splits_kernel[(launch.rows, num_heads)](
+                written,
+                lse,
+                query_start_loc,
+                output,
+                num_seqs,
+                launch.rows_per_seq,
+                0 if launch.constants["PER_SEQUENCE"] else launch.max_short,
+                VALUE_DIM=value_dim,
+                BLOCK_V=block_v,
+                NUM_SPLITS=num_splits,
+                num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers a thread, in registers
+                **OPTIONS,
+            )
     return output
-
-
-class Launch(NamedTuple):
-    """One launch of paged_attention_kernel."""
-
-    grid: tuple[int, int, int]
-    num_splits: int
-    max_short: int
-    constants: dict[str, Any]  # compile-time arguments that depend on shapes
 
 
 def plan_launches(
@@ -617,51 +673,57 @@ def plan_launches(
     """Which specialisations compute this batch, from tensor shapes alone.
 
     No more tokens than sequences: a decode, one launch with a program per sequence. More tokens:
-    that launch computes the sequences with few queries, and a tiled launch the others. (If all
-    tokens of a "decode" belong to one sequence, the result is still right: the program of that
-    sequence takes its tokens in turn.)
+    a tiled launch, and that launch for the sequences with few queries. (If all tokens of a
+    "decode" belong to one sequence, the result is still right: the program of that sequence takes
+    its tokens in turn.)
+
+    Each launch has as many splits as it needs to fill the GPU. Long sequences have too many rows to
+    keep splits for all; the few rows of short ones beside them are kept by sequence.
     """
     num_tokens, num_heads, _ = query.shape
     num_seqs, max_blocks = block_table.shape
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    group = num_heads // num_kv_heads
-    max_seq_len = max_blocks * key_cache.shape[1]
-    sizes = (group, head_dim, value_cache.shape[-1], query.element_size())
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    value_dim, group = value_cache.shape[-1], num_heads // num_kv_heads
+    sizes = (group, head_dim, value_dim, query.element_size())
     short, long = (choose_tiles(per_sequence, *sizes, gpu) for per_sequence in (True, False))
+    max_seq_len = max_blocks * block_size
     is_decode = num_tokens <= num_seqs
-    num_full_tiles = num_tokens // (long.block_m // group)
-    if num_splits is None:
-        num_tiles = num_seqs if is_decode else num_full_tiles + 1
-        num_splits = choose_num_splits(num_tiles * num_kv_heads, max_seq_len, gpu)
-    constants = {
-        "NUM_HEADS": num_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "VALUE_DIM": value_cache.shape[-1],
-        "BLOCK_D": padded_dim(head_dim),
-        "BLOCK_V": padded_dim(value_cache.shape[-1]),
-        "BLOCK_SIZE": key_cache.shape[1],
-        "NUM_SPLITS": num_splits,
-    }
-    launches = [(num_seqs, True, short)]
-    if not is_decode:
-        launches.append((num_full_tiles + num_seqs, False, long))
+    max_short = num_tokens if is_decode else short.block_m // group
+
+    def make_launch(
+        per_sequence: bool, num_tiles: int, num_splits: int, rows_per_seq: int = 0
+    ) -> Launch:
+        tiles = short if per_sequence else long
+        constants = {
+            "NUM_HEADS": num_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_D": padded_dim(head_dim),
+            "BLOCK_V": padded_dim(value_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": tiles.block_m,
+            "BLOCK_N": tiles.block_n,
+            "IS_SPLIT": num_splits > 1,
+            "PER_SEQUENCE": per_sequence,
+            "num_warps": tiles.num_warps,
+            "num_stages": tiles.num_stages,
+            **OPTIONS,
+        }
+        grid, rows = (num_tiles, num_kv_heads, num_splits), rows_per_seq * num_seqs or num_tokens
+        return Launch(grid, max_short, rows, rows_per_seq, constants)
+
+    programs = num_seqs * num_kv_heads
+    if is_decode:
+        splits = num_splits or choose_num_splits(programs, max_seq_len, gpu)
+        return [make_launch(True, num_seqs, splits)]
+    few = num_splits or choose_num_splits(programs, max_seq_len, gpu, min_keys=MIN_SPLIT_KEYS_MIXED)
+    num_full = num_tokens // (long.block_m // group)  # tiles, if all are of one sequence
+    programs = (num_full + 1) * num_kv_heads
+    splits = num_splits or choose_num_splits(programs, max_seq_len, gpu, per_sm=TILED_PER_SM)
     return [
-        Launch(
-            (num_tiles, num_kv_heads, num_splits),
-            num_splits,
-            num_tokens if is_decode else short.block_m // group,
-            constants
-            | {
-                "PER_SEQUENCE": per_sequence,
-                "BLOCK_M": tiles.block_m,
-                "BLOCK_N": tiles.block_n,
-                "num_warps": tiles.num_warps,
-                "num_stages": tiles.num_stages,
-                **OPTIONS,
-            },
-        )
-        for num_tiles, per_sequence, tiles in launches
+        make_launch(False, num_full + num_seqs, splits),
+        make_launch(True, num_seqs, few, rows_per_seq=max_short),
     ]
 
 

@@ -80,3 +80,8 @@ class RMSNormCPU:
             side = self._side[eps] = torch.tensor(math.sqrt(eps), dtype=x.dtype)
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
         return (x / rms.hypot_(side)).mul_(weight)
+
+    def add(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """layers.add_rms_norm."""
+        residual = x.add_(residual)
+        return self(residual, weight, eps), residual

@@ -3,10 +3,12 @@
 The flat modules hold the plain ways; the fast ones are in this folder. One function chooses among
 them for a model that is to be built:
 
-    device, dtype        attention   linear layers         norm
-    CPU, float32         torch       PackedLinearMethod    RMSNormCPU
-    CPU, other dtypes    torch       LinearMethod          rms_norm
-    CUDA                 triton      LinearMethod          rms_norm
+    device, dtype        attention   linear layers         between them
+    CPU, float32         native      PackedLinearMethod    native_cpu.py
+    CPU, bfloat16        native      LinearMethod          native_cpu.py
+    CPU, float16         torch       LinearMethod          layers.py
+    CPU, no compiler     torch       as above              RMSNormCPU (float32), layers.py
+    CUDA                 triton      LinearMethod          fused_triton.py (custom_ops="all")
 
 vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
 """
@@ -18,7 +20,8 @@ import torch
 from nanoserve.attention import AttentionBackend
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.linear_cpu import PackedLinearMethod, RMSNormCPU
-from nanoserve.layers import LayerConfig
+from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
+from nanoserve.layers import LayerConfig, LinearMethod
 from nanoserve.parallel import ParallelState
 
 
@@ -37,20 +40,55 @@ def make_layer_config(
     dtype: torch.dtype,
     parallel: ParallelState,
     attention_backend: str | AttentionBackend = "auto",
+    custom_ops: str = "all",
 ) -> LayerConfig:
-    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does."""
-    attention = get_attn_backend(attention_backend, device)
+    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does.
+
+    The fused kernels come with the Triton backend, into whose cache one of them stores, unless
+    `custom_ops` is "none".
+    """
+    attention = get_attn_backend(attention_backend, device, dtype)
+    if attention.name == "triton" and custom_ops == "all":
+        from nanoserve.kernels import fused_triton
+
+        return LayerConfig(
+            dtype,
+            device,
+            parallel,
+            attention,
+            add_rms_norm=fused_triton.add_rms_norm_triton,
+            rope_and_store=fused_triton.rope_and_store_triton,
+            silu_and_mul=fused_triton.silu_and_mul_triton,
+        )
+    linear = PackedLinearMethod() if dtype == torch.float32 else LinearMethod()
+    if isinstance(attention, NativeBackend) and dtype in NAMES and custom_ops == "all":
+        native = Native(attention.library, dtype)
+        return LayerConfig(
+            dtype,
+            device,
+            parallel,
+            attention,
+            linear,
+            native.rms_norm,
+            native.add_rms_norm,
+            native.rope_and_store,
+            native.silu_and_mul,
+        )
     if device.type == "cpu" and dtype == torch.float32:
-        return LayerConfig(dtype, device, parallel, attention, PackedLinearMethod(), RMSNormCPU())
+        norm = RMSNormCPU()
+        return LayerConfig(dtype, device, parallel, attention, linear, norm, norm.add)
     return LayerConfig(dtype, device, parallel, attention)
 
 
 def get_attn_backend(
-    wanted: str | AttentionBackend | type[AttentionBackend], device: torch.device
+    wanted: str | AttentionBackend | type[AttentionBackend],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> AttentionBackend:
     """The backend of a name; or the AttentionBackend itself, given as an instance or a class.
 
-    "auto" is "triton" on a CUDA GPU where Triton is installed, and "torch" elsewhere. Raises
+    "auto" is "triton" on a CUDA GPU where Triton is installed, "native" on a CPU with a compiler,
+    and "torch" elsewhere. Raises
     ValueError for "triton" where Triton cannot run. On a CPU that takes Triton's interpreter, which
     TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
     """
@@ -66,12 +104,18 @@ def get_attn_backend(
         return wanted
     if wanted == "reference":
         return AttentionBackend()
+    if wanted == "native":
+        if device.type != "cpu":
+            raise ValueError("attention_backend 'native' is for a CPU. Use 'auto'.")
+        return NativeBackend()
+    if wanted == "auto" and device.type == "cpu" and dtype in NAMES and (found := load_library()):
+        return NativeBackend(found)
     if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
         return TorchBackend()
     if wanted not in ("auto", "triton"):
         raise ValueError(
-            f"attention_backend is {wanted!r}; allowed: auto, reference, torch, triton, or an "
-            "AttentionBackend of your own (a class or an instance)."
+            f"attention_backend is {wanted!r}; allowed: auto, native, reference, torch, triton, or "
+            "an AttentionBackend of your own (a class or an instance)."
         )
     try:
         import triton  # here, because a Mac has no Triton, and a CPU run needs none

@@ -35,17 +35,17 @@ from nanoserve.layers import (
     LayerConfig,
     QKNorm,
     RMSNorm,
+    Rope,
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
-    apply_rope,
-    silu_and_mul,
 )
 from nanoserve.models.base import Model
 from nanoserve.models.moe import ExpertsConfig, MixtureOfExperts
 from nanoserve.models.rope import rope_frequencies
 
-Rope = tuple[Tensor, Tensor]  # cos and signed sin of each token, as RotaryEmbedding gives them
+# The residual stream as two parts still to be added: the last layer's output, and what was before.
+Stream = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Attention(nn.Module):
         _, self.num_heads = shard_range(config.num_heads, "attention heads")
         _, num_kv_heads = shard_range(config.num_kv_heads, "key and value heads", 1)
         self.kv_cache_spec = KVCacheSpec(num_kv_heads, head_dim, head_dim, window)
-        self.backend = layer_config.attention
+        self.backend, self.rope_and_store = layer_config.attention, layer_config.rope_and_store
         self.scale = head_dim**-0.5
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         self.qkv_proj = ColumnParallelLinear(
@@ -161,23 +161,16 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(q_size, hidden, bias=o_bias, layer_config=layer_config)
         self.qk_norm: QKNorm | None = None
         if family.qk_norm:
-            sizes = (self.num_heads, num_kv_heads, head_dim)
+            sizes = (self.num_heads, self.num_heads + num_kv_heads, head_dim)
             self.qk_norm = QKNorm(*sizes, config.rms_norm_eps, layer_config)
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]. The keys and values of this step are stored
         first, because its queries see them too."""
-        spec = self.kv_cache_spec
-        heads = (self.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        qkv = self.qkv_proj(x, metadata).view(-1, sum(heads), spec.key_dim)
-        qk, v = qkv.split_with_sizes((heads[0] + heads[1], heads[2]), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = apply_rope(qk, *rope).split_with_sizes(heads[:2], dim=1)
-        self.backend.store(k, v, kv_cache, metadata)
-        output = self.backend.attend(
-            q, kv_cache, metadata, scale=self.scale, sliding_window=spec.sliding_window
-        )
+        qkv = self.qkv_proj(x, metadata)
+        q = self.rope_and_store(qkv, self.qk_norm, rope, self.backend, kv_cache, metadata)
+        window = self.kv_cache_spec.sliding_window
+        output = self.backend.attend(q, kv_cache, metadata, scale=self.scale, sliding_window=window)
         return self.o_proj(output.flatten(1), metadata)
 
 
@@ -191,10 +184,11 @@ class MLP(nn.Module):
             hidden, {"gate_proj": size, "up_proj": size}, bias=bias, layer_config=layer_config
         )
         self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=layer_config)
+        self.silu_and_mul = layer_config.silu_and_mul
 
     def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x, metadata)), metadata)
+        return self.down_proj(self.silu_and_mul(self.gate_up_proj(x, metadata)), metadata)
 
 
 class DecoderLayer(nn.Module):
@@ -216,10 +210,12 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = MixtureOfExperts(hidden, experts, layer_config)
 
-    def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = self.self_attn(self.input_layernorm(x), rope, kv_cache, metadata).add_(x)
-        return self.mlp(self.post_attention_layernorm(x), metadata).add_(x)
+    def forward(self, x: Stream, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Stream:
+        """[num_tokens, hidden] each."""
+        y, residual = self.input_layernorm.add_and_norm(*x)
+        y = self.self_attn(y, rope, kv_cache, metadata)
+        y, residual = self.post_attention_layernorm.add_and_norm(y, residual)
+        return self.mlp(y, metadata), residual
 
 
 class Decoder(nn.Module):
@@ -244,11 +240,11 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
-        x = self.embed_tokens(input_ids)
+        x: Stream = (self.embed_tokens(input_ids), None)
         rope = self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, rope, kv_cache, metadata)
-        return self.norm(x)
+        return self.norm.add_and_norm(*x)[0]
 
 
 class CausalLM(Model):

@@ -1,0 +1,325 @@
+// How does a CPU do the work between two matrix products in one pass over memory?
+//
+// native_cpu.py compiles this file with the machine's own C++ compiler and calls it. PyTorch's
+// operators are general, so each step of a computation is a pass of its own over all numbers, and a
+// call of its own. Here each of four parts of a layer is one loop:
+//
+//     add_rms_norm      the residual addition and the norm after it
+//     rope_and_store    norm of queries and keys, rotary embedding, keys and values to their slots
+//     paged_decode      attention of single queries over scattered keys
+//     silu_and_mul      the activation between the products of an MLP
+//
+// Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made
+// in float32. Numbers are float32 or bfloat16, tensors are contiguous.
+//
+// vLLM: csrc/cpu/ (layernorm.cpp, pos_encoding.cpp, activation.cpp, cpu_attn.cpp).
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace {
+
+constexpr int TILE = 16;            // keys between two updates of the maximum
+constexpr int MAX_GROUP = 16;       // query heads that are attended to together
+constexpr int MAX_DIM = 1024;       // numbers of a head
+constexpr int CACHE_LINE = 64;      // bytes
+constexpr int SMALL_WORK = 1 << 15; // numbers; less is done by one core, at once
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bfloat16 x) {  // the upper half of a float32
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+inline void from_float(float x, float* to) { *to = x; }
+
+inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    to->bits = x == x ? uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : uint16_t(0x7FC0);
+}
+
+// x as T holds it: where the plain version has a tensor of T between two operations.
+template <typename T>
+inline float rounded(float x) {
+    T result;
+    from_float(x, &result);
+    return to_float(result);
+}
+
+// e^x for x <= 0, to 2 units in the last place; compilers turn a loop of it into vectors. x is
+// k ln(2) + r: 2^k is put together from its bits, and e^r, for |r| <= ln(2) / 2, is a polynomial
+// (its Taylor series). ln(2) is subtracted in two parts, so that r is exact.
+inline float exp_negative(float x) {
+    x = x < -87.0f ? -87.0f : x;  // below, the result is 0 but for rounding; a NaN stays one
+    const float k = std::floor((x >= -87.0f ? x : 0.0f) * 1.44269504f + 0.5f);
+    float r = x - k * 0.693359375f + k * 2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = (int32_t(k) + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof power);
+    return p * power;
+}
+
+inline void prefetch(const void* from, size_t num_bytes) {
+    for (size_t i = 0; i < num_bytes; i += CACHE_LINE)
+        __builtin_prefetch(static_cast<const char*>(from) + i);
+}
+
+// -- norms, rotary embedding, activation --
+
+template <typename T>
+void rms_norm(const T* x, const T* weight, int size, float eps, T* output) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int i = 0; i < size; i++) squares += to_float(x[i]) * to_float(x[i]);
+    const float scale = 1 / std::sqrt(squares / size + eps);
+#pragma omp simd
+    for (int i = 0; i < size; i++)
+        from_float(rounded<T>(to_float(x[i]) * scale) * to_float(weight[i]), &output[i]);
+}
+
+template <typename T>
+void add_rms_norm(int num_tokens, int size, T* x, const T* residual, const T* weight, float eps,
+                  T* output) {
+#pragma omp parallel for if (num_tokens * size > SMALL_WORK)
+    for (int token = 0; token < num_tokens; token++) {
+        T* sum = x + size_t(token) * size;
+        if (residual != nullptr) {
+            const T* before = residual + size_t(token) * size;
+#pragma omp simd
+            for (int i = 0; i < size; i++)
+                from_float(to_float(sum[i]) + to_float(before[i]), &sum[i]);
+        }
+        rms_norm(sum, weight, size, eps, output + size_t(token) * size);
+    }
+}
+
+struct RopeSizes {
+    int num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, rope_stride, block_size;
+    float eps;
+};
+
+// Turn the first rotary_dim numbers of a head: x cos + (x with its halves exchanged) sin. The sign
+// of the first half is in `sin` (see layers.apply_rope).
+template <typename T>
+void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* output) {
+    const int half = rotary_dim / 2;
+#pragma omp simd
+    for (int i = 0; i < half; i++) {
+        const float a = to_float(x[i]), b = to_float(x[i + half]);
+        const float b_cos = rounded<T>(b * to_float(cos[i + half]));
+        from_float(rounded<T>(a * to_float(cos[i])) + b * to_float(sin[i]), &output[i]);
+        from_float(b_cos + a * to_float(sin[i + half]), &output[i + half]);
+    }
+    std::copy(x + rotary_dim, x + dim, output + rotary_dim);
+}
+
+template <typename T>
+void rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
+                    const T* sin, const int64_t* slot_mapping, T* key_cache, T* value_cache,
+                    T* query) {
+    const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
+#pragma omp parallel for if (s.num_tokens * num_rows * dim > SMALL_WORK)
+    for (int token = 0; token < s.num_tokens; token++) {
+        const int64_t slot = slot_mapping[token];
+        const size_t block = slot < 0 ? 0 : slot / s.block_size, offset = slot % s.block_size;
+        for (int row = 0; row < num_rows; row++) {
+            const T* x = qkv + (size_t(token) * num_rows + row) * dim;
+            const int kv_head = (row - s.num_heads) % s.num_kv_heads;
+            T normed[MAX_DIM], *output = query + (size_t(token) * s.num_heads + row) * dim;
+            if (row >= s.num_heads) {
+                if (slot < 0) continue;  // not to be stored
+                T* cache = row < s.num_heads + s.num_kv_heads ? key_cache : value_cache;
+                output = cache + ((block * s.num_kv_heads + kv_head) * s.block_size + offset) * dim;
+            }
+            if (row >= s.num_heads + s.num_kv_heads) {
+                std::copy(x, x + dim, output);
+                continue;
+            }
+            if (norm_weight != nullptr) {
+                rms_norm(x, norm_weight + size_t(row) * dim, dim, s.eps, normed);
+                x = normed;
+            }
+            const size_t at = size_t(token) * s.rope_stride;
+            turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
+        }
+    }
+}
+
+template <typename T>
+void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
+#pragma omp parallel for if (num_tokens * size > SMALL_WORK)
+    for (int token = 0; token < num_tokens; token++) {
+        const T *gate = gate_up + size_t(token) * 2 * size, *up = gate + size;
+        T* row = output + size_t(token) * size;
+#pragma omp simd
+        for (int i = 0; i < size; i++) {
+            const float x = to_float(gate[i]), e = exp_negative(-std::fabs(x));
+            const float silu = x * (x < 0 ? e : 1) / (1 + e);
+            from_float(rounded<T>(silu) * to_float(up[i]), &row[i]);
+        }
+    }
+}
+
+// -- attention: a token walks through the blocks of its sequence and keeps, for each query head, a
+// running maximum, a running sum and a weighted sum of values (online softmax, as in Triton's).
+//
+//     block table of the sequence    [ 7 | 3 | 9 ]
+//     walk                           keys and values of block 7, then of 3, then of 9
+//     after each tile of keys        top = max(top, scores)
+//                                    sum, mixed: scaled by exp(old top - top), then added to
+//
+// Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
+// share a key head (GQA) find its keys in the cache of their core.
+
+struct Sizes {  // of one call
+    int num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_blocks, max_blocks;
+    int sliding_window;  // keys that a token sees at most; 0: all
+    float scale, soft_cap;  // soft_cap 0: none
+};
+
+// One token, one key head, and `group` of the query heads that read it. Returns false if the block
+// table names a block that does not exist.
+template <typename T, int DIM>
+bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
+            const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
+    constexpr int ROOM = DIM ? DIM : MAX_DIM;
+    const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
+    float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
+    for (int head = 0; head < group; head++) {
+        for (int d = 0; d < dim; d++) q[head][d] = to_float(query[head * dim + d]) * s.scale;
+        std::fill_n(mixed[head], value_dim, 0.0f);
+        top[head] = -INFINITY;
+        sum[head] = 0;
+    }
+    const int first = s.sliding_window ? std::max(0, num_keys - s.sliding_window) : 0;
+    for (int position = first, number; position < num_keys; position += number) {
+        const int offset = position % s.block_size, *block = blocks + position / s.block_size;
+        number = std::min({TILE, s.block_size - offset, num_keys - position});
+        if (*block < 0 || *block >= s.num_blocks) return false;
+        const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
+        const T *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
+        if (offset == 0 && position + s.block_size < num_keys && block[1] >= 0) {
+            const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
+            prefetch(key_cache + next * dim, s.block_size * dim * sizeof(T));
+            prefetch(value_cache + next * value_dim, s.block_size * value_dim * sizeof(T));
+        }
+        for (int head = 0; head < group; head++) {
+            float weight[TILE], highest = top[head], added = 0, sums[ROOM];
+            for (int i = 0; i < number; i++) {
+                float score = 0;
+#pragma omp simd reduction(+ : score)
+                for (int d = 0; d < dim; d++) score += q[head][d] * to_float(keys[i * dim + d]);
+                weight[i] = s.soft_cap == 0 ? score : s.soft_cap * std::tanh(score / s.soft_cap);
+                highest = std::max(highest, weight[i]);
+            }
+            const float kept = sum[head] == 0 ? 0 : exp_negative(top[head] - highest);
+#pragma omp simd reduction(+ : added)
+            for (int i = 0; i < number; i++) {
+                weight[i] = exp_negative(weight[i] - highest);
+                added += weight[i];
+            }
+#pragma omp simd
+            for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
+            for (int i = 0; i < number; i++) {
+                const T* value = values + i * value_dim;
+#pragma omp simd
+                for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
+            }
+            std::copy(sums, sums + value_dim, mixed[head]);
+            top[head] = highest;
+            sum[head] = sum[head] * kept + added;
+        }
+    }
+    for (int head = 0; head < group; head++)
+        for (int d = 0; d < value_dim; d++)
+            from_float(mixed[head][d] / sum[head], &output[head * value_dim + d]);
+    return true;
+}
+
+template <typename T, int DIM>
+bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
+                const int32_t* block_table, const int32_t* num_keys, T* output) {
+    const int group = s.num_heads / s.num_kv_heads;
+    bool is_right = true;
+#pragma omp parallel for collapse(2) schedule(dynamic) reduction(&& : is_right)
+    for (int token = 0; token < s.num_tokens; token++)
+        for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
+            for (int head = 0; head < group; head += MAX_GROUP) {
+                const size_t at = size_t(token) * s.num_heads + kv_head * group + head;
+                is_right &= attend<T, DIM>(
+                    s, query + at * s.key_dim, key_cache, value_cache,
+                    block_table + size_t(token) * s.max_blocks, num_keys[token], kv_head,
+                    std::min(MAX_GROUP, group - head), output + at * s.value_dim);
+            }
+    return is_right;
+}
+
+template <typename T, typename... Arguments>
+bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
+    switch (s.key_dim == s.value_dim ? s.key_dim : 0) {
+        case 32: return attend_all<T, 32>(s, arguments...);
+        case 64: return attend_all<T, 64>(s, arguments...);
+        case 80: return attend_all<T, 80>(s, arguments...);
+        case 128: return attend_all<T, 128>(s, arguments...);
+        default: return attend_all<T, 0>(s, arguments...);
+    }
+}
+
+}  // namespace
+
+// What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16).
+//
+// x (which becomes the sum), residual (or null), output [num_tokens, size]; weight [size].
+//
+// qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
+// head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
+// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
+// [num_tokens, num_heads, head_dim].
+//
+// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
+// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
+// if the block table names a block that does not exist.
+//
+// gate_up [num_tokens, 2 * size]; output [num_tokens, size].
+#define EXPORT(T, NAME)                                                                            \
+    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,         \
+                                        const T* weight, float eps, T* output) {                   \
+        add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
+    }                                                                                              \
+    extern "C" void rope_and_store_##NAME(                                                         \
+        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
+        const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {                     \
+        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,   \
+                       query);                                                                     \
+    }                                                                                              \
+    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
+        silu_and_mul(num_tokens, size, gate_up, output);                                           \
+    }                                                                                              \
+    extern "C" int paged_decode_##NAME(                                                            \
+        const Sizes* sizes, const T* query, const T* key_cache, const T* value_cache,              \
+        const int32_t* block_table, const int32_t* num_keys, T* output) {                          \
+        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys,       \
+                               output);                                                            \
+    }
+
+EXPORT(float, f32)
+EXPORT(bfloat16, bf16)

@@ -1,0 +1,318 @@
+"""How does a CPU do the work between two products in one pass? By a hundred lines of C++.
+
+native_cpu.cpp has one loop for each of four parts of a layer: the residual addition with its norm;
+rotary embedding and storing; attention of a decode; the activation. It is compiled once with the
+machine's own C++ compiler, for exactly this processor, and kept in the user's cache folder. Where
+there is no compiler, the PyTorch versions do the same work in more passes:
+
+                    with a compiler        without
+    attention       NativeBackend          TorchBackend
+    the rest        Native                 RMSNormCPU, layers.py
+
+Prompts of many tokens are attended to as TorchBackend does it: there, products are all the work.
+
+Left out: float16; systems whose compiler has no OpenMP (macOS as Apple ships it) or no POSIX
+command line (Windows): they take the right column.
+
+vLLM: csrc/cpu/, compiled when vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.kernels.attention_cpu import SparseDecode, TorchBackend, as_rows
+from nanoserve.kernels.linear_cpu import RMSNormCPU
+from nanoserve.layers import QKNorm, Rope, rms_norm, rope_and_store, silu_and_mul
+from nanoserve.logger import init_logger
+
+logger = init_logger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
+COMPILE_TIMEOUT = 60.0  # seconds
+MAX_DIM = 1024  # numbers of a head, as in the source
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+# -- the library --
+
+
+def load_library() -> ctypes.CDLL | None:
+    """The compiled source; None, with a line in the log, if it cannot be compiled here.
+
+    The compiler is $CXX, or c++. The file's name holds a digest of all that it depends on: source,
+    command, compiler, processor.
+    """
+    command = [*shlex.split(os.environ.get("CXX") or "c++"), *shlex.split(FLAGS)]
+    if platform.system() != "Linux" or shutil.which(command[0]) is None:
+        return None
+    try:
+        file = cache_folder() / f"native_cpu-{_digest(command)}.so"
+        return ctypes.CDLL(str(file)) if file.exists() else _compile(command, file)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace")
+        logger.info(
+            "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
+            reason.strip().splitlines()[-1],
+        )
+        return None
+
+
+def _compile(command: list[str], file: Path) -> ctypes.CDLL:
+    """Compile to another name, load that, and only then give it its own: processes that start
+    together never see half a file, and what cannot be loaded is not kept."""
+    handle, unfinished = tempfile.mkstemp(dir=file.parent)
+    os.close(handle)
+    try:
+        arguments = [*command, str(SOURCE), "-o", unfinished]
+        subprocess.run(arguments, check=True, capture_output=True, timeout=COMPILE_TIMEOUT)
+        library = ctypes.CDLL(unfinished)
+        os.replace(unfinished, file)
+        return library
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """A folder that nobody else can write to: nanoserve in the user's cache folder, or, if that
+    cannot be, a new one for this process. A library that is loaded runs with the user's rights."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base, "nanoserve")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+        is_own = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if is_own and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="nanoserve-"))
+
+
+def _digest(command: list[str]) -> str:
+    """Of all that the compiled file depends on. "-march=native" makes code for this processor, and
+    several machines may share a home folder."""
+    compiler = Path(shutil.which(command[0]) or command[0]).resolve()
+    status = compiler.stat()
+    parts = [SOURCE.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
+    parts.append(f"{compiler} {status.st_size} {status.st_mtime_ns}".encode())
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists():
+        kept = ("model name", "flags", "Features", "CPU part")
+        for line in cpu.read_text("utf-8", "replace").split("\n\n")[0].splitlines():
+            parts += [line.encode()] if line.startswith(kept) else []
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+# -- what lies between two products --
+
+
+class RopeSizes(ctypes.Structure):
+    """Of one call: the fields of the source's struct."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in (
+            "num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "rope_stride",
+            "block_size",
+        )),
+        ("eps", ctypes.c_float),
+    )  # fmt: skip
+
+
+class Native:
+    """The functions of layers.py for one dtype, compiled. Tensors that do not lie as the compiled
+    code needs them are given to the plain functions."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        name, pointer = NAMES[dtype], ctypes.c_void_p
+        self._norm = getattr(library, f"add_rms_norm_{name}")
+        self._norm.argtypes = (
+            ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, ctypes.c_float, pointer,
+        )  # fmt: skip
+        self._rope = getattr(library, f"rope_and_store_{name}")
+        self._rope.argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 8)
+        self._silu = getattr(library, f"silu_and_mul_{name}")
+        self._silu.argtypes = (ctypes.c_int, ctypes.c_int, pointer, pointer)
+        self._norm.restype = self._rope.restype = self._silu.restype = None
+        self._plain_norm = RMSNormCPU() if dtype == torch.float32 else rms_norm
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """layers.rms_norm."""
+        if weight.dim() > 1 or not x.is_contiguous():
+            return self._plain_norm(x, weight, eps)
+        output, size = torch.empty_like(x), x.shape[-1]
+        number = x.numel() // size
+        self._norm(number, size, x.data_ptr(), None, weight.data_ptr(), eps, output.data_ptr())
+        return output
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """layers.add_rms_norm."""
+        x, residual, output = x.contiguous(), residual.contiguous(), torch.empty_like(x)
+        self._norm(
+            len(x), x.shape[1], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps,
+            output.data_ptr(),
+        )  # fmt: skip
+        return output, x
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        qk_norm: QKNorm | None,
+        rope: Rope,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        metadata: StepMetadata,
+    ) -> Tensor:
+        """layers.rope_and_store."""
+        (cos, sin), (keys, values) = rope, kv_cache
+        block_size, num_kv_heads, head_dim = keys.shape[1:]
+        slots = metadata.slot_mapping
+        lies_right = (
+            isinstance(backend, TorchBackend)
+            and keys.transpose(1, 2).is_contiguous()
+            and values.transpose(1, 2).is_contiguous()
+            and keys.shape == values.shape
+            and keys.dtype == qkv.dtype
+            and cos.stride(-1) == sin.stride(-1) == 1
+            and cos.stride(0) == sin.stride(0)
+            and slots.is_contiguous()
+            and head_dim <= MAX_DIM
+        )
+        if not lies_right:
+            return rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
+        qkv = qkv.contiguous()
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        query = qkv.new_empty(len(qkv), num_heads, head_dim)
+        sizes = RopeSizes(
+            len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], cos.stride(0), block_size,
+            0.0 if qk_norm is None else qk_norm.eps,
+        )  # fmt: skip
+        self._rope(
+            sizes,
+            qkv.data_ptr(),
+            None if qk_norm is None else qk_norm.weight.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            query.data_ptr(),
+        )
+        return query
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """layers.silu_and_mul."""
+        if gate_up.dim() != 2 or not gate_up.is_contiguous():
+            return silu_and_mul(gate_up)
+        size = gate_up.shape[1] // 2
+        output = gate_up.new_empty(len(gate_up), size)
+        self._silu(len(gate_up), size, gate_up.data_ptr(), output.data_ptr())
+        return output
+
+
+# -- attention --
+
+
+class Sizes(ctypes.Structure):
+    """Of one call: the fields of the source's struct."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in (
+            "num_tokens", "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size",
+            "num_blocks", "max_blocks", "sliding_window",
+        )),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+    )  # fmt: skip
+
+
+class NativeBackend(TorchBackend):
+    """TorchBackend, with a compiled loop for decodes."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+        """Raises ValueError if there is no library, and none can be compiled."""
+        library = library or load_library()
+        if library is None:
+            raise ValueError(
+                "attention_backend is 'native', and its C++ cannot be compiled here: that takes "
+                "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
+            )
+        self.library = library
+        self._functions = {t: getattr(library, f"paged_decode_{name}") for t, name in NAMES.items()}
+        for function in self._functions.values():
+            function.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 6)
+            function.restype = ctypes.c_int
+
+    def get_decode(self, dtype: torch.dtype) -> Callable[..., SparseDecode] | None:
+        function = self._functions.get(dtype)
+        return partial(NativeDecode, function) if function else super().get_decode(dtype)
+
+
+class NativeDecode(SparseDecode):
+    """Tokens that walk through the blocks of their sequences."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        """`function`: the compiled one; the rest as for SparseDecode."""
+        super().__init__(*arguments)
+        self.function = function
+        self.blocks = np.ascontiguousarray(self.blocks, np.int32)
+
+    def attend(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        logits_soft_cap: float | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As SparseDecode.attend. Raises IndexError for a block that the cache does not have."""
+        if len(self.tokens) < len(query):
+            query = query.index_select(0, self.tokens)
+        query, keys, values = query.contiguous(), as_rows(key_cache), as_rows(value_cache)
+        num_tokens, num_heads, key_dim = query.shape
+        num_blocks, value_dim = len(key_cache), value_cache.shape[-1]
+        if max(key_dim, value_dim) > MAX_DIM:
+            raise ValueError(
+                f"heads of {max(key_dim, value_dim)} numbers are more than {MAX_DIM}. Use "
+                "attention_backend='torch'."
+            )
+        output = query.new_empty(num_tokens, num_heads, value_dim)
+        sizes = Sizes(
+            num_tokens, num_heads, key_cache.shape[2], key_dim, value_dim, self.block_size,
+            num_blocks, self.blocks.shape[1], sliding_window or 0, scale, logits_soft_cap or 0.0,
+        )  # fmt: skip
+        is_right = self.function(
+            sizes,
+            query.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            self.blocks.ctypes.data,
+            self.num_keys.ctypes.data,
+            output.data_ptr(),
+        )
+        if not is_right:
+            raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
+        yield self.tokens, output
