@@ -437,7 +437,12 @@ class LLM(OwnedByProcess):
         options = given | {key: value for key, value in options.items() if value is not None}
         if "tokenize" in options:
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
-        if not options.get("chat_template"):
+        for name in ("add_generation_prompt", "continue_final_message"):
+            check_bool(name, options.get(name, False))
+        template = options.get("chat_template")
+        if not isinstance(template, str | None):
+            raise TypeError(f"chat_template must be None or a string, got {brief(template)}.")
+        if not template:
             options = {**options, "chat_template": self.chat_template}
         processor = self.engine.input_processor
         texts: list[Any] = [

@@ -66,6 +66,8 @@ class SignalPart:
     """Rounds of interrupted calls on two engines of the demo model."""
 
     def __init__(self, llm_cls: Callable[..., LLM] = LLM) -> None:
+        # A shell lets its background jobs ignore SIGINT, and their children inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         options = {"num_kv_blocks": 24, "max_num_seqs": 8}
         self.engines = [llm_cls(async_scheduling=late, **options) for late in (False, True)]
         self.params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
