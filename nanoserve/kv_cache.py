@@ -197,9 +197,10 @@ def warm_up(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfi
     """
     assert config.max_model_len, "EngineConfig not resolved"
     widest = -(-config.max_model_len // config.block_size)
-    widths = sorted({widest, *(2**i for i in range(widest.bit_length()))})
+    widths = {widest, *(2**i for i in range(widest.bit_length()))}
     for num_tokens in (1, min(WARM_UP_PROMPT, config.max_model_len)):
-        for max_blocks in widths:
+        least = -(-num_tokens // config.block_size)
+        for max_blocks in sorted({max(width, least) for width in widths}):
             hidden = dummy_forward(config, model, layer_config, [num_tokens], max_blocks)
             model.compute_logits(hidden[:1])
 

@@ -525,6 +525,21 @@ def test_a_short_sequence_has_splits_of_its_own_beside_a_prompt() -> None:
     torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
+def test_each_launch_merges_its_own_sequences() -> None:
+    """In whatever order the two run: neither writes what is the other's."""
+    shape = Shape(((1, 40), (9, 4), (0, 3), (3, 30), (6, 0)), num_padding=2)
+    step = make_step(shape)
+    expected = attention_by_definition(*step.tensors, **shape.options)
+    with tiles(8, 4):
+        launches = plan_launches(*step.tensors[:4], INTERPRETER, num_splits=4)
+    reversed_plan = mock.patch.object(
+        attention_triton, "plan_launches", return_value=launches[::-1]
+    )
+    with reversed_plan, unwritten_memory_is_nan():
+        output = paged_attention_triton(*step.tensors, **shape.options)
+    torch.testing.assert_close(output.double(), expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
 def test_launches_are_planned_once_a_step() -> None:
     """Three layers, of which the last has other heads."""
     backend = TritonBackend()

@@ -71,6 +71,8 @@ def assert_within_ulps(output: Tensor, expected: Tensor, size: Tensor | None = N
     limit = torch.finfo(dtype).eps * size.double().abs() + torch.finfo(dtype).tiny
     error = (output.double() - expected.double()).abs() / limit
     assert not error.numel() or float(error.max()) <= ULPS[dtype]
+    if dtype != torch.float32 and error.numel() > 200:  # rounded at the same places
+        assert float((output == expected).float().mean()) > 0.97
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
@@ -146,7 +148,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @settings(max_examples=20)
 @given(
-    slots=st.lists(st.integers(-1, 31), max_size=4, unique_by=lambda s: s if s >= 0 else object()),
+    slots=st.lists(st.integers(0, 31), max_size=4, unique=True),
+    num_padding=st.integers(0, 2),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1), (16, 8)]),
     dims=st.sampled_from([(16, 16), (64, 64), (80, 80), (80, 32), (128, 128), (256, 64)]),
     rope_type=st.sampled_from(list(ROPES)),
@@ -156,6 +159,7 @@ ROPES: dict[str, dict[str, Any]] = {
 )
 def test_rope_and_store(
     slots: list[int],
+    num_padding: int,
     heads: tuple[int, int],
     dims: tuple[int, int],
     rope_type: str,
@@ -164,7 +168,9 @@ def test_rope_and_store(
     seed: int,
 ) -> None:
     """Queries, keys and values of any heads, turned wholly or in part, with and without a norm.
-    Slots that no token has stay as they are, and so does the product of q, k and v."""
+    Padding is not stored. Slots that no token has stay as they are, and so does the product of q,
+    k and v."""
+    slots = [*slots, *[-1] * num_padding]
     (num_heads, num_kv_heads), (head_dim, rotary_dim) = heads, dims
     layer_config = LayerConfig(dtype)
     num_rows = num_heads + 2 * num_kv_heads
@@ -184,12 +190,13 @@ def test_rope_and_store(
         (layers.rope_and_store, AttentionBackend()),
         (rope_and_store_triton, TritonBackend()),
     ):
-        caches = KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(4, 8, dtype, CPU)
-        for cache in caches:
+        around = KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(6, 8, dtype, CPU)
+        for cache in around:
             cache.fill_(7.0)
+        caches = (around[0][1:5], around[1][1:5])
         with unwritten_memory_is_nan():
             query = function(qkv, qk_norm, rope, backend, caches, metadata)
-        results.append((query, *caches))
+        results.append((query, *around))
     assert torch.equal(qkv, before)
     (query, keys, values), (our_query, our_keys, our_values) = results
     assert torch.equal(our_values, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from nanoserve.kv_cache import (
     num_blocks_that_fit,
     profile_run,
     size_cpu_pool,
+    warm_up,
 )
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
@@ -81,6 +83,45 @@ def test_the_profile_run_is_the_largest_step(
     assert tuple(logits.shape) == (3, model_config.vocab_size)
     assert None not in (batch.top_k, batch.top_p, batch.min_p)
     assert not batch.is_greedy
+
+
+@pytest.mark.parametrize(("block_size", "max_model_len"), [(4, 300), (16, 40), (128, 1000)])
+def test_the_steps_that_warm_up(
+    make_checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    block_size: int,
+    max_model_len: int,
+) -> None:
+    """A decode and a prompt beside block tables of all widths up to the longest, each with room for
+    its tokens. Nothing is stored. (test_fused_triton.py looks at what they launch.)"""
+    folder = make_checkpoint("llama")
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(str(folder), block_size=block_size, max_model_len=max_model_len)
+    layer_config = LayerConfig(attention=TorchBackend())
+    model = load_model(config, model_config, layer_config, use_tqdm=False)
+    steps: list[Any] = []
+    forward = model.forward
+
+    def record(*arguments: Any) -> Tensor:
+        output = forward(*arguments)
+        steps.append(arguments)
+        return output
+
+    monkeypatch.setattr(model, "forward", record)
+    warm_up(config, model, layer_config)
+    assert {len(input_ids) for input_ids, *_ in steps} == {1, min(64, max_model_len)}
+    widths: dict[int, list[int]] = {}
+    for input_ids, _, caches, metadata in steps:
+        width = metadata.block_table.shape[1]
+        widths.setdefault(len(input_ids), []).append(width)
+        assert width * block_size >= int(metadata.seq_lens.max()) == len(input_ids)
+        assert set(metadata.slot_mapping.tolist()) == {-1}
+        assert all(not cache.any() for pair in caches for cache in pair)
+        assert metadata.plan is not None
+    for found in widths.values():
+        assert found[-1] == -(-max_model_len // block_size)
+        assert all(wider <= 2 * width for width, wider in pairwise(found))
+    assert widths[1][0] == 1
 
 
 @pytest.mark.parametrize(

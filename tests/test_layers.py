@@ -73,6 +73,46 @@ def test_rms_norm_is_that_of_transformers(
         assert (output == theirs(x)).float().mean() > 0.98
 
 
+@pytest.mark.parametrize("make", [LayerConfig, make_config], ids=["plain", "chosen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_adds_to_the_residual_stream(
+    dtype: torch.dtype, make: Callable[..., LayerConfig]
+) -> None:
+    """The sum takes the place of x, and no memory of its own; without a stream, x begins it."""
+    norm = RMSNorm(48, 1e-5, make(dtype=dtype))
+    norm.weight.copy_(torch.randn(48))
+    x, residual = torch.randn(5, 48).to(dtype), torch.randn(5, 48).to(dtype)
+    total, before = x + residual, residual.clone()
+    normed, stream = norm.add_and_norm(x, residual)
+    assert stream.data_ptr() == x.data_ptr()
+    assert torch.equal(stream, total)
+    assert torch.equal(normed, norm(total))
+    assert torch.equal(residual, before)
+    normed, first = norm.add_and_norm(residual, None)
+    assert first is residual and torch.equal(residual, before)
+    assert torch.equal(normed, norm(before))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(64, 4096),
+    st.sampled_from([1e-3, 1.0, 100.0]),
+    st.sampled_from(["whole", "a part", "heads"]),
+    st.integers(0, 2**31),
+)
+def test_rms_norm_computes_in_float32(
+    dtype: torch.dtype, size: int, scale: float, layout: str, seed: int
+) -> None:
+    """Bit for bit what a cast to float32 and back gives, which takes two more kernels on a GPU."""
+    torch.manual_seed(seed)
+    x = (torch.randn(2, 3, size + 5) * scale).to(dtype)[..., :size]
+    x = {"whole": x.flatten(0, 1).contiguous(), "a part": x[0], "heads": x[:, 1:]}[layout]
+    weight = torch.randn(size).to(dtype)
+    expected = weight * F.rms_norm(x.float(), (size,), eps=1e-6).to(dtype)
+    assert torch.equal(rms_norm(x, weight, 1e-6), expected)
+
+
 def test_one_norm_for_queries_and_keys() -> None:
     """3 query heads with the weight of q_norm, 2 key heads with that of k_norm."""
     torch.manual_seed(0)
