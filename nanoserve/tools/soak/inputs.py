@@ -138,7 +138,7 @@ class InputPart:
         return brief(prompt), partial(self.generate, prompt)
 
     def make_argument(self, rng: random.Random, bad: Any) -> tuple[str, Callable[[], Any]]:
-        name = rng.choice(["priority", "cache_salt", "lora_request", "tokenization_kwargs", bad])
+        name = rng.choice(["priority", "cache_salt", "lora_request", "tokenization_kwargs"])
         call = partial(self.llm.generate, "Once", SamplingParams(**VALID), use_tqdm=False)
         return f"{name}={brief(bad)}", lambda: call(**{name: bad})
 
