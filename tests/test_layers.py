@@ -35,6 +35,7 @@ from nanoserve.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     apply_rope,
+    rms_norm,
     silu_and_mul,
 )
 from nanoserve.models.rope import rope_frequencies
