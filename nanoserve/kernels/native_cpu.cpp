@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 namespace {
@@ -259,8 +260,10 @@ template <typename T, int DIM>
 bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
                 const int32_t* block_table, const int32_t* num_keys, T* output) {
     const int group = s.num_heads / s.num_kv_heads;
+    const double total = std::accumulate(num_keys, num_keys + s.num_tokens, 0.0) * s.num_heads;
     bool is_right = true;
-#pragma omp parallel for collapse(2) schedule(dynamic) reduction(&& : is_right)
+#pragma omp parallel for collapse(2) schedule(dynamic) reduction(&& : is_right) \
+    if (total * s.key_dim > SMALL_WORK)
     for (int token = 0; token < s.num_tokens; token++)
         for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
             for (int head = 0; head < group; head += MAX_GROUP) {
