@@ -37,7 +37,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("CHUNK", 4), ("SMALL", -1), ("BLOCK", 50), ("SPARSE", 1)):
         monkeypatch.setattr(sampling, name, value)
     monkeypatch.setattr(sampling, "MAX_TOP_K", 9)
-    monkeypatch.setattr(sampling, "NUM_LARGEST", 6)
 
 
 def as_sent(batch: SamplingBatch, vocab_size: int) -> SamplingBatch:

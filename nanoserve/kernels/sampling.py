@@ -9,10 +9,9 @@ each of the three looks at chunks of CHUNK tokens first, and then into few of th
     cumulative sum, float64   the sum of each chunk; then inside the chunk where the sum passes u
     sort                      the largest k tokens are in the k chunks with the largest maxima
 
-On a CPU the filters go further: they work on the largest tokens of a row alone
-(`draw_from_largest`). This is right if the filters drop a token that is as likely as the last of
-those: then they drop all others, too. Rows of which this is not so, and rows without top_k and
-top_p, take the way over all tokens (`draw_from_all`).
+On a CPU the filters of a row with top_k work on its largest tokens alone (`draw_from_largest`).
+This is right if they drop the last of those: then they drop all others, too. Rows of which this is
+not so (many equal logits), and rows without top_k, take the way over all tokens (`draw_from_all`).
 
 A GPU cannot decide this without the CPU waiting for it. There all rows take the way over all
 tokens, and only what the CPU knows beforehand saves work: SamplingBatch.drawn_rows and max_top_k.
@@ -40,7 +39,6 @@ from nanoserve.sampler import ChosenTokens, SamplingBatch, apply_min_p, find_thr
 CHUNK = 128  # tokens
 SMALL = 2**15  # logits; for fewer, neither chunks nor the largest save a CPU anything
 MAX_TOP_K = 1024  # beyond it the vocabulary is sorted
-NUM_LARGEST = 256  # tokens that top_p alone looks at first, on a CPU
 SPARSE = 16  # a CPU looks at the largest tokens only if the vocabulary is so many times as large
 BLOCK = 2**19  # logits that a CPU works on at a time, so that they stay in its cache
 ALMOST_ONE = 1 - 2.0**-53
@@ -72,17 +70,12 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
     """Draw a token for each row."""
     if logits.device.type != "cpu" or is_small(logits):
         return draw_from_all(logits, batch)
-    vocab_size = logits.shape[1]
-    top_k = torch.full((len(logits),), vocab_size) if batch.top_k is None else batch.top_k
-    has_few = (top_k <= MAX_TOP_K) & (top_k < vocab_size)
-    if batch.top_p is not None and vocab_size >= NUM_LARGEST * CHUNK:
-        has_few |= batch.top_p < 1
-    widths = torch.where(top_k > MAX_TOP_K, NUM_LARGEST, top_k) * has_few
-    width = int(widths.max()) + 1  # one more than is kept
-    if width == 1 or width * SPARSE > vocab_size:
+    top_k = torch.zeros(1) if batch.top_k is None else batch.top_k
+    width = int(top_k.masked_fill(top_k > MAX_TOP_K, 0).max()) + 1  # one more than is kept
+    if width == 1 or width * SPARSE > logits.shape[1]:
         return draw_in_blocks(logits, batch)
-    chosen, is_enough = draw_from_largest(logits, replace(batch, top_k=top_k), width)
-    rest = (~(is_enough & has_few)).nonzero()[:, 0]
+    chosen, is_enough = draw_from_largest(logits, batch, width)
+    rest = (~is_enough).nonzero()[:, 0]
     if len(rest):
         some = logits if len(rest) == len(logits) else logits.index_select(0, rest)
         for all_, of_rest in zip(chosen, draw_in_blocks(some, select(batch, rest)), strict=True):
@@ -149,41 +142,23 @@ def draw_from_largest(
     logits: Tensor, batch: SamplingBatch, width: int
 ) -> tuple[ChosenTokens, Tensor]:
     """Draw a token for each row from its `width` largest logits; and for which rows [num_rows]
-    these were enough. The tokens of the other rows mean nothing. The filters are those of the
-    definition."""
+    these were enough: their top_k is less, and the last one is dropped, so all others are. The
+    tokens of the other rows mean nothing."""
     assert batch.temperature is not None and batch.uniform is not None and batch.top_k is not None
-    vocab_size, top_k = logits.shape[1], batch.top_k
     values, token_ids = largest(logits, width)
     scaled = values / batch.temperature[:, None]
     if batch.min_p is not None:
         scaled = apply_min_p(scaled, batch.min_p)
-    ordered = scaled.masked_fill(torch.arange(width) >= top_k[:, None], -torch.inf)
-    is_open = ordered[:, -1] > -torch.inf  # min_p and top_k may keep more tokens than these
-    num_kept = top_k.clamp(max=width)
-    if batch.top_p is not None:
-        weights = (ordered - ordered[:, :1]).exp()
-        total = weights.sum(dim=-1, keepdim=True)
-        rows = (is_open & (batch.top_p < 1)).nonzero()[:, 0]
-        if len(rows):  # right for rows with top_p alone
-            others = logits.index_select(0, rows).div_(batch.temperature[rows, None])
-            total[rows] = others.sub_(ordered[rows, :1]).exp_().sum(dim=-1, keepdim=True)
-        probs = weights / total
-        limit = batch.top_p.masked_fill(batch.top_p >= 1, torch.inf)
-        before = probs.cumsum(dim=-1) - probs
-        num_kept = torch.minimum(num_kept, (before < limit[:, None]).sum(dim=-1))
-    threshold = ordered.gather(1, num_kept.clamp_(min=1)[:, None] - 1)
+    threshold = find_threshold(scaled, batch.top_k, batch.top_p)
     is_last_dropped = (scaled[:, -1:] < threshold)[:, 0] | (scaled[:, -1] == -torch.inf)
-    has_top_p_alone = top_k == vocab_size
-    if batch.min_p is not None:
-        has_top_p_alone &= batch.min_p == 0
-    is_enough = is_last_dropped & (~is_open | has_top_p_alone)
     scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     # The definition adds up the probabilities in the order of the token ids.
     token_ids, order = token_ids.sort(dim=-1)
     ends = scaled.softmax(dim=-1).gather(1, order).double().cumsum(dim=-1)
     target = batch.uniform[:, None] * ends[:, -1:]
     place = torch.searchsorted(ends, target, right=True).clamp_(max=width - 1)
-    return ChosenTokens(token_ids.gather(1, place)[:, 0], values[:, 0].isfinite()), is_enough
+    chosen = ChosenTokens(token_ids.gather(1, place)[:, 0], values[:, 0].isfinite())
+    return chosen, is_last_dropped & (batch.top_k < width)
 
 
 # -- in two levels --
