@@ -41,6 +41,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from nanoserve.checkpoint import INT32, read_json, read_key, read_rope_parameters, read_token_ids
 from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python
+from nanoserve.memory import check_fits, total_memory
 
 logger = logging.getLogger("nanoserve")
 
@@ -336,49 +337,16 @@ def _check_tables(config: EngineConfig, head_dim: int) -> None:
     angles of all positions, the arrays of one step, and the token ids and block ids of all rows."""
     assert config.max_model_len and config.max_num_seqs and config.max_num_batched_tokens
     row = 4 * (config.max_model_len + -(-config.max_model_len // config.block_size)) + ROW_BYTES
-    memory = total_memory()
     for name, bytes_each in (
         ("max_model_len", 14 * head_dim),
         ("max_num_seqs", row),
         ("max_num_batched_tokens", TOKEN_BYTES),  # last: it may follow from max_num_seqs
     ):
         value = getattr(config, name)
-        if memory is not None and value * bytes_each > memory:
-            others = f" (with max_model_len {config.max_model_len})" * (name == "max_num_seqs")
-            raise ValueError(
-                f"{name} is {value}, whose tables take {value * bytes_each / 2**30:.1f} GiB, and "
-                f"this machine has {memory / 2**30:.1f} GiB of memory. Lower it: at most "
-                f"{memory // bytes_each} would fit{others}."
-            )
-
-
-def read_meminfo() -> dict[str, int]:
-    """What /proc/meminfo says, in bytes; empty where there is none (anywhere but on Linux)."""
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return {}
-    lines = [line.split(":") for line in meminfo.read_text().splitlines()]
-    return {name: int(rest.split()[0]) * 1024 for name, rest in lines if rest.endswith("kB")}
-
-
-def container_limit() -> int | None:
-    """Bytes of memory that the container of this process may use; None: no limit."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return None if text == "max" else int(text)
-
-
-def total_memory() -> int | None:
-    """Bytes of main memory that processes could fill at most, swap included; None where the system
-    does not say. More can be reserved on some systems, and used on none."""
-    meminfo = read_meminfo()
-    if meminfo:
-        swap = meminfo.get("SwapTotal", 0)
-        ram = min(meminfo["MemTotal"], container_limit() or meminfo["MemTotal"])
-        return ram + swap
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):  # macOS
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+        others = f" (with max_model_len {config.max_model_len})" * (name == "max_num_seqs")
+        what = f"{name} is {value}, whose tables take {{size}} of main memory"
+        advice = f"Lower it: at most {{most}} would fit{others}."
+        check_fits(what, value, bytes_each, total_memory(), advice)
 
 
 def _read_options() -> tuple[Option, ...]:

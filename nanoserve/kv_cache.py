@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.config import EngineConfig, container_limit, read_meminfo, total_memory
+from nanoserve.config import EngineConfig
 from nanoserve.cuda_graph import MEMORY_RESERVE
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.layers import LayerConfig
+from nanoserve.memory import available_memory, check_fits, read_meminfo, total_memory
 from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
@@ -305,15 +306,6 @@ def free_memory(
     return int(available_memory() * CPU_CACHE_SHARE / num_local_ranks)
 
 
-def available_memory() -> int:
-    """Bytes of main memory that a new process could use; 4 GiB where the system does not say."""
-    meminfo = read_meminfo()
-    if not meminfo:
-        return 2**32
-    # Free pages, and those that caches would give up.
-    return min(meminfo["MemAvailable"], container_limit() or meminfo["MemAvailable"])
-
-
 def memory_limit(device: torch.device) -> int | None:
     """Bytes that tensors on `device` can fill at most, with what is in use now: free GPU memory,
     and what torch keeps for reuse; or free main memory, swap included. None if it is not known."""
@@ -336,16 +328,9 @@ def check_num_blocks(
     memory = memory_limit(device) if device.type == "cuda" else total_memory()
     if device.type == "cpu":
         block_bytes = (block_bytes + MANAGER_BYTES) * num_local_ranks
-    if memory is not None and num_blocks * block_bytes > memory:
-        raise ValueError(
-            f"{option} asks for {num_blocks} blocks of KV cache, {_gib(num_blocks * block_bytes)} "
-            f"on {device}, which has {_gib(memory)}. Lower it or block_size: at most "
-            f"{memory // block_bytes} blocks of this size would fit."
-        )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+    what = f"{option} asks for {num_blocks} blocks of KV cache, {{size}} on {device}"
+    advice = "Lower it or block_size: at most {most} blocks of this size would fit."
+    check_fits(what, num_blocks, block_bytes, memory, advice)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

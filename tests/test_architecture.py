@@ -47,6 +47,7 @@ SHARED = {
     "inputs",
     "logger",
     "logprobs",
+    "memory",
     "sampling_params",
     "sequence",
 }

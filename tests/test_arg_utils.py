@@ -277,7 +277,7 @@ def test_an_attention_backend_may_be_a_class() -> None:
         assert type(llm.engine.executor.runner.backend) is Mine
         assert "Mine" in llm.engine.executor.describe()
     for value in (5, "FLASH_ATTN", int):
-        with pytest.raises(ValueError, match=r"attention_backend is .* allowed: auto, reference"):
+        with pytest.raises(ValueError, match=r"attention_backend is .* allowed: auto, native"):
             LLM(num_kv_blocks=16, attention_backend=value)
 
 

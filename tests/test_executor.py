@@ -29,7 +29,7 @@ def test_one_step_and_the_end() -> None:
     config = EngineConfig(device="cpu", num_gpu_blocks_override=8, max_num_seqs=2).resolve(
         model_config
     )
-    executor = UniprocExecutor(config, model_config, runner_cls=OwnRunner)
+    executor = UniprocExecutor(config, model_config, "torch", runner_cls=OwnRunner)
     assert (executor.num_kv_blocks, executor.num_cpu_blocks) == (8, 0)
     assert executor.describe() == "device=cpu, dtype=torch.float32, attention=torch"
     new = NewSequence(

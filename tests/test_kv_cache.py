@@ -11,17 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve import config as config_module
 from nanoserve import kv_cache
 from nanoserve.attention import AttentionBackend
-from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig, total_memory
+from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.cuda_graph import MEMORY_RESERVE
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kv_cache import (
     MANAGER_BYTES,
     KVCacheSpec,
     allocate_kv_caches,
-    available_memory,
     check_num_blocks,
     copy_blocks,
     determine_num_kv_blocks,
@@ -34,6 +32,7 @@ from nanoserve.kv_cache import (
     warm_up,
 )
 from nanoserve.layers import LayerConfig
+from nanoserve.memory import available_memory, total_memory
 from nanoserve.models.loader import load_model
 from nanoserve.models.registry import build_model
 from nanoserve.parallel import ParallelState
@@ -239,14 +238,15 @@ def test_a_cache_larger_than_what_is_free_is_allowed(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_of_the_machine_and_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    meminfo = {"MemTotal": 800, "MemAvailable": 500, "SwapTotal": 70, "SwapFree": 30}
-    for module in (config_module, kv_cache):
-        monkeypatch.setattr(module, "read_meminfo", lambda: meminfo)
-        monkeypatch.setattr(module, "container_limit", lambda: None)
-    assert (total_memory(), available_memory(), memory_limit(CPU)) == (870, 500, 530)
-    for module in (config_module, kv_cache):
-        monkeypatch.setattr(module, "container_limit", lambda: 400)
-    assert (total_memory(), available_memory(), memory_limit(CPU)) == (470, 400, 430)
+    """A container's share is less than the machine's memory; it may swap all the same."""
+    files = {"meminfo": "MemTotal: 8 kB\nMemAvailable: 5 kB\nSwapTotal: 7 kB\nSwapFree: 3 kB\n"}
+    monkeypatch.setattr(Path, "exists", lambda self: self.name in files)
+    monkeypatch.setattr(Path, "read_text", lambda self: files[self.name])
+    assert (total_memory(), available_memory(), memory_limit(CPU)) == (15 * 1024, 5120, 8192)
+    files["memory.max"] = "max"
+    assert (total_memory(), available_memory(), memory_limit(CPU)) == (15 * 1024, 5120, 8192)
+    files["memory.max"] = "4096"
+    assert (total_memory(), available_memory(), memory_limit(CPU)) == (11 * 1024, 4096, 7168)
     monkeypatch.setattr(kv_cache, "read_meminfo", dict)
     assert memory_limit(CPU) is None
     assert memory_limit(torch.device("meta")) is None

@@ -23,6 +23,7 @@ from nanoserve.checkpoint import MAX_INDEX_BYTES, check_is_file, is_plain_name, 
 from nanoserve.exceptions import brief
 from nanoserve.kv_cache import memory_limit
 from nanoserve.layers import LayerConfig
+from nanoserve.memory import check_fits
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -118,14 +119,13 @@ def check_dtype(name: str, tensor: TensorInfo) -> None:
 
 def check_memory(num_bytes: int, layer_config: LayerConfig) -> None:
     """Raise ValueError if weights of so many bytes do not fit on this rank's device."""
-    memory = memory_limit(layer_config.device)
-    if memory is not None and num_bytes > memory:
-        raise ValueError(
-            f"the weights that config.json describes need {num_bytes / 2**30:.1f} GiB as "
-            f"{str(layer_config.dtype).removeprefix('torch.')} on {layer_config.device}, and "
-            f"{memory / 2**30:.1f} GiB are free. Free some, use a smaller dtype or model, or "
-            "divide it among more GPUs or machines (tensor_parallel_size)."
-        )
+    dtype, device = str(layer_config.dtype).removeprefix("torch."), layer_config.device
+    what = f"the weights that config.json describes need {{size}} as {dtype} on {device}"
+    advice = (
+        "Free some, use a smaller dtype or model, or divide it among more GPUs or machines "
+        "(tensor_parallel_size)."
+    )
+    check_fits(what, num_bytes, 1, memory_limit(device), advice)
 
 
 def listing(names: list[str], most: int = 5) -> str:

@@ -143,7 +143,7 @@ def check_device(report: Report, device: torch.device) -> None:
     """The device that "auto" means here, and its memory."""
     import torch
 
-    from nanoserve.kv_cache import available_memory
+    from nanoserve.memory import available_memory
 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -255,8 +255,9 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     import torch
 
     from nanoserve.kernels.selector import choose_dtype
-    from nanoserve.kv_cache import CPU_CACHE_SHARE, available_memory
+    from nanoserve.kv_cache import CPU_CACHE_SHARE
     from nanoserve.layers import LayerConfig
+    from nanoserve.memory import available_memory
     from nanoserve.models.registry import ModelRegistry, build_model
 
     name, architecture = model_config.path.name, model_config.architecture
