@@ -44,7 +44,7 @@ from test_architecture import (
 
 from nanoserve import LLM, SamplingParams, guard, inputs, sampling_params
 from nanoserve.__main__ import COMMANDS
-from nanoserve.config import OPTIONS
+from nanoserve.config import OPTIONS, EngineConfig
 from nanoserve.extras import beam_search
 from nanoserve.sampling_params import MISSING
 
@@ -352,8 +352,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert characters == f"{guard.CHARACTERS:,} characters"
     sentence = f"{guard.SECONDS} seconds, {guard.MEGABYTES} MiB of memory or {guard.CHARACTERS:,}"
     assert sentence in text.replace("\n  ", " ")
-    default = {option.name: option.default for option in OPTIONS}["max_logprobs"]
-    assert f"(with its default, {default // 2})" in shown_limits["beam_width"]
+    width = EngineConfig.max_logprobs // 2
+    assert f"(with its default, {width})" in shown_limits["beam_width"]
 
 
 @both
