@@ -42,9 +42,10 @@ from test_architecture import (
     code_lines,
 )
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, guard, inputs, sampling_params
 from nanoserve.__main__ import COMMANDS
-from nanoserve.config import OPTIONS
+from nanoserve.config import OPTIONS, EngineConfig
+from nanoserve.extras import beam_search
 from nanoserve.sampling_params import MISSING
 
 ROOT = Path(__file__).parent.parent
@@ -177,6 +178,7 @@ def run_example() -> tuple[list[str], str]:
     )
     lines = [line.rstrip() for line in re.sub(r"\033\[\d+m", "", run.stdout).splitlines()]
     report = re.findall(r"nanoserve: (.*)", run.stderr)
+    report = [line.replace("attention=torch", "attention=native") for line in report]  # compiler
     of_the_machine = r"\d+ (?=blocks|threads?)"
     return [line for line in lines if line], re.sub(of_the_machine, "N ", "\n".join(report))
 
@@ -328,6 +330,29 @@ def test_the_life_of_a_request_is_told_in_the_order_in_which_it_runs(is_chinese:
 def sampling_options() -> list[Field[Any]]:
     """The fields of SamplingParams that do something here."""
     return [field for field in fields(SamplingParams) if field.name not in MISSING]
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    """Those of a request in a table; those of a chat template in a sentence."""
+    limits = {
+        **dict.fromkeys(("request_id", "cache_salt"), inputs.NAME_LIMIT),
+        **dict.fromkeys(("stop", "bad_words", "logits_processors"), sampling_params.WORD_LIMIT),
+        **dict.fromkeys(("stop_token_ids", "logit_bias"), sampling_params.EDIT_LIMIT),
+        "allowed_token_ids": sampling_params.ID_LIMIT,
+        "n": sampling_params.RANGES["n"][2],
+        "beam_width": beam_search.MOST_BEAMS,
+    }
+    text = read(GUIDE)
+    rows = table(part(text, "limits"))
+    shown_limits = {name: row[1] for row in rows for name in spans(row[0])}
+    assert [name for name, most in limits.items() if f"{most:,}" not in shown_limits[name]] == []
+    [(_, beams), (_, characters)] = [row for row in rows if not spans(row[0])]
+    assert beams.startswith(f"{beam_search.MOST_CANDIDATES:,}:")
+    assert characters == f"{guard.CHARACTERS:,} characters"
+    sentence = f"{guard.SECONDS} seconds, {guard.MEGABYTES} MiB of memory or {guard.CHARACTERS:,}"
+    assert sentence in text.replace("\n  ", " ")
+    width = EngineConfig.max_logprobs // 2
+    assert f"(with its default, {width})" in shown_limits["beam_width"]
 
 
 @both

@@ -1,7 +1,8 @@
 """What do the documents claim, and what was measured here?
 
-The second document (002, 性能优化技术) has a table of seven techniques, each with its effect. Each
-is a Claim here: the suite of bench.py that measures it, and what to read in that suite's result.
+Document 3 of documents.md (section 性能优化技术) has a table of seven techniques, each with its
+effect. Each is a Claim here: the suite of bench.py that measures it, and what to read in that
+suite's result.
 
     claim                        measured by                              compared with
     PagedAttention               memory: KV slots that hold tokens        slots reserved by length
