@@ -138,7 +138,7 @@ BAD_PARAMS: dict[str, Any] = {
     "min_tokens": (-1, 1.5, "x", None, 7),
     "logprobs": (-2, 1.5, "x", 21, 2049, [1]),
     "prompt_logprobs": (-2, 1.5, "x", 21, 2049),
-    "stop": (5, [5], "", [""], {"a": 1}, b"x", [None]),
+    "stop": (["stop"] * 5000, 5, [5], "", [""], {"a": 1}, b"x", [None]),
     "stop_token_ids": (5, [-1], [2048], ["x"], [1.5], "x", [None], [2**70]),
     "logit_bias": (5, {"x": 1}, {5: "x"}, {-1: 1}, {2048: 1}, {5: NAN}, {5: 1e39}, [5], {5: None}),
     "allowed_token_ids": ([], [-1], [2048], ["x"], 5, [1.5], "x"),
@@ -900,7 +900,7 @@ WEIRD_PARAMS: dict[str, Any] = {
     "stop": (
         [],
         ["a", "ab", "abc"],
-        [f"stop {i}" for i in range(5000)],
+        [f"stop {i}" for i in range(1000)],
         ["x" * 10**6],
         "\U0001f600",
     ),
