@@ -268,7 +268,11 @@ def drive(round: Round, engine: LLMEngine, plans: list[Plan]) -> bool:
     if round.chance(0.3):
         engine.step_listeners.append(fail)
     number = 0
-    while events or engine.has_unfinished_requests():
+    while events or executor.meanwhile or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests():  # the step for which these waited was never made
+            late, executor.meanwhile = executor.meanwhile, []
+            for event in late:
+                event()
         for event in events.pop(number, ()):
             if engine.has_unfinished_requests() and round.chance(0.3):
                 executor.meanwhile.append(event)
