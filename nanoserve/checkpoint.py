@@ -8,8 +8,8 @@ is used has a type and a range (KEYS). A value that is not allowed is an error t
     KEYS          "num_hidden_layers": an int from 1 to 1000
     ValueError    llama/config.json: num_hidden_layers is 1000000000; allowed: an int from 1 to 1000
 
-A key is checked when it is read, so keys of other families of models may say what they like. null
-counts as a missing key. The ranges are wider than those of any known model; they keep the
+A key is checked when it is read, so keys of other families of models may say what they like. (Where
+the code of transformers reads them, COMMON_KEYS are checked before.) null counts as a missing key. The ranges are wider than those of any known model; they keep the
 arithmetic of sizes within 64 bits. What the sizes mean for memory is checked where they are used:
 models/loader.py compares them with the files, before a tensor is made.
 
@@ -77,7 +77,7 @@ FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and value != "")
 OBJECT = Rule("an object, {...}", lambda value: isinstance(value, dict))
 SIZE, COUNT = whole(1, 2**22), whole(1, 2**16)
-EXPERTS = whole(1, 2**12)
+EXPERTS = whole(1, 2**16)
 LENGTH = whole(1, INT32)  # in tokens
 POSITIVE = number(sys.float_info.min, 1e9, "a number more than 0, up to 1e9")
 FACTOR = number(1, 1e6, "a number from 1 to 1e6")
@@ -242,11 +242,12 @@ def check_common_keys(config: Mapping[str, Any], file: Path | str) -> None:
     """Raise ValueError, as read_key does, for a bad value of a key that means the same in every
     family; for models whose own code is not here."""
     for key in COMMON_KEYS:
-        value = config.get(key)
-        per_layer = key in MAY_BE_OFF and isinstance(value, list)
-        for each in value if per_layer else [value]:
-            if not (key in MAY_BE_OFF and type(each) is int and each == 0):
-                read_key({key: each}, key, None, file)
+        values = config.get(key)
+        if key not in MAY_BE_OFF or not isinstance(values, list):
+            values = [values]
+        for value in values:
+            if not (key in MAY_BE_OFF and type(value) is int and value == 0):
+                read_key({key: value}, key, None, file)
     for place in ("rope_parameters", "rope_scaling"):  # one for each type of layer, as in Gemma 3
         for kind, rope in read_key(config, place, {}, file).items():
             if isinstance(rope, dict):

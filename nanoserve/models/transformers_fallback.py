@@ -359,12 +359,12 @@ def load_with_transformers(
     AttentionInterface.register(ATTENTION_NAME, attend)
     try:
         with without_logs(SAID_HERE):
-            return build_model(config, model_config, layer_config, model_cls, tensors)
+            return make_model(config, model_config, layer_config, model_cls, tensors)
     except Unsupported as error:
         refuse(architecture, f"it {error}")
 
 
-def build_model(
+def make_model(
     config: EngineConfig,
     model_config: ModelConfig,
     layer_config: LayerConfig,

@@ -196,6 +196,10 @@ def main(arguments: list[str]) -> int:
     os.environ["NANOSERVE_LOGGING_LEVEL"] = "CRITICAL"  # planted faults are logged as errors
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A process that was ended leaves semaphores, which Python removes, and would tell below the
+    # report.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ.setdefault("PYTHONWARNINGS", quiet)
     seed = random.SystemRandom().randrange(10**6) if read.seed is None else read.seed
     names = read.only or list(PARTS)
     bar = Bar(read.seconds or 0.0)
