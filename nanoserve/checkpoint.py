@@ -9,9 +9,10 @@ is used has a type and a range (KEYS). A value that is not allowed is an error t
     ValueError    llama/config.json: num_hidden_layers is 1000000000; allowed: an int from 1 to 1000
 
 A key is checked when it is read, so keys of other families of models may say what they like. (Where
-the code of transformers reads them, COMMON_KEYS are checked before.) null counts as a missing key. The ranges are wider than those of any known model; they keep the
-arithmetic of sizes within 64 bits. What the sizes mean for memory is checked where they are used:
-models/loader.py compares them with the files, before a tensor is made.
+the code of transformers reads them, COMMON_KEYS are checked before.) null counts as a missing key.
+The ranges are wider than those of any known model; they keep the arithmetic of sizes within 64
+bits. What the sizes mean for memory is checked where they are used: models/loader.py compares them
+with the files, before a tensor is made.
 
 Nothing in this module allocates a tensor, runs code of a checkpoint, or follows a name to another
 folder. (A file may be a symbolic link to a regular file: in the cache of the Hugging Face hub all

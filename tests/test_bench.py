@@ -481,7 +481,7 @@ def test_claims_are_read_from_a_run() -> None:
     assert "3.0 x" in here["PagedAttention"]
     assert "1.50 x" in here["CUDA Graphs"]
     assert "50% of the weights" in here["Tensor Parallelism"]
-    assert here["Continuous Batching"] == "not in this run: bench.py --suite batching"
+    assert here["Continuous Batching"] == "not in this run: bench.py batching"
     assert here["Speculative Decoding"] == "not there yet"
     batch["rows"].pop()  # no eager engine in this run
     here = {technique: text for technique, _, text in claims.measure_claims(measured)}

@@ -116,7 +116,7 @@ def measure(claim: Claim, suites: dict[str, Suite]) -> str:
     if not claim.suite:
         return NOT_THERE
     if claim.suite not in suites:
-        return f"not in this run: bench.py --suite {claim.suite}"
+        return f"not in this run: bench.py {claim.suite}"
     return claim.measured(suites[claim.suite]) or f"{NOT_MEASURED} by this run's {claim.suite}"
 
 
