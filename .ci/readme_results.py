@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanoserve.bench.claims import CLAIMS, NOT_MEASURED
+from nanoserve.bench.claims import CLAIMS, NOT_MEASURED, NOT_THERE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
@@ -242,7 +242,7 @@ def claims_table(results: Results) -> str:
     """What the documents claim; each figure from the newest run that holds it."""
     lines = ["| technique | the document claims | measured here | by |", "|---|---|---|---|"]
     for claim in CLAIMS:
-        here, source = NOT_MEASURED, ""
+        here, source = NOT_MEASURED if claim.suite else NOT_THERE, ""
         for file, result in results.items():  # oldest first
             suite = result["suites"].get(claim.suite)
             if suite and (shown := claim.measured(suite)):

@@ -8,10 +8,11 @@ is used has a type and a range (KEYS). A value that is not allowed is an error t
     KEYS          "num_hidden_layers": an int from 1 to 1000
     ValueError    llama/config.json: num_hidden_layers is 1000000000; allowed: an int from 1 to 1000
 
-A key is checked when it is read, so keys of other families of models may say what they like. null
-counts as a missing key. The ranges are wider than those of any known model; they keep the
-arithmetic of sizes within 64 bits. What the sizes mean for memory is checked where they are used:
-models/loader.py compares them with the files, before a tensor is made.
+A key is checked when it is read, so keys of other families of models may say what they like. (Where
+the code of transformers reads them, COMMON_KEYS are checked before.) null counts as a missing key.
+The ranges are wider than those of any known model; they keep the arithmetic of sizes within 64
+bits. What the sizes mean for memory is checked where they are used: models/loader.py compares them
+with the files, before a tensor is made.
 
 Nothing in this module allocates a tensor, runs code of a checkpoint, or follows a name to another
 folder. (A file may be a symbolic link to a regular file: in the cache of the Hugging Face hub all
@@ -74,10 +75,10 @@ def list_of(rule: Rule, least: int = 0) -> Rule:
 
 
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
-TEXT = Rule("a string", lambda value: isinstance(value, str) and value != "")
+TEXT = Rule("a string that is not empty", lambda value: isinstance(value, str) and value != "")
 OBJECT = Rule("an object, {...}", lambda value: isinstance(value, dict))
 SIZE, COUNT = whole(1, 2**22), whole(1, 2**16)
-EXPERTS = whole(1, 2**12)
+EXPERTS = whole(1, 2**16)
 LENGTH = whole(1, INT32)  # in tokens
 POSITIVE = number(sys.float_info.min, 1e9, "a number more than 0, up to 1e9")
 FACTOR = number(1, 1e6, "a number from 1 to 1e6")
@@ -146,6 +147,29 @@ KEY_ALIASES = {
     "num_attention_heads": ("n_head",),
     "max_position_embeddings": ("n_positions",),
 }
+# Keys that mean the same in every family of transformers that has them. Those that from_folder of
+# ModelConfig reads are not among them, because they are checked for every family. Nor is
+# layer_types: other families have layers of other types, and transformers checks their names.
+COMMON_KEYS = (
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "sliding_window",
+    "max_window_layers",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
+# Where other families write 0 for "none", or a list with a value for each layer.
+MAY_BE_OFF = frozenset(
+    {"sliding_window", "num_experts", "num_local_experts", "num_experts_per_tok"}
+    | {"moe_intermediate_size"}
+)
 # Keys under which a checkpoint says that its weights are not numbers, but codes for numbers.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 
@@ -164,6 +188,72 @@ def read_key(config: Mapping[str, Any], key: str, default: Any, file: Path | str
             )
         return value
     return default
+
+
+def read_required(
+    config: Mapping[str, Any], key: str, file: Path | str, default: Any = None
+) -> Any:
+    """As read_key, for a key that every decoder-only model has. Raises ValueError if it is missing
+    and there is no default."""
+    value = read_key(config, key, default, file)
+    if value is None:
+        raise ValueError(
+            f"{file} has no '{key}', which a decoder-only model ({read_architecture(config, file)})"
+            " must name. Is this a causal language model, with positions that are learnt or "
+            "rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; nanoserve/GUIDE.md, "
+            "section Models, lists what can."
+        )
+    return value
+
+
+def read_architecture(config: Mapping[str, Any], file: Path | str) -> str:
+    """The class in transformers that config.json names first, or "(none)"."""
+    names: list[str] = read_key(config, "architectures", [], file)
+    return names[0] if names else "(none)"
+
+
+def read_intermediate_size(config: Mapping[str, Any], file: Path | str) -> int:
+    """The width of the MLP. GPT-2's family may leave it out: four times its n_embd."""
+    four_times = 4 * read_required(config, "hidden_size", file) if "n_embd" in config else None
+    size: int = read_required(config, "intermediate_size", file, four_times)
+    return size
+
+
+def read_head_dim(config: Mapping[str, Any], file: Path | str) -> int:
+    """Dimensions of a head: hidden_size divided among the query heads, unless a key says more."""
+    hidden = read_required(config, "hidden_size", file)
+    heads = read_required(config, "num_attention_heads", file)
+    head_dim: int = read_key(config, "head_dim", hidden // heads, file)
+    if not head_dim:
+        raise ValueError(
+            f"{file}: num_attention_heads is {heads}; allowed with hidden_size {hidden} and "
+            f"without head_dim: 1 to {hidden}."
+        )
+    return head_dim
+
+
+def read_dtype(config: Mapping[str, Any], file: Path | str) -> str:
+    """The type of the weights, such as "bfloat16": `dtype` of transformers 5, or `torch_dtype`."""
+    dtype = read_key(config, "torch_dtype", "float32", file)
+    dtype = read_key(config, "dtype", dtype, file)
+    return str(dtype).removeprefix("torch.")
+
+
+def check_common_keys(config: Mapping[str, Any], file: Path | str) -> None:
+    """Raise ValueError, as read_key does, for a bad value of a key that means the same in every
+    family; for models whose own code is not here."""
+    for key in COMMON_KEYS:
+        values = config.get(key)
+        if key not in MAY_BE_OFF or not isinstance(values, list):
+            values = [values]
+        for value in values:
+            if not (key in MAY_BE_OFF and type(value) is int and value == 0):
+                read_key({key: value}, key, None, file)
+    for place in ("rope_parameters", "rope_scaling"):  # one for each type of layer, as in Gemma 3
+        for kind, rope in read_key(config, place, {}, file).items():
+            if isinstance(rope, dict):
+                for key in KEYS.keys() & rope.keys():
+                    read_key(rope, key, None, f"{file}, {place}.{kind}")
 
 
 def read_token_ids(config: Mapping[str, Any], key: str, file: Path | str) -> frozenset[int]:

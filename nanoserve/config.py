@@ -38,7 +38,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from nanoserve.checkpoint import INT32, read_json, read_key, read_rope_parameters, read_token_ids
+from nanoserve.checkpoint import (
+    INT32,
+    read_architecture,
+    read_dtype,
+    read_head_dim,
+    read_intermediate_size,
+    read_json,
+    read_key,
+    read_required,
+    read_rope_parameters,
+    read_token_ids,
+)
 from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python
 from nanoserve.memory import check_fits, total_memory
@@ -415,52 +426,25 @@ class ModelConfig:
         file, defaults_file = folder / "config.json", folder / "generation_config.json"
         hf = read_json(file)
         defaults = read_json(defaults_file) if os.path.lexists(defaults_file) else {}
-
-        def read(key: str, default: Any = None) -> Any:
-            return read_key(hf, key, default, file)
-
-        architecture = (read("architectures") or ["(none)"])[0]
-        four_times = 4 * read("hidden_size", 0) if "n_embd" in hf else None  # GPT-2's family
-        required = {
-            "vocab_size": read("vocab_size"),
-            "hidden_size": read("hidden_size"),
-            "intermediate_size": read("intermediate_size", four_times),
-            "num_hidden_layers": read("num_hidden_layers"),
-            "num_attention_heads": read("num_attention_heads"),
-            "max_position_embeddings": read("max_position_embeddings"),
-        }
-        for key, value in required.items():
-            if value is None:
-                raise ValueError(
-                    f"{file} has no '{key}', which a decoder-only model ({architecture}) must "
-                    "name. Is this a causal language model, with positions that are learnt or "
-                    "rotary? Others (encoder-decoder, Mamba, ALiBi) can't run here; "
-                    "nanoserve/GUIDE.md, section Models, lists what can."
-                )
-        vocab_size, hidden, intermediate, layers, heads, positions = required.values()
-        head_dim = read("head_dim", hidden // heads)
-        if not head_dim:
-            raise ValueError(
-                f"{file}: num_attention_heads is {heads}; allowed with hidden_size {hidden} and "
-                f"without head_dim: 1 to {hidden}."
-            )
+        vocab_size = read_required(hf, "vocab_size", file)
+        heads = read_required(hf, "num_attention_heads", file)
         eos = read_token_ids(hf, "eos_token_id", file)
         eos |= read_token_ids(defaults, "eos_token_id", defaults_file)
         return cls(
             path=folder,
-            architecture=architecture,
+            architecture=read_architecture(hf, file),
             vocab_size=vocab_size,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_layers=layers,
+            hidden_size=read_required(hf, "hidden_size", file),
+            intermediate_size=read_intermediate_size(hf, file),
+            num_layers=read_required(hf, "num_hidden_layers", file),
             num_heads=heads,
-            num_kv_heads=read("num_key_value_heads", heads),
-            head_dim=head_dim,
-            max_position_embeddings=positions,
-            rms_norm_eps=read("rms_norm_eps", 1e-6),
-            tie_word_embeddings=read("tie_word_embeddings", False),
+            num_kv_heads=read_key(hf, "num_key_value_heads", heads, file),
+            head_dim=read_head_dim(hf, file),
+            max_position_embeddings=read_required(hf, "max_position_embeddings", file),
+            rms_norm_eps=read_key(hf, "rms_norm_eps", 1e-6, file),
+            tie_word_embeddings=read_key(hf, "tie_word_embeddings", False, file),
             rope_parameters=read_rope_parameters(hf, file),
-            dtype=read("dtype", read("torch_dtype", "float32")).removeprefix("torch."),
+            dtype=read_dtype(hf, file),
             eos_token_ids=_drop_impossible(eos, vocab_size, folder),
             generation_defaults=defaults,
             hf_config=hf,

@@ -310,7 +310,11 @@ def _from_pretrained(folder: Path | str) -> Any:
     from transformers import AutoTokenizer  # imports torch, where there is one
 
     # False: no question on the terminal whether the checkpoint's code may run. It may not.
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    # As if it had been given: the error for a prompt that is too long says more than this warning.
+    said = getattr(tokenizer, "deprecation_warnings", {})
+    said["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
 
 
 def _encode(tokenizer: Any, text: Any, add_special_tokens: bool = True, **options: Any) -> Any:

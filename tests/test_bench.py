@@ -294,6 +294,10 @@ def test_the_scheduler_suite_measures_each_case(tiny_settings: turns.Settings) -
         assert row["prepare_us"] > 0
     assert set(result["growth_with_context"]) == {"2", "4"}
     assert result["growth_with_queue"] > 0
+    result |= {"growth_with_context": {"16": 1.066, "64": 1.05}, "growth_with_queue": 1.2}
+    shown = report.format_suite("scheduler", result)
+    assert "by running sequences: 1.07 x at 16, 1.05 x at 64; " in shown
+    assert "with the queue against without: 1.20 x\n" in shown
     assert "longest context against shortest" in report.format_suite("scheduler", result)
 
 
@@ -477,9 +481,12 @@ def test_claims_are_read_from_a_run() -> None:
     assert "3.0 x" in here["PagedAttention"]
     assert "1.50 x" in here["CUDA Graphs"]
     assert "50% of the weights" in here["Tensor Parallelism"]
-    assert here["Continuous Batching"] == here["Speculative Decoding"] == claims.NOT_MEASURED
+    assert here["Continuous Batching"] == "not in this run: bench.py batching"
+    assert here["Speculative Decoding"] == "not there yet"
     batch["rows"].pop()  # no eager engine in this run
-    assert dict(t[::2] for t in claims.measure_claims(measured))["CUDA Graphs"] == "not measured"
+    here = {technique: text for technique, _, text in claims.measure_claims(measured)}
+    assert here["CUDA Graphs"] == "not measured by this run's batch"
+    assert "== claims of the document 002, 性能优化技术 ==" in claims.format_claims(measured)
     assert claims.format_claims({"kernel": {"rows": []}}) == ""
 
 
@@ -668,7 +675,7 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
     result = json.loads(file.read_text())
     assert result["is_toy"]
     assert list(result["suites"]) == list(run.GPU_SUITES)
-    assert "== claims ==" in run_.stdout
+    assert "== claims of the document 002" in run_.stdout
     [row] = result["suites"]["throughput"]["rows"]
     assert row["nanoserve_is"] == 1
     assert result["suites"]["throughput"]["skipped"]["nano-vllm"]

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_configs import PUBLISHED
 from test_config import LLAMA, write_config
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint import (
+    COMMON_KEYS,
     KEYS,
     MAX_NESTING,
+    MAY_BE_OFF,
+    check_common_keys,
     is_plain_name,
     read_json,
     read_key,
@@ -180,6 +184,37 @@ def test_a_key_of_some_families(tmp_path: Path, key: str) -> None:
             config.get(key)
 
 
+@pytest.mark.parametrize("key", COMMON_KEYS)
+def test_a_key_that_means_the_same_in_every_family(key: str) -> None:
+    """It is checked for the families whose code is in transformers, too. There 0 may mean none."""
+    bad = [
+        value for value in BAD_FOR_FAMILIES[key] if not (key in MAY_BE_OFF and value in (0, [4]))
+    ]
+    bad += [-3, [-3]] if key in MAY_BE_OFF else []
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"config\.json: {key} is .*; allowed: "):
+            check_common_keys({**LLAMA, key: value}, "config.json")
+    for value in [None, *([0, [0, 2]] if key in MAY_BE_OFF else [])]:
+        check_common_keys({**LLAMA, key: value}, "config.json")
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_rope_of_each_type_of_layer(kind: str) -> None:
+    for place in ("rope_parameters", "rope_scaling"):
+        hf = {place: {kind: {"rope_type": "default", "rope_theta": -1}}}
+        with pytest.raises(ValueError, match=f"config.json, {place}.{kind}: rope_theta is -1"):
+            check_common_keys(hf, "config.json")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(tmp_path: Path, name: str) -> None:
+    """The keys of families that run through transformers, as their checkpoints write them."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = ModelConfig.from_folder(tmp_path)
+    check_common_keys(config.hf_config, tmp_path / "config.json")
+    assert config.num_layers == PUBLISHED[name].get("num_hidden_layers", 12)
+
+
 def test_one_layer_type_for_each_layer(tmp_path: Path) -> None:
     for number in (1, 3):
         folder = write_config(tmp_path, layer_types=["full_attention"] * number)
@@ -208,6 +243,7 @@ BAD_FOR_ROPE = {
 
 
 def test_every_key_has_a_test() -> None:
+    assert set(BAD_FOR_FAMILIES) == {*COMMON_KEYS, "layer_types"}
     assert set(KEYS) == set(BAD) | set(BAD_FOR_FAMILIES) | set(BAD_FOR_ROPE)
 
 
@@ -223,6 +259,16 @@ def test_a_key_of_rope(key: str) -> None:
             read_rope_parameters({**LLAMA, "rope_parameters": nested})
 
 
+def test_yarn_may_derive_its_factor() -> None:
+    """From the two lengths, as transformers does."""
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, **lengths}
+    derived, given = (rope_frequencies(8, {**rope, **each}, 64) for each in ({}, {"factor": 4.0}))
+    assert derived[0].tolist() == given[0].tolist()
+    assert derived[1] == given[1] > 1
+
+
+FACTORS = {"short_factor": [1.0], "long_factor": [1.0]}
 ROPE = {"rope_theta": 1e4, "max_position_embeddings": 64, "original_max_position_embeddings": 64}
 
 
@@ -233,10 +279,14 @@ ROPE = {"rope_theta": 1e4, "max_position_embeddings": 64, "original_max_position
         (0, {"rope_type": "default"}, "is 0; allowed: even, 2 or more"),
         (8, {"rope_type": "llama3"}, "'llama3' needs 'low_freq_factor'"),
         (8, {"rope_type": "longrope"}, "'longrope' needs 'short_factor'"),
-        (8, {"rope_type": "longrope", "short_factor": [1.0]}, "short_factor .* 1 entries, not 4"),
+        (8, {"rope_type": "longrope", "short_factor": [1.0] * 4}, "'longrope' needs 'long_factor'"),
+        (8, {"rope_type": "longrope", **FACTORS}, "short_factor .* 1 entr"),
+        (8, {"rope_type": "linear"}, "rope type 'linear' needs 'factor' in config.json"),
+        (8, {"rope_type": "dynamic"}, "'dynamic' needs 'factor'"),
+        (8, {"rope_type": "yarn"}, "'yarn' needs 'factor'"),
         (2, {"rope_type": "dynamic", "factor": 2.0}, "give no numbers"),
-        (8, {"rope_type": "linear", "rope_theta": 0.0}, "give no numbers"),
-        (8, {"rope_type": "linear", "rope_theta": math.nan}, "give no numbers"),
+        (8, {"rope_type": "linear", "factor": 2.0, "rope_theta": 0.0}, "give no numbers"),
+        (8, {"rope_type": "linear", "factor": math.nan}, "give no numbers"),
         (8, {"rope_type": "q"}, "'q' is not supported"),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from nanoserve import LLM, guard
 from nanoserve.config import DEMO_MODEL
@@ -350,6 +352,23 @@ def test_a_template_that_runs_too_long(tokenizer: Any, monkeypatch: pytest.Monke
 
 
 # -- tokenizers --
+
+
+def test_a_long_text_is_encoded_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error for a prompt that is too long says it. A tokenizer of the user's own still warns,
+    once."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(logging.getLogger("transformers"), "handlers", [handler])
+    ours, theirs = read_tokenizer(DEMO_MODEL), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for tokenizer in (ours, theirs):
+        tokenizer.model_max_length = 3
+    ours.encode("one two three four five six")
+    ours.guard.close()
+    assert heard == []
+    theirs.encode("one two three four five six")
+    assert "longer than the specified maximum" in heard[0]
 
 
 def split(regex: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from nanoserve.tools.soak.engine import EnginePart
 from nanoserve.tools.soak.inputs import InputPart
 from nanoserve.tools.soak.rounds import Round
 from nanoserve.tools.soak.signals import SignalPart
-from nanoserve.tools.soak.worker import Worker, WorkerFailed
+from nanoserve.tools.soak.worker import TimeIsOver, Worker, WorkerFailed
 
 SEED = 3
 
@@ -222,6 +223,8 @@ def test_a_worker_that_hangs_or_fails() -> None:
         with pytest.raises(WorkerFailed, match="hang: longer than") as caught:
             worker.call("hang", seconds=0.3)
         assert "in misbehave" in caught.value.log
+        with pytest.raises(TimeIsOver):
+            worker.call("hang", seconds=60, until=time.monotonic())
         assert worker.call("fine", seconds=30) == "fine"
         with pytest.raises(WorkerFailed, match="ZeroDivisionError"):
             worker.call("error", seconds=30)
@@ -286,6 +289,57 @@ def stop_after(number: int) -> Callable[..., None]:
             report.seconds = float("inf")
 
     return tell
+
+
+def test_a_round_is_dropped_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRACE seconds later it is not waited for, and no finding: its own limit is not reached."""
+    ends: list[float] = []
+
+    def call(worker: Worker, round: Round, until: float, **options: Any) -> Round:
+        ends.append(until)
+        if round.number == 2:
+            raise TimeIsOver
+        return round
+
+    monkeypatch.setattr(Worker, "call", call)
+    before = time.monotonic()
+    report = soak(1000, SEED, ["control"])
+    assert before + 1000 + cli.GRACE <= ends[0] <= time.monotonic() + 1000 + cli.GRACE
+    assert ends == ends[:1] * 3
+    assert report.rounds == {"control": 2}
+    assert report.findings == []
+    assert not report.is_interrupted
+
+
+def test_ctrl_c_ends_the_search_and_keeps_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PARTS, "control", Part(BrokenPart, share=1, limit=30))
+    show = cli.Bar.__call__
+
+    def interrupt(bar: cli.Bar, report: cli.Report, found: list[cli.Finding]) -> None:
+        show(bar, report, found)
+        if report.rounds["control"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.Bar, "__call__", interrupt)
+    file = tmp_path / "report.json"
+    assert main(["600", "--only", "control", "--seed", "8", "--json", str(file)]) == 130
+    written = json.loads(file.read_text())
+    assert written["is_interrupted"]
+    assert written["rounds"] == {"control": 2}
+    assert [found["round"] for found in written["findings"]] == [0]
+    assert "s, interrupted; rounds: control 2 (4 requests); 1 findings" in capsys.readouterr().out
+
+
+def test_a_length_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in ("-5", "0", "nan"):
+        with pytest.raises(SystemExit):
+            main([seconds])
+        assert f"SECONDS must be more than 0, got {seconds}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--round", "-1"])
+    assert "--round must be 0 or more" in capsys.readouterr().err
 
 
 def test_a_command_line_without_a_length_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,11 @@ test_families.py compares their greedy tokens.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from nanoserve.models.transformers_fallback import (
     Unsupported,
     attend,
     run_probe,
+    without_logs,
 )
 from nanoserve.parallel import ParallelState
 
@@ -297,9 +300,96 @@ def test_a_config_that_transformers_refuses(
     config = json.loads((folder / "config.json").read_text())
     config["layer_types"] = ["full_attention", "sideways_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    words = r"Gemma2.*can't read its config.json (?s:.*sideways.*)Supported natively"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"/config\.json: The layer_types .*sideways") as refused:
         load(folder)
+    assert "not supported" not in str(refused.value)  # the architecture is
+
+
+BUILD = "the model cannot be built from it"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "words"),
+    [
+        ("gemma2", {"hidden_activation": "swiglu"}, f"{BUILD} (unknown 'swiglu')"),
+        ("opt", {"activation_function": "swiglu"}, f"{BUILD} (unknown 'swiglu')"),
+        ("gpt2", {"activation_function": "swiglu"}, f"{BUILD} (unknown 'swiglu')"),
+        ("gemma2", {"rope_parameters": {"rope_type": "yarm"}}, f"{BUILD} (unknown 'yarm')"),
+        ("gemma2", {"sliding_window": -3}, "sliding_window is -3; allowed: an int from 1"),
+        (
+            "gemma2",
+            {"num_hidden_layers": 3},
+            "num_hidden_layers (3) must be equal to the number of layer_types (2)",
+        ),
+        (
+            "gemma2",
+            {"initializer_range": "x"},
+            "Field 'initializer_range' expected float, got str (value: 'x')",
+        ),
+        ("gemma2", {"query_pre_attn_scalar": 0}, f"{BUILD} (0.0 cannot be raised"),
+        (
+            "gemma2",
+            {"rope_parameters": {"rope_type": "linear"}},
+            "Missing required keys in rope_parameters for 'rope_type'='linear': {'factor'}",
+        ),
+        ("gpt2", {"n_head": 5}, f"{BUILD} (embed_dim must be divisible by num_heads (got"),
+    ],
+)
+def test_one_wrong_key_is_named_in_one_line(
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    transformers_log: list[str],
+    model_type: str,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    """The error begins with the file, not with the architecture, which is not the cause."""
+    extra: dict[str, Any] = {"gemma2": {"head_dim": 16}, "opt": {"ffn_dim": 112}}
+    source = make_checkpoint(model_type, **extra.get(model_type, {}))
+    folder = change_config(Path(shutil.copytree(source, tmp_path / "c")), **changes)
+    with pytest.raises(ValueError, match=r"config\.json: ") as refused:
+        load(folder)
+    assert str(refused.value).startswith(f"{folder / 'config.json'}: {words}")
+    assert "\n" not in str(refused.value)
+    assert transformers_log == []
+
+
+@pytest.fixture
+def transformers_log() -> Iterator[list[str]]:
+    """What transformers logs, which does not go to the root logger."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield heard
+    logger.removeHandler(handler)
+
+
+def test_what_an_error_says_here_is_not_logged_before(
+    gpt2: Path, transformers_log: list[str]
+) -> None:
+    """Of transformers' report, the error has the names. What the user loads is reported still."""
+    tensors = load_file(gpt2 / "model.safetensors")
+    tensors.pop("transformer.h.0.mlp.c_fc.weight")
+    save_file(tensors, gpt2 / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="missing: "):
+        load(gpt2)
+    assert transformers_log == []
+    GPT2LMHeadModel.from_pretrained(gpt2)
+    assert any("LOAD REPORT" in text for text in transformers_log)
+
+
+def test_other_threads_log_meanwhile(transformers_log: list[str]) -> None:
+    logger = logging.getLogger("transformers.modeling_utils")
+    with without_logs({logger.name: " REPORT"}):
+        for text in ("A REPORT", "news"):
+            logger.warning(text)
+        thread = threading.Thread(target=logger.warning, args=("their REPORT",))
+        thread.start()
+        thread.join()
+    logger.warning("a later REPORT")
+    assert transformers_log == ["news", "their REPORT", "a later REPORT"]
 
 
 def test_ranks_need_our_own_models(make_checkpoint: MakeCheckpoint) -> None:

@@ -8,7 +8,7 @@ suite's result.
     PagedAttention               memory: KV slots that hold tokens        slots reserved by length
     Continuous Batching          batching: the same engine                static batches
     Prefix Caching               prefix: prompts with one beginning       caching off
-    Speculative Decoding         nothing yet
+    Speculative Decoding         nothing: it is not there yet
     Chunked Prefill              chunked: long prompts among decodes      whole prompts
     CUDA Graphs                  batch: the variant "eager"               no graphs
     Tensor Parallelism           parallel: weights on each of two ranks   one rank
@@ -29,7 +29,7 @@ class Claim(NamedTuple):
 
     technique: str
     effect: str  # as the document claims it
-    suite: str  # of bench.py; empty: nothing measures it
+    suite: str  # of bench.py; empty: nanoserve does not have the technique
     measured: Callable[[Suite], str | None]  # None: the result does not hold it
 
 
@@ -103,27 +103,33 @@ CLAIMS = (
     Claim("CUDA Graphs", "small batches up 30-50%", "batch", read_graphs),
     Claim("Tensor Parallelism", "large models are supported", "parallel", read_parallel),
 )
-NOT_MEASURED = "not measured"
+DOCUMENT = "002, 性能优化技术"
+NOT_MEASURED, NOT_THERE = "not measured", "not there yet"
 
 
 def measure_claims(suites: dict[str, Suite]) -> list[tuple[str, str, str]]:
     """(technique, the document's effect, measured here) of every claim, from one run's suites."""
-    found = []
-    for claim in CLAIMS:
-        suite = suites.get(claim.suite)
-        found.append((claim.technique, claim.effect, suite and claim.measured(suite)))
-    return [(technique, effect, here or NOT_MEASURED) for technique, effect, here in found]
+    return [(claim.technique, claim.effect, measure(claim, suites)) for claim in CLAIMS]
+
+
+def measure(claim: Claim, suites: dict[str, Suite]) -> str:
+    """What one run's suites say about a claim, or why they say nothing."""
+    if not claim.suite:
+        return NOT_THERE
+    if claim.suite not in suites:
+        return f"not in this run: bench.py {claim.suite}"
+    return claim.measured(suites[claim.suite]) or f"{NOT_MEASURED} by this run's {claim.suite}"
 
 
 def format_claims(suites: dict[str, Suite]) -> str:
     """The table as text; empty if the run measured none of the claims."""
-    lines = measure_claims(suites)
-    if all(here == NOT_MEASURED for *_, here in lines):
+    if not any(claim.suite in suites and claim.measured(suites[claim.suite]) for claim in CLAIMS):
         return ""
+    lines = measure_claims(suites)
     titles = ("technique", "the document claims", "measured here")
     widths = [max(len(line[column]) for line in (titles, *lines)) for column in range(2)]
     table = [
         f"{line[0].ljust(widths[0])}  {line[1].ljust(widths[1])}  {line[2]}"
         for line in (titles, *lines)
     ]
-    return "\n".join(["== claims ==", *table])
+    return "\n".join([f"== claims of the document {DOCUMENT} ==", *table])

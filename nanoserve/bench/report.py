@@ -175,7 +175,7 @@ WORKLOADS = {
     "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
-    "with the queue against without: {growth_with_queue}",
+    "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "
     "{max_model_len}",
     "kernel": "{dtype} {note}",
@@ -185,7 +185,8 @@ WORKLOADS = {
 def format_suite(name: str, suite: dict[str, Any]) -> str:
     """One suite's result as text. A suite without columns of its own shows all plain values."""
     rows = suite.get("rows", [suite])
-    lines = [f"== {name} ==", WORKLOADS.get(name, "").format(**suite)]
+    said = {key: in_words(each) if isinstance(each, dict) else each for key, each in suite.items()}
+    lines = [f"== {name} ==", WORKLOADS.get(name, "").format(**said)]
     lines.append(format_table(rows, COLUMNS.get(name) or columns_of(rows)))
     for row in rows:  # half of the differences between engines are settings
         if "description" in row:
@@ -193,6 +194,14 @@ def format_suite(name: str, suite: dict[str, Any]) -> str:
             lines.append(f"{row['engine']}: {about}")
     lines += [f"left out: {label}: {why}" for label, why in suite.get("skipped", {}).items()]
     return "\n".join(filter(None, lines))
+
+
+def in_words(ratios: dict[str, Any]) -> str:
+    """{"16": 1.07, "64": 1.05} -> "1.07 x at 16, 1.05 x at 64"; other values as they are."""
+    return ", ".join(
+        f"{value:.2f} x at {key}" if isinstance(value, float) else f"{value} at {key}"
+        for key, value in ratios.items()
+    )
 
 
 def columns_of(rows: list[dict[str, Any]]) -> Columns:

@@ -49,13 +49,13 @@ def _frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple
     base = float(rope["rope_theta"])
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     plain = 1.0 / base**exponents  # written as transformers does: the same rounding
-    rope_type, factor = rope["rope_type"], float(rope.get("factor") or 1.0)
+    rope_type = rope["rope_type"]
     if rope_type == "default":
         return plain, 1.0
     if rope_type == "linear":  # positions divided by the factor
-        return plain / factor, 1.0
+        return plain / rope["factor"], 1.0
     if rope_type == "dynamic":  # NTK: a larger base instead
-        original = rope["max_position_embeddings"]
+        original, factor = rope["max_position_embeddings"], rope["factor"]
         stretch = factor * max(max_model_len, original) / original - (factor - 1)
         return 1.0 / (base * stretch ** (dim / (dim - 2))) ** exponents, 1.0
     if rope_type == "llama3":
@@ -83,6 +83,8 @@ def _yarn_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, f
     dim, base = 2 * len(plain), float(rope["rope_theta"])
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
+    if "factor" not in rope and factor <= 1:  # the two lengths say nothing, either
+        raise KeyError("factor")
 
     def dimension_of(turns: float) -> float:
         """The dimension that makes this many turns in the original length."""
@@ -115,7 +117,7 @@ def _longrope_frequencies(
     original = rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
     name = "long_factor" if max_model_len > original else "short_factor"
-    divisors = rope[name]
+    divisors = {each: rope[each] for each in ("short_factor", "long_factor")}[name]
     if len(divisors) != len(plain):
         raise ValueError(f"{name} of config.json has {len(divisors)} entries, not {len(plain)}.")
     scaling = rope.get("attention_factor")

@@ -25,8 +25,12 @@ vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +44,9 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.checkpoint import check_common_keys
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.exceptions import brief
 from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
@@ -66,6 +72,12 @@ IGNORED_KWARGS = frozenset(
     }
 )
 SUPPORTED_KWARGS = frozenset({"scaling", "sliding_window", "softcap"})
+# What transformers logs before it fails, and an error here says in a sentence. Logger -> its words.
+SAID_HERE = {
+    "transformers.modeling_utils": " LOAD REPORT",
+    "transformers.modeling_rope_utils": "Missing validation function",
+}
+NO_INTERFACE = "does not use transformers' attention interface"
 
 
 @dataclass(frozen=True)
@@ -287,7 +299,7 @@ def run_probe(
     except Exception as error:  # code of transformers, of any model: it may raise anything
         raise Unsupported(f"fails on two tokens ({type(error).__name__}: {error})") from error
     if not probe.calls:
-        raise Unsupported("does not use transformers' attention interface")
+        raise Unsupported(NO_INTERFACE)
     num_layers = config.num_hidden_layers
     if len(probe.calls) != num_layers:
         raise Unsupported(f"attends in {len(probe.calls)} of its {num_layers} layers only")
@@ -338,36 +350,85 @@ def load_with_transformers(
 
     Raises ValueError if the model can't run here, or if the weights do not match.
     """
-    assert config.max_model_len, "EngineConfig not resolved"
     architecture = model_config.architecture
     if layer_config.parallel.world_size > 1:
         refuse(architecture, "through transformers it can't be cut among ranks")
     if architecture not in set(_causal_lm_names()):
         refuse(architecture, "transformers knows no causal language model of that name")
     model_cls = getattr(transformers, architecture)
-    try:
-        hf_config = model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
-    except Exception as error:  # each family has its own checks
-        refuse(architecture, f"transformers can't read its config.json ({error})")
     AttentionInterface.register(ATTENTION_NAME, attend)
     try:
-        check_config(model_cls, hf_config)
-        is_dummy = config.load_format == "dummy"
-        check_sizes(hf_config, model_config, layer_config, None if is_dummy else tensors)
-        if is_dummy:
-            causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
-        else:
-            causal_lm = fill_checkpoint(
-                model_cls, hf_config, model_config.path, tensors, layer_config.dtype
-            )
-        causal_lm = causal_lm.eval().to(layer_config.device)
-        return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
+        with without_logs(SAID_HERE):
+            return make_model(config, model_config, layer_config, model_cls, tensors)
     except Unsupported as error:
         refuse(architecture, f"it {error}")
-    except KeyError as error:  # a family with its own table of attention functions
-        if ATTENTION_NAME not in error.args:
-            raise
-        refuse(architecture, "it does not use transformers' attention interface")
+
+
+def make_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer_config: LayerConfig,
+    model_cls: Any,
+    tensors: dict[str, TensorInfo],
+) -> TransformersForCausalLM:
+    """The model as `model_cls` of transformers. Raises Unsupported, and ValueError for a bad value
+    in config.json and for weights that do not match."""
+    assert config.max_model_len, "EngineConfig not resolved"
+    hf_config = read_hf_config(model_cls, model_config)
+    check_config(model_cls, hf_config)
+    is_dummy = config.load_format == "dummy"
+    check_sizes(hf_config, model_config, layer_config, None if is_dummy else tensors)
+    if is_dummy:
+        causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
+    else:
+        causal_lm = fill_checkpoint(
+            model_cls, hf_config, model_config.path, tensors, layer_config.dtype
+        )
+    causal_lm = causal_lm.eval().to(layer_config.device)
+    return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
+
+
+def read_hf_config(model_cls: Any, model_config: ModelConfig) -> Any:
+    """config.json as transformers' own class. Raises ValueError, which names the file, for values
+    that KEYS of checkpoint.py or the class does not allow."""
+    file = model_config.path / "config.json"
+    check_common_keys(model_config.hf_config, file)
+    try:
+        return model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
+    except Exception as error:  # each family has its own checks
+        raise ValueError(f"{file}: {reason_of(error)}.") from None
+
+
+def reason_of(error: Exception) -> str:
+    """What an error of transformers says about config.json, in one line.
+
+    ValueError("Class validation error for validator 'x':\n    ValueError: `a` (3) must be 2")
+    -> "a (3) must be 2"; KeyError("swiglu"), of one of its tables, -> "unknown 'swiglu'".
+    """
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if isinstance(error, KeyError) and " " not in text:
+        return f"unknown {brief(text)}"
+    text = text.partition(" Errors: ")[0]  # one for each type that it might have
+    text = re.sub(r"^.*[vV]alidation error for .*:\n\s*\w+: ", "", text)
+    text = " ".join(text.replace("`", "").split()).rstrip(".")
+    return text or type(error).__name__
+
+
+@contextmanager
+def without_logs(said: dict[str, str]) -> Iterator[None]:
+    """While the block lasts, and in this thread only: loggers of these names drop what contains
+    their words."""
+    thread = threading.get_ident()
+    with ExitStack() as stack:
+        for name, words in said.items():
+            logger = logging.getLogger(name)
+
+            def keeps(record: logging.LogRecord, words: str = words) -> bool:
+                return threading.get_ident() != thread or words not in record.getMessage()
+
+            logger.addFilter(keeps)
+            stack.callback(logger.removeFilter, keeps)
+        yield
 
 
 def _causal_lm_names() -> Iterator[str]:
@@ -435,10 +496,13 @@ def check_sizes(
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
             plan = AutoModelForCausalLM.from_config(hf_config, attn_implementation=ATTENTION_NAME)
-    except (KeyError, Unsupported):
-        raise
+    except (ImportError, NotImplementedError) as error:  # it is not config.json that is wrong
+        raise Unsupported(f"can't be built here ({error})") from error
     except Exception as error:  # each family has its own checks
-        raise Unsupported(f"can't be built from its config.json ({error})") from error
+        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:  # it has its own table
+            raise Unsupported(NO_INTERFACE) from error
+        file, reason = model_config.path / "config.json", reason_of(error)
+        raise ValueError(f"{file}: the model cannot be built from it ({reason}).") from error
     parameters = dict(plan.named_parameters())
     wanted = sum(parameter.numel() for parameter in parameters.values())
     if tensors is not None:
@@ -476,8 +540,6 @@ def fill_checkpoint(
             ignore_mismatched_sizes=True,  # named below instead
         )
     except Exception as error:  # code of transformers, of any model: it may raise anything
-        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:
-            raise
         raise ValueError(
             f"transformers can't load the weights in {folder} ({type(error).__name__}: {error}). "
             "Is the download complete, and do the weights belong to config.json?"

@@ -7,12 +7,16 @@
 A turn is one round of one part, in the part's own process. The next turn is of the part that has
 had the least of its share of the time. The exit status is 1 if anything was found. A finding never
 ends the search: the next round begins, in a fresh process if the last one had to be ended.
+
+A round that is not done a few seconds after the end is dropped. Ctrl-C ends the search; the report
+is that of the rounds before it, and the exit status is 130.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import time
@@ -29,7 +33,10 @@ from nanoserve.tools.soak.engine import EnginePart, RankPart
 from nanoserve.tools.soak.inputs import InputPart
 from nanoserve.tools.soak.rounds import Round
 from nanoserve.tools.soak.signals import SignalPart
-from nanoserve.tools.soak.worker import Worker, WorkerFailed
+from nanoserve.tools.soak.worker import TimeIsOver, Worker, WorkerFailed
+
+GRACE = 5.0  # seconds that the last round may go on when the time is over
+INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
 
 
 class Part(NamedTuple):
@@ -74,6 +81,7 @@ class Report:
 
     seed: int
     seconds: float = 0.0
+    is_interrupted: bool = False  # by Ctrl-C
     rounds: dict[str, int] = field(default_factory=dict)  # part -> rounds played
     requests: dict[str, int] = field(default_factory=dict)  # part -> requests or cases tried
     findings: list[Finding] = field(default_factory=list)
@@ -84,13 +92,15 @@ class Report:
             for name, number in self.rounds.items()
         ]
         found = f"{len(self.findings)} findings" if self.findings else "no finding"
-        return f"seed {self.seed}, {self.seconds:.0f} s; rounds: {', '.join(parts)}; {found}"
+        time = f"{self.seconds:.0f} s{', interrupted' * self.is_interrupted}"
+        return f"seed {self.seed}, {time}; rounds: {', '.join(parts)}; {found}"
 
 
-def play(worker: Worker, part: Part, round: Round) -> Round:
-    """One round in the worker's process. What ends the process is a finding."""
+def play(worker: Worker, part: Part, round: Round, until: float = math.inf) -> Round:
+    """One round in the worker's process. What ends the process is a finding. Raises TimeIsOver if
+    the round is not done at `until` (of time.monotonic)."""
     try:
-        return worker.call(round, seconds=part.limit, megabytes=part.megabytes)
+        return worker.call(round, seconds=part.limit, megabytes=part.megabytes, until=until)
     except WorkerFailed as failed:
         round.findings.append(f"{failed}\n{failed.log.strip()}")
         return round
@@ -110,7 +120,7 @@ def soak(
     seconds: float, seed: int, names: list[str], only_round: int | None = None, tell: Any = None
 ) -> Report:
     """Search for so many seconds, or play one round of each named part. `tell` gets each finding
-    and, after each round, the report."""
+    and, after each round, the report. Ctrl-C ends the search, too: the report says so."""
     report = Report(seed, rounds=dict.fromkeys(names, 0), requests=dict.fromkeys(names, 0))
     workers = {name: Worker(partial(PlayRounds, PARTS[name].make)) for name in names}
     spent = dict.fromkeys(names, 0.0)
@@ -120,7 +130,8 @@ def soak(
             name = min(names, key=lambda each: spent[each] / PARTS[each].share)
             number = report.rounds[name] if only_round is None else only_round
             start = time.monotonic()
-            round = play(workers[name], PARTS[name], Round(name, seed, number))
+            until = begin + seconds + GRACE
+            round = play(workers[name], PARTS[name], Round(name, seed, number), until)
             spent[name] += time.monotonic() - start
             report.rounds[name] += 1
             report.requests[name] += round.num_requests
@@ -131,6 +142,10 @@ def soak(
                 names = [each for each in names if each != name]
             if tell is not None:
                 tell(report, found)
+    except TimeIsOver:
+        report.seconds = time.monotonic() - begin
+    except KeyboardInterrupt:
+        report.seconds, report.is_interrupted = time.monotonic() - begin, True
     finally:
         for worker in workers.values():
             worker.close()
@@ -168,15 +183,23 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     read = parser.parse_args(arguments)
     if (read.seconds is None) == (read.round is None):
         parser.error("give SECONDS, or --round with the number of one round.")
+    if read.seconds is not None and not read.seconds > 0:
+        parser.error(f"SECONDS must be more than 0, got {read.seconds:g}.")
+    if read.round is not None and read.round < 0:
+        parser.error(f"--round must be 0 or more, got {read.round}.")
     return read
 
 
 def main(arguments: list[str]) -> int:
-    """0 without findings, 1 with findings."""
+    """0 without findings, 1 with findings, 130 after Ctrl-C."""
     read = read_arguments(arguments)
     os.environ["NANOSERVE_LOGGING_LEVEL"] = "CRITICAL"  # planted faults are logged as errors
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A process that was ended leaves semaphores, which Python removes, and would tell below the
+    # report.
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"
+    os.environ.setdefault("PYTHONWARNINGS", quiet)
     seed = random.SystemRandom().randrange(10**6) if read.seed is None else read.seed
     names = read.only or list(PARTS)
     bar = Bar(read.seconds or 0.0)
@@ -187,4 +210,6 @@ def main(arguments: list[str]) -> int:
     print(report)
     if read.json is not None:
         read.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    if report.is_interrupted:
+        return INTERRUPTED
     return 1 if report.findings else 0

@@ -3,6 +3,7 @@
     worker = Worker(ControlPart)              starts the process, makes ControlPart() there
     worker.call(round, seconds=60)            what ControlPart()(round) returns there
 
+What a call has not brought at a time of the caller's choice is not waited for (TimeIsOver).
 A process that is ended writes the stack of all its threads first (faulthandler, on SIGABRT).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -27,6 +29,10 @@ POLL = 0.05  # seconds between two looks at the memory of the process
 PATIENCE = 10.0  # seconds for a process to write its stacks and end
 
 
+class TimeIsOver(Exception):
+    """The caller's time is over. The process has been ended, and is not to blame."""
+
+
 class WorkerFailed(Exception):
     """A call that brought no result. `log` is the end of what the process wrote."""
 
@@ -41,7 +47,8 @@ class WorkerFailed(Exception):
 class Worker:
     """One process that makes one target and calls it again and again.
 
-    Invariant: after a WorkerFailed the process has ended; the next call starts another one.
+    Invariant: after an exception the process has ended; the next call starts another one. (After
+    KeyboardInterrupt it has not, and close() ends it at once.)
     """
 
     def __init__(
@@ -53,26 +60,35 @@ class Worker:
         self._process: Any = None
         self._connection: Connection | None = None
         self._log: Path | None = None
+        self._is_busy = False
 
-    def call(self, *arguments: Any, seconds: float, megabytes: float = 4000.0) -> Any:
+    def call(
+        self,
+        *arguments: Any,
+        seconds: float,
+        megabytes: float = 4000.0,
+        until: float = math.inf,
+    ) -> Any:
         """What the target returns. Raises WorkerFailed if it raises, crashes, takes longer, or if
-        the process grows beyond `megabytes`."""
+        the process grows beyond `megabytes`; TimeIsOver at `until` (of time.monotonic)."""
+        self._is_busy = True
         if self._process is None:
             self._start()
-            self._wait(self.start_seconds, megabytes)
+            self._wait(self.start_seconds, megabytes, until)
         assert self._connection is not None
         self._connection.send(arguments)
-        is_error, result = self._wait(seconds, megabytes)
+        is_error, result = self._wait(seconds, megabytes, until)
+        self._is_busy = False
         if is_error:
             raise self._end("error", result)
         return result
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; at once if a call is under way."""
         if self._connection is not None:
             self._connection.close()
         if self._process is not None:
-            self._process.join(PATIENCE)
+            self._process.join(0 if self._is_busy else PATIENCE)
             self._kill()
 
     def _start(self) -> None:
@@ -85,7 +101,7 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def _wait(self, seconds: float, megabytes: float) -> Any:
+    def _wait(self, seconds: float, megabytes: float, until: float) -> Any:
         assert self._connection is not None
         deadline = time.monotonic() + seconds
         while not self._connection.poll(POLL):
@@ -93,6 +109,9 @@ class Worker:
                 raise self._end("crash", f"exit code {self._process.exitcode}")
             if resident_megabytes(self._process.pid) > megabytes:
                 raise self._end("memory", f"more than {megabytes:.0f} MB")
+            if time.monotonic() > until:
+                self._kill()
+                raise TimeIsOver
             if time.monotonic() > deadline:
                 raise self._end("hang", f"longer than {seconds:.0f} s")
         try:
@@ -119,6 +138,7 @@ class Worker:
         self._process.kill()
         self._process.join()
         self._process = self._connection = None
+        self._is_busy = False
         if self._log is not None:
             self._log.unlink(missing_ok=True)
 
