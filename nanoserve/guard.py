@@ -37,7 +37,6 @@ import json
 import marshal
 import math
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -389,27 +388,30 @@ def check_parts(content: Any) -> bool:
 
 # -- which tokenizers need no process --
 
-# A part of a regular expression that takes a fixed number of characters: \\p{L}, [^\\s\\p{L}], a,
-# (?i:'s|'t). Not back references, assertions, or groups that repeat.
-_CLASS = r"\\[pP]\{\^?\w+\}|\\[sSdDwWnrtf'/.\-|+*?()\[\]{}^$]"
-_ATOM = (
-    rf"(?:{_CLASS}|\[\^?(?:{_CLASS}|[^\\\[\]])+\]|\(\?i?:(?:{_CLASS}|[^\\()*+?{{}}])*\)"
-    r"|[^\\\[\](){}|*+?^$])"
-)
-# At most one part may take more or fewer characters, and once a part of any length has matched,
-# nothing can fail that follows. So no attempt at a match goes back over its text.
-_ALTERNATIVE = (
-    rf"(?:{_ATOM}(?:\{{\d\}})?)*(?:{_ATOM}\?\+?)?{_ATOM}*{_ATOM}"
-    rf"(?:(?:\+\+?|\{{\d+,\}})(?:{_ATOM}\*)?(?:{_ATOM}\?)?|\{{\d,\d\}}|\?)?"
-)
-_LINEAR_REGEX = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
-# Alternatives that do go back, but only over text that the next one then takes.
-_SPACES = (
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    r"|\s*[\r\n]|\s+(?!\S)|\s+",
-    r"|\s+(?!\S)|\s+",
-)
+# The regular expressions of the usual tokenizers. Their time is known to be linear, because at most
+# one part of each alternative takes any number of characters, and nothing can fail that follows.
+# No rule decides this for others: a rule would have to be right for all regular expressions.
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDING, _OTHERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NAME, _WORD = r"[^\r\n\p{L}\p{N}]?" + _UPPER + "*" + _LOWER, r"[^\r\n\p{L}\p{N}]?" + _UPPER
+_REGEXES = {
+    *(r"\p{N}{1,3}", r"\d", " {2,}", "[一-龥぀-ゟ゠-ヿ]+"),  # DeepSeek and others
+    r"\p{N}|\p{Lu}+\p{Ll}*| ?\p{Ll}+|\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # demo
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+    *(  # Qwen 2 and 3; Llama 3
+        _ENDING + r"|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + _OTHERS
+        for digits in (r"\p{N}", r"\p{N}{1,3}")
+    ),
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",  # GPT-4
+    *(  # Mistral; GPT-4o and Llama 4
+        rf"{_NAME}+{ending}|{_WORD}+{_LOWER}*{ending}|{digits}"
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*"
+        + _SPACES
+        for ending, digits in (("", r"\p{N}"), (_ENDING + "?", r"\p{N}{1,3}"))
+    ),
+}
 
 _GROWTH = {  # characters that a normalizer or decoder makes of one, at most
     "BertNormalizer": 8,
@@ -470,7 +472,7 @@ def _growth(part: dict[str, Any]) -> float:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
         case {"type": "Replace", "pattern": {"Regex": regex}, "content": str(new)}:
-            return 1 + len(new) if _is_linear_regex(regex) else math.inf
+            return 1 + len(new) if regex in _REGEXES else math.inf
     return _GROWTH.get(part["type"], math.inf) if part else 1
 
 
@@ -479,7 +481,7 @@ def _splits_linearly(part: dict[str, Any]) -> bool:
         case {"type": "Split", "pattern": {"String": pattern}}:
             return bool(pattern)
         case {"type": "Split", "pattern": {"Regex": regex}}:
-            return _is_linear_regex(regex)
+            return regex in _REGEXES
     return not part or part["type"] in _PRE_TOKENIZERS
 
 
@@ -488,13 +490,6 @@ def _adds_a_few(part: dict[str, Any]) -> bool:
     if part.get("type") == "TemplateProcessing":
         return sum("Sequence" in piece for piece in part["single"]) <= 1
     return not part or part["type"] in _POST_PROCESSORS
-
-
-def _is_linear_regex(regex: str) -> bool:
-    for spaces in _SPACES:
-        regex = regex.removesuffix(spaces)
-    regex = regex.replace(f"{_UPPER}*{_LOWER}+", f"{_LOWER}+")
-    return _LINEAR_REGEX.fullmatch(regex) is not None
 
 
 # -- in the Guard's process --
