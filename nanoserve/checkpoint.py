@@ -311,24 +311,34 @@ def check_is_file(file: Path) -> None:
         )
 
 
+def read_bytes(file: Path, most: int) -> bytes:
+    """The content of a checkpoint's file. Raises ValueError, which names the file, for one that is
+    not regular, has more than `most` bytes, or cannot be read."""
+    check_is_file(file)
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(most + 1)  # not its size, which may change
+    except OSError as error:
+        raise ValueError(f"{file} is not readable ({error}). Copy it again.") from error
+    if len(content) > most:
+        raise ValueError(f"{file} is not readable (it has more than {most} bytes). Copy it again.")
+    return content
+
+
 def read_json(file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in a checkpoint's file. Raises ValueError, which names the file, for a file
     that is missing, not regular, larger than `most_bytes`, nested too deeply, or no JSON object."""
     if not os.path.lexists(file):
         raise ValueError(f"{file.parent} has no {file.name}: not a Hugging Face checkpoint folder.")
-    check_is_file(file)
+    content = read_bytes(file, most_bytes)
     try:
-        with open(file, "rb") as stream:
-            content = stream.read(most_bytes + 1)  # not its size, which may change
-        if len(content) > most_bytes:
-            raise ValueError(f"it has more than {most_bytes} bytes")
         values = json.loads(content.decode("utf-8"))
         check_nesting(values)
     except RecursionError:
         raise ValueError(
             f"{file} is not readable JSON (nested too deeply). Copy it again."
         ) from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is not readable JSON ({error}). Copy it again.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not a JSON object but {brief(values)}. Copy it again.")

@@ -15,9 +15,12 @@ Here nothing can stop them, as they run in one call of C or Rust. So they run in
 The process is started by the first chat, takes half a second to start, and ends with the engine. At
 a limit it is killed, the request gets an error, and the next one gets a new process. The text is
 what `tokenizer.apply_chat_template` of the installed transformers returns: the process calls it.
+The template of the demo model is ours, and is rendered here.
 
 Nearly all tokenizers are of a few forms, whose time and memory grow with the text and not faster
-(`is_linear`). They are called directly. Any other one is called in the process of the Guard.
+(`is_linear`). They are called directly. Any other one is called in the process of the Guard. The
+checks of a tokenizer's files (`check_files`) hold only while nobody writes to the folder, because
+transformers reads the files again.
 
 Left out: a limit of memory on macOS and Windows, which have none for a process (the limits of time
 and text hold); a process of its own for each of several threads (they take turns).
@@ -37,8 +40,6 @@ import json
 import marshal
 import math
 import os
-import re
-import stat
 import subprocess
 import sys
 import threading
@@ -48,6 +49,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nanoserve.checkpoint import check_is_file, read_bytes
+from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
 
@@ -64,13 +67,10 @@ FILE_NAMES = (  # what the names of these files begin with
     *("sentencepiece", "special_tokens", "spiece", "tokenizer", "vocab"),
 )
 FILE_BYTES = 64 * 2**20  # of each file that a tokenizer is read from
-TOKENIZER_ITEMS = 8_000_000  # commas and brackets of tokenizer.json; large ones have 2 million
-CONFIG_ITEMS = 50_000  # of another JSON file; beyond it, the tokenizer is read in the Guard first
-PIECE_CHARACTERS = 2**23  # of all pieces of a Unigram vocabulary: each takes 100 bytes of memory
-LONGEST_PIECE = 1024  # characters
-REGEX_CHARACTERS = 8192  # of all regular expressions of a tokenizer
-NUM_ADDED = 20_000  # added tokens; beyond it, the tokenizer is read in the Guard first
+FILE_ITEMS = 8_000_000  # commas and brackets of a JSON file; large ones have 2 million
+LONGEST_PIECE = 1024  # characters of a Unigram vocabulary's piece
 NUM_PARTS = 64  # normalizers, pre-tokenizers, decoders, ...
+NUM_ADDED = 20_000  # added tokens of a usual tokenizer
 MAX_GROWTH = 100  # characters that one character of a text may become
 
 
@@ -86,9 +86,10 @@ class Guard:
     it. The process ends with close(), with the Guard, and with the process that started it.
     """
 
-    def __init__(self, backend: Any | None = None) -> None:
-        """backend: a tokenizer of the tokenizers library, which the process is to have, too."""
-        self.backend = backend
+    def __init__(self, backend: Any | None = None, own_template: str | None = None) -> None:
+        """backend: a tokenizer of the tokenizers library, which the process is to have, too;
+        own_template: one that came with this package, and so is rendered here, in no process."""
+        self.backend, self.own_template = backend, own_template
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None  # one that waits for its next call
@@ -97,7 +98,7 @@ class Guard:
         self._last_format: tuple[Any, str] = (None, "string")
 
     def __reduce__(self) -> Any:
-        return Guard, (self.backend,)  # a copy gets a process of its own
+        return Guard, (self.backend, self.own_template)  # a copy gets a process of its own
 
     def render(self, tokenizer: Any, messages: list[Any], options: dict[str, Any]) -> str:
         """The text that tokenizer.apply_chat_template makes of these messages. Raises GuardError;
@@ -105,6 +106,9 @@ class Guard:
         if isinstance(tools := options.get("tools"), (list, tuple)):
             options = {**options, "tools": [as_schema(tool) for tool in tools]}
         chat_template = getattr(tokenizer, "chat_template", None)  # one, or several by name
+        if self._is_own(options.get("chat_template") or chat_template):
+            messages, options = as_plain((messages, options))
+            return tokenizer.apply_chat_template(messages, tokenize=False, **options)
         args = (chat_template, tokenizer.special_tokens_map, messages, options)
         return self.call("render", *as_plain(args))
 
@@ -112,7 +116,7 @@ class Guard:
         """inputs.find_content_format, which reads the template. Raises ValueError as it does, and
         RuntimeError after close()."""
         self._check_open()
-        if given != "auto" or not isinstance(chat_template, str):
+        if given != "auto" or not isinstance(chat_template, str) or self._is_own(chat_template):
             return find_content_format(chat_template, given)
         last_template, content_format = self._last_format
         if last_template != chat_template:
@@ -133,7 +137,9 @@ class Guard:
         if self._pid != os.getpid():  # a fork: the process and the lock belong to the parent
             self._lock, self._process, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
-            process, self._process = self._process or self._start(), None
+            process, self._process = self._process, None
+            if process is None or process.poll() is not None:  # it may have been killed meanwhile
+                process = self._start()
             reply = _ask(process, task, *args)
             self._process = process  # it waits for its next call
         return _result(reply)
@@ -170,6 +176,9 @@ class Guard:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
+
+    def _is_own(self, chat_template: Any) -> bool:
+        return self.own_template is not None and chat_template == self.own_template
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -225,8 +234,8 @@ def _ask(process: subprocess.Popen[bytes], task: str, *args: Any) -> dict[str, A
         raise GuardError(f"it takes more than {seconds} seconds")
     if not line.endswith(b"\n"):
         raise GuardError(
-            f"its process ended with exit status {process.returncode} and without a reply; it may "
-            f"use {megabytes} MiB of memory"
+            f"its process ended with exit status {process.returncode} and without a reply; its "
+            f"limit is {megabytes} MiB of memory"
         )
     return json.loads(line.decode("utf-8", "surrogatepass"))
 
@@ -293,6 +302,8 @@ def read_tokenizer(folder: Path) -> Any:
             guard.end_process()  # what it holds is not needed
         tokenizer = _from_pretrained(folder)
         tokenizer.guard = guard
+        if folder.resolve() == DEMO_MODEL.resolve():
+            guard.own_template = tokenizer.chat_template
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and not is_linear(backend):
             guard.backend = backend
@@ -326,94 +337,100 @@ def _encode(tokenizer: Any, text: Any, add_special_tokens: bool = True, **option
 
 def check_files(folder: Path) -> bool:
     """Raise ValueError for a file that may not be read: a special one (reading a FIFO never ends),
-    one that is too large, a tokenizer.json of too many parts.
+    one that is too large, a tokenizer.json of too many parts or of long pieces.
 
-    False if reading the tokenizer may take long all the same: transformers has to make a
-    tokenizer.json, or it has an unusual normalizer, or there are a great many items elsewhere.
+    False if the tokenizer is unusual, so that reading it may take long all the same. The process
+    of the Guard reads it first then, which bounds the time and the memory.
     """
-    is_usual = (folder / "tokenizer.json").exists()
+    is_usual = (folder / "tokenizer.json").exists()  # else transformers has to make one
     for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
-        try:
-            status = file.stat()
-        except OSError:  # a link to nothing
+        if not file.exists() or (file.is_dir() and not file.suffix):  # a link to nothing; a folder
             continue
-        if stat.S_ISDIR(status.st_mode) and not file.suffix:
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{file.name} is no regular file")
+        check_is_file(file)
         if not file.name.startswith(FILE_NAMES) and file.suffix != ".jinja":
             continue
-        if status.st_size > FILE_BYTES:
-            raise ValueError(
-                f"{file.name} has {status.st_size} bytes; allowed: {FILE_BYTES}, as the tokenizer "
-                "may be read from it"
-            )
-        data = file.read_bytes() if file.suffix == ".json" else b""
+        data = read_bytes(file, FILE_BYTES)
+        if file.suffix != ".json":
+            continue
         num_items = data.count(b",") + data.count(b"[") + data.count(b"{")
-        if num_items > TOKENIZER_ITEMS:
-            raise ValueError(f"{file.name} has {num_items} items; allowed: {TOKENIZER_ITEMS}")
+        if num_items > FILE_ITEMS:
+            raise ValueError(f"{file.name} has {num_items} items; allowed: {FILE_ITEMS}")
         if file.name == "tokenizer.json":
             is_usual = check_parts(json.loads(data)) and is_usual
-        elif num_items > CONFIG_ITEMS:
-            is_usual = False
+        elif num_items > 8 * NUM_ADDED and not file.name.startswith("vocab"):
+            is_usual = False  # an added token of tokenizer_config.json has eight items
     return is_usual
 
 
 def check_parts(content: Any) -> bool:
-    """Raise ValueError for a tokenizer.json whose regular expressions, parts or vocabulary would
-    take much more memory than their text. False if there are a great many added tokens, or if the
-    normalizer, through which they pass when they are read, may make them much longer."""
+    """Raise ValueError for a tokenizer.json of too many parts or of long pieces. False for one of
+    the following, which may take much more time or memory to read than its text: another regular
+    expression than the usual ones, a Unigram vocabulary, very many added tokens, a normalizer that
+    may make these much longer."""
     if not isinstance(content, dict):
         raise ValueError("tokenizer.json holds no JSON object")
-    num_parts = num_characters = 0
+    num_parts, regexes = 0, set[str]()
     todo = [value for key, value in content.items() if key not in ("model", "added_tokens")]
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
             num_parts += "type" in part
-            num_characters += len(str(part.get("Regex", "")))
+            if "Regex" in part:
+                regexes.add(str(part["Regex"]))
             todo += part.values()
         elif isinstance(part, list):
             todo += part
     model = content.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    # Of Unigram: a list of pieces and scores.
-    pieces = [len(str(item[0])) for item in vocab if item] if isinstance(vocab, list) else []
+    pieces = vocab if isinstance(vocab, list) else []  # of Unigram, with their scores
+    longest = max((len(str(item[0])) for item in pieces if item), default=0)
     for what, number, most in (
         ("normalizers, pre-tokenizers and the like", num_parts, NUM_PARTS),
-        ("characters of regular expressions", num_characters, REGEX_CHARACTERS),
-        ("characters in all pieces", sum(pieces), PIECE_CHARACTERS),
-        ("characters in one piece", max(pieces, default=0), LONGEST_PIECE),
+        ("characters in one piece", longest, LONGEST_PIECE),
     ):
         if number > most:
             raise ValueError(f"tokenizer.json has {number} {what}; allowed: {most}")
-    is_short = len(content.get("added_tokens") or ()) <= NUM_ADDED
-    return is_short and _growth(content.get("normalizer") or {}) <= MAX_GROWTH
+    return (
+        not pieces
+        and regexes <= _REGEXES
+        and len(content.get("added_tokens") or ()) <= NUM_ADDED
+        and _growth(content.get("normalizer") or {}) <= MAX_GROWTH
+    )
 
 
 # -- which tokenizers need no process --
 
-# A part of a regular expression that takes a fixed number of characters: \\p{L}, [^\\s\\p{L}], a,
-# (?i:'s|'t). Not back references, assertions, or groups that repeat.
-_CLASS = r"\\[pP]\{\^?\w+\}|\\[sSdDwWnrtf'/.\-|+*?()\[\]{}^$]"
-_ATOM = (
-    rf"(?:{_CLASS}|\[\^?(?:{_CLASS}|[^\\\[\]])+\]|\(\?i?:(?:{_CLASS}|[^\\()*+?{{}}])*\)"
-    r"|[^\\\[\](){}|*+?^$])"
-)
-# At most one part may take more or fewer characters, and once a part of any length has matched,
-# nothing can fail that follows. So no attempt at a match goes back over its text.
-_ALTERNATIVE = (
-    rf"(?:{_ATOM}(?:\{{\d\}})?)*(?:{_ATOM}\?\+?)?{_ATOM}*{_ATOM}"
-    rf"(?:(?:\+\+?|\{{\d+,\}})(?:{_ATOM}\*)?(?:{_ATOM}\?)?|\{{\d,\d\}}|\?)?"
-)
-_LINEAR_REGEX = re.compile(rf"{_ALTERNATIVE}(?:\|{_ALTERNATIVE})*")
-# Alternatives that do go back, but only over text that the next one then takes.
-_SPACES = (
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    r"|\s*[\r\n]|\s+(?!\S)|\s+",
-    r"|\s+(?!\S)|\s+",
-)
+# The regular expressions of the usual tokenizers. Their time is known to be linear: an attempt at a
+# match goes back over a run of characters only if another alternative then takes that run. No rule
+# decides this for others: a rule would have to be right for all regular expressions.
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_REGEXES = {
+    # the demo model; GPT-2
+    r"\p{N}|\p{Lu}+\p{Ll}*| ?\p{Ll}+|\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # GPT-4
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+",
+    # GPT-4 in another spelling and Llama 3; Qwen 2 and 3; Qwen 3.5
+    rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    rf"{_ENDING}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}",
+    # GPT-4o and Llama 4; Mistral (Tekken) and Nemotron
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}",
+    # DeepSeek 3
+    *(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"),
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
+    # DeepSeek Coder
+    *("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}"),
+    *(r"\d", " {2,}"),  # others
+}
 
 _GROWTH = {  # characters that a normalizer or decoder makes of one, at most
     "BertNormalizer": 8,
@@ -467,14 +484,14 @@ def _growth(part: dict[str, Any]) -> float:
     """The number of characters that one character becomes, at most; infinite if not known."""
     for key in ("normalizers", "decoders"):
         if key in part:
-            return math.prod(map(_growth, part[key]))
+            return math.prod(map(_growth, part[key]), start=1.0)  # a float: infinite, not huge
     match part:
         case {"type": "Prepend", "prepend": prepend}:
             return 1 if len(prepend) <= 16 else math.inf
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new) / len(old))
         case {"type": "Replace", "pattern": {"Regex": regex}, "content": str(new)}:
-            return 1 + len(new) if _is_linear_regex(regex) else math.inf
+            return 1 + len(new) if regex in _REGEXES else math.inf
     return _GROWTH.get(part["type"], math.inf) if part else 1
 
 
@@ -483,7 +500,7 @@ def _splits_linearly(part: dict[str, Any]) -> bool:
         case {"type": "Split", "pattern": {"String": pattern}}:
             return bool(pattern)
         case {"type": "Split", "pattern": {"Regex": regex}}:
-            return _is_linear_regex(regex)
+            return regex in _REGEXES
     return not part or part["type"] in _PRE_TOKENIZERS
 
 
@@ -492,13 +509,6 @@ def _adds_a_few(part: dict[str, Any]) -> bool:
     if part.get("type") == "TemplateProcessing":
         return sum("Sequence" in piece for piece in part["single"]) <= 1
     return not part or part["type"] in _POST_PROCESSORS
-
-
-def _is_linear_regex(regex: str) -> bool:
-    for spaces in _SPACES:
-        regex = regex.removesuffix(spaces)
-    regex = regex.replace(f"{_UPPER}*{_LOWER}+", f"{_LOWER}+")
-    return _LINEAR_REGEX.fullmatch(regex) is not None
 
 
 # -- in the Guard's process --

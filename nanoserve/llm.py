@@ -214,7 +214,7 @@ class LLM(OwnedByProcess):
         use_tqdm: bool | Callable[..., tqdm] = True,
         lora_request: None = None,
         priority: int | list[int] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -228,12 +228,12 @@ class LLM(OwnedByProcess):
         """Answer one conversation, or a list of them, through the model's chat template.
 
         A message is {"role": "user", "content": "..."}; a content may be a list of text parts, too.
-        chat_template is used in place of the model's own. chat_template_content_format: "string"
-        or "openai" (see inputs.parse_chat_messages); "auto": what the template expects.
-        add_generation_prompt opens the assistant's turn. continue_final_message continues the last
-        message instead (give add_generation_prompt=False with it). The template gets tools (JSON
-        schemas) and chat_template_kwargs (such as {"enable_thinking": False}). The other arguments
-        are those of generate.
+        chat_template, a template or a file that holds one, is used in place of the model's own.
+        chat_template_content_format: "string" or "openai" (see inputs.parse_chat_messages); "auto":
+        what the template expects. add_generation_prompt opens the assistant's turn.
+        continue_final_message continues the last message instead (give add_generation_prompt=False
+        with it). The template gets tools (JSON schemas) and chat_template_kwargs (such as
+        {"enable_thinking": False}). The other arguments are those of generate.
         """
         refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
@@ -261,7 +261,7 @@ class LLM(OwnedByProcess):
         use_tqdm: bool | Callable[..., tqdm] = True,
         lora_request: None = None,
         priority: int | list[int] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -439,12 +439,18 @@ class LLM(OwnedByProcess):
             raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
         for name in ("add_generation_prompt", "continue_final_message"):
             check_bool(name, options.get(name, False))
-        template = options.get("chat_template")
-        if not isinstance(template, str | None):
-            raise TypeError(f"chat_template must be None or a string, got {brief(template)}.")
-        if not template:
-            options = {**options, "chat_template": self.chat_template}
         processor = self.engine.input_processor
+        template, own = (
+            options.get("chat_template"),
+            getattr(processor.tokenizer, "chat_template", {}),
+        )
+        if template is None or template == "":
+            template = self.chat_template
+        elif not (
+            isinstance(template, str) and isinstance(own, dict) and template in own
+        ):  # a name
+            template = load_chat_template(template)
+        options = {**options, "chat_template": template}
         texts: list[Any] = [
             processor.render_chat(conversation, options, content_format)
             for conversation in ([messages] if is_one else messages)

@@ -303,8 +303,11 @@ def test_a_chat_template_is_a_file_or_a_template(tmp_path: Path) -> None:
         LLM(chat_template=5)  # type: ignore[arg-type]
 
 
-def test_chat_uses_the_template_of_the_llm(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A template given to chat itself comes first."""
+def test_chat_uses_the_template_of_the_llm(
+    demo_llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A template given to chat itself comes first: a template, a file, or the name of one of
+    several that the tokenizer has. A file that is not there is no template."""
     monkeypatch.setattr(demo_llm, "chat_template", "{{ messages[0].content }}!")
     messages, params = [{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=1)
     [output] = demo_llm.chat(messages, params, use_tqdm=False)
@@ -312,6 +315,16 @@ def test_chat_uses_the_template_of_the_llm(demo_llm: LLM, monkeypatch: pytest.Mo
     own = "{{ messages[0].content }}?"
     [output] = demo_llm.chat(messages, params, use_tqdm=False, chat_template=own)
     assert output.prompt == "Hello?"
+    (tmp_path / "own.jinja").write_text(own)
+    several = {"default": "{{ messages[0].content }}.", "loud": "{{ messages[0].content }}!!"}
+    monkeypatch.setattr(demo_llm.get_tokenizer(), "chat_template", several)
+    for given, text in ((tmp_path / "own.jinja", "Hello?"), ("loud", "Hello!!"), ("", "Hello!")):
+        [output] = demo_llm.chat(messages, params, use_tqdm=False, chat_template=given)
+        assert output.prompt == text
+    with pytest.raises(ValueError, match=r"'no.jinja', which is neither a file nor a Jinja"):
+        demo_llm.chat(messages, params, use_tqdm=False, chat_template="no.jinja")
+    with pytest.raises(TypeError, match="chat_template must be a string or a path, got 5"):
+        demo_llm.chat(messages, params, use_tqdm=False, chat_template=5)  # type: ignore[arg-type]
 
 
 # -- EngineArgs --

@@ -51,7 +51,9 @@ LONG = [
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Iterator[Any]:
+    """That of the demo model, with a guard that trusts no template."""
     tokenizer = read_tokenizer(DEMO_MODEL)
+    tokenizer.guard.own_template = None
     yield tokenizer
     tokenizer.guard.close()
 
@@ -332,7 +334,7 @@ def test_hostile_templates(tokenizer: Any, name: str) -> None:
 
 def test_a_template_that_runs_too_long(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is ended; other threads wait for their turn, and are served."""
-    monkeypatch.setattr(guard, "SECONDS", 1)
+    monkeypatch.setattr(guard, "SECONDS", 0.5)
     endless = {"chat_template": HOSTILE["nested ranges"][0]}
     found: list[str] = []
 
@@ -348,7 +350,7 @@ def test_a_template_that_runs_too_long(tokenizer: Any, monkeypatch: pytest.Monke
     for thread in threads:
         thread.join()
     text = tokenizer.apply_chat_template(HI, tokenize=False)
-    assert sorted(found) == sorted([text] * 3 + ["it takes more than 1 seconds"])
+    assert sorted(found) == sorted([text] * 3 + ["it takes more than 0.5 seconds"])
 
 
 # -- tokenizers --
@@ -443,10 +445,11 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "as it is": ({}, DIRECT),
     "regex, exponential": (pre(split("(x+x+)+y")), "retry-limit"),
     "regex, stars in stars": (pre(split("(e*)*b|(e|e)*$")), "retry-limit"),
+    "regex, quadratic in long runs": (pre(split("e{99999,}")), "takes more than|" + GUARDED),
     "regex, quadratic": (pre(split("e*[^e]*z")), GUARDED),
     "regex, many optional": (pre(split("e?" * 40 + "e" * 40)), GUARDED),
     "regex, repeated repeats": (pre(split("(((a{1000}){1000}){1000})")), GUARDED),
-    "regex, long": (pre(split(r"[\p{L}]" * 20000)), "140000 characters of regular expr"),
+    "regex, long": (pre(split(r"[\p{L}]" * 20000)), "."),
     "regex, deep": (pre(split("(" * 4000 + "a" + ")" * 4000)), "depth limit"),
     "regex, wrong": (pre(split("(((")), "unmatched parenthesis"),
     "replace, doubling": (norm(*[replace("e", "ee")] * 40), "ended with|more than"),
@@ -477,10 +480,13 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "word pieces": (wordpiece(10**12), "takes more than"),
     "word pieces, negative": (wordpiece(-1), "invalid value"),
     "unigram, long piece": (unigram(["e" * i for i in range(1, 1200)]), "1199 characters in one"),
-    "unigram, much": (unigram([f"{i:07d}" + "ab" * 500 for i in range(9000)]), "in all pieces"),
+    "unigram, much": (
+        unigram([f"{i:07d}" + "ab" * 500 for i in range(9000)]),
+        "limit is 2048 MiB|" + DIRECT,
+    ),
     "unigram, empty": ({"model": {"type": "Unigram", "vocab": []}}, "unk_id. is missing|Empty"),
 }
-FAST = ("as it is", "regex, exponential", "regex, long", "decoder, doubling", "unigram, long piece")
+FAST = ("as it is", "decoder, doubling", "unigram, long piece")
 TEXTS = ("Hello e", "e" * 2000 + "!", "x" * 2000 + "!", " " * 20000 + "e", "e" * 200_000)
 
 
@@ -524,9 +530,11 @@ def direct_ids(tokenizer: Any, text: str) -> list[int]:
     return type(tokenizer).encode(tokenizer, text)
 
 
-def test_ids_from_the_process_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    """With and without special tokens, for any text; other calls go to the tokenizer itself; a
-    copy of the tokenizer works on its own."""
+def test_ids_from_the_process_are_those_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without special tokens, for any text; other calls go to the tokenizer itself."""
+    monkeypatch.setattr(guard, "check_files", lambda folder: True)  # not read in a process first
     special = {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}
     begin = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
     post = {"type": "TemplateProcessing", "single": [begin, TEXT_PIECE], "pair": REPEATED["pair"]}
@@ -541,6 +549,12 @@ def test_ids_from_the_process_are_those_of_the_tokenizer(tmp_path: Path) -> None
     assert tokenizer.encode("ab", return_tensors="np").shape[0] == 1
     with pytest.raises(GuardError):
         tokenizer.encode("\ud800")
+    tokenizer.guard.close()
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_tokenizer_works_on_its_own(tmp_path: Path) -> None:
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, pre(split("(?:ab|.)+?"))))
     other = copy.deepcopy(tokenizer)
     assert other.guard is not tokenizer.guard
     tokenizer.guard.close()
@@ -548,40 +562,93 @@ def test_ids_from_the_process_are_those_of_the_tokenizer(tmp_path: Path) -> None
     other.guard.close()
 
 
-GPT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+END, SPACES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-CASES = r"[^\r\n\p{L}\p{N}]?" + UPPER + "*" + LOWER + r"+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-CASES += r"[^\r\n\p{L}\p{N}]?" + UPPER + "+" + LOWER + r"*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-CASES += r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-LINEAR = (
-    GPT,
-    LLAMA,
-    LLAMA.replace("{1,3}", ""),
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-    r"|\s*[\r\n]|\s+(?!\S)|\s+",
-    CASES,
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    r"\d",
-    " {2,}",
+LLAMA = END + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + SPACES
+GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{END}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{END}?"
 )
+GPT_4O += r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*" + SPACES
+USUAL = {
+    "demo": r"\p{N}|\p{Lu}+\p{Ll}*| ?\p{Ll}+|\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "GPT-4": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "Llama 3": LLAMA,
+    "Qwen 2": LLAMA.replace("{1,3}", ""),
+    "Qwen 3.5": END
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    + SPACES,
+    "GPT-4o": GPT_4O,
+    "Mistral": GPT_4O.replace(END + "?", "").replace("{1,3}", ""),
+    "DeepSeek 3, digits": r"\p{N}{1,3}",
+    "DeepSeek 3, Chinese and Japanese": "[一-龥\u3040-ゟ゠-ヿ]+",
+    "DeepSeek 3": r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + SPACES,
+    "digits": r"\d",
+    "spaces": " {2,}",
+}
 NOT_LINEAR = (
     "(a+)+", "(a|a)*b", ".*.*=", "a*b", "a+b", "a?a?a?aaa", "a{0,99}a{0,99}b", r"(a)\1", "(?=a+)b",
     "(?<=a)b", "a{1000}", "(?:a+)", "(?i:a+)", "a+|b*c", r"\s*[\r\n]+", "a{2,}b", "a**", "(a", "",
-    r"\R+x", "[a-z]+[a-z]+", "x*",
+    r"\R+x", "[a-z]+[a-z]+", "x*", "e{99999,}",
 )  # fmt: skip
 
 
-def test_which_regular_expressions_are_linear() -> None:
-    """Those of the usual tokenizers; nothing that goes back over a text."""
-    for regex in LINEAR:
-        assert guard._is_linear_regex(regex), regex
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_regular_expressions(name: str) -> None:
+    """A tokenizer that splits by one of them needs no process to be read, nor to be called."""
+    content = {**pre(split(USUAL[name])), "model": {"type": "BPE", "vocab": {}}}
+    assert guard.check_parts(content)
+    assert guard._splits_linearly(split(USUAL[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", USUAL)
+def test_usual_regular_expressions_give_the_ids_of_the_tokenizer(tmp_path: Path, name: str) -> None:
+    """Directly, for texts that are long runs of the same characters."""
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path, pre(split(USUAL[name]))))
+    assert "encode" not in vars(tokenizer)
+    for run in (
+        "e",
+        "E",
+        " ",
+        "\n",
+        " \n",
+        "1",
+        "!",
+        "'s",
+        "\u0301",
+        "e\u0301",
+        "一",
+        "ʰA",
+        "\x00",
+    ):
+        for end in ("", "x", "!", "1", "\n"):
+            text = run * 20_000 + end
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.guard._process is None
+
+
+def test_other_regular_expressions() -> None:
+    """They are read and called in the process: those that go back over a text, and those of which
+    nobody knows."""
     for regex in NOT_LINEAR:
-        assert not guard._is_linear_regex(regex), regex
+        assert not guard.check_parts({**pre(split(regex)), "model": {}}), regex
+        assert not guard._splits_linearly(split(regex)), regex
+
+
+def test_which_tokenizers_are_unusual() -> None:
+    """Those that may take much more memory than their text are read in the process first."""
+    assert guard.check_parts({"normalizer": {"type": "NFC"}, **added(100)})
+    for changes in (
+        norm(*[replace("e", "ee")] * 40),
+        norm(*[{"type": "NFKC"}] * 30),
+        norm(replace({"Regex": "(x+)+$"}, "y")),
+        added(guard.NUM_ADDED + 1),
+        unigram(["e"]),
+    ):
+        assert not guard.check_parts(changes), changes.keys()
 
 
 SPECIAL_FILES = (
@@ -605,7 +672,7 @@ def test_special_files_are_refused(tmp_path: Path, name: str) -> None:
         file.unlink(missing_ok=True)
         file.parent.mkdir(exist_ok=True)
         make(file)
-        with pytest.raises(ValueError, match=r"no tokenizer can be read .*is no regular file"):
+        with pytest.raises(ValueError, match=r"no tokenizer can be read .*not a regular file"):
             load_tokenizer(tmp_path, explicit=True)
 
 
@@ -615,11 +682,18 @@ def test_files_of_a_tokenizer_have_a_size(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "chat_template.jinja").symlink_to(tmp_path / "nothing")
     (tmp_path / "subfolder").mkdir()
     (tmp_path / "model.safetensors").write_bytes(bytes(10**6))  # not a file of the tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "NUM_ADDED", 100)
+        (tmp_path / "vocab.json").write_text(json.dumps(dict.fromkeys(map(str, range(1000)), 0)))
+        assert guard.check_files(tmp_path), "the whole vocabulary a second time is usual"
+        (tmp_path / "vocab.json").rename(tmp_path / "added_tokens.json")
+        assert not guard.check_files(tmp_path)
+        (tmp_path / "added_tokens.json").unlink()
     monkeypatch.setattr(guard, "FILE_BYTES", 10**5)
     assert guard.check_files(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for content, message in (
-            (b'"' + b"x" * 10**5 + b'"', f"{name} has 100002 bytes; allowed: 100000"),
+            (b'"' + b"x" * 10**5 + b'"', f"{name} is not readable .it has more than 100000 bytes"),
             (b"[" * 50000, "recursion"),
             (b"[]", "holds no JSON object|has no attribute|list"),
             (b"\x00", "Expecting value"),
@@ -628,7 +702,7 @@ def test_files_of_a_tokenizer_have_a_size(tmp_path: Path, monkeypatch: pytest.Mo
             with pytest.raises(ValueError, match=f"no tokenizer can be read.*({message})"):
                 load_tokenizer(tmp_path, explicit=True)
     write_tokenizer(tmp_path, {})
-    monkeypatch.setattr(guard, "TOKENIZER_ITEMS", 100)
+    monkeypatch.setattr(guard, "FILE_ITEMS", 100)
     with pytest.raises(ValueError, match=r"tokenizer.json has \d+ items; allowed: 100"):
         load_tokenizer(tmp_path, explicit=True)
 
@@ -661,19 +735,36 @@ def test_formats_without_a_tokenizer_json(tmp_path: Path) -> None:
 
 
 def test_no_process_before_the_first_chat_and_none_after_the_last() -> None:
-    """One per engine, from its first chat to its close."""
+    """One per engine, from the first chat with a template of somebody else to its close."""
     with LLM(num_kv_blocks=32) as llm:
         process_guard = llm.get_tokenizer().guard
         llm.generate("Once", use_tqdm=False)
-        assert process_guard._process is None
         llm.chat(HI, use_tqdm=False)
+        assert process_guard._process is None, "the demo model's own template"
+        llm.chat(HI, use_tqdm=False, chat_template="{{ messages[0].content }}")
         process = process_guard._process
         assert process.poll() is None
-        llm.chat(HI, use_tqdm=False)
+        llm.chat(HI, use_tqdm=False, chat_template="{{ messages }}")
         assert process_guard._process is process
     assert process.returncode is not None, "ended, and not a zombie"
     with pytest.raises(RuntimeError, match="this engine is closed; build a new LLM"):
         llm.chat(HI, use_tqdm=False)
+
+
+def test_only_the_template_of_this_package_is_trusted(tokenizer: Any, tmp_path: Path) -> None:
+    """It is rendered here, to the text of the process; not so one in a folder of somebody else."""
+    own = read_tokenizer(DEMO_MODEL)
+    for messages, options in (
+        (HI, {}),
+        (LONG, {"add_generation_prompt": True, "tools": [TOOL]}),
+        ([*HI, {"role": "assistant", "content": "Well, "}], {"continue_final_message": True}),
+    ):
+        assert render_chat(own, messages, options) == render_chat(tokenizer, messages, options)
+    assert own.guard._process is None
+    assert read_tokenizer(write_tokenizer(tmp_path, {})).guard.own_template is None
+    assert copy.deepcopy(own).guard.own_template == own.chat_template
+    own.chat_template = "{{ messages }}"
+    assert not own.guard._is_own(own.chat_template)
 
 
 @pytest.mark.slow
@@ -687,35 +778,57 @@ def test_the_process_ends_with_the_guard() -> None:
     assert process.returncode is not None
 
 
-def test_the_process_may_end_at_any_time(tokenizer: Any) -> None:
-    """Killed from outside, one call fails with the reason, at most; the next one is served."""
-    text = render_chat(tokenizer, HI, {})
-    tokenizer.guard._process.kill()
-    tokenizer.guard._process.wait()
-    with pytest.raises(ValueError, match="its process ended with exit status"):
-        render_chat(tokenizer, HI, {})
-    assert render_chat(tokenizer, HI, {}) == text
-
-
-def test_ctrl_c_leaves_no_half_read_reply(tokenizer: Any) -> None:
-    """The process of the call that was interrupted is ended; the next call gets its own text. (A
-    terminal's Ctrl-C does not reach the process: it is in a session of its own.)"""
+def test_a_process_that_was_killed_while_it_waited(tokenizer: Any) -> None:
+    """By the system, when memory is short: the next call starts another one, and is served."""
     text = render_chat(tokenizer, HI, {})
     process = tokenizer.guard._process
-    if hasattr(os, "getsid"):
-        assert os.getsid(process.pid) == process.pid
+    process.kill()
+    process.wait()
+    assert render_chat(tokenizer, HI, {}) == text
+    assert tokenizer.guard._process is not process
+
+
+def process_that(code: str) -> subprocess.Popen[bytes]:
+    """Stands in for one of the guard's."""
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def test_a_process_that_ends_during_a_call() -> None:
+    """The call fails with the reason, and the guard has no process: the next one starts another."""
+    one = Guard()
+    one._process = process_that("import sys; sys.stdin.buffer.read(8); sys.exit(3)")
+    with pytest.raises(
+        GuardError, match=r"ended with exit status 3 and without a reply; its limit is 512 MiB of m"
+    ):
+        one.call("render")
+    assert one._process is None
+
+
+def test_ctrl_c_leaves_no_half_read_reply() -> None:
+    """The process of the call that was interrupted is ended, and the guard has none."""
+    one = Guard()
+    one._process = process = process_that("import time; time.sleep(1000)")
 
     def interrupted(size: int) -> bytes:
         raise KeyboardInterrupt
 
-    process.stdout = SimpleNamespace(readline=interrupted, close=process.stdout.close)
+    process.stdout = SimpleNamespace(readline=interrupted, close=process.stdout.close)  # type: ignore
     with pytest.raises(KeyboardInterrupt):
-        render_chat(tokenizer, HI, {"add_generation_prompt": True})
+        one.call("render")
     assert process.returncode is not None
-    assert render_chat(tokenizer, HI, {}) == text
+    assert one._process is None
+
+
+@pytest.mark.skipif(not hasattr(os, "getsid"), reason="sessions are POSIX's")
+def test_a_terminal_s_ctrl_c_does_not_reach_the_process(tokenizer: Any) -> None:
+    """It is in a session of its own."""
+    render_chat(tokenizer, HI, {})
+    assert os.getsid(tokenizer.guard._process.pid) == tokenizer.guard._process.pid
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
+@pytest.mark.slow
 def test_a_fork_has_a_process_of_its_own(tokenizer: Any) -> None:
     """And leaves that of its parent alone, even if the parent's lock was held."""
     text = render_chat(tokenizer, HI, {})
@@ -734,6 +847,30 @@ def test_a_fork_has_a_process_of_its_own(tokenizer: Any) -> None:
     assert render_chat(tokenizer, HI, {}) == text
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is POSIX's")
+def test_a_fork_does_not_use_the_process_of_its_parent() -> None:
+    """Nor wait for its lock, nor end it."""
+    one = Guard()
+    one._process = process = process_that("import sys; sys.stdin.read()")
+    with one._lock:
+        pid = os.fork()
+        if pid == 0:
+            is_right = False
+            try:
+                signal.alarm(60)
+                sys.executable = ""  # so that no process starts
+                one.call("render")
+            except GuardError as error:
+                is_right = "sys.executable is empty" in str(error)
+                one.close()
+            finally:
+                os._exit(0 if is_right else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
 def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """sys.executable may be another program, or empty, where Python is embedded in one."""
     for executable, message in (
@@ -744,7 +881,7 @@ def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) ->
         tokenizer = read_tokenizer(DEMO_MODEL)
         monkeypatch.setattr(sys, "executable", executable)
         with pytest.raises(VLLMValidationError, match=message):
-            render_chat(tokenizer, HI, {})
+            render_chat(tokenizer, HI, {"chat_template": "{{ messages }}"})
 
 
 @pytest.mark.slow
