@@ -149,10 +149,12 @@ class Guard:
         self._check_open()
         if not sys.executable:
             raise GuardError("it needs a process of its own, and sys.executable is empty")
-        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        folders = [entry for entry in sys.path if isinstance(entry, str)]  # as Python reads it
+        with contextlib.suppress(OSError):  # the working directory may have been deleted
+            folders = [entry or os.getcwd() for entry in folders]
         environment = {
             **os.environ,
-            "PYTHONPATH": search,
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
             "PYTHONSAFEPATH": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
@@ -336,19 +338,21 @@ def _encode(tokenizer: Any, text: Any, add_special_tokens: bool = True, **option
 
 
 def check_files(folder: Path) -> bool:
-    """Raise ValueError for a file that may not be read: a special one (reading a FIFO never ends),
-    one that is too large, a tokenizer.json of too many parts or of long pieces.
+    """Raise ValueError for a file of a tokenizer that may not be read: a special one (reading a
+    FIFO never ends), one that is too large, a tokenizer.json of too many parts or of long pieces.
 
     False if the tokenizer is unusual, so that reading it may take long all the same. The process
     of the Guard reads it first then, which bounds the time and the memory.
     """
     is_usual = (folder / "tokenizer.json").exists()  # else transformers has to make one
     for file in [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]:
-        if not file.exists() or (file.is_dir() and not file.suffix):  # a link to nothing; a folder
+        is_read = file.suffix == ".jinja" or file.name.startswith(FILE_NAMES)
+        is_read &= file.suffix in (".jinja", ".json", ".model", ".txt")
+        if file.name == "additional_chat_templates":
+            is_read = not file.is_dir()
+        if not is_read or not file.exists():  # of another program; a link to nothing
             continue
         check_is_file(file)
-        if not file.name.startswith(FILE_NAMES) and file.suffix != ".jinja":
-            continue
         data = read_bytes(file, FILE_BYTES)
         if file.suffix != ".json":
             continue

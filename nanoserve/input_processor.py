@@ -144,7 +144,7 @@ class InputProcessor:
         "<|im_start|>user\\nHello<|im_end|>\\n"
         """
         tokenizer = self.require_tokenizer("chat")
-        return render_chat(tokenizer, messages, options, content_format, self.capacity)
+        return render_chat(tokenizer, messages, options, content_format)
 
     def tokenize(self, prompt: Any, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, each in the vocabulary. A text from render_chat contains its

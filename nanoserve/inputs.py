@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
@@ -70,6 +71,7 @@ MISSING_KEYS = {  # vLLM's other keys, and what they are for
     "token_type_ids": "cross-encoders",
 }
 NAME_LIMIT = 1024  # characters of a request id or a cache salt
+MAX_CHAT_CHARACTERS = 2**24  # of all messages of a conversation
 INT64_LIMIT = 2**63 - 1
 CHAT_EXAMPLE = "Give for example [{'role': 'user', 'content': 'Hello'}]."
 # The roles that chat templates know, each template some of them.
@@ -88,8 +90,12 @@ class PromptComponents(NamedTuple):
 def as_python(value: Any) -> Any:
     """The number or list that a scalar, array or tensor of NumPy or torch holds. Any other value
     stays as it is."""
-    is_array = hasattr(value, "tolist") and not isinstance(value, type)
-    return value.tolist() if is_array else value
+    if not hasattr(value, "tolist") or isinstance(value, type):
+        return value
+    try:
+        return value.tolist()
+    except (NotImplementedError, RuntimeError) as error:  # a tensor without numbers, or sparse
+        raise TypeError(f"{brief(value)} cannot be read as numbers ({error}).") from error
 
 
 def prompt_to_seq(prompts: Any) -> list[Any]:
@@ -249,9 +255,12 @@ def check_text_length(tokenizer: Any, text: str, most: int, what: str) -> None:
     the vocabulary.)
     """
     size = 16 * most + 1000
+    tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    takes_spaces = any(token.lstrip or token.rstrip for token in tokens)  # any number, to one token
     while size < len(text):
+        beginning = re.sub(r"\s+", " ", text[:size]) if takes_spaces else text[:size]
         with as_validation_error("the tokenizer cannot encode", text):
-            number = len(tokenizer.encode(text[:size], add_special_tokens=False))
+            number = len(tokenizer.encode(beginning, add_special_tokens=False))
         if number > 2 * most + 500:
             raise VLLMValidationError(
                 f"{what} has {len(text)} characters, the first {size} of them are {number} tokens, "
@@ -282,14 +291,12 @@ def render_chat(
     messages: Any,
     options: dict[str, Any],
     content_format: str = "auto",
-    most: int | None = None,
 ) -> str:
     """The text of a conversation, made by a chat template. `options` go to the template; one of
     them, chat_template, replaces the tokenizer's own. content_format: see parse_chat_messages;
-    "auto" is what the template expects. A message of far more than `most` tokens is refused.
+    "auto" is what the template expects.
     """
-    if most is not None:
-        check_messages_length(tokenizer, messages, most)
+    check_messages_length(messages)
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
         raise VLLMValidationError(
@@ -355,15 +362,20 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
     return parsed
 
 
-def check_messages_length(tokenizer: Any, messages: Any, most: int) -> None:
-    """Refuse a message with a text of far more than `most` tokens before a template works on it.
-    One by one, not their sum: a template may drop what is old."""
+def check_messages_length(messages: Any) -> None:
+    """Refuse a conversation of more characters than any template is given. Whether it fits is known
+    when the template has made one text of it: a template may drop what is old."""
+    texts: list[str] = []
     for message in messages if isinstance(messages, (list, tuple)) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, (list, tuple)) else [content]:
-            for text in part.values() if isinstance(part, Mapping) else [part]:
-                if isinstance(text, str):
-                    check_text_length(tokenizer, text, most, "a message")
+            values = part.values() if isinstance(part, Mapping) else [part]
+            texts += (text for text in values if isinstance(text, str))
+    number = sum(map(len, texts))
+    if number > MAX_CHAT_CHARACTERS:
+        raise VLLMValidationError(
+            f"the messages have {number} characters; allowed: {MAX_CHAT_CHARACTERS}. Shorten them."
+        )
 
 
 def _parse_tool_call(call: Any) -> dict[str, Any]:
@@ -380,7 +392,7 @@ def _parse_tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             logger.warning("The arguments of a tool call are no JSON: they become {}.")
             arguments = {}
     if not isinstance(arguments, Mapping):

@@ -676,6 +676,18 @@ def test_special_files_are_refused(tmp_path: Path, name: str) -> None:
             load_tokenizer(tmp_path, explicit=True)
 
 
+def test_files_of_other_programs_are_not_looked_at(tmp_path: Path) -> None:
+    """Folders and special files of other names, large files that only begin like a tokenizer's."""
+    write_tokenizer(tmp_path, {})
+    for folder in ("checkpoint-1.5", "v1.0", "tokenizer.old"):
+        (tmp_path / folder).mkdir()
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "x.lock")
+    with (tmp_path / "config.tar.gz").open("wb") as file:
+        file.truncate(guard.FILE_BYTES + 1)
+    assert load_tokenizer(tmp_path, explicit=True) is not None
+
+
 def test_files_of_a_tokenizer_have_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes, in items, and in the depth of their JSON; a link to nothing is no file."""
     write_tokenizer(tmp_path, {})
@@ -786,6 +798,20 @@ def test_a_process_that_was_killed_while_it_waited(tokenizer: Any) -> None:
     process.wait()
     assert render_chat(tokenizer, HI, {}) == text
     assert tokenizer.guard._process is not process
+
+
+def test_odd_entries_of_the_search_path(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python skips what is no string."""
+    text = render_chat(tokenizer, HI, {})
+    tokenizer.guard._process.kill()
+    monkeypatch.setattr(sys, "path", [Path("/nowhere"), "", *sys.path])
+    monkeypatch.setattr(os, "getcwd", raise_not_found)
+    assert render_chat(tokenizer, HI, {}) == text
+
+
+def raise_not_found() -> str:
+    """os.getcwd() where the working directory was deleted."""
+    raise FileNotFoundError(2, "No such file or directory")
 
 
 def process_that(code: str) -> subprocess.Popen[bytes]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoserve import SamplingParams
+from nanoserve import SamplingParams, inputs
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.input_processor import InputProcessor, load_tokenizer
@@ -291,15 +291,20 @@ def test_parts_of_a_content_reach_the_template(processor: InputProcessor) -> Non
     assert processor.render_chat(parts, content, "openai").startswith("[{'type': 'text'")
 
 
-def test_a_message_that_cannot_fit_is_not_rendered(processor: InputProcessor) -> None:
-    """One message, whatever its form. Many short ones are rendered: the template may drop some."""
+def test_a_conversation_has_a_size(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its form. Below it, a template may drop what is long: only its text must fit."""
     long = "x" * 10**6
+    last = {"chat_template": "{{ messages[-1].content }}"}
     contents: list[Any] = [long, [long], [{"type": "text", "text": long}]]
     for content in contents:
-        with pytest.raises(VLLMValidationError, match=r"^a message has 1000000 characters"):
-            processor.render_chat([*SUM, {"role": "user", "content": content}], {})
-    last = {"chat_template": "{{ messages[-1].content }}"}
-    assert processor.render_chat(SUM * 10_000, last) == SUM[0]["content"]
+        messages = [{"role": "user", "content": content}, *SUM]
+        assert processor.render_chat(messages, last) == SUM[0]["content"]
+        with monkeypatch.context() as patch:
+            patch.setattr(inputs, "MAX_CHAT_CHARACTERS", 10**6)
+            with pytest.raises(VLLMValidationError, match=r"^the messages have 10000\d\d char"):
+                processor.render_chat(messages, last)
 
 
 def test_bad_conversations_are_refused(processor: InputProcessor) -> None:

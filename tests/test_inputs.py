@@ -404,6 +404,10 @@ class Counting:
         self.backend = backend
         self.num_chars = 0
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend.get_added_tokens_decoder()
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.num_chars += len(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -489,6 +493,7 @@ PIECES = [
 )
 @example(runs=[("a", 150)], most=1)  # the beginning of a word has tokens, all of it is unknown
 @example(runs=[("a", 3), ("<mark>", 400)], most=60)
+@example(runs=[("a", 1), ("  ", 4000), ("<mark>", 1)], most=5)  # the spaces belong to the marker
 def test_no_text_that_fits_is_refused_for_its_length(
     kind: Callable[[], Tokenizer], runs: list[tuple[str, int]], most: int
 ) -> None:
