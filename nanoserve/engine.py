@@ -61,12 +61,7 @@ from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
-from nanoserve.output_processor import (
-    OutputProcessor,
-    RequestConsumer,
-    RequestOutput,
-    RequestState,
-)
+from nanoserve.output_processor import OutputProcessor, RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (

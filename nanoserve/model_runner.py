@@ -150,11 +150,8 @@ class ModelRunner:
                 self.staging,
             )
             self.graphs: DecodeGraphs | None = None
-            if (
-                graph_cls is None
-                and self.device.type == "cuda"
-                and self.backend.supports_cuda_graphs
-            ):
+            is_cuda = self.device.type == "cuda"
+            if graph_cls is None and is_cuda and self.backend.supports_cuda_graphs:
                 graph_cls = CudaGraph
             can_capture = not config.enforce_eager and self.model.supports_cuda_graphs
             if graph_cls is not None and can_capture:

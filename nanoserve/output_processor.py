@@ -375,7 +375,7 @@ class OutputProcessor:
             request = self.requests.get(request_id)
             if request is None:  # the consumer of another request has aborted it just now
                 continue
-            error = next((update.error for update in its_updates if update.error), None)
+            error = next((update.error for update in its_updates if update.error is not None), None)
             if error is None:
                 with Caught() as caught:
                     output = request.process(its_updates)
