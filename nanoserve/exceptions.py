@@ -101,9 +101,10 @@ CHANGES_LOGITS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias", 
 
 
 def _name(function: Any) -> str:
-    """ "module.function", or "module.Class" of a callable object."""
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return brief(f"{named.__module__}.{named.__qualname__}").strip("'")
+    """The "module.name" of a function, or that of the class of a callable object."""
+    with Caught():
+        return f"{function.__module__}.{function.__qualname__}"[:200]
+    return f"{type(function).__module__}.{type(function).__qualname__}"
 
 
 class Caught:

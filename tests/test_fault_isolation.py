@@ -715,6 +715,50 @@ def test_logits_that_are_no_numbers(
         assert "the model's logits are NaN or infinite" in str(completion.stop_reason)
 
 
+def nan_of_mine(output: list[int], logits: Tensor) -> Tensor:
+    return logits * nan
+
+
+class NamelessProcessor:
+    """Its name cannot be asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SystemExit if name == "__qualname__" else AttributeError(name)
+
+    def __call__(self, output: list[int], logits: Tensor) -> Tensor:
+        return logits * inf
+
+
+WHY_NO_TOKEN: list[tuple[dict[str, Any], str]] = [
+    ({"logits_processors": [nan_of_mine]}, "NaN or infinity (test_fault_isolation.nan_of_mine)."),
+    ({"logits_processors": [NamelessProcessor()]}, "(test_fault_isolation.NamelessProcessor)."),
+    (
+        {
+            "allowed_token_ids": [0],
+            "logit_bias": {1: 5},
+            "logits_processors": [lambda output, logits: logits.fill_(-inf)],
+        },
+        "possible: allowed_token_ids, logit_bias, logits_processors forbid all tokens.",
+    ),
+    (
+        {"allowed_token_ids": [0], "min_tokens": 2, "stop_token_ids": [0]},
+        "possible: allowed_token_ids, min_tokens forbid all tokens.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WHY_NO_TOKEN)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_why_no_token_is_possible(
+    llm: LLM, fields: dict[str, Any], message: str, temperature: float
+) -> None:
+    """The request's own settings are named, in a batch with requests that have none."""
+    wanted = SamplingParams(temperature=temperature, **fields)
+    good, bad = llm.generate([STORY] * 2, [GREEDY, wanted], use_tqdm=False)
+    assert good.outputs[0].finish_reason == "length"
+    assert message in str(bad.outputs[0].stop_reason)
+
+
 def test_damaged_weights(llm: LLM) -> None:
     """NaN in the last norm: all requests end with an error. When it is repaired, the next ones get
     their tokens."""
@@ -728,6 +772,7 @@ def test_damaged_weights(llm: LLM) -> None:
     with torch.no_grad():
         norm.copy_(kept)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 2
+    assert "Damaged weights do that" in str(outputs[0].outputs[0].stop_reason)
     llm.reset_prefix_cache()
     [after] = llm.generate(STORY, GREEDY, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
