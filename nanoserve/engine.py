@@ -24,8 +24,8 @@ distributed/process.py).
 
 *Errors.* What one request breaks ends that request: its output has finish_reason "error". If a
 step fails and nothing says whose fault it is, all requests are computed again, and the next steps
-find the guilty one (fault_isolation.py). step() raises only what is nobody's fault: then a request
-of the engine's own fails, too.
+find the guilty one (fault_isolation.py). step() raises only what is nobody's fault: a request of
+the engine's own fails too, or all requests do, or code is missing (NotImplementedError).
 
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient interface in front of it.
@@ -301,7 +301,8 @@ class LLMEngine(OwnedByProcess):
         """Run one step; return the outputs that the requests want to hand out now.
 
         Raises what makes steps fail and is no request's fault, such as RankError. Then the step's
-        tokens are computed again, and outputs that were ready come with the next call.
+        tokens are computed again, and outputs that were ready come with the next call. (Requests
+        that have all failed one by one are not computed again: these outputs say so.)
         """
         self.run_step()
         return self.take_outputs()
