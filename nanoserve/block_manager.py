@@ -354,10 +354,7 @@ class BlockManager:
     def check(self) -> None:
         """Raise AssertionError unless reference counts agree with block tables, the free queue with
         reference counts, and the two directions of the hash map with each other."""
-        for pool, tables in (
-            (self.pool, self.block_tables),
-            (self.cpu_pool, self.swapped_tables),
-        ):
+        for pool, tables in ((self.pool, self.block_tables), (self.cpu_pool, self.swapped_tables)):
             counted = [0] * pool.num_blocks
             for block_table in tables.values():
                 assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"

@@ -33,11 +33,16 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from nanoserve.model_runner import StepArrays
 
 Forward = Callable[[], Tensor]
 MEMORY_RESERVE = 512 * 2**20  # bytes of a GPU for all graphs of an engine: an estimate, see capture
@@ -148,3 +153,22 @@ def no_garbage_collection() -> Iterator[None]:
 def _free_gpu_memory() -> int:
     """In bytes; 0 without a GPU."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+def pad_step(arrays: StepArrays[np.ndarray], num_seqs: int) -> StepArrays[np.ndarray]:
+    """A decode step of `num_seqs` sequences. The added ones have no query, and no slot to store."""
+    number = num_seqs - len(arrays.seq_lens)
+    return replace(
+        arrays,
+        input_ids=pad(arrays.input_ids, number),
+        positions=pad(arrays.positions, number),
+        token_rows=pad(arrays.token_rows, number),
+        slot_mapping=pad(arrays.slot_mapping, number, -1),
+        query_start_loc=pad(arrays.query_start_loc, number, int(arrays.query_start_loc[-1])),
+        seq_lens=pad(arrays.seq_lens, number),
+    )
+
+
+def pad(array: np.ndarray, number: int, value: int = 0) -> np.ndarray:
+    """`array` with `value` appended `number` times."""
+    return np.append(array, np.full(number, value, array.dtype)) if number else array

@@ -24,8 +24,8 @@ distributed/process.py).
 
 *Errors.* What one request breaks ends that request: its output has finish_reason "error". If a
 step fails and nothing says whose fault it is, all requests are computed again, and the next steps
-find the guilty one (fault_isolation.py). step() raises only what is nobody's fault: then a request
-of the engine's own fails, too.
+find the guilty one (fault_isolation.py). step() raises only what is nobody's fault: a request of
+the engine's own fails too, or all requests do, or code is missing (NotImplementedError).
 
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient interface in front of it.
@@ -37,7 +37,6 @@ vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1)
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -50,18 +49,19 @@ from nanoserve.arg_utils import EngineArgs, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
-from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
+from nanoserve.exceptions import (
+    Caught,
+    QueueOverflowError,
+    as_validation_error,
+    brief,
+    delayed_interrupt,
+)
 from nanoserve.fault_isolation import FaultSearch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
-from nanoserve.output_processor import (
-    OutputProcessor,
-    RequestConsumer,
-    RequestOutput,
-    RequestState,
-)
+from nanoserve.output_processor import OutputProcessor, RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
@@ -301,7 +301,8 @@ class LLMEngine(OwnedByProcess):
         """Run one step; return the outputs that the requests want to hand out now.
 
         Raises what makes steps fail and is no request's fault, such as RankError. Then the step's
-        tokens are computed again, and outputs that were ready come with the next call.
+        tokens are computed again, and outputs that were ready come with the next call. (Requests
+        that have all failed one by one are not computed again: these outputs say so.)
         """
         self.run_step()
         return self.take_outputs()
@@ -460,8 +461,9 @@ class LLMEngine(OwnedByProcess):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running. Raises
-        RuntimeError if another thread is inside a step."""
+        RuntimeError if another thread is inside a step, or if the engine is closed."""
         with self._stepping():
+            self._check_open()
             return self.block_manager.reset_prefix_cache()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -503,24 +505,3 @@ def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:
         if seq.branch == branch and seq.status.finish_reason is None:
             return seq
     return None
-
-
-@contextmanager
-def delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the end of this block, so that no change is left half made.
-
-    Only for what takes microseconds; the model's part of a step is not inside. Python delivers
-    signals to the main thread only. An application's own SIGINT handler is not replaced.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if received:
-            raise KeyboardInterrupt

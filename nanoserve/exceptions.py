@@ -19,9 +19,14 @@ ValueError nor RuntimeError.
 from __future__ import annotations
 
 import reprlib
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanoserve.sampling_params import SamplingParams
 
 
 class VLLMError(Exception):
@@ -70,12 +75,36 @@ class RequestError(ValueError):
 class NoTokenError(RequestError):
     """No token can be chosen for a sequence."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "no token is possible: a logit is NaN or infinite (damaged weights do that), or "
-            "allowed_token_ids, bad_words, min_tokens, logits processors and the mask together "
-            "forbid all tokens."
-        )
+    # Why: also the number that stands in the place of the token id.
+    FORBIDDEN = -1  # all logits are -inf
+    BAD_LOGITS = -2  # the model's own logits are NaN or infinite
+    BAD_CHANGES = -3  # the logits are NaN or infinite after the request's settings changed them
+
+    def __init__(self, why: int, params: SamplingParams | None = None) -> None:
+        """params: those of the request, if they change logits."""
+        text = "the model's logits are NaN or infinite. Damaged weights do that."
+        changes = [name for name in CHANGES_LOGITS if getattr(params, name, None)]
+        processors = [
+            _name(function) for function in getattr(params, "logits_processors", ()) or ()
+        ]
+        if why == self.FORBIDDEN:
+            text = f"{', '.join(changes)} forbid all tokens." if changes else "all are forbidden."
+        elif why == self.BAD_CHANGES and processors:
+            text = f"a logits processor returned NaN or infinity ({', '.join(processors)})."
+        elif why == self.BAD_CHANGES:
+            text = "logit_bias or penalties make logits infinite."
+        super().__init__(f"no token is possible: {text}")
+
+
+# The fields of SamplingParams that can forbid tokens.
+CHANGES_LOGITS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "logits_processors")
+
+
+def _name(function: Any) -> str:
+    """The "module.name" of a function, or that of the class of a callable object."""
+    with Caught():
+        return f"{function.__module__}.{function.__qualname__}"[:200]
+    return f"{type(function).__module__}.{type(function).__qualname__}"
 
 
 class Caught:
@@ -126,3 +155,24 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
     except BaseException as error:
         message = f"{what} {brief(value)}: {describe_error(error):.300}."
         raise VLLMValidationError(message) from error
+
+
+@contextmanager
+def delayed_interrupt() -> Iterator[None]:
+    """Delay Ctrl-C until the end of this block, so that no change is left half made.
+
+    Only for what takes microseconds; the model's part of a step is not inside. Python delivers
+    signals to the main thread only. An application's own SIGINT handler is not replaced.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if received:
+            raise KeyboardInterrupt

@@ -1,20 +1,34 @@
 """Which request makes the steps fail?
 
 A step that fails may name no request: the model, the executor or the scheduler has raised. Then
-the engine runs a request of its own (`make_probe`), which nobody's parameters can spoil. If this
-fails too, no request is to blame. Otherwise the sequences of the failed step are *suspects*, and
-the next steps run them apart, by halves. Of the requests a, b, c, d, the guilty one is c:
+the engine runs a request of its own (`make_probe`), which nobody's parameters can spoil: a prefill
+of two tokens and a decode. If this fails too, no request is to blame. Otherwise the requests of the
+failed step are *suspects*, and the next steps run them apart, by halves. Of the requests a, b, c,
+d, the guilty one is c:
 
-    step 1    a b c d    fails
-    step 2        c d    fails: the last group runs first
-    step 3          d    d gets a token: it is cleared
-    step 4        c      fails alone
-    step 5        c      fails alone again: c ends with this error
-    step 6    a b        both get a token: the search is over
+    step 1       a b c d    fails
+    step 2           c d    fails: the last group runs first
+    steps 3, 4         d    d gets two tokens: it is cleared
+    step 5           c      fails alone
+    step 6           c      fails alone again: c is guilty
+    steps 7, 8   a b        both get two tokens: the search is over, c ends with this error
 
-A sequence is cleared when it has got a token, or has ended; then it waits for the end of the
-search, and so do new requests. A failure that does not come again ends nobody. With one guilty
-request among the k of a step, at most log2(k) + 3 steps fail (rounded up).
+A sequence is cleared when it has got two tokens or has ended. The first token comes from a prefill
+of all that was known, the second from a decode, so code that fails at one of the two is found. A
+cleared sequence waits for the end of the search, and so do new requests.
+
+A failure that does not come again ends nobody. After such a search its suspects must get twice as
+many tokens in their next one: 4, 8, 16 ... So what fails at every m-th token only is found, too.
+
+*How many steps fail.* In one search with one guilty request among the k of a step: at most
+log2(k) + 3 (rounded up). A request of max_tokens tokens is in at most log2(max_tokens) + 1 searches
+that find nobody.
+
+*Nobody's fault.* step() raises what makes the probe fail, and NotImplementedError: it stands where
+code is to be written, and no request can write it. All requests stay. If the suspects fail one by
+one, all with the same type of error, and no other request is left, step() raises this error: the
+code cannot serve anybody. The requests end with it then, otherwise each next step would repeat the
+search.
 
 vLLM: none. An error in EngineCore ends the engine and all requests.
 """
@@ -22,10 +36,11 @@ vLLM: none. An error in EngineCore ends the engine and all requests.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nanoserve.exceptions import describe_error
+from nanoserve.exceptions import RequestError, describe_error
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
@@ -38,67 +53,70 @@ logger = init_logger(__name__)
 PROBE_SEQ_ID = -1  # no request has it
 
 
-def make_probe() -> Sequence:
-    """A request that is known to be innocent: one token in, one greedy token out."""
+def make_probe(max_model_len: int) -> Sequence:
+    """A request that is known to be innocent: two tokens in, two greedy tokens out, or fewer if
+    max_model_len is below 4."""
+    num_prompt_tokens = min(2, max_model_len - 1)
+    max_tokens = min(2, max_model_len - num_prompt_tokens)
     return Sequence(
         seq_id=PROBE_SEQ_ID,
         request_id="",
-        prompt_token_ids=[0],
-        sampling_params=SamplingParams(temperature=0, max_tokens=1, detokenize=False),
-        max_tokens=1,
+        prompt_token_ids=[0] * num_prompt_tokens,
+        sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False),
+        max_tokens=max_tokens,
         stop_token_ids=frozenset(),
         seed=0,
         metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
     )
 
 
+def is_unwritten(error: BaseException) -> bool:
+    """Does the error say that code is still to be written? torch raises NotImplementedError, too,
+    when a device or a dtype lacks an operator. This can be one request's fault."""
+    text = describe_error(error)
+    is_torch = "aten::" in text or "not implemented for '" in text
+    return isinstance(error, NotImplementedError) and not is_torch
+
+
 class FaultSearch:
     """The search of one engine for the requests that make its steps fail.
 
-    Invariant: a sequence is in at most one group, and was in a step that failed. Between two steps
-    `groups` is empty, and `is_on` False, if every unfinished sequence may run.
+    Invariant: a request is in at most one group, or in `guilty`, and was in a step that failed.
+    Between two steps all is empty, and `is_on` False, if every unfinished sequence may run.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        # seq_id -> its number of tokens when the step failed. The last group runs.
-        self.groups: list[dict[int, int]] = []
-        self.failed_alone: set[str] = set()  # request ids
+        self.groups: list[set[str]] = []  # request ids. The last group runs.
+        self.suspects: set[str] = set()  # all request ids of this search
+        self.num_alone: Counter[str] = Counter()  # request id -> steps that failed with it alone
+        self.guilty: dict[str, Exception] = {}  # they end when the search is over
+        # request id -> earlier searches that found nobody
+        self.num_in_vain: Counter[str] = Counter()
+        self._known_error: object = None  # the last one in the log
 
     @property
     def is_on(self) -> bool:
-        return bool(self.groups)
+        return bool(self.suspects)
 
     def choose_group(self) -> None:
         """Before each step: let only the suspects run that are to be tried next, or all again if
         the search is over."""
         if self.is_on:
             with self.engine.changing():
-                self._hold_all_but(self._next_group())
-
-    def _hold_all_but(self, seq_ids: set[int] | None) -> None:
-        """Let only these sequences run; None: all. The others give their blocks back; with prefix
-        caching they find them again."""
-        scheduler = self.engine.scheduler
-        for seq in scheduler.sequences.values():
-            seq.is_held = seq_ids is not None and seq.seq_id not in seq_ids
-        for seq in [*scheduler.running, *scheduler.swapped]:
-            if seq.is_held:
-                scheduler._preempt(seq)
+                group = self._next_group()
+                if group is None:
+                    self._end()
+                self.engine.scheduler.hold(group)
 
     def _next_group(self) -> set[int] | None:
-        """The seq_ids of the last group that are not cleared; None if the search is over."""
-        sequences = self.engine.scheduler.sequences
+        """The seq_ids of the last group that are not cleared; None if there are no more."""
+        sequences = self.engine.scheduler.sequences.values()
         while self.groups:
-            group = {
-                seq_id
-                for seq_id, num_tokens in self.groups[-1].items()
-                if seq_id in sequences and sequences[seq_id].num_tokens == num_tokens
-            }
-            if group:
+            its = [seq for seq in sequences if seq.request_id in self.groups[-1]]
+            if group := {seq.seq_id for seq in its if seq.num_tokens < seq.cleared_at}:
                 return group
             self.groups.pop()
-        self.failed_alone.clear()
         return None
 
     def skip_group(self) -> None:
@@ -113,24 +131,17 @@ class FaultSearch:
         failed: None if the step was still being decided. Raises `error` if it is no request's
         fault.
         """
-        engine, text = self.engine, describe_error(error)
         suspects = self._find_suspects(failed, in_flight)
-        engine.recover()
-        if not suspects or not self._can_serve():
-            logger.error("a step failed, and this is no request's fault: %s", text)
-            self.groups.clear()
-            self.failed_alone.clear()
+        self.engine.recover()
+        if is_unwritten(error) or not suspects or not self._can_serve():
+            logger.error("a step failed, and this is no request's fault: %s", describe_error(error))
+            self._forget()
             raise error
-        with engine.changing():
-            guilty = self._blame(suspects)
-        if guilty is None:
-            logger.error(
-                "a step failed: %s. The %d sequences in it are computed again, some at a time, "
-                "until the request that causes this is found.",
-                *(text, len(suspects)),
-            )
-        else:
-            engine.hand_out(engine.output_processor.fail_request(guilty, error, suspects))
+        self._log(error, suspects)
+        with self.engine.changing():
+            self._blame(suspects, error)
+            if self._next_group() is None and self._end():
+                raise error
 
     def _find_suspects(
         self, failed: LaunchedStep | None, in_flight: Iterable[LaunchedStep]
@@ -146,16 +157,21 @@ class FaultSearch:
         return [sequences[seq_id] for seq_id in sorted(seq_ids) if seq_id in sequences]
 
     def _can_serve(self) -> bool:
-        """Does the probe get its token?"""
+        """Does the probe get its tokens?"""
         engine, scheduler = self.engine, self.engine.scheduler
+        capacity = engine.executor.num_kv_blocks * engine.config.block_size
         try:
             with engine.changing():
-                scheduler.add(make_probe())
-                self._hold_all_but({PROBE_SEQ_ID})
-                step = scheduler.schedule()
-            output = engine.executor.execute_model(step)
-            with engine.changing():
-                scheduler.update_from_output(step, output)
+                scheduler.add(make_probe(min(capacity, engine.config.max_model_len or capacity)))
+                scheduler.hold({PROBE_SEQ_ID})
+            for _ in range(3):  # with a budget of one token, the prefill takes two steps
+                with engine.changing():
+                    step = scheduler.schedule()
+                if step.is_empty:
+                    break
+                output = engine.executor.execute_model(step)
+                with engine.changing():
+                    scheduler.update_from_output(step, output)
             return PROBE_SEQ_ID not in scheduler.sequences
         except Exception:
             return False
@@ -164,23 +180,65 @@ class FaultSearch:
 
     def end_probe(self) -> None:
         """Recover from the probe's step, wherever it ended."""
-        self._hold_all_but(None)
+        self.engine.scheduler.hold(None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
 
-    def _blame(self, suspects: list[Sequence]) -> str | None:
+    def _blame(self, suspects: list[Sequence], error: Exception) -> None:
         """Split the suspects into groups. Or, if all are one request's, and this has failed alone
-        for the second time, return its id."""
-        rest = self.groups.pop() if self.groups else {}
-        for seq in suspects:
-            rest.pop(seq.seq_id, None)
-        self.groups += [rest] if rest else []
+        for the second time, find it guilty."""
         request_ids = list(dict.fromkeys(seq.request_id for seq in suspects))
+        for seq in suspects:
+            seq.cleared_at = seq.num_tokens + (2 << self.num_in_vain[seq.request_id])
+        self.suspects.update(request_ids)
+        self.groups = [rest for group in self.groups if (rest := group.difference(request_ids))]
         if len(request_ids) == 1:
-            if request_ids[0] in self.failed_alone:
-                return request_ids[0]
-            self.failed_alone.add(request_ids[0])
+            self.num_alone.update(request_ids)
+            if self.num_alone[request_ids[0]] > 1:
+                self.guilty[request_ids[0]] = error
+                return
         middle = len(request_ids) // 2
-        for half in (request_ids[:middle], request_ids[middle:]):
-            group = {seq.seq_id: seq.num_tokens for seq in suspects if seq.request_id in half}
-            self.groups += [group] if group else []
-        return None
+        halves = (request_ids[:middle], request_ids[middle:])
+        self.groups += [set(half) for half in halves if half]
+
+    def _end(self) -> bool:
+        """The search is over: end the guilty requests. True if every request was guilty of the
+        same, so that the code is at fault."""
+        engine, sequences = self.engine, list(self.engine.scheduler.sequences.values())
+        for request_id, error in self.guilty.items():
+            if engine.is_unfinished(request_id):  # not aborted meanwhile
+                its = [seq for seq in sequences if seq.request_id == request_id]
+                fault = RequestError(describe_error(error))  # the log has the traceback already
+                engine.hand_out(engine.output_processor.fail_request(request_id, fault, its))
+        if not self.guilty:
+            self.num_in_vain.update(self.suspects)
+        for request_id in list(self.num_in_vain):
+            if not engine.is_unfinished(request_id):
+                del self.num_in_vain[request_id]
+        is_same = len({type(error) for error in self.guilty.values()}) == 1
+        is_all = len(self.guilty) > 1 and self.guilty.keys() == self.suspects
+        self._forget()
+        return is_same and is_all and not engine.get_num_unfinished_requests()
+
+    def _forget(self) -> None:
+        """No request is a suspect any more."""
+        for record in (self.groups, self.suspects, self.num_alone, self.guilty):
+            record.clear()
+
+    def _log(self, error: Exception, suspects: list[Sequence]) -> None:
+        """One line for a step that failed; for an error that is new, with its traceback."""
+        place = error.__traceback__
+        while place is not None and place.tb_next is not None:
+            place = place.tb_next
+        text = describe_error(error)
+        where = place and (place.tb_frame.f_code.co_filename, place.tb_lineno)
+        if self._known_error == (text, where):
+            logger.error("a step failed: the same error again (%s).", text)
+            return
+        self._known_error = (text, where)
+        number = len(suspects)
+        logger.error(
+            "a step failed: %s. %s computed again, some at a time, until the request that causes "
+            "this is found.",
+            *(text, f"Its {number} sequences are" if number > 1 else "The one sequence in it is"),
+            exc_info=error,
+        )

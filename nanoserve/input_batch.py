@@ -231,6 +231,7 @@ class InputBatch:
             "edits": self._make_edits(rows_with_state),
             "processors": self._make_processors(rows_with_state),
             "penalties": self._make_penalties(rows_with_state),
+            "params": {i: self.logit_states[row].params for i, row in rows_with_state},
         }
 
     def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:

@@ -27,8 +27,8 @@ from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
-from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.engine import LLMEngine, StepReport
+from nanoserve.exceptions import VLLMValidationError, brief, delayed_interrupt
 from nanoserve.inputs import (
     CHAT_EXAMPLE,
     Message,

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -47,7 +47,7 @@ from torch import Tensor
 from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph
+from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, pad_step
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
@@ -150,11 +150,8 @@ class ModelRunner:
                 self.staging,
             )
             self.graphs: DecodeGraphs | None = None
-            if (
-                graph_cls is None
-                and self.device.type == "cuda"
-                and self.backend.supports_cuda_graphs
-            ):
+            is_cuda = self.device.type == "cuda"
+            if graph_cls is None and is_cuda and self.backend.supports_cuda_graphs:
                 graph_cls = CudaGraph
             can_capture = not config.enforce_eager and self.model.supports_cuda_graphs
             if graph_cls is not None and can_capture:
@@ -335,7 +332,9 @@ class ModelRunner:
         branches = self.batch.branches[sample_rows] + branch_offsets
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
         sampled = self._sample_on_rank_0(logits, sample_rows, branches)
-        token_ids = sampled.token_ids[first_samples].clamp(min=0)  # of NO_TOKEN: any token will do
+        token_ids = sampled.token_ids[first_samples].clamp(
+            min=0
+        )  # if none is possible: any will do
         self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()
         samples = list(zip(seq_ids, positions, strict=True))
@@ -351,7 +350,7 @@ class ModelRunner:
         """
         token_ids = torch.zeros(len(sample_rows), dtype=torch.int64, device=self.device)
         if self.parallel.rank:
-            return SampledTokens(self.parallel.broadcast(token_ids), None, {})
+            return SampledTokens(self.parallel.broadcast(token_ids), None, {}, {})
         try:
             batch = self.batch.make_sampling_batch(sample_rows, branches)
             sampled = sampler.sample(logits, batch, choose_tokens)
@@ -451,22 +450,3 @@ class PendingOutput:
             if logprobs:
                 result.logprobs[seq_id] = logprobs
         return result
-
-
-def pad_step(arrays: StepArrays[np.ndarray], num_seqs: int) -> StepArrays[np.ndarray]:
-    """A decode step of `num_seqs` sequences. The added ones have no query, and no slot to store."""
-    number = num_seqs - len(arrays.seq_lens)
-    return replace(
-        arrays,
-        input_ids=pad(arrays.input_ids, number),
-        positions=pad(arrays.positions, number),
-        token_rows=pad(arrays.token_rows, number),
-        slot_mapping=pad(arrays.slot_mapping, number, -1),
-        query_start_loc=pad(arrays.query_start_loc, number, int(arrays.query_start_loc[-1])),
-        seq_lens=pad(arrays.seq_lens, number),
-    )
-
-
-def pad(array: np.ndarray, number: int, value: int = 0) -> np.ndarray:
-    """`array` with `value` appended `number` times."""
-    return np.append(array, np.full(number, value, array.dtype)) if number else array

@@ -32,12 +32,7 @@ from nanoserve.exceptions import Caught, RequestError, describe_error
 from nanoserve.logger import init_logger, to_html
 from nanoserve.logprobs import MAX_CONTEXT, Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind
-from nanoserve.sequence import (
-    RequestMetrics,
-    Sequence,
-    SequenceStatus,
-    SequenceUpdate,
-)
+from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus, SequenceUpdate
 
 logger = init_logger(__name__)
 # (seq_id, status, stop reason) -> the sequence, or None if it had finished already
@@ -380,15 +375,16 @@ class OutputProcessor:
             request = self.requests.get(request_id)
             if request is None:  # the consumer of another request has aborted it just now
                 continue
-            with Caught() as caught:
-                for error in [update.error for update in its_updates if update.error is not None]:
-                    raise error
-                output = request.process(its_updates)
-                if request.is_finished:
-                    self.requests.pop(request_id, None)
-            if caught.error is not None:  # ends sequences that the consumer doesn't know yet, too
+            error = next((update.error for update in its_updates if update.error is not None), None)
+            if error is None:
+                with Caught() as caught:
+                    output = request.process(its_updates)
+                    if request.is_finished:
+                        self.requests.pop(request_id, None)
+                error = caught.error
+            if error is not None:  # ends sequences that the consumer doesn't know yet, too
                 sequences = [update.sequence for update in its_updates]
-                output = self.fail_request(request_id, caught.error, sequences)
+                output = self.fail_request(request_id, error, sequences)
             outputs.append(output)
         return [output for output in outputs if output is not None]
 

@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.exceptions import Caught, NoTokenError, RequestError, brief, describe_error
-from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
+from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor, SamplingParams
 from nanoserve.sequence import TokenLogprobs
 
 
@@ -85,9 +85,6 @@ class RequestProcessors(NamedTuple):
     output_token_ids: list[int]
 
 
-NO_TOKEN = -1  # in the place of a token id
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
     """One entry for each row of the logits. None or empty where no row uses the feature."""
@@ -107,6 +104,7 @@ class SamplingBatch:
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
+    params: dict[int, SamplingParams] = field(default_factory=dict)  # of rows that change logits
     # Row -> what its logits processors did wrong: filled while they run.
     errors: dict[int, BaseException] = field(default_factory=dict)
 
@@ -136,14 +134,15 @@ class LogprobsTensors(NamedTuple):
 class SampledTokens(NamedTuple):
     """One token for each row of the logits, on the device."""
 
-    token_ids: Tensor  # [num_rows] int64; NO_TOKEN where no token is possible
+    token_ids: Tensor  # [num_rows] int64; below 0 where no token is possible: see find_cause
     logprobs: LogprobsTensors | None
     errors: dict[int, BaseException]  # row -> what its logits processors did wrong
+    params: dict[int, SamplingParams]  # of rows that change logits
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SampledTokens:
         """A copy with `function` applied to each tensor."""
         logprobs = self.logprobs.map(function) if self.logprobs else None
-        return SampledTokens(function(self.token_ids), logprobs, self.errors)
+        return SampledTokens(function(self.token_ids), logprobs, self.errors, self.params)
 
     def to_host(self) -> SamplerOutput:
         """As Python numbers; waits for the device."""
@@ -153,8 +152,9 @@ class SampledTokens(NamedTuple):
             for i, entry in zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True):
                 logprobs[i] = entry
         for row, found in enumerate(logprobs):
-            if token_ids[row] == NO_TOKEN or (found and isnan(found.logprobs[0])):
-                errors.setdefault(row, NoTokenError())
+            if token_ids[row] < 0 or (found and isnan(found.logprobs[0])):
+                cause = min(token_ids[row], 0) or NoTokenError.BAD_LOGITS
+                errors.setdefault(row, NoTokenError(cause, self.params.get(row)))
         return SamplerOutput(token_ids, logprobs, errors)
 
 
@@ -199,7 +199,18 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose = choose_tokens)
     logits = apply_constraints(raw, batch)
     token_ids, is_possible = choose(logits, batch)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    return SampledTokens(token_ids.where(is_possible, NO_TOKEN), logprobs, batch.errors)
+    token_ids = token_ids.where(is_possible, find_cause(raw, logits))
+    return SampledTokens(token_ids, logprobs, batch.errors, batch.params)
+
+
+def find_cause(raw: Tensor, logits: Tensor) -> Tensor | int:
+    """Why no token is possible in a row [num_rows], or in any; see NoTokenError. Of the model's
+    logits `raw`, stages 2 to 6 have made `logits`."""
+    if logits is raw:
+        return NoTokenError.BAD_LOGITS
+    is_forbidden = logits.amax(dim=-1) == -torch.inf
+    changed = torch.where(is_forbidden, NoTokenError.FORBIDDEN, NoTokenError.BAD_CHANGES)
+    return changed.where(raw.amax(dim=-1).isfinite(), NoTokenError.BAD_LOGITS)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
@@ -358,6 +359,15 @@ class Scheduler:
             seq.status = SequenceStatus.WAITING
             seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self.urgency)
+
+    def hold(self, keep: Collection[int] | None) -> None:
+        """Let only the sequences with the seq_ids `keep` run (None: all), until the next call. The
+        others wait and give their blocks back. A sequence that is added later is not held."""
+        for seq in self.sequences.values():
+            seq.is_held = keep is not None and seq.seq_id not in keep
+        for seq in [*self.running, *self.swapped]:
+            if seq.is_held:
+                self._preempt(seq)
 
     def _remove_running(self, seq: Sequence) -> None:
         """Take `seq` out of `running`; the runner may drop it."""

@@ -49,10 +49,24 @@ class Planted(Exception):
 @dataclass(frozen=True)
 class Fault:
     """A request fails in each step before which one of its sequences has `position` output tokens
-    or more, in the place `where`."""
+    or more, in the place `where`. A fault with a `kind` is in few of these steps."""
 
     position: int
     where: str  # "launch", "result", "row" or "text"
+    # "decode": the sequence has one token in the step; "prefill": more than one; "third": a decode
+    # of each third token; "here": no tokens but these; "once": the first such step.
+    kind: str = "always"
+
+    def is_in(self, num_output_tokens: int, num_scheduled_tokens: int) -> bool:
+        """Does a sequence fail that has so many output tokens, with so many tokens in the step?"""
+        is_decode = num_scheduled_tokens == 1
+        found = {
+            "decode": is_decode,
+            "prefill": not is_decode,
+            "third": is_decode and num_output_tokens % 3 == 0,
+            "here": num_output_tokens == self.position,
+        }
+        return num_output_tokens >= self.position and found.get(self.kind, True)
 
 
 class FaultyExecutor:
@@ -62,6 +76,7 @@ class FaultyExecutor:
         self.engine = engine
         self.faults: dict[str, Fault] = {}  # by request id
         self.num_transient = 0  # steps that shall fail for no reason
+        self.seen: set[str] = set()  # requests whose fault has been in a step
         self.num_failed: dict[str, int] = {}  # request id -> failed steps in which it was
         self.is_broken = False  # every step fails, the engine's own, too
         self._launch, self._read = engine.executor.launch, engine.executor.read
@@ -74,7 +89,9 @@ class FaultyExecutor:
         seqs = [sequences[item.seq_id] for item in scheduler_output.scheduled]
         if seqs[0].seq_id == PROBE_SEQ_ID:
             return self._launch(scheduler_output)
-        found = {seq.seq_id: fault for seq in seqs if (fault := self.find(seq)) is not None}
+        sizes = [item.num_scheduled_tokens for item in scheduler_output.scheduled]
+        pairs = zip(seqs, sizes, strict=True)
+        found = {seq.seq_id: fault for seq, size in pairs if (fault := self.find(seq, size))}
         if self.num_transient or any(fault.where == "launch" for fault in found.values()):
             self.num_transient -= self.num_transient > 0
             self.fail(seqs)
@@ -92,11 +109,15 @@ class FaultyExecutor:
                 fail_row(result, seq_id, "no token")
         return result
 
-    def find(self, seq: Sequence) -> Fault | None:
-        """The fault that a step with this sequence has."""
+    def find(self, seq: Sequence, num_scheduled_tokens: int) -> Fault | None:
+        """The fault that a step with so many tokens of this sequence has."""
         fault = self.faults.get(seq.request_id)
         num_known = seq.num_output_tokens + max(0, seq.num_output_placeholders - 1)
-        return fault if fault is not None and num_known >= fault.position else None
+        if fault is None or not fault.is_in(num_known, num_scheduled_tokens):
+            return None
+        is_over = fault.kind == "once" and seq.request_id in self.seen
+        self.seen.add(seq.request_id)
+        return None if is_over else fault
 
     def find_stop(self, seq: Sequence) -> None:
         fault = self.faults.get(seq.request_id)
@@ -109,9 +130,11 @@ class FaultyExecutor:
         raise Planted("a fault")
 
 
-def most_failures(num_requests: int, num_guilty: int) -> int:
-    """Steps that may fail with so many requests in the first of them."""
-    return num_guilty * (ceil(log2(max(1, num_requests))) + 3)
+def most_failures(num_requests: int, num_guilty: int, max_tokens: int = 1) -> int:
+    """Steps that may fail with so many requests in the first of them. Only what does not fail in
+    each step needs several searches: then max_tokens counts."""
+    num_searches = ceil(log2(max_tokens)) + 1
+    return num_guilty * num_searches * (ceil(log2(max(1, num_requests))) + 3)
 
 
 # -- what a search does --
@@ -165,10 +188,142 @@ def test_new_requests_wait_until_the_search_is_over(make_engine: MakeEngine) -> 
         assert outputs[name].outputs[0].token_ids == expect(prompt)
 
 
+@pytest.mark.parametrize("kind", ["decode", "third", "prefill"])
+@pytest.mark.parametrize("num_requests", [1, 2, 8])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_what_fails_at_some_steps_only(
+    make_engine: MakeEngine, kind: str, num_requests: int, enable_prefix_caching: bool
+) -> None:
+    """The request is tried by prefill and decode, for longer if a search was in vain. So it ends,
+    early, and few steps fail on the way."""
+    engine = make_engine(enable_prefix_caching=enable_prefix_caching, num_kv_blocks=256)
+    executor = FaultyExecutor(engine)
+    executor.faults["guilty"] = Fault(0, "launch", kind)
+    names = ["guilty", *map(str, range(1, num_requests))]
+    num_searches = 3 if kind == "third" else 1  # by 2, by 4, by 8 tokens
+    most = num_searches * most_failures(num_requests, 1)
+    for i, name in enumerate(names):
+        engine.add_request(name, [1, 2, i], params(max_tokens=50))
+    outputs = finish(engine)
+    for i, name in enumerate(names):
+        [completion], whole = outputs[name].outputs, expect([1, 2, i], 50)
+        if name == "guilty":
+            assert completion.finish_reason == "error"
+            assert completion.token_ids == whole[: len(completion.token_ids)]
+            assert len(completion.token_ids) <= (30 if kind == "third" else most + 1)
+        else:
+            assert completion.token_ids == whole
+    assert max(executor.num_failed.values()) <= most
+
+
+def test_a_beam_search_that_fails_at_decodes_only(make_engine: MakeEngine) -> None:
+    """Its sequences are others after each token: all of them are tried."""
+    engine = make_engine()
+    executor = FaultyExecutor(engine)
+    executor.faults["guilty"] = Fault(0, "launch", "decode")
+    guilty = add_beam_search(engine, "guilty", [1, 2], 3, 20, ignore_eos=True)
+    engine.add_request("a", [4, 5], params())
+    assert finish(engine)["a"].outputs[0].token_ids == expect([4, 5])
+    with pytest.raises(RuntimeError, match="'guilty' failed: Planted: a fault"):
+        guilty.get_output()
+    assert executor.num_failed["guilty"] <= most_failures(2, 1)
+
+
+def fail_if(engine: LLMEngine, error: Exception, is_bad: Callable[[SchedulerOutput], bool]) -> None:
+    """Every step for which is_bad raises this error, the engine's own, too."""
+    launch = engine.executor.launch
+
+    def launch_or_fail(scheduler_output: SchedulerOutput) -> Any:
+        if is_bad(scheduler_output):
+            raise error
+        return launch(scheduler_output)
+
+    engine.executor.launch = launch_or_fail
+
+
+def has_decode(step: SchedulerOutput) -> bool:
+    return any(item.num_computed_tokens for item in step.scheduled)
+
+
+def has_prefill(step: SchedulerOutput) -> bool:
+    return any(item.num_scheduled_tokens > 1 for item in step.scheduled)
+
+
+@pytest.mark.parametrize("is_bad", [has_decode, has_prefill])
+def test_code_that_fails_for_everybody(
+    make_engine: MakeEngine, is_bad: Callable[[SchedulerOutput], bool]
+) -> None:
+    """At decodes, or at prefills of more than one token: the engine's own request finds it."""
+    engine = make_engine()
+    for i in range(8):
+        engine.add_request(f"{i}", [1, 2, i], params())
+    fail_if(engine, Planted(), is_bad)
+    with pytest.raises(Planted):
+        finish(engine)
+    assert engine.get_num_unfinished_requests() == 8
+
+
+def test_the_engines_own_request_fits() -> None:
+    """Into the smallest engines, too: one guilty request ends, and step() raises nothing."""
+    for options in ({"max_model_len": 2}, {"num_kv_blocks": 1}, {"max_num_batched_tokens": 1}):
+        options = {"max_num_seqs": 1, **options}
+        engine = engines.make_engine(**options)
+        FaultyExecutor(engine).faults["guilty"] = Fault(0, "launch")
+        for name in ("guilty", "b"):
+            engine.add_request(name, [1], params(max_tokens=1))
+        outputs = finish(engine)
+        assert outputs["guilty"].outputs[0].finish_reason == "error"
+        assert outputs["b"].outputs[0].token_ids == expect([1], 1)
+
+
+def test_code_that_is_not_written(make_engine: MakeEngine) -> None:
+    """No search: the first step raises. What torch lacks an operator for can be a request's own
+    wish, so that is searched for."""
+    engine = make_engine()
+    for i in range(4):
+        engine.add_request(f"{i}", [1, 2, i], params())
+    is_large = lambda step: len(step.scheduled) > 1  # noqa: E731
+    fail_if(engine, NotImplementedError("write me"), is_large)
+    with pytest.raises(NotImplementedError, match="write me"):
+        engine.step()
+    assert not engine._search.is_on
+    assert engine.get_num_unfinished_requests() == 4
+    engine = make_engine()
+    engine.add_request("a", [1, 2], params())
+    fail_if(
+        engine,
+        NotImplementedError("Could not run 'aten::sort'"),
+        lambda step: step.scheduled[0].seq_id != PROBE_SEQ_ID,
+    )
+    assert finish(engine)["a"].outputs[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize("num_guilty", [1, 2, 5])
+def test_requests_that_all_fail_alone(make_engine: MakeEngine, num_guilty: int) -> None:
+    """With the same type of error, and no other request is there: step() raises it, and all of
+    them end. With another request beside them they end, and nothing is raised."""
+    for has_other in (False, True):
+        engine = make_engine()
+        executor = FaultyExecutor(engine)
+        for i in range(num_guilty):
+            executor.faults[f"{i}"] = Fault(0, "launch")
+            engine.add_request(f"{i}", [1, 2, i], params())
+        if has_other:
+            engine.add_request("other", [3], params())
+        if num_guilty > 1 and not has_other:
+            with pytest.raises(Planted):
+                finish(engine)
+        outputs = finish(engine)
+        for i in range(num_guilty):
+            assert outputs[f"{i}"].outputs[0].finish_reason == "error"
+        if has_other:
+            assert outputs["other"].outputs[0].token_ids == expect([3])
+
+
 def test_each_failed_step_is_in_the_log_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a sentence; the last one, about the request, with the traceback."""
+    """In one line; an error that is new with its traceback, which shows where it was raised."""
     caplog.set_level(logging.ERROR, "nanoserve")
     engine = make_engine()
     executor = FaultyExecutor(engine)
@@ -176,11 +331,21 @@ def test_each_failed_step_is_in_the_log_once(
     for name in ("a", "guilty", "b"):
         engine.add_request(name, [1, 2], params())
     finish(engine)
-    *others, last = caplog.records
-    assert len(caplog.records) == executor.num_failed["guilty"]
-    assert all("a step failed: Planted: a fault." in record.getMessage() for record in others)
+    first, *others, last = caplog.records
+    assert len(caplog.records) == executor.num_failed["guilty"] + 1
+    assert first.getMessage().startswith("a step failed: Planted: a fault. Its 3 sequences are ")
+    assert first.exc_info
+    again = "a step failed: the same error again (Planted: a fault)."
+    assert {record.getMessage() for record in others} == {again}
     assert last.getMessage() == "request 'guilty' failed: Planted: a fault"
-    assert last.exc_info
+    assert not any(record.exc_info for record in (*others, last))
+    caplog.clear()
+    executor.num_transient = 1
+    engine.add_request("a", [1, 2], params())
+    fail_if(engine, Planted("another"), lambda step: step.scheduled[0].seq_id != PROBE_SEQ_ID)
+    finish(engine)
+    assert "another. The one sequence in it is computed" in caplog.records[0].getMessage()
+    assert caplog.records[0].exc_info
 
 
 def test_a_broken_executor_is_nobodys_fault(make_engine: MakeEngine) -> None:
@@ -259,6 +424,7 @@ FAULTS = st.builds(
     Fault,
     position=st.integers(0, 6),
     where=st.sampled_from(["launch", "launch", "result", "row", "text"]),
+    kind=st.sampled_from(["always"] * 4 + ["decode", "prefill", "third", "here", "once"]),
 )
 ARRIVALS = st.builds(
     Arrival,
@@ -318,7 +484,13 @@ class Workload:
             for when, what, number in troubles:
                 if when == at:
                     self.disturb(what, f"{number}", number)
-            for output in step(self.engine):
+            outputs: list[RequestOutput] = []
+            try:
+                outputs = step(self.engine)
+            except Planted:  # all that are left failed one by one
+                assert len(self.executor.faults) > 1
+                assert not self.engine.get_num_unfinished_requests()
+            for output in outputs:
                 self.take(output)
             at += 1
             assert at < 2000, "no end in sight"
@@ -365,7 +537,12 @@ class Workload:
             reasons = {completion.finish_reason for completion in self.last[name].outputs}
             event(f"{arrival.fault.where if arrival.fault and is_guilty else 'innocent'}")
             assert self.last[name].finished
+            is_certain = arrival.fault is None or arrival.fault.kind == "always"
+            is_guilty &= is_certain or "error" in reasons  # a short one may end before it is found
             assert ("error" in reasons) == is_guilty
+            has_one = arrival.fault is not None and arrival.fault.kind == "once"
+            if is_guilty and has_one and arrival.fault.where in ("launch", "result"):
+                assert self.num_transient, "one failure that does not come again ends nobody"
             for branch in range(arrival.n):
                 whole = expect(prompt, num_tokens, branch)
                 tokens = self.tokens[name, branch]
@@ -373,7 +550,7 @@ class Workload:
         for search in self.searches:
             assert search.get_output().sequences
         num_faults = self.num_transient + len(self.executor.faults)
-        most = most_failures(len(self.arrivals) + len(self.searches), num_faults)
+        most = most_failures(len(self.arrivals) + len(self.searches), num_faults, 8)
         assert all(number <= most for number in self.executor.num_failed.values())
         engine.add_request("afterwards", [5, 6], params())
         assert finish(engine)["afterwards"].outputs[0].token_ids == expect([5, 6])
@@ -536,7 +713,51 @@ def test_logits_that_are_no_numbers(
     assert good.metrics.num_preemptions == 0  # no step failed, no step in flight either
     for completion in broken.outputs:
         assert (completion.finish_reason, completion.token_ids) == ("error", [])
-        assert "a logit is NaN or infinite" in str(completion.stop_reason)
+        assert "the model's logits are NaN or infinite" in str(completion.stop_reason)
+
+
+def nan_of_mine(output: list[int], logits: Tensor) -> Tensor:
+    return logits * nan
+
+
+class NamelessProcessor:
+    """Its name cannot be asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise SystemExit if name == "__qualname__" else AttributeError(name)
+
+    def __call__(self, output: list[int], logits: Tensor) -> Tensor:
+        return logits * inf
+
+
+WHY_NO_TOKEN: list[tuple[dict[str, Any], str]] = [
+    ({"logits_processors": [nan_of_mine]}, "NaN or infinity (test_fault_isolation.nan_of_mine)."),
+    ({"logits_processors": [NamelessProcessor()]}, "(test_fault_isolation.NamelessProcessor)."),
+    (
+        {
+            "allowed_token_ids": [0],
+            "logit_bias": {1: 5},
+            "logits_processors": [lambda output, logits: logits.fill_(-inf)],
+        },
+        "possible: allowed_token_ids, logit_bias, logits_processors forbid all tokens.",
+    ),
+    (
+        {"allowed_token_ids": [0], "min_tokens": 2, "stop_token_ids": [0]},
+        "possible: allowed_token_ids, min_tokens forbid all tokens.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WHY_NO_TOKEN)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_why_no_token_is_possible(
+    llm: LLM, fields: dict[str, Any], message: str, temperature: float
+) -> None:
+    """The request's own settings are named, in a batch with requests that have none."""
+    wanted = SamplingParams(temperature=temperature, **fields)
+    good, bad = llm.generate([STORY] * 2, [GREEDY, wanted], use_tqdm=False)
+    assert good.outputs[0].finish_reason == "length"
+    assert message in str(bad.outputs[0].stop_reason)
 
 
 def test_damaged_weights(llm: LLM) -> None:
@@ -552,6 +773,7 @@ def test_damaged_weights(llm: LLM) -> None:
     with torch.no_grad():
         norm.copy_(kept)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error"] * 2
+    assert "Damaged weights do that" in str(outputs[0].outputs[0].stop_reason)
     llm.reset_prefix_cache()
     [after] = llm.generate(STORY, GREEDY, use_tqdm=False)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids

@@ -816,6 +816,7 @@ def test_a_closed_engine_says_so() -> None:
         lambda: llm.chat(SUM),
         lambda: llm.add_request("a", STORY),
         lambda: llm.step(),
+        lambda: llm.reset_prefix_cache(),
         lambda: next(stream),
     ):
         with pytest.raises(RuntimeError, match="closed; build a new LLM"):

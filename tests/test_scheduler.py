@@ -711,6 +711,24 @@ def test_finish_returns_the_sequence_that_it_finished() -> None:
 # -- a step that fails --
 
 
+def test_only_what_is_kept_runs() -> None:
+    """hold(): the others give their blocks back, swapped ones too, until hold(None)."""
+    engine, seqs, _ = preempt_by_swap(num_cpu_blocks=3)
+    kept = engine.add([9])
+    assert {"RUNNING", "SWAPPED"} <= {seq.status.name for seq in seqs}
+    engine.scheduler.hold({kept.seq_id})
+    engine.block_manager.check()
+    assert {seq.status.name for seq in seqs} == {"WAITING"}
+    assert num_tokens_of(engine.step()) == {kept.seq_id: 1}
+    later = engine.add([8])
+    assert num_tokens_of(engine.step()).keys() == {kept.seq_id, later.seq_id}
+    engine.scheduler.hold(None)
+    engine.run()
+    for seq in (*seqs, kept, later):
+        expected = reference_output(seq.prompt_token_ids, seq.max_tokens)
+        assert seq.output_token_ids == expected
+
+
 def test_preempt_all_trusts_only_the_tokens() -> None:
     """All sequences wait and are computed again. Both pools are free; the prefix cache is empty.
     The next step, and only this one, tells the runner to drop its rows."""
