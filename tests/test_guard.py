@@ -804,6 +804,7 @@ def test_odd_entries_of_the_search_path(tokenizer: Any, monkeypatch: pytest.Monk
     """Python skips what is no string."""
     text = render_chat(tokenizer, HI, {})
     tokenizer.guard._process.kill()
+    tokenizer.guard._process.wait()
     monkeypatch.setattr(sys, "path", [Path("/nowhere"), "", *sys.path])
     monkeypatch.setattr(os, "getcwd", raise_not_found)
     assert render_chat(tokenizer, HI, {}) == text
