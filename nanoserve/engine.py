@@ -37,7 +37,6 @@ vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1)
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -71,6 +70,7 @@ from nanoserve.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
+from nanoserve.signals import delayed_interrupt, is_from_signal
 
 logger = init_logger(__name__)
 
@@ -158,6 +158,7 @@ class LLMEngine(OwnedByProcess):
         self._is_stepping = False
         self._is_changing = False  # the scheduler's lists: what aborts has to wait
         self._is_unclean = False  # a step began and did not end
+        self._is_executing = False  # the executor runs: it may call code of the users
         self._is_closed = False
         log_startup(self)
 
@@ -327,7 +328,7 @@ class LLMEngine(OwnedByProcess):
             self._check_open()
             if self._is_unclean:  # a second Ctrl-C came before recover
                 self.recover()
-            self._is_unclean, self._current = True, None
+            self._is_unclean, self._is_executing, self._current = True, False, None
             try:
                 with delayed_interrupt():
                     self._drain_inbox()
@@ -336,11 +337,13 @@ class LLMEngine(OwnedByProcess):
                     self._run_overlapped_step()
                 else:
                     self._run_plain_step()
-            except Exception as error:
+            except BaseException as error:
+                if not isinstance(error, Exception) or is_from_signal(
+                    error
+                ):  # Ctrl-C, a time limit
+                    self.recover()
+                    raise
                 self._search.isolate(error, self._current, self._in_flight)
-            except BaseException:  # KeyboardInterrupt too
-                self.recover()
-                raise
             self._is_unclean = False
 
     def _run_plain_step(self) -> None:
@@ -376,19 +379,26 @@ class LLMEngine(OwnedByProcess):
         end = perf_counter()
         if not scheduler_output.is_empty:
             self._current = LaunchedStep(scheduler_output, end - start, end)
+            self._is_executing = True
         return self._current
 
     def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, make text of them, tell the listeners."""
-        executed_at = perf_counter()
+        executed_at, self._is_executing = perf_counter(), False
         scheduler_output, sequences = step.scheduler_output, self.scheduler.sequences
-        seq_ids = [item.seq_id for item in scheduler_output.scheduled if self.step_listeners]
+        seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
+        before = [(seq, seq.num_tokens, seq.num_pending_forks) for seq in known.values()]
         with delayed_interrupt():
             with self.changing():
-                updates = self.scheduler.update_from_output(scheduler_output, model_output)
+                try:
+                    updates = self.scheduler.update_from_output(scheduler_output, model_output)
+                except BaseException:
+                    self.scheduler.undo_update(before)
+                    raise
             outputs = self.output_processor.process_outputs(updates)
             self._outputs += outputs
+            self.output_processor.raise_error()
         execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
         times = (step.schedule_time, execute_time, update_time)
         report = StepReport(scheduler_output, updates, known, *times)
@@ -402,6 +412,7 @@ class LLMEngine(OwnedByProcess):
         """A step did not end: its tokens are computed again."""
         with self.changing():
             self._in_flight.clear()
+            self._search.end_lost_requests()
             self.scheduler.preempt_all()
             self._search.end_probe()
             self._is_unclean = False
@@ -425,7 +436,10 @@ class LLMEngine(OwnedByProcess):
     def _acquire_lock(self) -> None:
         self.check_owner()
         if self._lock.acquire(blocking=False):
-            return
+            if not (self._is_stepping and self._is_executing):
+                return
+            self._lock.release()
+            raise RuntimeError("a step is running: what it calls cannot run another one.")
         if self._is_stepping:
             raise RuntimeError(
                 "another thread is running a step of this engine. Call step(), generate() and "
@@ -503,24 +517,3 @@ def _unfinished(request: RequestConsumer, branch: int) -> Sequence | None:
         if seq.branch == branch and seq.status.finish_reason is None:
             return seq
     return None
-
-
-@contextmanager
-def delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the end of this block, so that no change is left half made.
-
-    Only for what takes microseconds; the model's part of a step is not inside. Python delivers
-    signals to the main thread only. An application's own SIGINT handler is not replaced.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if received:
-            raise KeyboardInterrupt

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nanoserve.signals import is_from_signal
+
 
 class VLLMError(Exception):
     """Any error that has a class of its own."""
@@ -80,7 +82,7 @@ class NoTokenError(RequestError):
 
 class Caught:
     """Runs code that is not ours. `with Caught() as caught:` ends what the block raises, if it is
-    not a KeyboardInterrupt; then caught.error holds it."""
+    neither a KeyboardInterrupt nor from the handler of a signal; then caught.error holds it."""
 
     error: BaseException | None = None
 
@@ -89,7 +91,7 @@ class Caught:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.error = error
-        return not isinstance(error, KeyboardInterrupt)
+        return not isinstance(error, KeyboardInterrupt) and not is_from_signal(error)
 
 
 def describe_error(error: BaseException) -> str:
@@ -117,12 +119,14 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
     """Whatever fails inside becomes a VLLMValidationError: "<what> <value>: <the error>.".
 
     For calls of a tokenizer: a bug in its Rust code arrives as PanicException, which is no
-    Exception. Ctrl-C stays Ctrl-C.
+    Exception. Ctrl-C stays Ctrl-C, and so does what other handlers of signals raise.
     """
     try:
         yield
     except (KeyboardInterrupt, VLLMValidationError):
         raise
     except BaseException as error:
+        if is_from_signal(error):
+            raise
         message = f"{what} {brief(value)}: {describe_error(error):.300}."
         raise VLLMValidationError(message) from error

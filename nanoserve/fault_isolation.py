@@ -29,6 +29,7 @@ from nanoserve.exceptions import describe_error
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
+from nanoserve.signals import is_from_signal
 
 if TYPE_CHECKING:
     from nanoserve.engine import LaunchedStep, LLMEngine
@@ -123,14 +124,14 @@ class FaultSearch:
             raise error
         with engine.changing():
             guilty = self._blame(suspects)
-        if guilty is None:
-            logger.error(
-                "a step failed: %s. The %d sequences in it are computed again, some at a time, "
-                "until the request that causes this is found.",
-                *(text, len(suspects)),
-            )
-        else:
-            engine.hand_out(engine.output_processor.fail_request(guilty, error, suspects))
+            if guilty is not None:
+                engine.hand_out(engine.output_processor.fail_request(guilty, error, suspects))
+                return
+        logger.error(
+            "a step failed: %s. The %d sequences in it are computed again, some at a time, "
+            "until the request that causes this is found.",
+            *(text, len(suspects)),
+        )
 
     def _find_suspects(
         self, failed: LaunchedStep | None, in_flight: Iterable[LaunchedStep]
@@ -157,7 +158,9 @@ class FaultSearch:
             with engine.changing():
                 scheduler.update_from_output(step, output)
             return PROBE_SEQ_ID not in scheduler.sequences
-        except Exception:
+        except Exception as error:
+            if is_from_signal(error):
+                raise
             return False
         finally:
             engine.recover()
@@ -166,6 +169,20 @@ class FaultSearch:
         """Recover from the probe's step, wherever it ended."""
         self._hold_all_but(None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
+
+    def end_lost_requests(self) -> None:
+        """A step failed while it ended sequences. End the requests of which the scheduler has none
+        any more: no step would bring their end."""
+        engine, known = self.engine, self.engine.scheduler.sequences
+        for request in list(engine.output_processor.requests.values()):
+            may_go_on = [  # those that wait may be in the inbox
+                seq.seq_id in known or seq.status is SequenceStatus.WAITING
+                for seq in request.sequences
+            ]
+            if not any(may_go_on):
+                error = RuntimeError("the step that ended the sequences of this request failed")
+                fail_request = engine.output_processor.fail_request
+                engine.hand_out(fail_request(request.request_id, error, ()))
 
     def _blame(self, suspects: list[Sequence]) -> str | None:
         """Split the suspects into groups. Or, if all are one request's, and this has failed alone

@@ -27,7 +27,7 @@ from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
-from nanoserve.engine import LLMEngine, StepReport, delayed_interrupt
+from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import (
     CHAT_EXAMPLE,
@@ -42,6 +42,7 @@ from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, check_output_kind
 from nanoserve.scheduler import Scheduler
+from nanoserve.signals import delayed_interrupt
 
 if TYPE_CHECKING:
     from tqdm import tqdm

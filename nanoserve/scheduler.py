@@ -264,10 +264,16 @@ class Scheduler:
                 continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
-            if seq is None or not (sampled or prompt_logprobs):
+            if seq is None:
+                continue
+            forks = model_output.forks.get(item.seq_id, ())
+            is_last = item.num_computed_tokens + item.num_scheduled_tokens >= seq.num_tokens
+            if is_last and not (sampled and len(forks) == seq.num_pending_forks):
+                raise RuntimeError(f"the model's output has no token for sequence {item.seq_id}")
+            if not (sampled or prompt_logprobs):
                 continue
             seq.num_output_placeholders -= bool(sampled)
-            for branch, fork in enumerate(model_output.forks.get(item.seq_id, ()), start=1):
+            for branch, fork in enumerate(forks, start=1):
                 updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
@@ -310,6 +316,8 @@ class Scheduler:
     def _append_tokens(seq: Sequence, sampled: tuple[int, ...]) -> int:
         """Append tokens until one ends the sequence. Returns how many were appended."""
         for num_new, token_id in enumerate(sampled, start=1):
+            if type(token_id) is not int:
+                raise TypeError(f"the model's output has {token_id!r:.99} for a token id")
             seq.token_ids.append(token_id)
             if token_id in seq.stop_token_ids:
                 seq.status = SequenceStatus.FINISHED_STOPPED
@@ -340,6 +348,21 @@ class Scheduler:
             seq.stop_reason = stop_reason
         seq.metrics.finished_ts = time.monotonic()
         return seq
+
+    def undo_update(self, before: list[tuple[Sequence, int, int]]) -> None:
+        """After an update_from_output that failed: nobody has been told of its tokens, so take them
+        back. preempt_all must follow.
+
+        before: the step's unfinished sequences, with the number of tokens and of pending forks that
+        each had before the update.
+        """
+        for seq, num_tokens, num_pending_forks in before:
+            for branch in range(1, num_pending_forks + 1):
+                self.sequences.pop(seq.seq_id + branch, None)
+            del seq.token_ids[num_tokens:]
+            seq.num_pending_forks, seq.stop_reason = num_pending_forks, None
+            seq.metrics.num_generation_tokens = seq.num_output_tokens
+            self.sequences[seq.seq_id] = seq
 
     def preempt_all(self) -> None:
         """After a failed step: free and forget every block, and queue every unfinished sequence to

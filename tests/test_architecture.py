@@ -50,6 +50,7 @@ SHARED = {
     "memory",
     "sampling_params",
     "sequence",
+    "signals",
 }
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 CONTROL_PLANE |= {"arg_utils", "fault_isolation", "guard"}
@@ -359,7 +360,11 @@ def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
 # Modules that one decode step enters beside the dozen: who asks, where tensors wait, and what is
 # one process or several.
 AROUND_THE_DOZEN = {"llm", "executor", "staging", "kv_cache", "parallel", "sampling_params"}
-AROUND_THE_DOZEN |= {"exceptions", "fault_isolation"}  # what failed; nothing in most steps
+AROUND_THE_DOZEN |= {
+    "exceptions",
+    "fault_isolation",
+    "signals",
+}  # what failed; nothing in most steps
 
 
 def test_a_decode_step_stays_within_them() -> None:
