@@ -50,7 +50,7 @@ NONE_IS_DEFAULT = {
 SEAMS = {
     "scheduler_cls": (
         "nanoserve.scheduler.Scheduler",
-        "add add_fork finish has_unfinished preempt_all schedule undo_update update_from_output",
+        "add add_fork finish has_unfinished preempt_all schedule update_from_output",
     ),
     "block_manager_cls": (
         "nanoserve.block_manager.BlockManager",

@@ -388,14 +388,9 @@ class LLMEngine(OwnedByProcess):
         scheduler_output, sequences = step.scheduler_output, self.scheduler.sequences
         seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
-        before = [(seq, seq.num_tokens, seq.num_pending_forks) for seq in known.values()]
         with delayed_interrupt():
-            with self.changing():
-                try:
-                    updates = self.scheduler.update_from_output(scheduler_output, model_output)
-                except BaseException:
-                    self.scheduler.undo_update(before)
-                    raise
+            with self.changing(), self._search.undone_if_failed(list(known.values())):
+                updates = self.scheduler.update_from_output(scheduler_output, model_output)
             outputs = self.output_processor.process_outputs(updates)
             self._outputs += outputs
             self.output_processor.raise_error()

@@ -22,7 +22,8 @@ vLLM: none. An error in EngineCore ends the engine and all requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import describe_error
@@ -169,6 +170,24 @@ class FaultSearch:
         """Recover from the probe's step, wherever it ended."""
         self._hold_all_but(None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
+
+    @contextmanager
+    def undone_if_failed(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Around the update of a step's unfinished sequences. If it fails, nobody has been told of
+        its tokens and forks: they are taken back, and recover() must follow."""
+        before = [(seq.num_tokens, seq.num_pending_forks) for seq in sequences]
+        try:
+            yield
+        except BaseException:
+            known = self.engine.scheduler.sequences
+            for seq, (num_tokens, num_forks) in zip(sequences, before, strict=True):
+                for branch in range(1, num_forks + 1):
+                    known.pop(seq.seq_id + branch, None)
+                del seq.token_ids[num_tokens:]
+                seq.num_pending_forks, seq.stop_reason = num_forks, None
+                seq.metrics.num_generation_tokens = seq.num_output_tokens
+                known[seq.seq_id] = seq  # it may have been finished
+            raise
 
     def end_lost_requests(self) -> None:
         """A step failed while it ended sequences. End the requests of which the scheduler has none

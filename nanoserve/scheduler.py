@@ -349,26 +349,12 @@ class Scheduler:
         seq.metrics.finished_ts = time.monotonic()
         return seq
 
-    def undo_update(self, before: list[tuple[Sequence, int, int]]) -> None:
-        """After an update_from_output that failed: nobody has been told of its tokens, so take them
-        back. preempt_all must follow.
-
-        before: the step's unfinished sequences, with the number of tokens and of pending forks that
-        each had before the update.
-        """
-        for seq, num_tokens, num_pending_forks in before:
-            for branch in range(1, num_pending_forks + 1):
-                self.sequences.pop(seq.seq_id + branch, None)
-            del seq.token_ids[num_tokens:]
-            seq.num_pending_forks, seq.stop_reason = num_pending_forks, None
-            seq.metrics.num_generation_tokens = seq.num_output_tokens
-            self.sequences[seq.seq_id] = seq
-
     def preempt_all(self) -> None:
         """After a failed step: free and forget every block, and queue every unfinished sequence to
         be computed again. The next step tells the runner to drop all its rows.
 
-        Only the sequences' own tokens are trusted. So the recovery is right wherever the step
+        Only the sequences' own tokens are trusted (those of an update that failed have been taken
+        back before). So the recovery is right wherever the step
         failed: half scheduled, half written or half copied. The cost is one recompute.
         """
         self.block_manager.reset()

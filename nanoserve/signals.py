@@ -18,55 +18,70 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from traceback import walk_tb
 from types import FrameType
+from typing import Any
 
 # What applications end with, or limit time with. (To look at all 64 costs 40 microseconds.)
 NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGBREAK")
-SIGNALS = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-_is_delaying = False  # in the main thread
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+
+
+class _Delay:
+    """The handler that takes the place of others for the time of a block."""
+
+    def __init__(self) -> None:
+        self.replaced: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self.received: set[int] = set()
+        self.is_over = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_over:  # another handler raised before this one was put back
+            self.replaced[number](number, frame)
+        else:
+            self.received.add(number)
+
+    def deliver(self) -> None:
+        """Call the handler of each signal that came, whatever one of them raises."""
+        if self.received:
+            try:
+                signal.raise_signal(self.received.pop())
+            finally:
+                self.deliver()
 
 
 @contextmanager
 def delayed_interrupt() -> Iterator[None]:
     """Let the handlers of signals wait until the end of this block, so that what they raise leaves
-    no change half made. What they raise comes from the end of the block.
+    no change half made. It is raised at the end of the block.
 
     Only for what takes microseconds; the model's part of a step is not inside. Python delivers
     signals to the main thread only. Signals without a handler in Python are left alone.
     """
-    global _is_delaying
-    if _is_delaying or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    received: set[int] = set()
-    is_over = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        handler = handlers[number]
-        if not is_over:
-            received.add(number)
-        elif callable(handler):  # another handler raised before this one was put back
-            handler(number, frame)
-
+    delay = _Delay()
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if isinstance(handler, _Delay) and not handler.is_over:  # inside another such block
+            break
+        if callable(handler):
+            delay.replaced[number] = handler
     try:
-        _is_delaying = True
-        for number, handler in handlers.items():
-            if callable(handler):
-                signal.signal(number, note)
+        for number in delay.replaced:
+            signal.signal(number, delay)
         yield
     finally:
-        with ExitStack() as stack:  # all are called, whatever one of them raises
-            for number in received:
-                stack.callback(signal.raise_signal, number)
-            _is_delaying, is_over = False, True
-            for number, handler in handlers.items():
-                if callable(handler):
-                    signal.signal(number, handler)
+        try:
+            delay.is_over = True
+            for number, handler in delay.replaced.items():
+                signal.signal(number, handler)
+        finally:
+            delay.deliver()
 
 
 def is_from_signal(error: BaseException | None) -> bool:
