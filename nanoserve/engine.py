@@ -338,9 +338,7 @@ class LLMEngine(OwnedByProcess):
                 else:
                     self._run_plain_step()
             except BaseException as error:
-                if not isinstance(error, Exception) or is_from_signal(
-                    error
-                ):  # Ctrl-C, a time limit
+                if not isinstance(error, Exception) or is_from_signal(error):
                     self.recover()
                     raise
                 self._search.isolate(error, self._current, self._in_flight)
