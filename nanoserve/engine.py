@@ -53,6 +53,7 @@ from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error
 from nanoserve.fault_isolation import FaultSearch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
+from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import (
@@ -70,7 +71,6 @@ from nanoserve.sequence import (
     SequenceStatus,
     SequenceUpdate,
 )
-from nanoserve.signals import delayed_interrupt, is_from_signal
 
 logger = init_logger(__name__)
 

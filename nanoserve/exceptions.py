@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanoserve.signals import is_from_signal
+from nanoserve.interrupts import is_from_signal
 
 
 class VLLMError(Exception):

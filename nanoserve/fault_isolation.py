@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import describe_error
+from nanoserve.interrupts import is_from_signal
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
-from nanoserve.signals import is_from_signal
 
 if TYPE_CHECKING:
     from nanoserve.engine import LaunchedStep, LLMEngine

@@ -30,7 +30,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
-from nanoserve.signals import is_from_signal
+from nanoserve.interrupts import is_from_signal
 
 logger = logging.getLogger("nanoserve")
 

@@ -38,11 +38,11 @@ from nanoserve.inputs import (
     prompt_to_seq,
     refuse_missing,
 )
+from nanoserve.interrupts import delayed_interrupt
 from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, check_output_kind
 from nanoserve.scheduler import Scheduler
-from nanoserve.signals import delayed_interrupt
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -45,12 +45,12 @@ SHARED = {
     "config",
     "exceptions",
     "inputs",
+    "interrupts",
     "logger",
     "logprobs",
     "memory",
     "sampling_params",
     "sequence",
-    "signals",
 }
 CONTROL_PLANE = SHARED | {"block_manager", "scheduler", "input_processor", "output_processor"}
 CONTROL_PLANE |= {"arg_utils", "fault_isolation", "guard"}
@@ -363,7 +363,6 @@ AROUND_THE_DOZEN = {"llm", "executor", "staging", "kv_cache", "parallel", "sampl
 AROUND_THE_DOZEN |= {
     "exceptions",
     "fault_isolation",
-    "signals",
 }  # what failed; nothing in most steps
 
 

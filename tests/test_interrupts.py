@@ -11,7 +11,7 @@ import pytest
 
 from nanoserve.exceptions import Caught, VLLMValidationError, as_validation_error
 from nanoserve.inputs import render_chat
-from nanoserve.signals import delayed_interrupt, is_from_signal
+from nanoserve.interrupts import delayed_interrupt, is_from_signal
 
 
 @pytest.fixture(autouse=True)
