@@ -54,11 +54,11 @@ from nanoserve.exceptions import (
     QueueOverflowError,
     as_validation_error,
     brief,
-    delayed_interrupt,
 )
 from nanoserve.fault_isolation import FaultSearch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
+from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
 from nanoserve.output_processor import OutputProcessor, RequestConsumer, RequestOutput, RequestState
@@ -158,6 +158,7 @@ class LLMEngine(OwnedByProcess):
         self._is_stepping = False
         self._is_changing = False  # the scheduler's lists: what aborts has to wait
         self._is_unclean = False  # a step began and did not end
+        self._is_executing = False  # the executor runs: it may call code of the users
         self._is_closed = False
         log_startup(self)
 
@@ -328,7 +329,7 @@ class LLMEngine(OwnedByProcess):
             self._check_open()
             if self._is_unclean:  # a second Ctrl-C came before recover
                 self.recover()
-            self._is_unclean, self._current = True, None
+            self._is_unclean, self._is_executing, self._current = True, False, None
             try:
                 with delayed_interrupt():
                     self._drain_inbox()
@@ -337,11 +338,11 @@ class LLMEngine(OwnedByProcess):
                     self._run_overlapped_step()
                 else:
                     self._run_plain_step()
-            except Exception as error:
+            except BaseException as error:
+                if not isinstance(error, Exception) or is_from_signal(error):
+                    self.recover()
+                    raise
                 self._search.isolate(error, self._current, self._in_flight)
-            except BaseException:  # KeyboardInterrupt too
-                self.recover()
-                raise
             self._is_unclean = False
 
     def _run_plain_step(self) -> None:
@@ -377,19 +378,21 @@ class LLMEngine(OwnedByProcess):
         end = perf_counter()
         if not scheduler_output.is_empty:
             self._current = LaunchedStep(scheduler_output, end - start, end)
+            self._is_executing = True
         return self._current
 
     def _update(self, step: LaunchedStep, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, make text of them, tell the listeners."""
-        executed_at = perf_counter()
+        executed_at, self._is_executing = perf_counter(), False
         scheduler_output, sequences = step.scheduler_output, self.scheduler.sequences
-        seq_ids = [item.seq_id for item in scheduler_output.scheduled if self.step_listeners]
+        seq_ids = [item.seq_id for item in scheduler_output.scheduled]
         known = {seq_id: sequences[seq_id] for seq_id in seq_ids if seq_id in sequences}
         with delayed_interrupt():
-            with self.changing():
+            with self.changing(), self._search.undone_if_failed(list(known.values())):
                 updates = self.scheduler.update_from_output(scheduler_output, model_output)
             outputs = self.output_processor.process_outputs(updates)
             self._outputs += outputs
+            self.output_processor.raise_error()
         execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
         times = (step.schedule_time, execute_time, update_time)
         report = StepReport(scheduler_output, updates, known, *times)
@@ -403,6 +406,7 @@ class LLMEngine(OwnedByProcess):
         """A step did not end: its tokens are computed again."""
         with self.changing():
             self._in_flight.clear()
+            self._search.end_lost_requests()
             self.scheduler.preempt_all()
             self._search.end_probe()
             self._is_unclean = False
@@ -426,7 +430,10 @@ class LLMEngine(OwnedByProcess):
     def _acquire_lock(self) -> None:
         self.check_owner()
         if self._lock.acquire(blocking=False):
-            return
+            if not (self._is_stepping and self._is_executing):
+                return
+            self._lock.release()
+            raise RuntimeError("a step is running: what it calls cannot run another one.")
         if self._is_stepping:
             raise RuntimeError(
                 "another thread is running a step of this engine. Call step(), generate() and "

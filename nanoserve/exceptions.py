@@ -19,14 +19,14 @@ ValueError nor RuntimeError.
 from __future__ import annotations
 
 import reprlib
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanoserve.sampling_params import SamplingParams
+
+from nanoserve.interrupts import is_from_signal
 
 
 class VLLMError(Exception):
@@ -109,7 +109,7 @@ def _name(function: Any) -> str:
 
 class Caught:
     """Runs code that is not ours. `with Caught() as caught:` ends what the block raises, if it is
-    not a KeyboardInterrupt; then caught.error holds it."""
+    neither a KeyboardInterrupt nor from the handler of a signal; then caught.error holds it."""
 
     error: BaseException | None = None
 
@@ -118,7 +118,7 @@ class Caught:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.error = error
-        return not isinstance(error, KeyboardInterrupt)
+        return not isinstance(error, KeyboardInterrupt) and not is_from_signal(error)
 
 
 def describe_error(error: BaseException) -> str:
@@ -146,33 +146,14 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
     """Whatever fails inside becomes a VLLMValidationError: "<what> <value>: <the error>.".
 
     For calls of a tokenizer: a bug in its Rust code arrives as PanicException, which is no
-    Exception. Ctrl-C stays Ctrl-C.
+    Exception. Ctrl-C stays Ctrl-C, and so does what other handlers of signals raise.
     """
     try:
         yield
     except (KeyboardInterrupt, VLLMValidationError):
         raise
     except BaseException as error:
+        if is_from_signal(error):
+            raise
         message = f"{what} {brief(value)}: {describe_error(error):.300}."
         raise VLLMValidationError(message) from error
-
-
-@contextmanager
-def delayed_interrupt() -> Iterator[None]:
-    """Delay Ctrl-C until the end of this block, so that no change is left half made.
-
-    Only for what takes microseconds; the model's part of a step is not inside. Python delivers
-    signals to the main thread only. An application's own SIGINT handler is not replaced.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if received:
-            raise KeyboardInterrupt

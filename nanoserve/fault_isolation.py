@@ -37,10 +37,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import RequestError, describe_error
+from nanoserve.interrupts import is_from_signal
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
@@ -173,7 +175,9 @@ class FaultSearch:
                 with engine.changing():
                     scheduler.update_from_output(step, output)
             return PROBE_SEQ_ID not in scheduler.sequences
-        except Exception:
+        except Exception as error:
+            if is_from_signal(error):
+                raise
             return False
         finally:
             engine.recover()
@@ -182,6 +186,38 @@ class FaultSearch:
         """Recover from the probe's step, wherever it ended."""
         self.engine.scheduler.hold(None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
+
+    @contextmanager
+    def undone_if_failed(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Around the update of a step's unfinished sequences. If it fails, nobody has been told of
+        its tokens and forks: they are taken back, and recover() must follow."""
+        before = [(seq.num_tokens, seq.num_pending_forks) for seq in sequences]
+        try:
+            yield
+        except BaseException:
+            known = self.engine.scheduler.sequences
+            for seq, (num_tokens, num_forks) in zip(sequences, before, strict=True):
+                for branch in range(1, num_forks + 1):
+                    known.pop(seq.seq_id + branch, None)
+                del seq.token_ids[num_tokens:]
+                seq.num_pending_forks, seq.stop_reason = num_forks, None
+                seq.metrics.num_generation_tokens = seq.num_output_tokens
+                known[seq.seq_id] = seq  # it may have been finished
+            raise
+
+    def end_lost_requests(self) -> None:
+        """A step failed while it ended sequences. End the requests of which the scheduler has none
+        any more: no step would bring their end."""
+        engine, known = self.engine, self.engine.scheduler.sequences
+        for request in list(engine.output_processor.requests.values()):
+            may_go_on = [  # those that wait may be in the inbox
+                seq.seq_id in known or seq.status is SequenceStatus.WAITING
+                for seq in request.sequences
+            ]
+            if not any(may_go_on):
+                error = RuntimeError("the step that ended the sequences of this request failed")
+                fail_request = engine.output_processor.fail_request
+                engine.hand_out(fail_request(request.request_id, error, ()))
 
     def _blame(self, suspects: list[Sequence], error: Exception) -> None:
         """Split the suspects into groups. Or, if all are one request's, and this has failed alone

@@ -31,6 +31,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
+from nanoserve.interrupts import is_from_signal
 
 logger = logging.getLogger("nanoserve")
 
@@ -309,6 +310,8 @@ def render_chat(
     try:
         return guard.render(tokenizer, messages, options)
     except Exception as error:  # a template may raise anything: a missing key, an odd role
+        if is_from_signal(error):
+            raise
         message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error
 

@@ -28,7 +28,7 @@ from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
 from nanoserve.engine import LLMEngine, StepReport
-from nanoserve.exceptions import VLLMValidationError, brief, delayed_interrupt
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import (
     CHAT_EXAMPLE,
     Message,
@@ -38,6 +38,7 @@ from nanoserve.inputs import (
     prompt_to_seq,
     refuse_missing,
 )
+from nanoserve.interrupts import delayed_interrupt
 from nanoserve.logger import describe_engine, output_stream
 from nanoserve.output_processor import RequestConsumer, RequestOutput, RequestState
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams, check_output_kind

@@ -353,6 +353,7 @@ class OutputProcessor:
         self.finish = finish
         self.requests: dict[str, RequestConsumer] = {}
         self._lock = threading.Lock()  # any thread may add a request
+        self._error: BaseException | None = None  # see raise_error
 
     def make_state(self, sequence: Sequence) -> RequestState:
         """The consumer of an ordinary request."""
@@ -376,6 +377,7 @@ class OutputProcessor:
             if request is None:  # the consumer of another request has aborted it just now
                 continue
             error = next((update.error for update in its_updates if update.error is not None), None)
+            output = None
             if error is None:
                 with Caught() as caught:
                     output = request.process(its_updates)
@@ -384,9 +386,18 @@ class OutputProcessor:
                 error = caught.error
             if error is not None:  # ends sequences that the consumer doesn't know yet, too
                 sequences = [update.sequence for update in its_updates]
-                output = self.fail_request(request_id, error, sequences)
+                with Caught() as again:
+                    output = self.fail_request(request_id, error, sequences)
+                self._error = self._error or again.error
             outputs.append(output)
         return [output for output in outputs if output is not None]
+
+    def raise_error(self) -> None:
+        """If process_outputs could not end a request whose consumer failed, raise why. (It has
+        served the other requests first.)"""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def fail_request(
         self, request_id: str, error: BaseException, sequences: Iterable[Sequence]

@@ -265,10 +265,16 @@ class Scheduler:
                 continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
-            if seq is None or not (sampled or prompt_logprobs):
+            if seq is None:
+                continue
+            forks = model_output.forks.get(item.seq_id, ())
+            is_last = item.num_computed_tokens + item.num_scheduled_tokens >= seq.num_tokens
+            if is_last and not (sampled and len(forks) == seq.num_pending_forks):
+                raise RuntimeError(f"the model's output has no token for sequence {item.seq_id}")
+            if not (sampled or prompt_logprobs):
                 continue
             seq.num_output_placeholders -= bool(sampled)
-            for branch, fork in enumerate(model_output.forks.get(item.seq_id, ()), start=1):
+            for branch, fork in enumerate(forks, start=1):
                 updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
@@ -311,6 +317,8 @@ class Scheduler:
     def _append_tokens(seq: Sequence, sampled: tuple[int, ...]) -> int:
         """Append tokens until one ends the sequence. Returns how many were appended."""
         for num_new, token_id in enumerate(sampled, start=1):
+            if type(token_id) is not int:
+                raise TypeError(f"the model's output has {token_id!r:.99} for a token id")
             seq.token_ids.append(token_id)
             if token_id in seq.stop_token_ids:
                 seq.status = SequenceStatus.FINISHED_STOPPED
@@ -346,7 +354,8 @@ class Scheduler:
         """After a failed step: free and forget every block, and queue every unfinished sequence to
         be computed again. The next step tells the runner to drop all its rows.
 
-        Only the sequences' own tokens are trusted. So the recovery is right wherever the step
+        Only the sequences' own tokens are trusted (those of an update that failed have been taken
+        back before). So the recovery is right wherever the step
         failed: half scheduled, half written or half copied. The cost is one recompute.
         """
         self.block_manager.reset()

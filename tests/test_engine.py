@@ -350,7 +350,7 @@ def test_schedule_may_fail_anywhere(
     assert tokens_of(outputs["b"]) == [expect([1, 2, 3, 4, 6])]
 
 
-# -- Ctrl-C --
+# -- Ctrl-C, and other handlers that raise --
 
 
 @cache
@@ -361,10 +361,13 @@ def is_interruptible(file_name: str, line: int) -> bool:
 
 
 class Tracer:
-    """Notes the lines run in nanoserve/, and sends this process a SIGINT at one of them."""
+    """Notes the lines run in nanoserve/, and sends this process a signal at one of them."""
 
-    def __init__(self, interrupt_at: int | None = None) -> None:
+    def __init__(
+        self, interrupt_at: int | None = None, number: signal.Signals = signal.SIGINT
+    ) -> None:
         self.interrupt_at = interrupt_at
+        self.number = number
         self.lines: list[tuple[str, int]] = []  # (file name, line number)
         self.num_interrupts = 0
 
@@ -376,7 +379,7 @@ class Tracer:
             self.lines.append((code.co_filename, frame.f_lineno))
             if len(self.lines) == self.interrupt_at:
                 sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(self.number)
         return self
 
     def run(self, engine: LLMEngine) -> list[RequestOutput]:
@@ -388,9 +391,9 @@ class Tracer:
             while not self.num_interrupts and engine.has_unfinished_requests():
                 try:
                     outputs += engine.step()
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, TimeoutError):
                     self.num_interrupts += 1
-        except KeyboardInterrupt:  # between two steps
+        except (KeyboardInterrupt, TimeoutError):  # between two steps
             self.num_interrupts += 1
         finally:
             sys.settrace(previous)
@@ -461,6 +464,44 @@ def test_ctrl_c_at_any_line(make_engine: MakeEngine, caplog: pytest.LogCaptureFi
         except BaseException as error:
             error.add_note(f"interrupted at {recorder.lines[number - 1]}, line event {number}")
             raise
+
+
+def time_is_over(number: int, frame: Any) -> None:
+    raise TimeoutError
+
+
+def check_time_limits(make_engine: MakeEngine, most: int) -> None:
+    """As with Ctrl-C: the error of a handler arrives wherever it strikes, and harms nobody."""
+    recorder = Tracer()
+    check_ctrl_c(make_engine, recorder)
+    before = signal.signal(signal.SIGTERM, time_is_over)
+    try:
+        for number in range(1, len(recorder.lines), max(1, len(recorder.lines) // most)):
+            tracer = Tracer(number, signal.SIGTERM)
+            try:
+                check_ctrl_c(make_engine, tracer)
+                assert tracer.num_interrupts == 1
+                assert signal.getsignal(signal.SIGTERM) is time_is_over
+            except BaseException as error:
+                error.add_note(f"at {recorder.lines[number - 1]}, line event {number}")
+                raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_time_limit_at_any_line(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "nanoserve")
+    check_time_limits(make_engine, 100)
+
+
+@pytest.mark.slow
+def test_a_time_limit_at_each_line(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, "nanoserve")
+    check_time_limits(make_engine, 3000)
 
 
 def test_a_second_ctrl_c_before_the_first_is_dealt_with(

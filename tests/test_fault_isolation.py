@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf, log2, nan
 from typing import Any
@@ -26,7 +26,8 @@ from torch import Tensor
 from nanoserve import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.exceptions import Caught, RequestError, describe_error
 from nanoserve.fault_isolation import PROBE_SEQ_ID
-from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
+from nanoserve.scheduler import Scheduler
+from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence, SequenceStatus
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -405,6 +406,138 @@ def test_a_guilty_beam_search(make_engine: MakeEngine) -> None:
         guilty.get_output()
 
 
+# -- a scheduler and an executor of one's own --
+
+UPDATE_FAULTS = ("before", "append", "fork", "finish", "after")
+
+
+def faulty_scheduler(where: str) -> type[Scheduler]:
+    """It fails for one request: when its third token is appended, when it forks, or at its end."""
+
+    class Faulty(Scheduler):
+        def is_guilty(self, seq_id: int, num_output_tokens: int) -> bool:
+            seq = self.sequences.get(seq_id)
+            is_here = seq is not None and seq.request_id == "guilty"
+            return is_here and seq.num_output_tokens >= num_output_tokens
+
+        def update_from_output(self, step: SchedulerOutput, output: ModelOutput) -> Any:
+            fails = any(self.is_guilty(item.seq_id, 2) for item in step.scheduled)
+            if fails and where == "before":
+                raise Planted
+            updates = super().update_from_output(step, output)
+            if fails and where == "after":
+                raise Planted
+            return updates
+
+        def _append_tokens(self, seq: Sequence, sampled: tuple[int, ...]) -> int:
+            if where == "append" and self.is_guilty(seq.seq_id, 2):
+                raise Planted
+            return super()._append_tokens(seq, sampled)
+
+        def add_fork(self, parent: Sequence, child: Sequence, ends_parent: bool = False) -> None:
+            super().add_fork(parent, child, ends_parent)
+            if where == "fork" and child.request_id == "guilty" and child.branch == 2:
+                raise Planted
+
+        def finish(self, seq_id: int, status: SequenceStatus, reason: Any = None) -> Any:
+            seq = super().finish(seq_id, status, reason)
+            ended = (SequenceStatus.FINISHED_LENGTH, SequenceStatus.FINISHED_STOPPED)
+            if where == "finish" and seq and seq.request_id == "guilty" and status in ended:
+                raise Planted
+            return seq
+
+    return Faulty
+
+
+@pytest.mark.parametrize("where", UPDATE_FAULTS)
+@pytest.mark.parametrize("first", ["guilty", "innocent"])
+def test_an_update_that_fails_is_taken_back(
+    make_engine: MakeEngine, where: str, first: str
+) -> None:
+    """The innocent ones have all tokens once, with their logprobs, whenever they end: some in the
+    very step that fails."""
+    engine = make_engine(scheduler_cls=faulty_scheduler(where))
+    innocent = [f"{i}" for i in range(1, 6)]
+    for name in ["guilty", *innocent] if first == "guilty" else [*innocent, "guilty"]:
+        wanted = params(n=3, max_tokens=8 if name == "guilty" else int(name), logprobs=1)
+        engine.add_request(name, [1, 2, 3], wanted)
+    outputs = finish(engine)
+    assert {c.finish_reason for c in outputs["guilty"].outputs} == {"error"}
+    for name in innocent:
+        for branch, completion in enumerate(outputs[name].outputs):
+            assert completion.token_ids == expect([1, 2, 3], int(name), branch)
+            assert completion.finish_reason == "length"
+            assert [len(entry) >= 1 for entry in completion.logprobs] == [True] * int(name)
+        assert outputs[name].metrics.num_generation_tokens == 3 * int(name)
+
+
+@pytest.mark.parametrize("what", ["no token", "no forks", "None", "a float"])
+def test_an_output_without_a_token(make_engine: MakeEngine, what: str) -> None:
+    """Of a broken executor, for one request: this one ends, and nothing waits for ever."""
+    engine = make_engine()
+    read = engine.executor.read
+
+    def spoil(pending: Any, output: ModelOutput) -> ModelOutput:
+        result = read(pending, output)
+        for seq_id, seq in engine.scheduler.sequences.items():
+            if seq.request_id == "guilty" and seq_id in result.sampled_token_ids:
+                if what == "no forks":
+                    result.forks.pop(seq_id, None)
+                elif what == "no token":
+                    del result.sampled_token_ids[seq_id]
+                else:
+                    result.sampled_token_ids[seq_id] = (None if what == "None" else 1.0,)
+        return result
+
+    engine.executor.read = spoil
+    for name in ("a", "guilty", "b"):
+        engine.add_request(name, [1, 2, 3], params(n=2, prompt_logprobs=1))
+    outputs = finish(engine)
+    assert {c.finish_reason for c in outputs["guilty"].outputs} == {"error"}
+    for name in ("a", "b"):
+        tokens = [completion.token_ids for completion in outputs[name].outputs]
+        assert tokens == [expect([1, 2, 3], branch=branch) for branch in (0, 1)]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_consumer_that_cannot_be_ended(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """It fails, and so does the scheduler, once, when it is to end the sequence (before or after
+    the sequence is forgotten). The others of the step have their texts, and it ends."""
+    engine = make_engine()
+    finish_sequence, failed = engine.scheduler.finish, []
+
+    def fail_once(seq_id: int, *args: Any) -> Any:
+        seq = engine.scheduler.sequences.get(seq_id)
+        fails = seq is not None and seq.request_id == "guilty" and not failed
+        result = None if fails and is_known else finish_sequence(seq_id, *args)
+        if fails:
+            failed.append(seq_id)
+            raise Planted
+        return result
+
+    seen: dict[str, int] = {}
+
+    def find_stop(seq: Sequence) -> None:
+        seen[seq.request_id] = seen.get(seq.request_id, 0) + 1
+        if seq.request_id == "guilty" and seq.num_output_tokens >= 3:
+            raise Planted
+
+    change_text(monkeypatch, find_stop)
+    engine.output_processor.finish = fail_once
+    for name in ("a", "guilty", "b"):
+        state = engine.make_request(name, [1, 2, 3], params())
+        state.branches[0].detokenizer = None
+        engine.add(state)
+    outputs = finish(engine)
+    assert failed
+    assert outputs["guilty"].outputs[0].finish_reason == "error"
+    for name in ("a", "b"):
+        assert outputs[name].outputs[0].token_ids == expect([1, 2, 3])
+        assert seen[name] == 10
+
+
 # -- all of it together --
 
 
@@ -677,6 +810,24 @@ def test_whatever_a_logits_processor_does(llm: LLM) -> None:
             reason = completion.stop_reason
             assert "a logits processor failed" in reason or "no token is possible" in reason, name
     assert [completion.index for completion in outputs[-2].outputs] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("what", ["generate", "step"])
+def test_a_logits_processor_that_runs_its_own_engine(llm: LLM, what: str) -> None:
+    """It ends its request; the one beside it does not notice."""
+
+    def run(output: list[int], logits: Tensor) -> Tensor:
+        if len(output) == 2:
+            llm.generate(STORY, GREEDY, use_tqdm=False) if what == "generate" else llm.step()
+        return logits
+
+    [alone] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    given = [GREEDY, replace(GREEDY, logits_processors=[run])]
+    good, bad = llm.generate([STORY] * 2, given, use_tqdm=False)
+    assert good.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("error", 2)
+    assert "cannot run another one" in str(bad.outputs[0].stop_reason)
+    assert not llm.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("bad", [nan, inf])

@@ -1,0 +1,158 @@
+"""What handlers of signals raise: it waits while lists change, and it reaches the application."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from nanoserve.exceptions import Caught, VLLMValidationError, as_validation_error
+from nanoserve.inputs import render_chat
+from nanoserve.interrupts import delayed_interrupt, is_from_signal
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def fail(number: int, frame: Any) -> None:
+    raise TimeoutError("the time is over")
+
+
+def fail_once(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise TimeoutError
+
+
+class Handler:
+    def method(self, number: int, frame: Any) -> None:
+        raise TimeoutError
+
+    __call__ = method
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "a function": fail,
+    "it puts the default back": fail_once,
+    "a function of any arguments": lambda *args: fail(*args),
+    "a method": Handler().method,
+    "an object": Handler(),
+    "a partial": partial(lambda own, number, frame: fail(number, frame), 1),
+}
+
+
+class Chat:
+    """A tokenizer whose template takes so long that the time is over."""
+
+    chat_template = "..."
+
+    @property
+    def guard(self) -> Chat:
+        return self
+
+    def find_content_format(self, template: str, content_format: str) -> str:
+        return "string"
+
+    def render(self, *args: Any) -> str:
+        signal.raise_signal(signal.SIGTERM)
+        return ""
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_what_a_handler_raises_is_nobody_elses_error(name: str) -> None:
+    """Wherever code that is not ours is called, and also if the handler had to wait."""
+
+    def encode() -> None:
+        with as_validation_error("the tokenizer cannot encode", "text"):
+            signal.raise_signal(signal.SIGTERM)
+
+    def call() -> None:
+        with Caught():
+            signal.raise_signal(signal.SIGTERM)
+
+    def call_late() -> None:
+        with Caught(), delayed_interrupt():
+            signal.raise_signal(signal.SIGTERM)
+
+    def chat() -> None:
+        render_chat(Chat(), [{"role": "user", "content": "Hi"}], {})
+
+    for function in (encode, call, call_late, chat):
+        signal.signal(signal.SIGTERM, HANDLERS[name])
+        with pytest.raises(TimeoutError) as raised:
+            function()
+        assert is_from_signal(raised.value)
+
+
+def test_other_errors_are_not_from_a_signal() -> None:
+    signal.signal(signal.SIGTERM, fail)
+    with pytest.raises(VLLMValidationError), as_validation_error("the tokenizer fails", 1):
+        raise TimeoutError
+    with Caught() as caught:
+        raise TimeoutError
+    assert not is_from_signal(caught.error)
+    assert not is_from_signal(None)
+
+
+def test_handlers_wait_until_the_end_of_the_outermost_block() -> None:
+    """All that came are called, in spite of what the others raise; then they are in place again."""
+    called: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        called.append(number)
+        raise TimeoutError
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+
+    def play() -> None:
+        with delayed_interrupt():
+            with delayed_interrupt():
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+            assert not called
+
+    with pytest.raises(TimeoutError):
+        play()
+    assert sorted(called) == [signal.SIGINT, signal.SIGTERM]
+    assert all(signal.getsignal(number) is note for number in (signal.SIGINT, signal.SIGTERM))
+
+
+def test_signals_without_a_handler_are_left_alone() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with delayed_interrupt():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_handler_that_raises_while_the_others_are_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others still do what they did before."""
+    install = signal.signal
+    signal.signal(signal.SIGINT, fail)
+    signal.signal(signal.SIGTERM, fail)
+
+    def interrupted(number: int, handler: Any) -> Any:
+        result = install(number, handler)
+        if (number, handler) == (signal.SIGINT, fail):
+            monkeypatch.undo()
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(signal, "signal", interrupted)
+    with pytest.raises(TimeoutError), delayed_interrupt():
+        pass
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(TimeoutError), delayed_interrupt():
+            signal.raise_signal(signal.SIGTERM)
