@@ -44,6 +44,17 @@ class _Delay:
         else:
             self.received.add(number)
 
+    def put_back(self) -> None:
+        """Put back all that were replaced, whatever one of them raises meanwhile."""
+        try:
+            self.is_over = True
+            for number, handler in self.replaced.items():
+                if signal.getsignal(number) is self:
+                    signal.signal(number, handler)
+        finally:
+            if any(signal.getsignal(number) is self for number in self.replaced):
+                self.put_back()
+
     def deliver(self) -> None:
         """Call the handler of each signal that came, whatever one of them raises."""
         if self.received:
@@ -77,9 +88,7 @@ def delayed_interrupt() -> Iterator[None]:
         yield
     finally:
         try:
-            delay.is_over = True
-            for number, handler in delay.replaced.items():
-                signal.signal(number, handler)
+            delay.put_back()
         finally:
             delay.deliver()
 
