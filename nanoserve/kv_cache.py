@@ -32,7 +32,7 @@ from nanoserve.memory import available_memory, check_fits, read_meminfo, total_m
 from nanoserve.sampler import SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
-WARM_UP_PROMPT = 64  # tokens: more than the decode kernel takes of one sequence
+WARM_UP_PROMPT = 2  # tokens: the shortest, so that attention has few programs and is split first
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 MANAGER_BYTES = 160  # of the block manager, for each block
 
