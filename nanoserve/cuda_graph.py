@@ -18,9 +18,9 @@ launches, with the same grid sizes and the same addresses. So
 
 Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
 shapes differ from step to step. All graphs of an engine share one memory pool, because no two of
-them run at the same time, and are recorded on one stream. The largest graph is recorded first. Each ends
-with a copy of its hidden states into the first rows of one tensor, so they are kept once and not
-once for each graph.
+them run at the same time, and are recorded on one stream. The largest graph is recorded first. Each
+ends with a copy of its hidden states into the first rows of one tensor, so they are kept once and
+not once for each graph.
 
 Graphs are recorded after the KV cache has taken its share of the memory, so MEMORY_RESERVE is kept
 for them.
@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 Forward = Callable[[], Tensor]
-MEMORY_RESERVE = 512 * 2**20  # bytes of a GPU for all graphs of an engine: an estimate; capture() measures
+MEMORY_RESERVE = (
+    512 * 2**20
+)  # bytes of a GPU for all graphs of an engine: an estimate; capture() measures
 
 
 class Graph(Protocol):
