@@ -18,7 +18,9 @@ launches, with the same grid sizes and the same addresses. So
 
 Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
 shapes differ from step to step. All graphs of an engine share one memory pool, because no two of
-them run at the same time, and are recorded on one stream. The largest graph is recorded first.
+them run at the same time, and are recorded on one stream. The largest graph is recorded first. Each
+ends with a copy of its hidden states into the first rows of one tensor, so they are kept once and
+not once for each graph.
 
 Graphs are recorded after the KV cache has taken its share of the memory, so MEMORY_RESERVE is kept
 for them.
@@ -29,6 +31,7 @@ CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
 
 from __future__ import annotations
 
+import functools
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -41,11 +44,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nanoserve.logger import init_logger
+
 if TYPE_CHECKING:
     from nanoserve.model_runner import StepArrays
 
+logger = init_logger(__name__)
+
 Forward = Callable[[], Tensor]
-MEMORY_RESERVE = 512 * 2**20  # bytes of a GPU for all graphs of an engine: an estimate, see capture
+MEMORY_RESERVE = (
+    512 * 2**20
+)  # bytes of a GPU for all graphs of an engine: an estimate; capture() measures
 
 
 class Graph(Protocol):
@@ -95,7 +104,8 @@ class CudaGraph:
 class DecodeGraphs:
     """Graphs of decode steps for the batch sizes `sizes`.
 
-    Invariant: `outputs[size]` holds the hidden states of the last replay for `size`.
+    Invariant: `outputs[size]`, in the first `size` rows of `hidden`, holds the hidden states of the
+    last replay if that was for `size`.
     """
 
     def __init__(self, max_num_seqs: int, graph_cls: Callable[[Any], Graph]) -> None:
@@ -103,10 +113,12 @@ class DecodeGraphs:
         self.graph_cls = graph_cls
         self.graphs: dict[int, Graph] = {}
         self.outputs: dict[int, Tensor] = {}
+        self.hidden: Tensor | None = None  # [the largest size, hidden]
         self.num_bytes = 0  # of GPU memory, for all graphs
 
     def capture(self, make_forward: Callable[[int], Forward], use_tqdm: bool = True) -> None:
-        """Record a graph of make_forward(size) for every size, the largest first."""
+        """Record a graph of make_forward(size) for every size, the largest first. Logs a warning if
+        all of them take more memory than is kept for them."""
         free = _free_gpu_memory()
         shared = None
         bar = tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not use_tqdm, delay=1)
@@ -114,10 +126,31 @@ class DecodeGraphs:
             for size in bar:
                 bar.set_postfix_str(f"batch size {size}", refresh=False)
                 graph = self.graph_cls(shared)
-                self.outputs[size] = graph.capture(make_forward(size))
+                self.outputs[size] = graph.capture(self._keep_output(make_forward(size)))
                 self.graphs[size] = graph
                 shared = graph.shared
         self.num_bytes = max(0, free - _free_gpu_memory())
+        if self.num_bytes > MEMORY_RESERVE:
+            logger.warning(
+                "CUDA graphs take %d MiB, more than the %d MiB that are kept for them. If memory "
+                "runs out later: lower max_num_seqs or gpu_memory_utilization, or set "
+                "enforce_eager=True.",
+                self.num_bytes // 2**20,
+                MEMORY_RESERVE // 2**20,
+            )
+
+    def _keep_output(self, forward: Forward) -> Forward:
+        """`forward`, and a copy of what it returns into the first rows of `hidden`. The first run,
+        of the largest size, is not recorded: it allocates `hidden` outside the graphs' pool."""
+
+        @functools.wraps(forward)
+        def run() -> Tensor:
+            output = forward()
+            if self.hidden is None:
+                self.hidden = torch.empty_like(output)
+            return self.hidden[: len(output)].copy_(output)
+
+        return run
 
     def choose_size(self, num_seqs: int) -> int | None:
         """The smallest size that holds `num_seqs` sequences; None if no size does."""

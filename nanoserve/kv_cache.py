@@ -27,12 +27,13 @@ from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import EngineConfig
 from nanoserve.cuda_graph import MEMORY_RESERVE
 from nanoserve.kernels.sampling import choose_tokens
+from nanoserve.kernels.seen_tokens import allocate_seen_tokens
 from nanoserve.layers import LayerConfig
 from nanoserve.memory import available_memory, check_fits, read_meminfo, total_memory
-from nanoserve.sampler import SamplingBatch, sample
+from nanoserve.sampler import Penalties, SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
-WARM_UP_PROMPT = 64  # tokens: more than the decode kernel takes of one sequence
+WARM_UP_PROMPT = 2  # tokens: the shortest, so that attention has few programs and is split first
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 MANAGER_BYTES = 160  # of the block manager, for each block
 
@@ -209,25 +210,42 @@ def warm_up(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfi
 @torch.inference_mode()
 def profile_run(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig) -> None:
     """Run the largest step: as many tokens as the budget allows, and as many rows to sample, with
-    every filter on."""
+    every filter on, and with penalties for as many tokens as a row can have.
+
+    What SeenTokens allocates when the first request with a penalty comes is there meanwhile.
+    """
     assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
     budget, length = config.max_num_batched_tokens, config.max_model_len
     lengths = [min(length, budget - start) for start in range(0, budget, length)]
     max_blocks = -(-length // config.block_size)
+    vocab_size = model.compute_logits(dummy_forward(config, model, layer_config, [1], 1)).shape[1]
+    seen = allocate_seen_tokens(config.max_num_seqs, length, vocab_size, layer_config.device)
     hidden = dummy_forward(config, model, layer_config, lengths, max_blocks)
     num_rows = min(config.max_num_seqs, budget)
     logits = model.compute_logits(hidden[:num_rows])
-    ones = torch.ones(num_rows, device=layer_config.device)
-    filters = SamplingBatch(
+    if layer_config.parallel.rank:
+        return
+    ones = torch.ones(num_rows, device=logits.device)
+    token_ids = torch.zeros(num_rows, length, dtype=torch.int64, device=logits.device)
+    penalties = Penalties(
+        logits_rows=torch.arange(num_rows, device=logits.device),
+        token_ids=token_ids,
+        output_counts=token_ids.int(),
+        repetition=ones,
+        frequency=ones,
+        presence=ones,
+    )
+    batch = SamplingBatch(
         temperature=ones,
-        top_k=torch.full_like(ones, logits.shape[1], dtype=torch.long),
+        top_k=torch.full_like(ones, vocab_size, dtype=torch.long),
         top_p=ones * 0.9,
         min_p=ones * 0.01,
         uniform=ones.double() * 0.5,
         num_logprobs=(None,) * num_rows,
+        penalties=penalties,
     )
-    if layer_config.parallel.rank == 0:
-        sample(logits, filters, choose_tokens)
+    sample(logits, batch, choose_tokens)
+    del seen  # not before
 
 
 def num_blocks_that_fit(

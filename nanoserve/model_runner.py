@@ -332,9 +332,8 @@ class ModelRunner:
         branches = self.batch.branches[sample_rows] + branch_offsets
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
         sampled = self._sample_on_rank_0(logits, sample_rows, branches)
-        token_ids = sampled.token_ids[first_samples].clamp(
-            min=0
-        )  # if none is possible: any will do
+        # Below 0: no token is possible. Any will do.
+        token_ids = sampled.token_ids[first_samples].clamp(min=0)
         self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()
         samples = list(zip(seq_ids, positions, strict=True))
@@ -348,7 +347,8 @@ class ModelRunner:
         If sampling fails, rank 0 broadcasts zeros before it raises: the other ranks wait for a
         broadcast in every step.
         """
-        token_ids = torch.zeros(len(sample_rows), dtype=torch.int64, device=self.device)
+        size = 0 if self.parallel.group is None else len(sample_rows)  # alone: nothing to send
+        token_ids = torch.zeros(size, dtype=torch.int64, device=self.device)
         if self.parallel.rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, {}, {})
         try:

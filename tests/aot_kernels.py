@@ -273,6 +273,8 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"rope {dim}": rope(dim) for dim in (64, 80, 128, 256)},
     **{f"rope {dim}, no norm": rope(dim, has_norm=False) for dim in (64, 80, 128, 256)},
     "rope 80, a part": rope(80, rotary_dim=32),
+    "rope 128, a part": rope(128, rotary_dim=32),
+    "rope 256, a part": rope(256, rotary_dim=64),
     **{f"activation {size}": activation(size) for size in (2400, 3072, 4864)},
     "norm 2560, float32": norm(2560, torch.float32),
     "rope 80, float32": rope(80, dtype=torch.float32),

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from nanoserve import kv_cache
 from nanoserve.bench import (
     claims,
     cli,
@@ -427,6 +428,33 @@ def test_static_batches_run_longer_and_emptier(tiny_settings: turns.Settings) ->
     assert "continuous is" in report.format_suite("batching", result)
 
 
+def test_engines_that_are_compared_have_the_same_memory(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where an engine takes its cache from what the others have left."""
+    total, block_bytes, taken = 100 * 2**20, 0, 0
+
+    def free_memory(device: torch.device, utilization: float, num_local_ranks: int = 1) -> int:
+        return max(0, int(total * utilization) - taken)
+
+    def count(config: Any, specs: list[kv_cache.KVCacheSpec], *others: Any) -> int:
+        nonlocal block_bytes, taken
+        number = num_blocks_that_fit(config, specs, *others)
+        block_bytes = sum(spec.num_bytes(config.block_size, torch.float32) for spec in specs)
+        taken += number * block_bytes
+        return number
+
+    num_blocks_that_fit = kv_cache.num_blocks_that_fit
+    monkeypatch.setattr(kv_cache, "free_memory", free_memory)
+    monkeypatch.setattr(kv_cache, "num_blocks_that_fit", count)
+    options = {name: {"max_num_seqs": 9999, "max_model_len": 256} for name in "abc"}
+    with tiny_settings.llms(options) as llms:
+        blocks = [llm.engine.executor.num_kv_blocks for llm in llms.values()]
+    assert list(llms) == ["a", "b", "c"]
+    assert blocks == [int(total * 0.9 / 3) // block_bytes] * 3
+    assert taken <= 0.9 * total
+
+
 def test_nobody_joins_a_static_batch() -> None:
     requests = [Request([number, 1, 2], length) for number, length in enumerate((2, 5, 3, 3, 1))]
     scheduler = control.make_scheduler(requests, num_blocks=64, max_num_seqs=2)
@@ -684,6 +712,36 @@ def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
         assert result[key], key
     assert str(tmp_path) not in result["command"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_suite_that_cannot_run_is_left_out(
+    tiny_settings: turns.Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: type[Exception],
+) -> None:
+    """With a sentence, and the next one runs. If none is left, the run fails."""
+
+    def fail(_: turns.Settings) -> Any:
+        raise error("the memory is too small")
+
+    fakes = {"batching": fail, "latency": lambda _: {"rows": []}}
+    monkeypatch.setattr(run, "SUITES", fakes)
+    monkeypatch.setattr(run, "make_settings", lambda *_: tiny_settings)
+    monkeypatch.setattr(report, "format_suite", lambda name, _: f"the table of {name}")
+    file = tmp_path / "result.json"
+    arguments = ["batching", "latency", "--json", str(file)]
+    result = run.measure(cli.make_parser().parse_args(arguments), arguments, tmp_path)
+    assert result["suites"] == {"latency": {"rows": []}}
+    assert result["left_out"] == {"batching": "the memory is too small"}
+    assert json.loads(file.read_text()) == result
+    printed = capsys.readouterr().out
+    assert "batching is left out: it cannot run here. the memory is too small" in printed
+    assert "the table of latency" in printed
+    with pytest.raises(error, match="too small"):
+        run.measure(cli.make_parser().parse_args(["batching"]), ["batching"], tmp_path)
 
 
 def test_the_command_line_names_every_suite() -> None:

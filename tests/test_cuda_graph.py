@@ -25,7 +25,13 @@ from torch import Tensor
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, choose_sizes, no_garbage_collection
+from nanoserve.cuda_graph import (
+    MEMORY_RESERVE,
+    CudaGraph,
+    DecodeGraphs,
+    choose_sizes,
+    no_garbage_collection,
+)
 from nanoserve.executor import UniprocExecutor
 from nanoserve.model_runner import ModelRunner, StepArrays, StepInputs
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
@@ -162,6 +168,45 @@ def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     assert {id(graph.shared_given) for graph in others} == {id(first.shared)}
     assert [len(graphs.outputs[size]) for size in made] == made
     assert graphs.num_bytes == 0  # of GPU memory
+
+
+class GraphWithoutCopy(FakeGraph):
+    """Like the real one: what `capture` returns is where each replay writes."""
+
+    def capture(self, forward: Callable[[], Tensor]) -> Tensor:
+        self._forward = forward
+        return forward()
+
+    def replay(self) -> None:
+        self._forward()
+
+
+def test_the_outputs_of_all_graphs_are_kept_in_one_tensor() -> None:
+    """Of the size of the largest. Each replay gives its own size's numbers, also after another."""
+    graphs = DecodeGraphs(20, GraphWithoutCopy)
+    graphs.capture(lambda size: lambda: torch.full((size, 3), float(size)), use_tqdm=False)
+    assert graphs.hidden is not None
+    assert graphs.hidden.shape == (20, 3)
+    for size in (4, 20, 1, 8, 4):
+        output = graphs.replay(size)
+        assert torch.equal(output, torch.full((size, 3), float(size)))
+        assert output.data_ptr() == graphs.hidden.data_ptr()
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_graphs_larger_than_what_is_kept_for_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, excess: int
+) -> None:
+    """Memory that the KV cache does not leave free is a warning, with what to do."""
+    free = iter([2**34, 2**34 - MEMORY_RESERVE - excess])
+    monkeypatch.setattr("nanoserve.cuda_graph._free_gpu_memory", lambda: next(free))
+    graphs = DecodeGraphs(2, GraphWithoutCopy)
+    with caplog.at_level("WARNING", "nanoserve"):
+        graphs.capture(lambda size: lambda: torch.zeros(size), use_tqdm=False)
+    assert graphs.num_bytes == MEMORY_RESERVE + excess
+    assert ["more than the 512 MiB" in record.getMessage() for record in caplog.records] == (
+        [True] * excess
+    )
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])

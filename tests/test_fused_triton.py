@@ -33,7 +33,7 @@ from aot_kernels import GPUS, META, Launch, recorded, variant_of
 from nanoserve import LLM, SamplingParams, layers
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.kernels.attention_triton import TritonBackend
+from nanoserve.kernels.attention_triton import GpuInfo, TritonBackend
 from nanoserve.kernels.fused_triton import (
     add_rms_norm_triton,
     rope_and_store_triton,
@@ -296,6 +296,7 @@ class ModelWithoutContents:
 
     model: Model
     layer_config: LayerConfig
+    gpu: GpuInfo = GPUS[90]
 
     def launches(
         self, num_tokens: int, num_seqs: int, max_blocks: int, watch: Any = None
@@ -311,24 +312,29 @@ class ModelWithoutContents:
         )
         metadata = self.layer_config.attention.plan(StepMetadata(ids, table, loc, lens), 16, dtype)
         launches: list[Launch] = []
-        with torch.inference_mode(), recorded(launches, GPUS[90]), watch or nullcontext():
+        with torch.inference_mode(), recorded(launches, self.gpu), watch or nullcontext():
             self.model(ids, ids, caches, metadata)
         return launches
 
 
 def model_without_contents(
-    folder: Path, family: str, num_layers: int, custom_ops: str = "all", **config: Any
+    folder: Path,
+    family: str,
+    num_layers: int,
+    custom_ops: str = "all",
+    gpu: GpuInfo = GPUS[90],
+    dtype: torch.dtype = torch.bfloat16,
+    **config: Any,
 ) -> ModelWithoutContents:
     sizes = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
-    config |= {**sizes, "intermediate_size": 3072, "head_dim": 128, "vocab_size": 320}
+    sizes |= {"intermediate_size": 3072, "head_dim": 128, "vocab_size": 320}
+    config = sizes | config
     config |= {"architectures": [f"{family}ForCausalLM"], "num_hidden_layers": num_layers}
     config |= {"max_position_embeddings": 40_000}
     (folder / "config.json").write_text(json.dumps(config))
-    layer_config = make_layer_config(
-        META, torch.bfloat16, ParallelState(), TritonBackend(), custom_ops
-    )
+    layer_config = make_layer_config(META, dtype, ParallelState(), TritonBackend(), custom_ops)
     model = build_model(ModelConfig.from_folder(folder), 1024, layer_config)
-    return ModelWithoutContents(model, layer_config)
+    return ModelWithoutContents(model, layer_config, gpu)
 
 
 def kernels_of_a_step(folder: Path, *options: Any) -> Counter[str]:
@@ -356,13 +362,26 @@ def test_a_layer_is_nine_kernels(tmp_path: Path, family: str, plain: int) -> Non
     assert found["none"].total() == plain
 
 
-@pytest.fixture(scope="module")
-def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelWithoutContents, set[str]]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        (GPUS[90], 16, torch.bfloat16),
+        (GpuInfo(90, 16, 227 * 1024), 32, torch.bfloat16),  # a slice of a GPU
+        (GpuInfo(89, 24, 99 * 1024), 64, torch.bfloat16),  # a laptop's
+        (GpuInfo(89, 24, 99 * 1024), 32, torch.float32),
+    ],
+    ids=lambda param: f"{param[0].num_sms} SMs, {param[1]} heads, {param[2]}",
+)
+def warmed_up(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[ModelWithoutContents, set[str]]:
     """A layer with a window and one without, and what is compiled for them at start."""
-    windows = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
-    made = model_without_contents(tmp_path_factory.mktemp("qwen2"), "Qwen2", 2, **windows)
+    gpu, num_heads, dtype = request.param
+    options = {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 1}
+    options |= {"gpu": gpu, "dtype": dtype, "num_attention_heads": num_heads}
+    made = model_without_contents(tmp_path_factory.mktemp("qwen2"), "Qwen2", 2, **options)
     launches: list[Launch] = []
-    with recorded(launches, GPUS[90]):
+    with recorded(launches, gpu):
         warm_up(EngineConfig(max_model_len=40_000), made.model, made.layer_config)
     return made, {repr((launch.kernel.__name__, variant_of(launch))) for launch in launches}
 
@@ -371,6 +390,7 @@ def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelWithoutCon
 @given(num_seqs=st.integers(1, 300), more=st.integers(0, 9000), max_blocks=st.integers(1, 2500))
 @example(num_seqs=1, more=0, max_blocks=2500)
 @example(num_seqs=2, more=40, max_blocks=2500)
+@example(num_seqs=1, more=2, max_blocks=2500)
 def test_every_step_runs_kernels_that_were_warmed_up(
     warmed_up: tuple[ModelWithoutContents, set[str]], num_seqs: int, more: int, max_blocks: int
 ) -> None:

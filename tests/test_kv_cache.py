@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from nanoserve.attention import AttentionBackend
 from nanoserve.config import DEMO_MODEL, EngineConfig, ModelConfig
 from nanoserve.cuda_graph import MEMORY_RESERVE
 from nanoserve.kernels.attention_cpu import TorchBackend
+from nanoserve.kernels.seen_tokens import allocate_seen_tokens
 from nanoserve.kv_cache import (
     MANAGER_BYTES,
     KVCacheSpec,
@@ -48,8 +50,9 @@ def test_the_profile_run_is_the_largest_step(
     budget: int,
     lengths: list[int],
 ) -> None:
-    """The whole budget, in sequences of full length, and max_num_seqs rows with all filters on. It
-    has a KV cache of one block, and stores nothing."""
+    """The whole budget, in sequences of full length, and max_num_seqs rows with all filters on, and
+    with penalties for sequences of full length. Meanwhile the tokens that penalties count take
+    their memory. It has a KV cache of one block, and stores nothing."""
     folder = make_checkpoint("llama")
     options = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": budget}
     model_config = ModelConfig.from_folder(folder)
@@ -59,18 +62,30 @@ def test_the_profile_run_is_the_largest_step(
     seen: list[Any] = []
     forward = model.forward
 
+    counted: list[weakref.ref[Tensor]] = []
+
+    def allocate(*arguments: Any) -> tuple[Tensor, Tensor]:
+        assert arguments == (3, 64, model_config.vocab_size, CPU)
+        tensors = allocate_seen_tokens(*arguments)
+        counted.extend(map(weakref.ref, tensors))
+        return tensors
+
     def record(*arguments: Any) -> Any:
+        assert None not in [tensor() for tensor in counted]
         seen.append(arguments)
         return forward(*arguments)
 
     def record_and_sample(logits: Tensor, batch: SamplingBatch, choose: Choose) -> SampledTokens:
+        assert None not in [tensor() for tensor in counted]
         seen.append((logits, batch))
         return sample(logits, batch, choose)
 
     monkeypatch.setattr(model, "forward", record)
     monkeypatch.setattr("nanoserve.kv_cache.sample", record_and_sample)
+    monkeypatch.setattr("nanoserve.kv_cache.allocate_seen_tokens", allocate)
     profile_run(config, model, layer_config)
-    (input_ids, positions, caches, metadata), (logits, batch) = seen
+    _, (input_ids, positions, caches, metadata), (logits, batch) = seen
+    assert [tensor() for tensor in counted] == [None] * 2
     assert len(input_ids) == len(positions) == len(metadata.slot_mapping) == budget
     assert metadata.query_start_loc.diff().tolist() == metadata.seq_lens.tolist() == lengths
     assert positions.tolist() == [i for length in lengths for i in range(length)]
@@ -82,6 +97,8 @@ def test_the_profile_run_is_the_largest_step(
     assert tuple(logits.shape) == (3, model_config.vocab_size)
     assert None not in (batch.top_k, batch.top_p, batch.min_p)
     assert not batch.is_greedy
+    assert batch.penalties is not None
+    assert batch.penalties.token_ids.shape == batch.penalties.output_counts.shape == (3, 64)
 
 
 @pytest.mark.parametrize(("block_size", "max_model_len"), [(4, 300), (16, 40), (128, 1000)])
@@ -108,7 +125,7 @@ def test_the_steps_that_warm_up(
 
     monkeypatch.setattr(model, "forward", record)
     warm_up(config, model, layer_config)
-    assert {len(input_ids) for input_ids, *_ in steps} == {1, min(64, max_model_len)}
+    assert {len(input_ids) for input_ids, *_ in steps} == {1, 2}
     widths: dict[int, list[int]] = {}
     for input_ids, _, caches, metadata in steps:
         width = metadata.block_table.shape[1]

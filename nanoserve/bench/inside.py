@@ -61,10 +61,12 @@ def prefix_suite(settings: Settings, suffix_len: int = 32, num_output: int = 16)
 
     seconds: dict[tuple[str, bool], list[float]] = {}
     hits: list[float] = []
-    with (
-        settings.llm(max_model_len=length, enable_prefix_caching=True) as caching,
-        settings.llm(max_model_len=length, enable_prefix_caching=False) as plain,
-    ):
+    options: dict[str, dict[str, Any]] = {
+        name: {"max_model_len": length, "enable_prefix_caching": name == "on"}
+        for name in ("on", "off")
+    }
+    with settings.llms(options) as llms:
+        caching, plain = llms["on"], llms["off"]
         rounds = range(WARM_UP, settings.repeat)
         for round_ in settings.progress(rounds, "prefix"):
             shared = draw_shared_prefix(

@@ -4,8 +4,9 @@
     chunked   long prompts arrive while others decode, with prompts in chunks and without: the time
               to the long prompt's first token, and the gaps between the tokens of the others
 
-Both build engines of this process that differ in one option, and let them take turns. So they show
-what the decision itself is worth, and nothing of what else two systems differ in.
+Both build engines of this process that differ in one option, have as many KV blocks each, and let
+them take turns. So they show what the decision itself is worth, and nothing of what else two
+systems differ in.
 
 Static batching, as servers had it before Orca (OSDI 2022), is a scheduler of three lines, given to
 the same engine by its seam (`scheduler_cls`). It is static batching at its best: a row that has
@@ -26,7 +27,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -64,16 +65,6 @@ class StepLog:
 
 
 @contextmanager
-def engines(settings: Settings, options: dict[str, dict[str, Any]]) -> Iterator[dict[str, LLM]]:
-    """One engine for each name."""
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(settings.llm(**{"enable_prefix_caching": False, **its}))
-            for name, its in options.items()
-        }
-
-
-@contextmanager
 def logged(llm: LLM) -> Iterator[StepLog]:
     log = StepLog()
     llm.engine.step_listeners.append(log)
@@ -103,7 +94,7 @@ def batching_suite(settings: Settings) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in options}
     logs: dict[str, StepLog] = {}
-    with engines(settings, options) as llms:
+    with settings.llms(options) as llms:
         for round_ in settings.progress(range(WARM_UP, settings.repeat), "batching"):
             requests = settings.draw_warm_up() if round_ == WARM_UP else settings.draw(round_)
             for name, llm in llms.items():
@@ -170,7 +161,7 @@ def chunked_suite(
     gaps: dict[str, list[float]] = {name: [] for name in options}
     first_tokens: dict[str, list[float]] = {name: [] for name in options}
     seconds: dict[str, list[float]] = {name: [] for name in options}
-    with engines(settings, options) as llms:
+    with settings.llms(options) as llms:
         for round_ in settings.progress(range(WARM_UP, settings.repeat), "chunked"):
             drawn = draw_requests(
                 num_decoding + num_arrivals, prompt_len, prompt_len, vocab_size, round_=round_

@@ -74,7 +74,11 @@ DEFAULTS = {
 
 
 def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Values:
-    """Run the suites one after the other, print each, and return (and write) the whole result."""
+    """Run the suites one after the other, print each, and return (and write) the whole result.
+
+    A suite that cannot run on this machine (memory is too small for it, say) is left out, and the
+    next one runs. If none can, the last one's error is raised.
+    """
     names, is_toy = fill_in(args)
     settings = make_settings(args, scratch)
     result: Values = {
@@ -87,12 +91,20 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Va
         "note": args.note,
         "limits": asdict(settings.limits),
         "suites": {},
+        "left_out": {},  # suite -> why
     }
     if is_toy:
         print("No CUDA device: toy sizes on the CPU, only to show that the command runs.")
     print(report.format_run(result))
     for name in names:
-        result["suites"][name] = SUITES[name](settings)
+        try:
+            result["suites"][name] = SUITES[name](settings)
+        except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+            result["left_out"][name] = str(error)
+            if len(result["left_out"]) == len(names):
+                raise
+            print(f"\n{name} is left out: it cannot run here. {error}", flush=True)
+            continue
         print(f"\n{report.format_suite(name, result['suites'][name])}", flush=True)
         if args.json:  # after each suite, so that an interrupted run keeps its results
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

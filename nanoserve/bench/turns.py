@@ -37,6 +37,7 @@ from nanoserve.config import ModelConfig
 Item = TypeVar("Item")
 
 WARM_UP = -1  # the round in front
+GPU_MEMORY_UTILIZATION = 0.9  # of all engines that one process holds at once
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,23 @@ class Settings:
             yield llm
         if not self.is_cpu:
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def llms(self, options: dict[str, dict[str, Any]]) -> Iterator[dict[str, LLM]]:
+        """An engine for each name, without a prefix cache by default. All have as many KV blocks as
+        the first, whose steps should be the largest.
+
+        On a GPU, the first gets one of as many equal shares of the memory as there are engines:
+        else it would take nearly all, and the engines would differ in memory too.
+        """
+        memory: dict[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION / len(options)}
+        llms: dict[str, LLM] = {}
+        with ExitStack() as stack:
+            for name, its in options.items():
+                all_options = {"enable_prefix_caching": False, **memory, **its}
+                llms[name] = stack.enter_context(self.llm(**all_options))
+                memory = {"num_gpu_blocks_override": llms[name].engine.executor.num_kv_blocks}
+            yield llms
 
 
 class EngineSpec(NamedTuple):

@@ -255,7 +255,9 @@ def rope_and_store_triton(
     rotary_dim = cos.shape[-1]
     block_half = triton.next_power_of_2(rotary_dim // 2)
     rest = head_dim - rotary_dim
-    block_h = max(1, min(NUMBERS // (2 * block_half), triton.next_power_of_2(num_rows)))
+    block_rest = triton.next_power_of_2(rest) if rest else 0
+    width = max(2 * block_half, block_rest)  # of a head's larger part
+    block_h = max(1, min(NUMBERS // width, triton.next_power_of_2(num_rows)))
     if num_tokens:
         rope_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_h))](
             qkv,
@@ -278,9 +280,9 @@ def rope_and_store_triton(
             BLOCK_SIZE=block_size,
             BLOCK_H=block_h,
             BLOCK_HALF=block_half,
-            BLOCK_REST=triton.next_power_of_2(rest) if rest else 0,
+            BLOCK_REST=block_rest,
             HAS_NORM=qk_norm is not None,
-            num_warps=num_warps_for(2 * block_h * block_half),
+            num_warps=num_warps_for(block_h * width),
             **OPTIONS,
         )
     return query

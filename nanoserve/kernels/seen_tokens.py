@@ -17,7 +17,8 @@ A token may be listed twice: both places read the same count. Behind the end a r
 token, so rows of different lengths are read as one rectangle.
 
 Memory: 4 * (max_model_len + vocab_size) bytes a row, and max_num_seqs rows. It is allocated when
-the first request with a penalty comes, and kept.
+the first request with a penalty comes, and kept. On a GPU, kv_cache.profile_run has left room for
+it, unless the user has set the size of the KV cache.
 
 vLLM: vllm/model_executor/layers/utils.py get_token_bin_counts_and_mask, which counts all tokens
 anew in each step (V0 and V1).
@@ -25,7 +26,6 @@ anew in each step (V0 and V1).
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,15 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from nanoserve.input_batch import InputBatch
+
+
+def allocate_seen_tokens(
+    num_rows: int, max_model_len: int, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids [num_rows, max_model_len] and their counts [num_rows, vocab_size]."""
+    sizes = ((num_rows, max_model_len), (num_rows, vocab_size))
+    token_ids, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
+    return token_ids, counts
 
 
 class SeenTokens:
@@ -60,11 +69,9 @@ class SeenTokens:
         """Before these rows are sampled: count the token that was sampled since the last time. A
         row that is sampled for the first time is filled."""
         if self.token_ids is None or self.output_counts is None:
-            num_rows, max_model_len = self.batch.token_ids.shape
-            device = self.batch.staging.device
-            empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
-            self.token_ids = empty(num_rows, max_model_len)
-            self.output_counts = empty(num_rows, self.batch.vocab_size)
+            self.token_ids, self.output_counts = allocate_seen_tokens(
+                *self.batch.token_ids.shape, self.batch.vocab_size, self.batch.staging.device
+            )
         rows = np.unique(rows)  # a row that is about to fork comes n times
         is_filled = self.num_counted[rows] > 0
         for row in rows[~is_filled].tolist():
