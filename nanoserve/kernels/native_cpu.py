@@ -158,7 +158,7 @@ def _run(command: list[str]) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """Delete what earlier sources, compilers and processes that were killed left behind."""
+    """Delete what earlier sources, and processes that were killed, left behind."""
     for path in folder.glob("native_cpu-*"):
         with contextlib.suppress(OSError):  # another process may do the same
             if time.time() - path.stat().st_mtime > KEEP_FOR:
@@ -178,8 +178,9 @@ def _digest(*parts: bytes) -> str:
 
 
 def _digest_of_need(command: list[str]) -> str:
-    """Of all that the library depends on. "-march=native" makes code for this processor, and
-    several machines may share a home folder."""
+    """Of all that the library depends on: source, command, processor. "-march=native" makes code
+    for this processor, and several machines may share a home folder. The compiler itself is no part
+    of it, because it may be gone."""
     parts = [SOURCE.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
