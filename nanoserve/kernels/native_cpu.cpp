@@ -212,6 +212,7 @@ template <typename T, int DIM>
 bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
             const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
     constexpr int ROOM = DIM ? DIM : MAX_DIM;
+    constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
     const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
     float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
     for (int head = 0; head < group; head++) {
@@ -239,7 +240,7 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
             for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
                 const T* key = keys + i * dim;
                 float a = 0, b = 0, c = 0, e = 0;
-#pragma omp simd reduction(+ : a, b, c, e)
+#pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
                 for (int d = 0; d < dim; d++) {
                     a += q[head][d] * to_float(key[d]);
                     b += q[head][d] * to_float(key[dim + d]);
