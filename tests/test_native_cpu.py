@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import math
 import os
+import platform
+import re
+import shutil
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +144,28 @@ def test_a_block_that_does_not_exist_is_an_error(block: int) -> None:
         backend.attend(torch.randn(1, 1, 4), caches, metadata, scale=1.0)
 
 
+@needs_compiler
+@pytest.mark.parametrize("num_lost", [16, 32])
+def test_keys_whose_scores_are_minus_infinity(num_lost: int) -> None:
+    """They have no weight, also where the first keys that are read together are all such; NaN only
+    where there is no other key."""
+    caches = KVCacheSpec(1, 4, 4).allocate(2, 16, torch.float32, CPU)
+    keys, values = (cache.normal_() for cache in caches)
+    keys.view(32, 4)[:num_lost] = torch.tensor([-3e38, 0, 0, 0])
+    query = torch.tensor([[[30.0, 1, 1, 1]]])
+    metadata = StepMetadata(
+        slot_mapping=torch.tensor([-1]),
+        block_table=torch.tensor([[0, 1]]).int(),
+        query_start_loc=torch.tensor([0, 1]).int(),
+        seq_lens=torch.tensor([32]).int(),
+    )
+    weights = (keys.view(32, 4) @ query[0, 0]).softmax(0)
+    backend = NativeBackend()
+    output = backend.attend(query, caches, backend.plan(metadata, 16, torch.float32), scale=1.0)
+    assert bool(weights.isnan().any()) == (num_lost == 32)
+    assert_near(output[0, 0], weights @ values.view(32, 4))
+
+
 # -- norms, rotary embedding, activation --
 
 rows = st.integers(1, 70)
@@ -168,6 +197,43 @@ def test_the_activation(number: int, size: int, dtype: torch.dtype, spread: floa
     torch.manual_seed(number)
     gate_up = (torch.randn(number, 2 * size) * spread).to(dtype)
     assert_near(Native(LIBRARY, dtype).silu_and_mul(gate_up), silu_and_mul(gate_up.clone()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_activation_of_numbers_without_end(dtype: torch.dtype) -> None:
+    gates = torch.tensor([-math.inf, math.inf, math.nan, -1e30, 1e30, -87.5, -100, -0.0] * 4)
+    gate_up = torch.cat([gates, torch.ones(32)]).to(dtype)[None]
+    assert_near(Native(LIBRARY, dtype).silu_and_mul(gate_up), silu_and_mul(gate_up.clone()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("slot", [8, 2**31, 2**62])
+def test_a_slot_that_does_not_exist_is_an_error(slot: int) -> None:
+    caches = KVCacheSpec(1, 4, 4).allocate(2, 4, torch.float32, CPU)
+    rope = (torch.ones(2, 1, 4), torch.zeros(2, 1, 4))
+    metadata = StepMetadata(torch.tensor([0, slot]), *[torch.zeros(0)] * 3)
+    arguments = (torch.ones(2, 12), None, rope, NativeBackend(), caches, metadata)
+    with pytest.raises(IndexError, match=r"a slot that is not in 0 \.\. 7"):
+        Native(LIBRARY, torch.float32).rope_and_store(*arguments)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", ["slots", "table"])
+def test_other_dtypes_are_given_to_the_plain_function(case: str) -> None:
+    """Slots of 32 bits; sine and cosine in another dtype than the rest."""
+    torch.manual_seed(0)
+    caches = KVCacheSpec(1, 4, 4).allocate(2, 4, torch.float32, CPU)
+    plain_caches = tuple(cache.clone() for cache in caches)
+    table = torch.randn(2, 1, 8).to(torch.bfloat16 if case == "table" else torch.float32)
+    slots = torch.tensor([5, 2], dtype=torch.int32 if case == "slots" else torch.int64)
+    metadata = StepMetadata(slots, *[torch.zeros(0)] * 3)
+    before = (torch.randn(2, 12), None, table.chunk(2, dim=-1), NativeBackend())
+    query = Native(LIBRARY, torch.float32).rope_and_store(*before, caches, metadata)
+    plain = rope_and_store(*before, plain_caches, metadata)
+    assert torch.equal(query, plain)
+    for cache, expected in zip(caches, plain_caches, strict=True):
+        torch.testing.assert_close(cache, expected, equal_nan=True)
 
 
 @needs_compiler
@@ -267,22 +333,69 @@ def no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "nanoserve"
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """The lines that are logged in a test."""
+    lines: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler, level = Handler(), native_cpu.logger.level
+    native_cpu.logger.addHandler(handler)
+    native_cpu.logger.setLevel("INFO")
+    yield lines
+    native_cpu.logger.removeHandler(handler)
+    native_cpu.logger.setLevel(level)
+
+
+def make_compiler(folder: Path, script: str) -> str:
+    """The path of a program that runs instead of a compiler."""
+    file = folder / "compiler"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "told"),
+    [
+        ("no-such-compiler", r"no C\+\+ compiler \(no-such-compiler\) was found"),
+        ("false", "exit status 1"),
+        ("true", "library.so"),
+        ('g++ "', "No closing quotation"),
+    ],
+)
 def test_without_a_compiler_pytorch_does_the_work(
-    compiler: str, no_library: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: str,
+    told: str,
+    no_library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
 ) -> None:
-    """There is none; it fails; it writes nothing that can be loaded."""
+    """There is none; it fails; it writes nothing that can be loaded; the setting cannot be read.
+    One line says so."""
     monkeypatch.setenv("CXX", compiler)
     assert load_library() is None
+    [line] = log
+    assert re.search(told, line)
     assert type(get_attn_backend("auto", CPU)) is TorchBackend
     with pytest.raises(ValueError, match="cannot be compiled here"):
         get_attn_backend("native", CPU)
     assert not list(no_library.glob("*")), "what cannot be loaded is not kept"
 
 
+@pytest.fixture
+def short_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Something that is compiled at once."""
+    monkeypatch.setattr(native_cpu, "SOURCE", tmp_path / "short.cpp")
+    native_cpu.SOURCE.write_text("int number;\n")
+
+
 @needs_compiler
 def test_the_library_is_compiled_once_and_kept(
-    no_library: Path, monkeypatch: pytest.MonkeyPatch
+    no_library: Path, short_source: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load_library() is not None
     [file] = no_library.iterdir()
@@ -294,12 +407,114 @@ def test_the_library_is_compiled_once_and_kept(
     assert len(list(no_library.iterdir())) == 2, "another command makes another file"
 
 
+needs_linux = pytest.mark.skipif(platform.system() != "Linux", reason="Linux only")
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("", "exit status 3"),
+        ("\n", "exit status 3"),
+        ("note: x\na.cpp:1: error: no OpenMP\n1 error generated\n", "a.cpp:1: error: no OpenMP"),
+        ("first\nlast\n\n", "last"),
+    ],
+)
+def test_the_log_says_why_it_could_not_be_compiled(
+    printed: str,
+    told: str,
+    no_library: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
+) -> None:
+    script = f"cat >&2 << 'END'\n{printed}END\nexit 3"
+    monkeypatch.setenv("CXX", make_compiler(no_library.parent, script))
+    assert load_library() is None
+    [line] = log
+    assert line.removesuffix(".").endswith(told)
+
+
+@needs_linux
+def test_a_compiler_that_hangs_is_ended_and_not_run_again(
+    no_library: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """With the processes that it started."""
+    pids = no_library.parent / "pids"
+    script = f"sleep 600 &\necho $! >> {pids}\nwait"
+    monkeypatch.setenv("CXX", make_compiler(no_library.parent, script))
+    monkeypatch.setattr(native_cpu, "COMPILE_TIMEOUT", 1.0)
+    assert load_library() is None
+    assert "timed out" in log[-1]
+    [pid] = pids.read_text().split()
+    state = Path("/proc", pid, "stat")
+    while state.exists() and state.read_text().split()[2] != "Z":  # the signal is on its way
+        time.sleep(0.01)
+    assert load_library() is None
+    assert "hung a short time ago" in log[-1]
+    assert len(pids.read_text().split()) == 1
+    [marker] = no_library.iterdir()
+    os.utime(marker, (0, 0))
+    make_compiler(no_library.parent, "exit 3")
+    assert load_library() is None
+    assert "exit status 3" in log[-1], "after a while it is run again"
+
+
+@needs_compiler
+def test_a_file_that_is_no_whole_library_is_made_anew(
+    no_library: Path, short_source: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off; or no library at all, though its name tells its digest. One that is whole needs no
+    compiler."""
+    assert load_library() is not None
+    [file] = no_library.iterdir()
+    whole, name = file.read_bytes(), file.stem.rpartition("-")[0]
+    file.unlink()  # what is loaded keeps its file
+    file.write_bytes(whole[: len(whole) // 2])
+    digest = hashlib.sha256(b"text").hexdigest()[:16]
+    (no_library / f"{name}-{digest}.so").write_bytes(b"text")
+    assert load_library() is not None
+    assert file.read_bytes() == whole
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert load_library() is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_nothing_is_left_behind(
+    has_folder: bool, no_library: Path, short_source: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is old goes when a library is stored; the folder of a compilation, when it has ended.
+    Without a home, nothing is kept."""
+    scratch = no_library.parent / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    no_library.mkdir()
+    names = ["native_cpu-old.so", "native_cpu-folder", "native_cpu-new.so", "another"]
+    for name in names:
+        path = no_library / name
+        path.mkdir() if name.endswith("folder") else path.touch()
+        if "new" not in name:
+            os.utime(path, (0, 0))
+    if not has_folder:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    assert load_library() is not None
+    left = {path.name for path in no_library.iterdir()}
+    assert not list(scratch.iterdir())
+    if has_folder:
+        assert len(left) == 3
+        assert left > {"native_cpu-new.so", "another"}
+    else:
+        assert left == set(names)
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX permissions")
 def test_nothing_is_loaded_from_a_folder_that_others_can_write_to(no_library: Path) -> None:
     assert native_cpu.cache_folder() == no_library
     assert stat.S_IMODE(no_library.stat().st_mode) & 0o077 == 0
     no_library.chmod(0o777)
-    elsewhere = native_cpu.cache_folder()
-    assert elsewhere != no_library
-    assert stat.S_IMODE(elsewhere.stat().st_mode) & 0o077 == 0
-    elsewhere.rmdir()
+    assert native_cpu.cache_folder() is None

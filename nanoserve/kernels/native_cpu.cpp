@@ -63,7 +63,6 @@ inline float rounded(float x) {
 // k ln(2) + r: 2^k is put together from its bits, and e^r, for |r| <= ln(2) / 2, is a polynomial
 // (its Taylor series). ln(2) is subtracted in two parts, so that r is exact.
 inline float exp_negative(float x) {
-    x = x < -87.0f ? -87.0f : x;  // below, the result is 0 but for rounding; a NaN stays one
     const float k = std::floor((x >= -87.0f ? x : 0.0f) * 1.44269504f + 0.5f);
     float r = x - k * 0.693359375f + k * 2.12194440e-4f;
     float p = 1.0f / 5040;
@@ -76,7 +75,7 @@ inline float exp_negative(float x) {
     int32_t bits = (int32_t(k) + 127) << 23;
     float power;
     std::memcpy(&power, &bits, sizeof power);
-    return p * power;
+    return x < -87.0f ? 0.0f : p * power;  // a NaN is not below: it stays one
 }
 
 inline void prefetch(const void* from, size_t num_bytes) {
@@ -100,7 +99,7 @@ void rms_norm(const T* x, const T* weight, int size, float eps, T* output) {
 template <typename T>
 void add_rms_norm(int num_tokens, int size, T* x, const T* residual, const T* weight, float eps,
                   T* output) {
-#pragma omp parallel for if (num_tokens * size > SMALL_WORK)
+#pragma omp parallel for if (int64_t(num_tokens) * size > SMALL_WORK)
     for (int token = 0; token < num_tokens; token++) {
         T* sum = x + size_t(token) * size;
         if (residual != nullptr) {
@@ -115,6 +114,7 @@ void add_rms_norm(int num_tokens, int size, T* x, const T* residual, const T* we
 
 struct RopeSizes {
     int num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, rope_stride, block_size;
+    int num_blocks;
     float eps;
 };
 
@@ -133,14 +133,22 @@ void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* ou
     std::copy(x + rotary_dim, x + dim, output + rotary_dim);
 }
 
+// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it.
 template <typename T>
-void rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
+bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
                     const T* sin, const int64_t* slot_mapping, T* key_cache, T* value_cache,
                     T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
-#pragma omp parallel for if (s.num_tokens * num_rows * dim > SMALL_WORK)
+    const int64_t num_slots = int64_t(s.num_blocks) * s.block_size;
+    bool is_right = true;
+#pragma omp parallel for reduction(&& : is_right) \
+    if (int64_t(s.num_tokens) * num_rows * dim > SMALL_WORK)
     for (int token = 0; token < s.num_tokens; token++) {
         const int64_t slot = slot_mapping[token];
+        if (slot >= num_slots) {
+            is_right = false;
+            continue;
+        }
         const size_t block = slot < 0 ? 0 : slot / s.block_size, offset = slot % s.block_size;
         for (int row = 0; row < num_rows; row++) {
             const T* x = qkv + (size_t(token) * num_rows + row) * dim;
@@ -163,11 +171,12 @@ void rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, cons
             turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
         }
     }
+    return is_right;
 }
 
 template <typename T>
 void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
-#pragma omp parallel for if (num_tokens * size > SMALL_WORK)
+#pragma omp parallel for if (int64_t(num_tokens) * size > SMALL_WORK)
     for (int token = 0; token < num_tokens; token++) {
         const T *gate = gate_up + size_t(token) * 2 * size, *up = gate + size;
         T* row = output + size_t(token) * size;
@@ -203,6 +212,7 @@ template <typename T, int DIM>
 bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
             const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
     constexpr int ROOM = DIM ? DIM : MAX_DIM;
+    constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
     const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
     float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
     for (int head = 0; head < group; head++) {
@@ -218,29 +228,56 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
         if (*block < 0 || *block >= s.num_blocks) return false;
         const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
         const T *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
-        if (offset == 0 && position + s.block_size < num_keys && block[1] >= 0) {
+        if (offset == 0 && num_keys - position > s.block_size && block[1] >= 0 &&
+            block[1] < s.num_blocks) {
             const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
-            prefetch(key_cache + next * dim, s.block_size * dim * sizeof(T));
-            prefetch(value_cache + next * value_dim, s.block_size * value_dim * sizeof(T));
+            prefetch(key_cache + next * dim, sizeof(T) * s.block_size * dim);
+            prefetch(value_cache + next * value_dim, sizeof(T) * s.block_size * value_dim);
         }
         for (int head = 0; head < group; head++) {
             float weight[TILE], highest = top[head], added = 0, sums[ROOM];
-            for (int i = 0; i < number; i++) {
+            int i = 0;
+            for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
+                const T* key = keys + i * dim;
+                float a = 0, b = 0, c = 0, e = 0;
+#pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
+                for (int d = 0; d < dim; d++) {
+                    a += q[head][d] * to_float(key[d]);
+                    b += q[head][d] * to_float(key[dim + d]);
+                    c += q[head][d] * to_float(key[2 * dim + d]);
+                    e += q[head][d] * to_float(key[3 * dim + d]);
+                }
+                weight[i] = a, weight[i + 1] = b, weight[i + 2] = c, weight[i + 3] = e;
+            }
+            for (; i < number; i++) {
                 float score = 0;
 #pragma omp simd reduction(+ : score)
                 for (int d = 0; d < dim; d++) score += q[head][d] * to_float(keys[i * dim + d]);
-                weight[i] = s.soft_cap == 0 ? score : s.soft_cap * std::tanh(score / s.soft_cap);
+                weight[i] = score;
+            }
+            for (i = 0; i < number; i++) {
+                if (s.soft_cap != 0) weight[i] = s.soft_cap * std::tanh(weight[i] / s.soft_cap);
                 highest = std::max(highest, weight[i]);
             }
-            const float kept = sum[head] == 0 ? 0 : exp_negative(top[head] - highest);
+            const float from = highest == -INFINITY ? 0 : highest;  // -inf - -inf would be NaN
+            const float kept = sum[head] == 0 ? 0 : exp_negative(top[head] - from);
 #pragma omp simd reduction(+ : added)
             for (int i = 0; i < number; i++) {
-                weight[i] = exp_negative(weight[i] - highest);
+                weight[i] = exp_negative(weight[i] - from);
                 added += weight[i];
             }
 #pragma omp simd
             for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
-            for (int i = 0; i < number; i++) {
+            for (i = 0; i + 4 <= number; i += 4) {
+                const T* value = values + i * value_dim;
+#pragma omp simd
+                for (int d = 0; d < value_dim; d++)
+                    sums[d] += weight[i] * to_float(value[d]) +
+                               weight[i + 1] * to_float(value[value_dim + d]) +
+                               weight[i + 2] * to_float(value[2 * value_dim + d]) +
+                               weight[i + 3] * to_float(value[3 * value_dim + d]);
+            }
+            for (; i < number; i++) {
                 const T* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
@@ -296,7 +333,7 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 // qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
 // head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
 // negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
-// [num_tokens, num_heads, head_dim].
+// [num_tokens, num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
 //
 // query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
 // max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
@@ -308,11 +345,11 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
                                         const T* weight, float eps, T* output) {                   \
         add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
     }                                                                                              \
-    extern "C" void rope_and_store_##NAME(                                                         \
+    extern "C" int rope_and_store_##NAME(                                                          \
         const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
         const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {                     \
-        rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,   \
-                       query);                                                                     \
+        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
+                              value_cache, query);                                                 \
     }                                                                                              \
     extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
         silu_and_mul(num_tokens, size, gate_up, output);                                           \

@@ -19,15 +19,18 @@ vLLM: csrc/cpu/, compiled when vLLM is installed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -48,6 +51,8 @@ logger = init_logger(__name__)
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
 COMPILE_TIMEOUT = 60.0  # seconds
+RETRY_AFTER = 3600.0  # seconds, for a compiler that hung
+KEEP_FOR = 30 * 86400.0  # seconds, for the libraries of other sources
 MAX_DIM = 1024  # numbers of a head, as in the source
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -58,68 +63,131 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 def load_library() -> ctypes.CDLL | None:
     """The compiled source; None, with a line in the log, if it cannot be compiled here.
 
-    The compiler is $CXX, or c++. The file's name holds a digest of all that it depends on: source,
-    command, compiler, processor.
+    The compiler is $CXX, or c++. It is needed only where no library is kept: an image may be built
+    where there is one, and run where there is none.
     """
-    command = [*shlex.split(os.environ.get("CXX") or "c++"), *shlex.split(FLAGS)]
-    if platform.system() != "Linux" or shutil.which(command[0]) is None:
+    if platform.system() != "Linux":
         return None
     try:
-        file = cache_folder() / f"native_cpu-{_digest(command)}.so"
-        return ctypes.CDLL(str(file)) if file.exists() else _compile(command, file)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error).encode()).decode("utf-8", "replace")
+        command = [*(shlex.split(os.environ.get("CXX", "")) or ["c++"]), *shlex.split(FLAGS)]
+        folder, name = cache_folder(), f"native_cpu-{_digest_of_need(command)}"
+        library = _load_kept(folder, name) if folder else None
+        if library is None and shutil.which(command[0]) is None:
+            logger.info(
+                "no C++ compiler (%s) was found: PyTorch's operators do their work", command[0]
+            )
+            return None
+        return library or _compile(command, name, folder)
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
-            reason.strip().splitlines()[-1],
+            _reason(error),
         )
         return None
 
 
-def _compile(command: list[str], file: Path) -> ctypes.CDLL:
-    """Compile to another name, load that, and only then give it its own: processes that start
-    together never see half a file, and what cannot be loaded is not kept."""
-    handle, unfinished = tempfile.mkstemp(dir=file.parent)
-    os.close(handle)
+def cache_folder() -> Path | None:
+    """A folder that nobody else can write to: nanoserve in the user's cache folder; None if that
+    cannot be. A library that is loaded runs with the user's rights."""
     try:
-        arguments = [*command, str(SOURCE), "-o", unfinished]
-        subprocess.run(arguments, check=True, capture_output=True, timeout=COMPILE_TIMEOUT)
-        library = ctypes.CDLL(unfinished)
-        os.replace(unfinished, file)
-        return library
-    finally:
-        Path(unfinished).unlink(missing_ok=True)
-
-
-def cache_folder() -> Path:
-    """A folder that nobody else can write to: nanoserve in the user's cache folder, or, if that
-    cannot be, a new one for this process. A library that is loaded runs with the user's rights."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base, "nanoserve")
-    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
-        is_own = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if is_own and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="nanoserve-"))
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        return None
+    is_ours = status.st_uid in (0, os.getuid())
+    return folder if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
 
 
-def _digest(command: list[str]) -> str:
-    """Of all that the compiled file depends on. "-march=native" makes code for this processor, and
-    several machines may share a home folder."""
-    compiler = Path(shutil.which(command[0]) or command[0]).resolve()
-    status = compiler.stat()
+def _load_kept(folder: Path, name: str) -> ctypes.CDLL | None:
+    """A file NAME-DIGEST.so that is whole: its bytes have the digest that its name tells. (To load
+    half a library ends the process.)"""
+    for file in folder.glob(f"{name}-*.so"):
+        try:
+            if file.stem == f"{name}-{_digest(file.read_bytes())}":
+                return ctypes.CDLL(str(file))
+        except OSError:  # it went away, or another system with this home folder made it
+            continue
+    return None
+
+
+def _compile(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
+    """Compile in a new folder, load the result, and only then give it its name: what cannot be
+    loaded is not kept. The new folder is then deleted; a library stays loaded without its file.
+
+    A compiler that hung is not run again for RETRY_AFTER seconds. Raises OSError or
+    subprocess.SubprocessError.
+    """
+    folder = folder if folder and os.access(folder, os.W_OK) else None
+    hung = folder / f"{name}.hung" if folder else None
+    if hung and hung.exists() and time.time() - hung.stat().st_mtime < RETRY_AFTER:
+        raise OSError(f"the compiler hung a short time ago (delete {hung} to try it again)")
+    with tempfile.TemporaryDirectory(prefix="native_cpu-", dir=folder) as unfinished:
+        file = Path(unfinished, "library.so")
+        try:
+            _run([*command, str(SOURCE), "-o", str(file)])
+        except subprocess.TimeoutExpired:
+            if hung:
+                hung.touch()
+            raise
+        library = ctypes.CDLL(str(file))
+        if folder:
+            with file.open("rb") as written:
+                digest = _digest(written.read())
+                os.fsync(written.fileno())
+            _remove_old(folder)
+            os.replace(file, folder / f"{name}-{digest}.so")
+    return library
+
+
+def _run(command: list[str]) -> None:
+    """Run a compiler; after COMPILE_TIMEOUT, or if we are interrupted, end it with all processes
+    that it started (they are a group). Raises OSError or subprocess.SubprocessError."""
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=null, stdout=null, stderr=pipe, start_new_session=True
+    ) as process:
+        try:
+            _, errors = process.communicate(timeout=COMPILE_TIMEOUT)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command[0], stderr=errors)
+
+
+def _remove_old(folder: Path) -> None:
+    """Delete what earlier sources, and processes that were killed, left behind."""
+    for path in folder.glob("native_cpu-*"):
+        with contextlib.suppress(OSError):  # another process may do the same
+            if time.time() - path.stat().st_mtime > KEEP_FOR:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _reason(error: Exception) -> str:
+    """The line that tells most: of what a compiler printed, the first with an error."""
+    printed = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
+    lines = [line.strip() for line in printed.decode("utf-8", "replace").splitlines()]
+    lines = [line for line in lines if line]
+    return next((line for line in lines if "error" in line), (lines or [str(error)])[-1])
+
+
+def _digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _digest_of_need(command: list[str]) -> str:
+    """Of all that the library depends on: source, command, processor. "-march=native" makes code
+    for this processor, and several machines may share a home folder. The compiler itself is no part
+    of it, because it may be gone."""
     parts = [SOURCE.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
-    parts.append(f"{compiler} {status.st_size} {status.st_mtime_ns}".encode())
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
         kept = ("model name", "flags", "Features", "CPU part")
         for line in cpu.read_text("utf-8", "replace").split("\n\n")[0].splitlines():
             parts += [line.encode()] if line.startswith(kept) else []
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    return _digest(*parts)
 
 
 # -- what lies between two products --
@@ -131,7 +199,7 @@ class RopeSizes(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int) for name in (
             "num_tokens", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "rope_stride",
-            "block_size",
+            "block_size", "num_blocks",
         )),
         ("eps", ctypes.c_float),
     )  # fmt: skip
@@ -151,7 +219,8 @@ class Native:
         self._rope.argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 8)
         self._silu = getattr(library, f"silu_and_mul_{name}")
         self._silu.argtypes = (ctypes.c_int, ctypes.c_int, pointer, pointer)
-        self._norm.restype = self._rope.restype = self._silu.restype = None
+        self._norm.restype = self._silu.restype = None
+        self._rope.restype = ctypes.c_int
         self._plain_norm = RMSNormCPU() if dtype == torch.float32 else rms_norm
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -183,16 +252,18 @@ class Native:
         kv_cache: KVCache,
         metadata: StepMetadata,
     ) -> Tensor:
-        """layers.rope_and_store."""
+        """layers.rope_and_store. Raises IndexError for a slot that the cache does not have."""
         (cos, sin), (keys, values) = rope, kv_cache
-        block_size, num_kv_heads, head_dim = keys.shape[1:]
+        num_blocks, block_size, num_kv_heads, head_dim = keys.shape
         slots = metadata.slot_mapping
         lies_right = (
             isinstance(backend, TorchBackend)
             and keys.transpose(1, 2).is_contiguous()
             and values.transpose(1, 2).is_contiguous()
             and keys.shape == values.shape
-            and keys.dtype == qkv.dtype
+            and keys.dtype == cos.dtype == sin.dtype == qkv.dtype
+            and len(slots) == len(cos) == len(sin) == len(qkv)
+            and slots.dtype == torch.int64
             and cos.stride(-1) == sin.stride(-1) == 1
             and cos.stride(0) == sin.stride(0)
             and slots.is_contiguous()
@@ -205,9 +276,9 @@ class Native:
         query = qkv.new_empty(len(qkv), num_heads, head_dim)
         sizes = RopeSizes(
             len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], cos.stride(0), block_size,
-            0.0 if qk_norm is None else qk_norm.eps,
+            num_blocks, 0.0 if qk_norm is None else qk_norm.eps,
         )  # fmt: skip
-        self._rope(
+        is_right = self._rope(
             sizes,
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.weight.data_ptr(),
@@ -218,6 +289,9 @@ class Native:
             values.data_ptr(),
             query.data_ptr(),
         )
+        if not is_right:
+            last = num_blocks * block_size - 1
+            raise IndexError(f"slot_mapping names a slot that is not in 0 .. {last}.")
         return query
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
