@@ -45,10 +45,10 @@ class _Delay:
             self.received.add(number)
 
     def put_back(self) -> None:
-        """Put back all that were replaced, whatever one of them raises meanwhile."""
+        """Put back all that were replaced, SIGINT last: what comes meanwhile waits for `deliver`.
+        Of two signals, the handler that is put back first may raise: the others follow."""
         try:
-            self.is_over = True
-            for number, handler in self.replaced.items():
+            for number, handler in reversed(self.replaced.items()):
                 if signal.getsignal(number) is self:
                     signal.signal(number, handler)
         finally:
@@ -57,6 +57,7 @@ class _Delay:
 
     def deliver(self) -> None:
         """Call the handler of each signal that came, whatever one of them raises."""
+        self.is_over = True
         if self.received:
             try:
                 signal.raise_signal(self.received.pop())

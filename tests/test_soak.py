@@ -154,7 +154,7 @@ class TouchyLLM(LLM):
         try:
             return super().chat(*args, **options)
         except Exception:
-            self.engine.block_manager.pool.free_queue.popleft()
+            self.engine.block_manager.pool.free_queue.popitem(last=False)
             raise
 
 
