@@ -101,7 +101,10 @@ class Probe:
     def check(self) -> str:
         """What is wrong with the engine now; "" if nothing is."""
         engine = self.llm.engine
-        engine.block_manager.check()
+        try:
+            engine.block_manager.check()
+        except AssertionError as error:
+            return f"the books are wrong: {error}"
         if engine.has_unfinished_requests():
             engine.abort_request(list(engine.output_processor.requests))
             return "requests are left"
