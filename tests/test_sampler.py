@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_oracle import one_thread
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -38,11 +39,9 @@ ALMOST_ONE = 1 - 2.0**-53  # the largest number that uniform_noise gives
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @dataclass(frozen=True)

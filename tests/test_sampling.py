@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attention_oracle import one_thread
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_sampler import ALMOST_ONE, LOGITS, NoWaiting, Params, batch_of, exact_distribution
@@ -24,11 +25,9 @@ from nanoserve.staging import StagingBuffer
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def on_one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture

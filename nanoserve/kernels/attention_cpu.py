@@ -23,7 +23,8 @@ import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -45,9 +46,8 @@ class TorchBackend(AttentionBackend):
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         tables = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
-        slots = SlotIndex.of(metadata.slot_mapping, block_size)
         parts = split_batch(*tables, block_size, dtype, self.get_decode(dtype))
-        return replace(metadata, plan=StepPlan(slots, parts))
+        return replace(metadata, plan=StepPlan(metadata.slot_mapping, block_size, parts))
 
     def get_decode(self, dtype: torch.dtype) -> Callable[..., SparseDecode] | None:
         """What makes the part of a step that reads its keys where they lie; None: nothing does."""
@@ -156,11 +156,18 @@ def paged_attention_torch(
     return output
 
 
-class StepPlan(NamedTuple):
+@dataclass
+class StepPlan:
     """What store_kv_torch and paged_attention_torch need to know of a step in every layer."""
 
-    slots: SlotIndex
+    slot_mapping: Tensor  # [num_tokens]
+    block_size: int
     parts: list[GatheredPrefill | SparseDecode]
+
+    @cached_property
+    def slots(self) -> SlotIndex:
+        """Made by the first layer that stores through it: compiled code stores without an index."""
+        return SlotIndex.of(self.slot_mapping, self.block_size)
 
 
 def split_batch(
