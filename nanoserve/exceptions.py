@@ -150,8 +150,8 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, VLLMValidationError):
-        raise
+    except (KeyboardInterrupt, GeneratorExit, VLLMValidationError):
+        raise  # GeneratorExit: Ctrl-C came before the first line inside
     except BaseException as error:
         if is_from_signal(error):
             raise

@@ -592,4 +592,6 @@ class _ProgressBar:
     def __exit__(self, *exception: object) -> None:
         if self.shows_numbers:
             self.engine.step_listeners.remove(self)
-        self.bar.close()
+        with delayed_interrupt():  # Python drops what a signal's handler raises inside __del__
+            self.bar.close()
+            del self.bar

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _signal
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -92,6 +94,16 @@ def test_what_a_handler_raises_is_nobody_elses_error(name: str) -> None:
         assert is_from_signal(raised.value)
 
 
+def test_a_block_that_never_began_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the entry of a block and its first line: Python throws GeneratorExit in."""
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    block = as_validation_error("the tokenizer cannot encode", "text")
+    block.__enter__()
+    del block
+    assert not dropped
+
+
 def test_other_errors_are_not_from_a_signal() -> None:
     signal.signal(signal.SIGTERM, fail)
     with pytest.raises(VLLMValidationError), as_validation_error("the tokenizer fails", 1):
@@ -137,7 +149,7 @@ def test_a_handler_that_raises_while_the_others_are_put_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The others still do what they did before."""
-    install = signal.signal
+    install = _signal.signal
     signal.signal(signal.SIGINT, fail)
     signal.signal(signal.SIGTERM, fail)
 
@@ -148,7 +160,7 @@ def test_a_handler_that_raises_while_the_others_are_put_back(
             signal.raise_signal(signal.SIGINT)
         return result
 
-    monkeypatch.setattr(signal, "signal", interrupted)
+    monkeypatch.setattr(_signal, "signal", interrupted)
     with pytest.raises(TimeoutError), delayed_interrupt():
         pass
     for _ in range(2):

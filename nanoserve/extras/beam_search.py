@@ -129,7 +129,8 @@ class BeamSearchParams:
             BeamSearch(llm.new_request_id(), prompt, self, llm.engine) for prompt in prompts
         ]
         limit = concurrency_limit or max(1, len(searches))
-        for first in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
+        starts = range(0, len(searches), limit)
+        for first in tqdm(starts, "Beam search") if use_tqdm else starts:
             for _ in llm.run_requests(searches[first : first + limit]):
                 raise AssertionError("a beam search hands out no RequestOutput")
         return [search.get_output() for search in searches]
