@@ -255,8 +255,8 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
 
 
 def as_plain(value: Any) -> Any:
-    """The same value made of Python's own strings, numbers, lists, tuples and dicts. What is none
-    of these becomes "<its type>", as in transformers."""
+    """The same value made of Python's own strings, numbers, lists, tuples and dicts. Raises
+    VLLMValidationError for what is none of these: transformers would write "<its type>"."""
     value = as_python(value)
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -275,7 +275,10 @@ def as_plain(value: Any) -> Any:
         return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(getattr(value, "model_dump", None)):  # a pydantic model
         return as_plain(value.model_dump())
-    return f"<{type(value).__name__}>"
+    raise VLLMValidationError(
+        f"it is given a value of type {type(value).__name__}; allowed: strings, numbers, lists, "
+        "tuples and dicts. Give a list of the items, or str(value)"
+    )
 
 
 def as_schema(tool: Any) -> Any:
