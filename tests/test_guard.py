@@ -239,6 +239,25 @@ def test_values_without_a_plain_form_are_refused(tokenizer: Any, value: object) 
         render_chat(tokenizer, HI, options)
 
 
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
+def test_a_time_limit_is_not_mistaken_for_a_process_that_does_not_start() -> None:
+    """A handler's TimeoutError is an OSError."""
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError("the application's own")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # to start takes longer
+    new = Guard()
+    try:
+        with pytest.raises(TimeoutError, match="the application's own"):
+            new.find_content_format("{{ 1 }}", "auto")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        new.close()
+
+
 # -- hostile templates --
 
 NESTED_RANGES = (
