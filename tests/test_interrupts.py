@@ -5,12 +5,14 @@ from __future__ import annotations
 import _signal
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 
+from nanoserve.distributed.rank_thread import RankThread
 from nanoserve.exceptions import Caught, VLLMValidationError, as_validation_error
 from nanoserve.inputs import render_chat
 from nanoserve.interrupts import delayed_interrupt, is_from_signal, suppress
@@ -96,6 +98,22 @@ def test_what_a_handler_raises_is_nobody_elses_error(name: str) -> None:
         with pytest.raises(TimeoutError) as raised:
             function()
         assert is_from_signal(raised.value)
+
+
+def test_a_time_limit_ends_the_wait_for_a_rank() -> None:
+    """Its TimeoutError is not mistaken for the wait's own."""
+    thread, go_on = RankThread(), threading.Event()
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGTERM)  # its handler runs in the main thread, which waits
+        go_on.wait(20)
+
+    signal.signal(signal.SIGTERM, fail)
+    with pytest.raises(TimeoutError, match="the time is over"):
+        thread.run(work, lambda seconds: None)
+    go_on.set()
+    thread.stop()
+    assert thread.join(20)
 
 
 def test_a_block_that_never_began_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
