@@ -147,8 +147,8 @@ def label(ax: Axes, x: float, y: float, text: str, size: float = 8, **style: Any
 def chip(ax: Axes, x: float, y: float, width: float, name: str) -> None:
     """The name of a request in a box of its colour."""
     box(ax, x, y, width, 0.24, facecolor=colour(name), edgecolor="white")
-    style = {"weight": "bold", "color": on_colour(name).replace("#111", INK)}
-    label(ax, x + width / 2, y + 0.12, *fit(name, width - 0.02, 9), **style)
+    text, size = fit(name, width - 0.02, 9)
+    label(ax, x + width / 2, y + 0.12, text, size, weight="bold", color=on_colour(name))
 
 
 def text_width(text: str, size: float) -> float:

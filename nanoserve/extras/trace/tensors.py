@@ -113,7 +113,7 @@ def _draw_columns(
     """The table of tokens; returns the y of its lower edge."""
     bottom = top - 0.26 - line_height * len(rows)
     is_turned = cell < NARROW
-    room, turn = (line_height - 0.06, {"rotation": 90}) if is_turned else (0.9 * cell, {})
+    room, turn = (line_height - 0.06, 90) if is_turned else (0.9 * cell, 0)
     for name, start, end in zip(names, starts, starts[1:], strict=False):
         x, width = left + start * cell, (end - start) * cell
         box(ax, x, bottom, width, top - 0.26 - bottom, facecolor=tint(name), linewidth=0)
@@ -124,7 +124,7 @@ def _draw_columns(
         label(ax, left - 0.1, y, text, 9, ha="right", weight=weight)
         for index, value in enumerate(values):
             shown = "?" if text == "input_ids" and value == -1 else str(value)
-            label(ax, left + (index + 0.5) * cell, y, *fit(shown, room, 8.5), **turn)
+            label(ax, left + (index + 0.5) * cell, y, *fit(shown, room, 8.5), rotation=turn)
     for start in starts[1:-1]:
         ax.plot([left + start * cell] * 2, [bottom, top], color="white", linewidth=2.4)
     return bottom
