@@ -741,7 +741,7 @@ except ImportError as error:
 def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own run in three lines."""
     assert trace.__doc__
-    example = trace.__doc__.split("\n\n")[1]
+    example = "\n".join(line for line in trace.__doc__.splitlines()[:9] if line.startswith("    "))
     assert "save(" in example
     monkeypatch.chdir(tmp_path)
     exec(textwrap.dedent(example), {})
