@@ -291,6 +291,10 @@ def test_the_last_steps_only() -> None:
     assert recorder.step(9).number == 9
     with pytest.raises(ValueError, match="step 2 was not recorded; recorded steps: 8 to 10"):
         recorder.step(2)
+    for number in range(20):
+        engine.add_request(str(number), [number], params(max_tokens=1))
+        engine.step()
+    assert len(recorder._tokens.ids) < 7, "tokens of sequences that no kept step has"
 
 
 def test_a_large_cache_costs_little() -> None:

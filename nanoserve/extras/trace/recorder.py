@@ -273,3 +273,5 @@ class Recorder:
             if view.is_over:
                 self._ran.discard(view.seq_id)
                 self._reached.pop(view.seq_id, None)
+        if self._frames.maxlen and self._number % self._frames.maxlen == 0:
+            self._tokens.keep({view.seq_id for frame in self._frames for view in frame.sequences})
