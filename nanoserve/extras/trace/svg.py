@@ -9,21 +9,20 @@ work: `prefers-color-scheme` chooses the colours, and keyframes show and hide gr
     film.add(2, text(5, 5, "a < b"))
     document(20, 20, "title", "description", film.style(), film.body(still=1))
 
-The colours of requests are those of Okabe and Ito: readers with any kind of colour vision can tell
-them apart. Names always stand beside the colours.
+The colours of requests are style.py's; names always stand beside the colours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from typing import Any
 
 FONT = (
     "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,"
     "'PingFang SC','Microsoft YaHei','Noto Sans CJK SC',sans-serif"
 )
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
-ON_COLOURS = ["#fff", "#111", "#111", "#111", "#111", "#fff"]  # letters on the full colour
+ON_COLOURS = ["#fff", "#111", "#111", "#111", "#111", "#fff"]  # letters on style.COLOURS
 
 # class: (property, in light mode, in dark mode)
 PALETTE = {
@@ -62,13 +61,13 @@ def element(name: str, content: str | None = None, **attributes: object) -> str:
 
 
 def rect(
-    x: float, y: float, width: float, height: float, class_: str | None = None, **more: object
+    x: float, y: float, width: float, height: float, class_: str | None = None, **more: Any
 ) -> str:
     return element("rect", x=x, y=y, width=width, height=height, class_=class_, **more)
 
 
 def text(
-    x: float, y: float, content: str, size: float = 15, class_: str = "ink", **more: object
+    x: float, y: float, content: str, size: float = 15, class_: str = "ink", **more: Any
 ) -> str:
     """One line of text; `anchor` is "middle" or "end"."""
     anchor = more.pop("anchor", None)
@@ -84,9 +83,10 @@ def text(
     )
 
 
-def text_width(content: str, size: float) -> float:
-    """Roughly: bold letters of the fonts above are 0.58 of their size wide, Chinese ones 1."""
-    return size * sum(1.0 if ord(letter) > 0x2E80 else 0.58 for letter in content)
+def text_width(content: str, size: float, letter_width: float = 0.58) -> float:
+    """Roughly: bold letters of the fonts above are 0.58 of their size wide, others 0.52, Chinese
+    ones 1."""
+    return size * sum(1.0 if ord(letter) > 0x2E80 else letter_width for letter in content)
 
 
 def document(
@@ -164,3 +164,17 @@ class Film:
             classes = f"f{' s' if first <= still < end else ''} k{first}-{end}"
             lines.append(element("g", "".join(elements), class_=classes))
         return lines
+
+    def groups_by_step(self) -> list[str]:
+        """The groups with the steps in which they are visible, for a script: [data-from, data-to).
+        Without a script, the first step is visible."""
+        return [
+            element(
+                "g",
+                "".join(elements),
+                class_="f" if first else "f on",
+                data_from=first,
+                data_to=end,
+            )
+            for (_, first, end), elements in self._groups().items()
+        ]
