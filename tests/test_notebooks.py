@@ -1,6 +1,7 @@
 """The notebooks run, follow the house style, and are stored with their outputs.
 
-`python tests/test_notebooks.py --update` runs all notebooks again and stores their outputs.
+`python tests/test_notebooks.py --update [NAME ...]` runs the notebooks whose names begin so (all, if
+none is given) and stores their outputs.
 """
 
 from __future__ import annotations
@@ -181,9 +182,10 @@ def with_fewer_colours(png: str) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def update() -> None:
-    """Run every notebook and store its outputs."""
-    for path in NOTEBOOKS:
+def update(names: list[str]) -> None:
+    """Run the notebooks whose names begin so (none given: all), and store their outputs."""
+    chosen = [p for p in NOTEBOOKS if not names or p.stem.startswith(tuple(names))]
+    for path in chosen:
         notebook = execute(path)
         for cell in notebook.cells:
             for output in cell.get("outputs", []):
@@ -194,6 +196,6 @@ def update() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["--update"]:
-        sys.exit("usage: python tests/test_notebooks.py --update")
-    update()
+    if sys.argv[1:2] != ["--update"]:
+        sys.exit("usage: python tests/test_notebooks.py --update [NAME ...]")
+    update(sys.argv[2:])
