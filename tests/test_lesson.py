@@ -202,6 +202,11 @@ def behind_a_ban() -> list[list[int]]:
         return ask(llm, "C")
 
 
+def everything() -> list[list[int]]:
+    """For sabotages that have no story of their own."""
+    return [tokens for tell in STORIES.values() for tokens in tell()]
+
+
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "uncache": after(["What is the capital of Egypt?", "A", "B"], "C", num_blocks=14),
     "copy_on_write": three_completions,
@@ -216,8 +221,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
 
 @pytest.mark.parametrize("name", lesson.SABOTAGES)
 def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
-    """Inside, the answer is another one, and no request has an error; afterwards it is as before."""
-    story = STORIES[name]
+    """Inside, the answer is another one; afterwards it is the right one again."""
+    story = STORIES.get(name, everything)
     right = story()
     with lesson.broken(name):
         wrong = story()
@@ -263,8 +268,10 @@ def test_undone_whatever_happens_inside(name: str) -> None:
     assert exists(PACKAGE / f"{module}.py", dotted)
     assert lesson.replaced_method(name) == dotted
     before = owner_and_function(method)
-    with pytest.raises(KeyboardInterrupt), lesson.broken(name), lesson.broken(name):
+    with lesson.broken(name):
         assert owner_and_function(method) is not before
+    assert owner_and_function(method) is before
+    with pytest.raises(KeyboardInterrupt), lesson.broken(name), lesson.broken(name):
         raise KeyboardInterrupt
     assert owner_and_function(method) is before
 
@@ -279,9 +286,11 @@ def owner_and_function(method: str) -> Any:
 
 
 def test_an_unknown_sabotage_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match=r"'uncach'; there are: uncache, .*case 5"):
-        with lesson.broken("uncach"):
-            pass
+    with (
+        pytest.raises(ValueError, match=r"'uncach'; there are: uncache, .*case 5"),
+        lesson.broken("uncach"),
+    ):
+        pass
 
 
 def test_five_cases_in_five_modules() -> None:
