@@ -1,0 +1,429 @@
+"""What do the notebooks need beside the engine? Four requests, questions with checks, sabotages.
+
+    llm = lesson.small_llm()                          # a KV cache that fits into a picture
+    llm.add_request("A", lesson.prompt(llm, "A"))     # one of the four requests of all notebooks
+    lesson.check("2.1", guess, len(free_queue))       # compares a guess with the live engine
+    with lesson.broken("uncache"):                    # the engine with one mistake in it
+        ...
+
+*Checks.* `check` prints whether a guess is right. If it is not, the hint depends on the kind of the
+mistake, and does not tell the answer. A wrong guess never raises an error, so that a notebook runs
+to its end before its reader has answered anything.
+
+*Sabotages.* Each replaces one method of the engine by a wrong one, for the time of a `with` block.
+None of them raises an error: the engine goes on and gives fluent, wrong answers. This is how
+mistakes in a KV cache show in practice, and why the tests compare tokens. A new sabotage is a
+function with the decorator `_sabotage`; its first argument is the right method.
+
+Left out: scores, and answers that are kept for the next session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from nanoserve.engine import LLMEngine
+from nanoserve.kernels.threads import load_torch
+from nanoserve.llm import LLM
+
+if TYPE_CHECKING:
+    import numpy as np
+
+load_torch()  # before a notebook imports it: waiting threads sleep (nanoserve/kernels/threads.py)
+
+CAST = {
+    "A": "What is 17 + 25?",
+    "B": "What is 17 + 26?",
+    "C": "What is the capital of France?",
+    "D": "Remember: The red box holds 7341. What does the red box hold?",
+}
+TOLERANCE = 1e-3  # of floats, relative; also absolute, as a share of the largest number of a tensor
+
+# -- engines --
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keep an engine's first lines and its progress bars out of a stored notebook."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def small_llm(num_blocks: int = 24, **options: Any) -> LLM:
+    """The demo model on the CPU, with blocks of 4 tokens and 4 sequences at most. `options` are
+    those of LLM, and win."""
+    small = {"num_kv_blocks": num_blocks, "block_size": 4, "max_num_seqs": 4, "device": "cpu"}
+    with quietly():
+        return LLM(**{**small, **options})
+
+
+def prompt(llm: LLM, *turns: str) -> list[int]:
+    """The token ids of a chat prompt: the user's question, or question, answer, question, ...
+    A turn that is a name of CAST stands for its text."""
+    roles = ["user", "assistant"] * len(turns)
+    texts = [CAST.get(turn, turn) for turn in turns]
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    render = llm.get_tokenizer().apply_chat_template
+    return list(render(messages, add_generation_prompt=True, return_dict=False))
+
+
+# -- questions --
+
+
+def check(number: str, guess: Any, actual: Any, hints: Mapping[Any, str] | None = None) -> None:
+    """Say whether `guess` is right: "2.1 right: 7." or "2.1 not yet: ..." with a hint.
+
+    `hints` has remarks on single wrong guesses (wrong guess -> why this is not it). A guess that
+    is, or contains, None or ... is no answer yet. Raises nothing for a wrong guess.
+    """
+    try:
+        if _is_open(guess, actual):
+            text = "no answer yet: write your own in place of None or ..., and run this cell again."
+        elif mistake := explain(guess, actual):
+            known = [why for wrong, why in (hints or {}).items() if not explain(guess, wrong)]
+            text = f"not yet: {(known or [mistake])[0]}"
+        else:
+            text = f"right: {_brief(actual)}."
+    except Exception as error:
+        text = f"not yet: your answer cannot be compared ({type(error).__name__}: {error})."
+    print(number, text)
+
+
+def explain(guess: Any, actual: Any) -> str:
+    """What is wrong with `guess`, by kind of mistake; "" if it is right."""
+    guess, actual = _plain(guess), _plain(actual)
+    if _is_array(guess) or _is_array(actual):
+        return _explain_tensor(guess, actual)
+    kind, wanted = _kind(guess), _kind(actual)
+    if kind != wanted:
+        quotes = " Write it without quotes." if kind == "text" and guess == str(actual) else ""
+        return f"the answer is {wanted}, yours is {kind}.{quotes}"
+    if kind == "a number":
+        return _explain_number(guess, actual)
+    if kind == "text":
+        return _explain_text(guess, actual)
+    if kind == "a list":
+        return _explain_list(guess, actual)
+    if kind == "a set":
+        missing, extra = len(actual - guess), len(guess - actual)
+        return f"{missing} missing, {extra} too many." if missing or extra else ""
+    if kind == "a dictionary":
+        return _explain_dict(guess, actual)
+    return "" if guess == actual else "it is another one."
+
+
+def _explain_number(guess: float, actual: float) -> str:
+    if guess == actual or (math.isnan(guess) and math.isnan(actual)):
+        return ""
+    is_exact = isinstance(guess, int) and isinstance(actual, int)
+    if not is_exact and math.isclose(guess, actual, rel_tol=TOLERANCE, abs_tol=1e-9):
+        return ""
+    if math.isnan(guess):
+        return "it is NaN (a division of 0 by 0, or a softmax over nothing)."
+    if guess == -actual:
+        return "the sign is wrong."
+    if guess - actual in (1, -1):
+        return f"one too {'high' if guess > actual else 'low'}: off by one."
+    return f"too {'high' if guess > actual else 'low'}."
+
+
+def _explain_text(guess: str, actual: str) -> str:
+    if guess == actual:
+        return ""
+    if "".join(guess.split()).lower() == "".join(actual.split()).lower():
+        return "right but for spaces, or upper and lower case."
+    if actual.startswith(guess) and guess:
+        return "right so far, but not complete."
+    if guess.startswith(actual) and actual:
+        return "it begins right, but goes on for too long."
+    return "it is another text."
+
+
+def _explain_list(guess: list[Any], actual: list[Any]) -> str:
+    same = [not explain(g, a) for g, a in zip(guess, actual, strict=False)]
+    if len(guess) != len(actual):
+        so_far = "; all of the shorter one agree" if same and all(same) else ""
+        return f"it has {len(guess)} items, the answer has {len(actual)}{so_far}."
+    if all(same):
+        return ""
+    first = same.index(False)
+    others = list(actual)
+    for item in guess:
+        index = next((i for i, other in enumerate(others) if not explain(item, other)), None)
+        if index is None:
+            mistake = explain(guess[first], actual[first])
+            return f"item {first} (the first one is item 0) is wrong: {mistake}"
+        del others[index]
+    return f"the right items in another order; item {first} is the first in a wrong place."
+
+
+def _explain_dict(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
+    missing = [key for key in actual if key not in guess]
+    extra = [key for key in guess if key not in actual]
+    if missing:
+        return f"{len(missing)} of {len(actual)} keys are missing."
+    if extra:
+        return f"the key {extra[0]!r} is too much."
+    for key, value in actual.items():
+        if mistake := explain(guess[key], value):
+            return f"at key {key!r}: {mistake}"
+    return ""
+
+
+def _explain_tensor(guess: Any, actual: Any) -> str:
+    import numpy as np
+
+    try:
+        mine, right = np.asarray(guess, np.float64), np.asarray(actual, np.float64)
+    except (TypeError, ValueError):
+        return f"the answer is {_kind(actual)}, yours is {_kind(guess)}."
+    if mine.shape != right.shape:
+        turned = " Is it transposed?" if mine.shape == right.shape[::-1] else ""
+        return f"its shape is {mine.shape}, the answer's is {right.shape}.{turned}"
+    wrong = _differs(mine, right)
+    if not wrong.any():
+        return ""
+    if np.isnan(mine).any() and not np.isnan(right).any():
+        return "it contains NaN (a softmax over nothing, or memory that nobody wrote)."
+    place = tuple(int(i) for i in np.argwhere(wrong)[0])
+    share = f"{int(wrong.sum())} of {wrong.size} numbers differ"
+    return f"the shape is right; {share}, the first one at {list(place)}."
+
+
+def _differs(mine: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Where two arrays of one shape differ by more than the tolerance."""
+    import numpy as np
+
+    finite = np.abs(right[np.isfinite(right)])
+    slack = TOLERANCE * (finite.max() if finite.size else 0.0)
+    return ~np.isclose(mine, right, rtol=TOLERANCE, atol=slack, equal_nan=True)
+
+
+def _plain(value: Any) -> Any:
+    """Python's own kind of value: tensors and arrays of integers become lists, enums their names,
+    tuples and ranges lists. Arrays of floats stay arrays."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.double() if value.is_floating_point() else value).numpy()
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        return value if value.ndim and value.dtype.kind == "f" else _plain(value.tolist())
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, (tuple, range)) or type(value).__name__ in ("dict_keys", "dict_values"):
+        return list(value)
+    return value
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype")
+
+
+def _kind(value: Any) -> str:
+    """What a value is called in a hint."""
+    if isinstance(value, bool):
+        return "True or False"
+    for types, name in (
+        ((int, float), "a number"),
+        (str, "text"),
+        (list, "a list"),
+        (AbstractSet, "a set"),
+        (Mapping, "a dictionary"),
+    ):
+        if isinstance(value, types):
+            return name
+    return "a tensor" if _is_array(value) else type(value).__name__
+
+
+def _is_open(guess: Any, actual: Any) -> bool:
+    """Is there a None or ... in the guess where the answer has something else?"""
+    if guess is None or guess is ...:
+        return guess is not actual
+    if isinstance(guess, (list, tuple)):
+        others = list(actual) if isinstance(actual, (list, tuple)) else []
+        others += [0] * (len(guess) - len(others))
+        return any(_is_open(g, a) for g, a in zip(guess, others, strict=False))
+    if isinstance(guess, dict):
+        others = actual if isinstance(actual, dict) else {}
+        return any(_is_open(value, others.get(key, 0)) for key, value in guess.items())
+    return False
+
+
+def _brief(actual: Any) -> str:
+    """An answer in one line."""
+    actual = _plain(actual)
+    text = f"a tensor of shape {actual.shape}" if _is_array(actual) else repr(actual)
+    return text if len(text) <= 70 else f"{text[:67]}..."
+
+
+# -- sabotages --
+
+SABOTAGES: dict[str, str] = {}  # name -> what is wrong, in one sentence
+REPLACEMENTS: dict[str, tuple[str, Callable[..., Any]]] = {}  # name -> (method, its replacement)
+CASES: dict[str, str] = {}  # "case 1" -> the name: notebook 11 does not tell it at first
+
+
+def _sabotage(name: str, method: str, sentence: str, case: str = "") -> Callable[..., Any]:
+    """Enter a sabotage: "module.Class.method" is replaced by the decorated function, which gets the
+    right method as its first argument."""
+
+    def enter(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        SABOTAGES[name], REPLACEMENTS[name] = sentence, (method, replacement)
+        CASES.update({case: name} if case else {})
+        return replacement
+
+    return enter
+
+
+def replaced_method(name: str) -> str:
+    """Which method `broken(name)` replaces: "BlockPool.allocate"."""
+    method, _ = REPLACEMENTS[_find(name)]
+    return ".".join(method.split(".")[-2:])
+
+
+@contextlib.contextmanager
+def broken(name: str) -> Iterator[None]:
+    """The engine with one mistake in it (see SABOTAGES), until the `with` block ends.
+
+    Then the right method is back, however the block ended. All engines forget their KV blocks and
+    prefix caches, in which wrong content may be; requests that are not finished are computed again.
+    Raises ValueError for a name that is not known.
+    """
+    method, replacement = REPLACEMENTS[_find(name)]
+    *module, class_name, attribute = method.split(".")
+    owner = getattr(importlib.import_module(".".join(["nanoserve", *module])), class_name)
+    right = vars(owner)[attribute]
+
+    @functools.wraps(right)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return replacement(right, *args, **kwargs)
+
+    setattr(owner, attribute, wrong)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, right)
+        for engine in gc.get_objects():
+            if type(engine) is LLMEngine and vars(engine).get("_is_closed") is False:
+                _forget(engine)
+
+
+def _find(name: str) -> str:
+    name = CASES.get(name, name)
+    if name not in SABOTAGES:
+        known = ", ".join([*SABOTAGES, *CASES])
+        raise ValueError(f"there is no sabotage {name!r}; there are: {known}.")
+    return name
+
+
+def _forget(engine: LLMEngine) -> None:
+    """Trust nothing that this engine computed but the tokens of its unfinished requests."""
+    engine.recover()
+    runner = getattr(engine.executor, "runner", None)
+    for row in runner.batch.free_rows if runner else ():
+        runner.batch.logit_states.pop(row, None)
+
+
+@_sabotage(
+    "uncache",
+    "block_manager.BlockPool.allocate",
+    "a block that is used again can still be found under the hash of its old content",
+)
+def _allocate_without_uncache(right: Any, pool: Any) -> int:
+    block_id, _ = pool.free_queue.popitem(last=False)
+    pool.ref_counts[block_id] = 1
+    return block_id
+
+
+@_sabotage(
+    "copy_on_write",
+    "block_manager.BlockManager.copy_on_write",
+    "a branch writes into a partly filled block that other branches share",
+)
+def _no_copy_on_write(right: Any, manager: Any, seq: Any) -> bool:
+    return False
+
+
+@_sabotage(
+    "short_hash",
+    "block_manager.BlockHashTable.get",
+    "the hash of a block leaves out the block's last token",
+    case="case 1",
+)
+def _hash_without_last_token(right: Any, table: Any, parent: Any, token_ids: Any) -> Any:
+    return right(table, parent, token_ids if parent is None else token_ids[:-1])
+
+
+@_sabotage(
+    "skipped_token",
+    "scheduler.Scheduler._schedule_tokens",
+    "the last token of each chunk of a prompt counts as computed, but no step computes it",
+    case="case 2",
+)
+def _leave_out_the_last(right: Any, scheduler: Any, seq: Any, num_tokens: int, step: Any) -> None:
+    right(scheduler, seq, num_tokens, step)
+    if num_tokens > 1 and seq.num_computed_tokens < seq.num_tokens:  # a chunk with more behind it
+        item = step.scheduled[-1]
+        step.scheduled[-1] = item._replace(num_scheduled_tokens=num_tokens - 1)
+
+
+@_sabotage(
+    "late_position",
+    "model_runner.ModelRunner.gather_arrays",
+    "a generated token gets the position of the token before it",
+    case="case 3",
+)
+def _positions_one_too_small(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    is_output = arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]
+    return replace(arrays, positions=arrays.positions - is_output)
+
+
+@_sabotage(
+    "short_memory",
+    "models.decoder.Attention.forward",
+    "a query sees the last 28 keys only",
+    case="case 4",
+)
+def _see_last_keys_only(right: Any, attention: Any, *inputs: Any) -> Any:
+    spec = attention.kv_cache_spec
+    try:
+        attention.kv_cache_spec = replace(spec, sliding_window=28)
+        return right(attention, *inputs)
+    finally:
+        attention.kv_cache_spec = spec
+
+
+@_sabotage(
+    "stale_row",
+    "input_batch.InputBatch.remove",
+    "a request inherits the banned words of a request that had its row before",
+    case="case 5",
+)
+def _remove_but_keep_edits(right: Any, batch: Any, seq_id: int) -> None:
+    row = batch.row_of.get(seq_id)
+    state = batch.logit_states.get(row)
+    right(batch, seq_id)
+    if state is not None:
+        batch.logit_states[row] = state
+
+
+@_sabotage(
+    "forgotten_token",
+    "model_runner.ModelRunner.gather_arrays",
+    "the keys and values of generated tokens are not stored",
+)
+def _store_prompts_only(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    slots = arrays.slot_mapping.copy()
+    slots[arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]] = -1
+    return replace(arrays, slot_mapping=slots)
