@@ -1,7 +1,7 @@
 """Why pages, and who does what? Two pictures for the first notebook.
 
-    memory_map(title, engine, 48)   the slots of the KV cache, twice: with 48 slots reserved for each
-                                    request, and with blocks
+    memory_map(title, engine, 48)   the slots of the KV cache, twice: with 48 slots reserved for
+                                    each request, and with blocks
     layers(title)                   the six layers of vLLM V1, and our files in them
 
 A slot is the place of one token. The upper map is arithmetic: no engine of ours reserves memory in
