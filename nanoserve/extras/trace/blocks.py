@@ -150,7 +150,7 @@ def _draw_legend(ax: Axes, y: float, blocks: dict[int, Block]) -> None:
     states = {slot.state for block in blocks.values() for slot in block.slots}
     frame = {"edgecolor": INK, "linewidth": 1.8}
     hatched = {"hatch": "//////", "edgecolor": FAINT, "linewidth": 0.8}
-    entries = [
+    entries: list[tuple[str, dict[str, Any], bool]] = [
         ("free, can be found", {"facecolor": CACHED}, True),
         ("written in this step", frame, NEW in states),
         ("scheduled, not written yet", hatched, COMING in states),

@@ -51,7 +51,8 @@ class Block(NamedTuple):
     ref_count: int
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """Something that a step did to a sequence.
 
     "hit": admitted; `count` tokens came from the prefix cache.
