@@ -1,5 +1,6 @@
 """Where does a query read, block by block, and what does attention cost?
 
+    token_texts(llm, token_ids)                     tokens as they stand in the pictures
     slot_weights(query, key_cache, ...)             the weights of attention, by physical slot
     online_softmax(title, reads, expected, texts)   a panel for each KV block that a query reads
     roofline(title, gpu, rate, bandwidth, work)     how fast a GPU can be, by operations per byte
@@ -17,9 +18,10 @@ Left out: more than one query and one head at a time; measured points (bench/roo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.extras.trace.blocks import heat
+from nanoserve.extras.trace.frames import Tokens
 from nanoserve.extras.trace.style import (
     ALARM,
     COLOURS,
@@ -49,6 +51,13 @@ BAR = COLOURS[0]
 
 
 # -- weights --
+
+
+def token_texts(llm_or_engine: Any, token_ids: Sequence[int]) -> list[str]:
+    """The texts of tokens as the pictures show them: [" red", "\n"] -> ["red", "↵"]."""
+    engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    tokens = Tokens(engine.tokenizer)
+    return [tokens.text(token_id) for token_id in token_ids]
 
 
 def slot_weights(query: Tensor, key_cache: Tensor, metadata: StepMetadata, scale: float) -> Tensor:
@@ -90,7 +99,7 @@ def online_softmax(
     reads: Sequence[BlockRead],
     expected: Tensor,
     texts: Sequence[Sequence[str]],
-    columns: int = 4,
+    columns: int = 5,
 ) -> None:
     """Draw one panel for each block. `expected` is the definition's output [value_dim]; `texts`
     are the tokens of each block."""
@@ -111,6 +120,9 @@ def online_softmax(
         box(ax, x, top - PANEL, width, PANEL, facecolor="#FAFAFA", linewidth=0.6)
         _draw_read(ax, read, words, x + 0.08, top, width - 0.16)
         _draw_output(ax, read.output, expected, x + 0.08, top - 1.22, width - 0.16, 0.33 / largest)
+        if index == len(reads) - 1 and read.output.allclose(expected, rtol=1e-4, atol=1e-4):
+            text = "= the definition"
+            label(ax, x + width - 0.08, top - 0.13, text, ha="right", weight="bold", color=BAR)
     show()
 
 
@@ -120,7 +132,8 @@ def _draw_read(
     """The block's tokens, coloured by weight, and the running numbers."""
     label(ax, x, top - 0.13, f"block {read.block_id}", 9, weight="bold", ha="left")
     if 0 < read.shrink < 0.995:
-        text = f"sums before × {float(read.shrink):.2f}"
+        shrink = float(read.shrink)
+        text = f"sums before × {shrink:.2f}" if shrink >= 0.01 else f"sums before × {shrink:.0e}"
         label(ax, x + width, top - 0.13, text, ha="right", color=ALARM, weight="bold")
     cell = width / 4
     for index, (word, weight) in enumerate(zip(words, read.weight.tolist(), strict=True)):
@@ -190,6 +203,10 @@ def roofline(
     fig = pyplot().figure(figsize=(WIDTH, 4.2), dpi=DPI)
     ax = fig.add_axes((0.065, 0.125, 0.5, 0.74))
     fig.text(0.008, 0.955, title, va="center", fontsize=TITLE, weight="bold", color=INK)
+    limits = (
+        f"{rate / 1e12:,.0f} × 10¹² operations, {bandwidth / 1e12:,.3g} × 10¹² bytes per second"
+    )
+    fig.text(0.992, 0.955, f"{gpu}: {limits}", va="center", ha="right", fontsize=8.5, color=FAINT)
     ridge = rate / bandwidth
     xs, ys = (0.4, ridge, 10_000), (0.4 * bandwidth / 1e12, rate / 1e12, rate / 1e12)
     low = 0.35 * ys[0]
@@ -199,6 +216,7 @@ def roofline(
     remark = {"fontsize": 9, "color": FAINT}
     ax.text(ridge * 0.88, low * 1.2, "limited by memory", ha="right", **remark)
     ax.text(ridge * 1.14, low * 1.2, "limited by arithmetic", **remark)
+    ax.text(ridge, ys[-1] * 1.25, f"{ridge:,.0f}", ha="center", fontsize=9, color=INK)
     ax.set_xlabel("operations per byte", fontsize=9)
     ax.set_ylabel("10¹² operations per second", fontsize=9)
     ax.tick_params(labelsize=8)
@@ -206,7 +224,7 @@ def roofline(
     y, number = 0.84, 0
     heading = {"fontsize": 8.5, "color": FAINT, "ha": "right"}
     fig.text(0.875, y, "op/byte", **heading)
-    fig.text(0.992, y, f"of {gpu}'s rate", **heading)
+    fig.text(0.992, y, "of the rate", **heading)
     for (group, pieces), shade, side in zip(work.items(), (BAR, ALARM), (1, -1), strict=False):
         y -= 0.085
         fig.text(0.6, y, group, fontsize=9.5, weight="bold", color=shade)
@@ -218,7 +236,8 @@ def roofline(
             line = {"fontsize": 8.5, "color": INK}
             fig.text(0.6, y, f"{number}  {name}", **line)
             fig.text(0.875, y, f"{piece.intensity:,.0f}", ha="right", **line)
-            fig.text(0.992, y, f"{100 * reached / rate:.2g} %", ha="right", **line)
+            share = 100 * reached / rate
+            fig.text(0.992, y, f"{share:.{0 if share >= 10 else 1}f} %", ha="right", **line)
     show()
 
 
