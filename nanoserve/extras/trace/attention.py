@@ -133,7 +133,7 @@ def _draw_read(
     label(ax, x, top - 0.13, f"block {read.block_id}", 9, weight="bold", ha="left")
     if 0 < read.shrink < 0.995:
         shrink = float(read.shrink)
-        text = f"sums before × {shrink:.2f}" if shrink >= 0.01 else f"sums before × {shrink:.0e}"
+        text = f"old sums × {shrink:.2f}" if shrink >= 0.01 else f"old sums × {shrink:.0e}"
         label(ax, x + width, top - 0.13, text, ha="right", color=ALARM, weight="bold")
     cell = width / 4
     for index, (word, weight) in enumerate(zip(words, read.weight.tolist(), strict=True)):
