@@ -427,3 +427,27 @@ def _store_prompts_only(right: Any, runner: Any, scheduled: Any, rows: Any) -> A
     slots = arrays.slot_mapping.copy()
     slots[arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]] = -1
     return replace(arrays, slot_mapping=slots)
+
+
+@_sabotage(
+    "shifted_table",
+    "model_runner.ModelRunner.gather_arrays",
+    "attention reads every block table one entry too far",
+)
+def _read_one_entry_too_far(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    end = arrays.block_table.shape[1] + 1
+    return replace(arrays, block_table=runner.batch.block_tables[rows, 1:end])
+
+
+@_sabotage(
+    "late_chunk",
+    "model_runner.ModelRunner.gather_arrays",
+    "the queries of a chunk count as if they stood one position later than they do",
+)
+def _shift_causal_mask(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    is_chunk = [item.num_scheduled_tokens > 1 for item in scheduled]
+    end = -(-int(arrays.seq_lens.max(initial=0) + 1) // runner.block_size)
+    table = runner.batch.block_tables[rows, :end]
+    return replace(arrays, seq_lens=arrays.seq_lens + is_chunk, block_table=table)

@@ -17,6 +17,7 @@ engine. Read the modules in this order:
     steps       who ran when, how long it took     timeline, timelines, step_times, gantt
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
+    attention   where a query reads                online_softmax, slot_weights, roofline
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -30,6 +31,14 @@ and the trace need no other package.
 """
 
 from nanoserve.extras.trace.as_text import decision
+from nanoserve.extras.trace.attention import (
+    BlockRead,
+    Work,
+    online_softmax,
+    roofline,
+    slot_weights,
+    token_texts,
+)
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.recorder import Recorder
@@ -41,8 +50,10 @@ from nanoserve.extras.trace.timer import StepTimer
 from nanoserve.extras.trace.why import layers, memory_map
 
 __all__ = [
+    "BlockRead",
     "Recorder",
     "StepTimer",
+    "Work",
     "bars",
     "block_map",
     "block_states",
@@ -54,10 +65,14 @@ __all__ = [
     "lines",
     "memory_map",
     "on_colour",
+    "online_softmax",
+    "roofline",
     "sequence_states",
+    "slot_weights",
     "step_tensors",
     "step_times",
     "timeline",
     "timelines",
     "tint",
+    "token_texts",
 ]
