@@ -17,6 +17,8 @@ engine. Read the modules in this order:
     steps       who ran when, how long it took     timeline, timelines, step_times, gantt
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
+    sampling    the sampler, stage by stage        token_path, stages, filters, streams, ...
+    beams       a beam search                      BeamTree, beam_tree, beam_blocks
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -29,9 +31,20 @@ and the trace need no other package.
 """
 
 from nanoserve.extras.trace.as_text import decision
+from nanoserve.extras.trace.beams import BeamTree, beam_blocks, beam_tree
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.recorder import Recorder
+from nanoserve.extras.trace.sampling import (
+    TokenPath,
+    filters,
+    frequencies,
+    perplexity,
+    stages,
+    streams,
+    surprise,
+    token_path,
+)
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
 from nanoserve.extras.trace.style import colour, on_colour, tint
@@ -39,21 +52,32 @@ from nanoserve.extras.trace.tensors import step_tensors
 from nanoserve.extras.trace.timer import StepTimer
 
 __all__ = [
+    "BeamTree",
     "Recorder",
     "StepTimer",
+    "TokenPath",
     "bars",
+    "beam_blocks",
+    "beam_tree",
     "block_map",
     "block_states",
     "colour",
     "decision",
     "distribution",
+    "filters",
+    "frequencies",
     "gantt",
     "lines",
     "on_colour",
+    "perplexity",
     "sequence_states",
+    "stages",
     "step_tensors",
     "step_times",
+    "streams",
+    "surprise",
     "timeline",
     "timelines",
     "tint",
+    "token_path",
 ]
