@@ -11,7 +11,7 @@ one column for each output token, a node for each candidate, the best on top.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoserve import LLM
 from nanoserve.extras.beam_search import BeamSearch
@@ -96,7 +96,9 @@ def beam_tree(title: str, tree: BeamTree, llm: LLM, dropped: int = 2) -> None:
     step = (WIDTH - START) / len(columns)
     width = min(1.0, 0.78 * step)
     middle = height - 0.65 - LINE_HEIGHT * (lines - 1) / 2
-    places = {(): (START - 0.06, middle)}  # where the edges to the next column begin
+    places: dict[Output, tuple[float, float]] = {
+        (): (START - 0.06, middle)
+    }  # where the edges to the next column begin
     _draw_node(ax, 0.02, middle, START - 0.1, "prompt", "", "kept", is_best=True)
     for depth, nodes in enumerate(columns):
         x = START + (depth + 1) * step - width
@@ -135,7 +137,7 @@ def _draw_node(
     face = {"kept": KEPT, "finished": FINISHED, "dropped": DROPPED}[fate]
     edge, line = (ALARM, 2.0) if is_best else (LINE if fate == "dropped" else INK, 0.8)
     tall = 0.36 if value or text else 0.2
-    style = {"facecolor": face, "edgecolor": edge, "linewidth": line, "zorder": 2}
+    style: dict[str, Any] = {"facecolor": face, "edgecolor": edge, "linewidth": line, "zorder": 2}
     corners = "round,pad=0,rounding_size=0.06"
     ax.add_patch(FancyBboxPatch((x, y - tall / 2), width, tall, boxstyle=corners, **style))
     ink = FAINT if fate == "dropped" else INK

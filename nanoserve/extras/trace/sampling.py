@@ -291,7 +291,7 @@ def _draw_the_draw(ax: Axes, path: TokenPath, llm: LLM) -> None:
             bottom += share
     uniform = path.uniform
     heading = "argmax" if uniform is None else f"draw: u = {uniform:.2f}"
-    style = {"fontsize": 9, "color": DRAWN, "weight": "bold"}
+    style: dict[str, Any] = {"fontsize": 9, "color": DRAWN, "weight": "bold"}
     ax.set_title(f"{heading}\n→ {text_of(path.token_id, 9)}", **style)
     if uniform is not None:
         arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.6}
@@ -330,15 +330,18 @@ def streams(title: str, outputs: Mapping[str, RequestOutput], seed: int, llm: LL
         top -= 0.1 if last and name != last else 0
         if name != last:
             label(ax, 0, top - line / 2, name, 9, ha="left", weight="bold")
+            if number := output.metrics.num_preemptions if output.metrics else 0:
+                times = "once" if number == 1 else f"{number} times"
+                label(ax, 0, top - line / 2 - 0.22, f"preempted {times}", 8.5, ha="left")
         label(ax, left - 0.12, top - line / 2, f"branch {done.index}", 8.5, ha="right")
         positions = start + np.arange(len(done.token_ids))
         same = np.ones(len(positions), np.int64)
         numbers = sampler.uniform_noise(seed * same, done.index * same, positions)
-        for i, (token_id, number) in enumerate(zip(done.token_ids, numbers.tolist(), strict=True)):
-            x, shade = left + i * cell, _mix(BAR, 0.1 + 0.75 * number)
+        for i, (token_id, noise) in enumerate(zip(done.token_ids, numbers.tolist(), strict=True)):
+            x, shade = left + i * cell, _mix(BAR, 0.1 + 0.75 * noise)
             box(ax, x, top - line + 0.04, cell - 0.04, line - 0.04, facecolor=shade, linewidth=0)
             middle = x + (cell - 0.04) / 2
-            label(ax, middle, top - 0.12, f"{number:.2f}", 7.5)
+            label(ax, middle, top - 0.12, f"{noise:.2f}", 7.5)
             text, size = fit(text_of(token_id, 9), cell - 0.1, 8.5)
             label(ax, middle, top - 0.29, text, size, weight="bold")
         top, last = top - line, name
