@@ -203,6 +203,11 @@ def behind_a_ban() -> list[list[int]]:
         return ask(llm, "C")
 
 
+def with_a_penalty() -> list[list[int]]:
+    with lesson.small_llm() as llm:
+        return ask(llm, "Name five animals.", presence_penalty=1.0)
+
+
 def everything() -> list[list[int]]:
     """For sabotages that have no story of their own."""
     return [tokens for tell in STORIES.values() for tokens in tell()]
@@ -217,6 +222,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "short_memory": after([], TWO_BOXES),
     "stale_row": behind_a_ban,
     "forgotten_token": after([], "A"),
+    "wrong_tokens": with_a_penalty,
+    "noise_with_state": three_completions,
 }
 
 

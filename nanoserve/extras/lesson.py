@@ -26,6 +26,7 @@ import gc
 import importlib
 import io
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -451,3 +452,26 @@ def _shift_causal_mask(right: Any, runner: Any, scheduled: Any, rows: Any) -> An
     end = -(-int(arrays.seq_lens.max(initial=0) + 1) // runner.block_size)
     table = runner.batch.block_tables[rows, :end]
     return replace(arrays, seq_lens=arrays.seq_lens + is_chunk, block_table=table)
+
+
+    "wrong_tokens",
+    "input_batch.InputBatch._make_penalties",
+    "presence and frequency penalties count the tokens of the prompt, not those of the output",
+)
+def _count_the_prompt(right: Any, batch: Any, rows_with_state: Any) -> Any:
+    penalties = right(batch, rows_with_state)
+    if penalties is None:
+        return None
+    return penalties._replace(output_counts=(penalties.output_counts == 0).int())
+
+
+@_sabotage(
+    "noise_with_state",
+    "input_batch.InputBatch._make_filters",
+    "the random numbers come from one generator, which all requests share",
+)
+def _draw_from_one_generator(right: Any, batch: Any, rows: Any, *inputs: Any) -> Any:
+    filters = right(batch, rows, *inputs)
+    generator = vars(batch).setdefault("generator", random.Random(0))
+    numbers = [generator.random() for _ in rows]
+    return {**filters, "uniform": filters["uniform"].new_tensor(numbers)}

@@ -18,6 +18,8 @@ engine. Read the modules in this order:
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
     attention   where a query reads                online_softmax, slot_weights, roofline
+    sampling    the sampler, stage by stage        token_path, stages, filters, streams, ...
+    beams       a beam search                      BeamTree, beam_tree, beam_blocks
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -39,9 +41,20 @@ from nanoserve.extras.trace.attention import (
     slot_weights,
     token_texts,
 )
+from nanoserve.extras.trace.beams import BeamTree, beam_blocks, beam_tree
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.recorder import Recorder
+from nanoserve.extras.trace.sampling import (
+    TokenPath,
+    filters,
+    frequencies,
+    perplexity,
+    stages,
+    streams,
+    surprise,
+    token_path,
+)
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
 from nanoserve.extras.trace.style import colour, on_colour, tint
@@ -50,29 +63,40 @@ from nanoserve.extras.trace.timer import StepTimer
 from nanoserve.extras.trace.why import layers, memory_map
 
 __all__ = [
+    "BeamTree",
     "BlockRead",
     "Recorder",
     "StepTimer",
+    "TokenPath",
     "Work",
     "bars",
+    "beam_blocks",
+    "beam_tree",
     "block_map",
     "block_states",
     "colour",
     "decision",
     "distribution",
+    "filters",
+    "frequencies",
     "gantt",
     "layers",
     "lines",
     "memory_map",
     "on_colour",
     "online_softmax",
+    "perplexity",
     "roofline",
     "sequence_states",
     "slot_weights",
+    "stages",
     "step_tensors",
     "step_times",
+    "streams",
+    "surprise",
     "timeline",
     "timelines",
     "tint",
+    "token_path",
     "token_texts",
 ]
