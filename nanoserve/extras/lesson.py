@@ -454,6 +454,7 @@ def _shift_causal_mask(right: Any, runner: Any, scheduled: Any, rows: Any) -> An
     return replace(arrays, seq_lens=arrays.seq_lens + is_chunk, block_table=table)
 
 
+@_sabotage(
     "wrong_tokens",
     "input_batch.InputBatch._make_penalties",
     "presence and frequency penalties count the tokens of the prompt, not those of the output",
