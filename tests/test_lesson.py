@@ -14,6 +14,7 @@ from test_documents import exists
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras import lesson
+from nanoserve.extras.arrivals import serve
 from nanoserve.extras.trace import why
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
@@ -202,6 +203,19 @@ def behind_a_ban() -> list[list[int]]:
         return ask(llm, "C")
 
 
+def back_from_the_cpu() -> list[list[int]]:
+    options: dict[str, Any] = {"enable_prefix_caching": False, "preemption_mode": "swap"}
+    run = serve({"A": 0, "D": 0}, num_blocks=15, **options)
+    return [[ord(letter) for letter in run.answers[name]] for name in "AD"]
+
+
+def behind_smaller_ones() -> list[list[int]]:
+    """No token changes; what changes is how long D waits."""
+    stream = {f"X{i}": (2 + 3 * i, 7) for i in range(6)}
+    options = {"num_blocks": 15, "enable_prefix_caching": False}
+    return [[*serve({"A": (0, 12), "D": (1, 4), **stream}, **options).wait("D")]]
+
+
 def everything() -> list[list[int]]:
     """For sabotages that have no story of their own."""
     return [tokens for tell in STORIES.values() for tokens in tell()]
@@ -215,6 +229,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "slot_as_position": after(["C", "A"], "D"),
     "short_memory": after([], "D"),
     "stale_row": behind_a_ban,
+    "swap_in": back_from_the_cpu,
+    "starve": behind_smaller_ones,
     "forgotten_token": after([], "A"),
 }
 
