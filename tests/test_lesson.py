@@ -205,15 +205,15 @@ def behind_a_ban() -> list[list[int]]:
 
 def back_from_the_cpu() -> list[list[int]]:
     options: dict[str, Any] = {"enable_prefix_caching": False, "preemption_mode": "swap"}
-    run = serve({"A": 0, "D": 0}, num_blocks=15, **options)
+    run = serve({"A": 1, "D": 1}, num_blocks=15, **options)
     return [[ord(letter) for letter in run.answers[name]] for name in "AD"]
 
 
 def behind_smaller_ones() -> list[list[int]]:
     """No token changes; what changes is how long D waits."""
-    stream = {f"X{i}": (2 + 3 * i, 7) for i in range(6)}
+    stream = {f"X{i}": (3 + 3 * i, 7) for i in range(6)}
     options = {"num_blocks": 15, "enable_prefix_caching": False}
-    return [[*serve({"A": (0, 12), "D": (1, 4), **stream}, **options).wait("D")]]
+    return [[*serve({"A": (1, 12), "D": (2, 4), **stream}, **options).wait("D")]]
 
 
 def everything() -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Requests that arrive at given steps: what does a scheduler make of them?
 
-    run = serve({"A": 0, "B": 3})                     # B arrives before step 3; steps count from 0
-    run = serve({"A": (0, 10), "B": (3, 2)})          # 10 and 2 tokens to generate
-    run = serve({"A": (0, 10, 1), "B": (3, 2, 0)})    # and their priorities
+    run = serve({"A": 1, "B": 4})                     # B arrives before step 4; the first is step 1
+    run = serve({"A": (1, 10), "B": (4, 2)})          # 10 and 2 tokens to generate
+    run = serve({"A": (1, 10, 1), "B": (4, 2, 0)})    # and their priorities
     run.num_steps, run.answers["A"], run.wait("B").steps
 
 Everything is counted in steps and tokens, nothing in seconds. So a run gives the same numbers on
@@ -74,7 +74,7 @@ def serve(requests: Mapping[str, int | tuple[int, ...]], **options: Any) -> Run:
     planned = {n: r if isinstance(r, tuple) else (r,) for n, r in requests.items()}
     llm, answers, num_generated = lesson.small_llm(**options), dict[str, str](), 0
     recorder, last = Recorder(llm), max(arrival for arrival, *_ in planned.values())
-    for step in count():
+    for step in count(1):
         for name, (arrival, *rest) in planned.items():
             if arrival == step:
                 length, priority = (*rest, None, 0)[:2] if len(rest) < 2 else rest
@@ -84,7 +84,7 @@ def serve(requests: Mapping[str, int | tuple[int, ...]], **options: Any) -> Run:
             num_generated += len(output.outputs[0].token_ids) if output.finished else 0
         if step >= last and not llm.has_unfinished_requests():
             llm.close()
-            return Run(recorder, answers, step + 1, num_generated)
+            return Run(recorder, answers, step, num_generated)
     raise AssertionError("count() ends")
 
 

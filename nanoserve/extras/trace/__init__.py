@@ -17,6 +17,8 @@ engine. Read the modules in this order:
     steps       who ran when, how long it took     timeline, timelines, step_times, gantt
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
+    chains      hashes of the prefix cache         hash_chain, block_digests
+    overlap     what CPU and device do, a scheme   calls, overlap
     charts      plain charts                       distribution, bars, lines
     decision    a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -29,8 +31,10 @@ and the trace need no other package.
 """
 
 from nanoserve.extras.trace.blocks import block_map
+from nanoserve.extras.trace.chains import block_digests, hash_chain
 from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.decision import decision
+from nanoserve.extras.trace.overlap import calls, overlap
 from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
@@ -42,14 +46,18 @@ __all__ = [
     "Recorder",
     "StepTimer",
     "bars",
+    "block_digests",
     "block_map",
     "block_states",
+    "calls",
     "colour",
     "decision",
     "distribution",
     "gantt",
+    "hash_chain",
     "lines",
     "on_colour",
+    "overlap",
     "sequence_states",
     "step_tensors",
     "step_times",

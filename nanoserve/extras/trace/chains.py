@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve import LLMEngine, SamplingParams
 from nanoserve.block_manager import BlockHash
+from nanoserve.extras.trace.frames import Tokens
 from nanoserve.extras.trace.style import (
     CACHED,
     FAINT,
@@ -130,12 +131,13 @@ def _draw_block(
     """The tokens of a block, a stripe for each chain that passes it, and its short hash."""
     token_ids = list(block_hash.token_ids)
     cell, share = width / len(token_ids), CELLS / len(names)
+    tokens = Tokens(engine.tokenizer)
     for index, token_id in enumerate(token_ids):
         left = x + index * cell
         for part, name in enumerate(names):
             bottom = top - (part + 1) * share
             box(ax, left, bottom, cell, share, facecolor=tint(name[0]), linewidth=0)
-        text = fit(token_text(engine, token_id), 0.86 * cell)
+        text = fit(tokens.text(token_id), 0.86 * cell)
         label(ax, left + cell / 2, top - CELLS / 2, *text)
         box(ax, left, top - CELLS, cell, CELLS, facecolor="none", linewidth=0.6)
     edge = INK if len(names) > 1 else colour(names[0][0])
@@ -163,9 +165,9 @@ def _draw_rest(
         text = f"… {(len(token_ids) - 1) // size} more blocks"
         label(ax, x, top - CELLS / 2, text, size=8.5, ha="left", color=FAINT)
         return
-    cell = width / size
+    cell, tokens = width / size, Tokens(engine.tokenizer)
     for index, token_id in enumerate(token_ids):
-        text = fit(token_text(engine, token_id), 0.86 * cell)
+        text = fit(tokens.text(token_id), 0.86 * cell)
         label(ax, x + (index + 0.5) * cell, top - CELLS / 2, *text, color=FAINT)
     style = {"facecolor": "none", "edgecolor": LINE, "linestyle": "--"}
     box(ax, x, top - CELLS, width, CELLS, **style)
