@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
-from nanoserve import SamplingParams
+from nanoserve import LLM, SamplingParams
 from nanoserve.extras import lesson
 from nanoserve.extras.trace.recorder import Recorder
 
@@ -67,18 +67,18 @@ class Run:
         return sorted(first, key=lambda name: first[name])
 
 
-def serve(requests: Mapping[str, int | tuple[int, ...]], **options: Any) -> Run:
+def serve(requests: Mapping[str, Any], num_blocks: int = 48, **options: Any) -> Run:
     """Serve requests: name -> (step of its arrival, tokens to generate, priority), or its first
     parts. Without a number of tokens, a request ends where the model ends it. `options` are those
-    of lesson.small_llm."""
+    of lesson.small_llm. The prefix cache is off: a prompt is computed as a whole."""
     planned = {n: r if isinstance(r, tuple) else (r,) for n, r in requests.items()}
-    llm, answers, num_generated = lesson.small_llm(**options), dict[str, str](), 0
+    options = {"enable_prefix_caching": False, **options}
+    llm, answers, num_generated = lesson.small_llm(num_blocks, **options), dict[str, str](), 0
     recorder, last = Recorder(llm), max(arrival for arrival, *_ in planned.values())
     for step in count(1):
         for name, (arrival, *rest) in planned.items():
             if arrival == step:
-                length, priority = (*rest, None, 0)[:2] if len(rest) < 2 else rest
-                _add(llm, name, length, priority)
+                _add(llm, name, *rest)
         for output in llm.step():
             answers[output.request_id] = output.outputs[0].text
             num_generated += len(output.outputs[0].token_ids) if output.finished else 0
@@ -88,8 +88,6 @@ def serve(requests: Mapping[str, int | tuple[int, ...]], **options: Any) -> Run:
     raise AssertionError("count() ends")
 
 
-def _add(llm: Any, name: str, length: int | None, priority: int) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=length or 32, ignore_eos=length is not None
-    )
+def _add(llm: LLM, name: str, length: int | None = None, priority: int = 0) -> None:
+    params = SamplingParams(temperature=0, max_tokens=length or 32, ignore_eos=bool(length))
     llm.add_request(name, lesson.prompt(llm, name), params, priority=priority)

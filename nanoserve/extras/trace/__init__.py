@@ -18,9 +18,9 @@ engine. Read the modules in this order:
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
     chains      hashes of the prefix cache         hash_chain, block_digests
-    overlap     what CPU and device do, a scheme   calls, overlap
+    async_steps what CPU and device do, a scheme   calls, overlap
     charts      plain charts                       distribution, bars, lines
-    decision    a step as text                     decision
+    as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
     chrome      the run as Chrome trace JSON
     timer       the parts of a step's time         StepTimer
@@ -30,11 +30,11 @@ Pictures need matplotlib (pip install -e ".[notebooks]"); the recorder, the play
 and the trace need no other package.
 """
 
+from nanoserve.extras.trace.as_text import decision
+from nanoserve.extras.trace.async_steps import calls, overlap
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.chains import block_digests, hash_chain
 from nanoserve.extras.trace.charts import bars, distribution, lines
-from nanoserve.extras.trace.decision import decision
-from nanoserve.extras.trace.overlap import calls, overlap
 from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.extras.trace.frames import COMING, NEW, Block, Frame, SequenceView, snapshot
+from nanoserve.extras.trace.frames import COMING, NEW, Block, Frame, SequenceView
+from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.extras.trace.style import (
     ALARM,
     CACHED,

@@ -42,7 +42,7 @@ from nanoserve.extras.trace.style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ROOT, GAP, TAG, ROW = 1.12, 0.24, 0.62, 0.7  # inches
+ROOT, GAP, TAG, ROW = 1.05, 0.24, 0.8, 0.7  # inches
 CELLS, BOX = 0.27, 0.46  # heights: of the tokens, and of the whole block
 
 
@@ -171,7 +171,7 @@ def _draw_rest(
         label(ax, x + (index + 0.5) * cell, top - CELLS / 2, *text, color=FAINT)
     style = {"facecolor": "none", "edgecolor": LINE, "linestyle": "--"}
     box(ax, x, top - CELLS, width, CELLS, **style)
-    note = "not full: no hash" if len(token_ids) < size else "last token: computed"
+    note = "not full: no hash" if len(token_ids) < size else "its last token: never taken"
     label(ax, x, top - BOX + 0.07, note, size=7.5, ha="left", color=FAINT)
 
 

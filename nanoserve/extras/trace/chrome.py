@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 from nanoserve.extras.trace.frames import Frame, SequenceView
@@ -33,8 +34,7 @@ def events_of(frames: list[Frame]) -> list[dict[str, Any]]:
         return []
     begin = min(frame.started for frame in frames)
     overlaps = any(
-        after.started < _end_of(frame) - after.schedule_time
-        for frame, after in zip(frames, frames[1:], strict=False)
+        after.started < _end_of(frame) - after.schedule_time for frame, after in pairwise(frames)
     )
     named = [
         _name("process_name", ENGINE, 0, "engine"),

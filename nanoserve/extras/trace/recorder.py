@@ -33,19 +33,9 @@ from typing import Any
 
 from nanoserve.engine import StepReport
 from nanoserve.extras.trace import blocks, chrome, movie, steps
-from nanoserve.extras.trace.frames import (
-    MOST_WAITING,
-    Event,
-    Frame,
-    SequenceView,
-    Tokens,
-    engine_of,
-    in_flight,
-    make_view,
-    name_of,
-    pool_fields,
-    snapshot,
-)
+from nanoserve.extras.trace.frames import MOST_WAITING, Event, Frame, SequenceView, Tokens, name_of
+from nanoserve.extras.trace.player import Player
+from nanoserve.extras.trace.snapshot import engine_of, in_flight, make_view, pool_fields, snapshot
 from nanoserve.sequence import ScheduledSequence, SchedulerOutput, Sequence, SequenceStatus
 
 
@@ -124,10 +114,10 @@ class Recorder:
 
     def play(
         self, title: str = "", questions: dict[str, str] | None = None, language: str = "en"
-    ) -> movie.Player:
+    ) -> Player:
         """A player for a notebook, with a slider through the steps. `questions` (request -> text)
         stand beside the requests; without them, their prompts do."""
-        return movie.Player(self.steps, title, questions, language)
+        return Player(self.steps, title, questions, language)
 
     def save(
         self,

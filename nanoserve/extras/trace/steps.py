@@ -1,7 +1,7 @@
 """Who ran when? Pictures of the steps of a run.
 
     timeline     one run: the tokens of each step as bars, and a lane for each sequence
-    timelines    several runs below each other, on the same scale; a lane for each place in the batch
+    timelines    several runs below each other, on one scale; a lane for each place in the batch
     step_times   the parts of each step's time
     gantt        one bar for each request: waiting, prefill, decode
 
@@ -56,7 +56,7 @@ def timeline(title: str, run: Any) -> None:
     frames = frames_of(run)
     names = names_in(frames)
     lanes_height = LANE * max(1, len(names)) + 0.3
-    fig, (bars, lanes) = pyplot().subplots(
+    _, (bars, lanes) = pyplot().subplots(
         2,
         1,
         figsize=(WIDTH, 2.6 + lanes_height),
@@ -162,7 +162,7 @@ def timelines(runs: Mapping[str, Any], capacity: int | None = None) -> None:
     longest = max((len(frames) for frames in all_frames.values()), default=1)
     grids = {title: _places(frames) for title, frames in all_frames.items()}
     heights = [max(capacity or 0, len(grid), 1) for grid in grids.values()]
-    fig, axes = pyplot().subplots(
+    _, axes = pyplot().subplots(
         len(runs),
         1,
         figsize=(WIDTH, sum(0.62 + LANE * number for number in heights) + 0.25),

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.extras.trace.frames import COMING, NEW, Frame, engine_of, name_of, snapshot
+from nanoserve.extras.trace.frames import COMING, NEW, Frame, name_of
+from nanoserve.extras.trace.snapshot import engine_of, snapshot
 from nanoserve.extras.trace.style import (
     CACHED,
     FAINT,

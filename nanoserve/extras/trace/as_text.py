@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoserve.extras.trace.frames import engine_of, name_of
+from nanoserve.extras.trace.frames import name_of
+from nanoserve.extras.trace.snapshot import engine_of
 from nanoserve.sequence import SchedulerOutput
 
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SCHEDULE, UPDATE, DEVICE = 1.0, 1.0, 3.0  # lengths in the scheme, not times
-DARK, LIGHT = "#4A5A6A", "#C9D3DC"
+DARK, LIGHT = "#4A5A6A", "#BCD0E4"
+FACES = {"schedule": LIGHT, "update": CACHED, "device": DARK}
 
 
 class Call(NamedTuple):
@@ -76,16 +77,27 @@ def overlap(title: str, runs: dict[str, list[Call]], steps: int = 5) -> None:
     device. Shaded parts of the device's lane are idle."""
     plans = {name: _plan(events, steps) for name, events in runs.items()}
     end = max(stop for plan in plans.values() for _, _, _, stop in plan)
-    height = 0.62 + 1.06 * len(plans)
+    height = 0.74 + 1.06 * len(plans)
     ax = canvas(height, title)
     unit = (WIDTH - 1.2) / end
     for row, (name, plan) in enumerate(plans.items()):
-        top = height - 0.46 - 1.06 * row
+        top = height - 0.44 - 1.06 * row
         label(ax, 0, top - 0.02, name, size=9.5, weight="bold", ha="left")
         _draw_lanes(ax, plan, top - 0.16, unit)
     note = "a scheme: the order is recorded, the lengths are not times"
     label(ax, WIDTH, height - 0.18, note, color=FAINT, ha="right")
+    _draw_legend(ax)
     show()
+
+
+def _draw_legend(ax: Axes) -> None:
+    """Below the lanes: what the colours are."""
+    meanings = {"CPU schedules a step": LIGHT, "CPU reads a result (update)": CACHED}
+    x = 1.2
+    for text, face in {**meanings, "device computes": DARK, "device is idle": IDLE}.items():
+        box(ax, x, 0.06, 0.24, 0.16, facecolor=face, hatch="////" if face == IDLE else "")
+        label(ax, x + 0.32, 0.14, text, size=8.5, ha="left")
+        x += 2.3
 
 
 Part = tuple[str, int, float, float]  # lane or verb, step, begin, end
@@ -122,9 +134,8 @@ def _draw_lanes(ax: Axes, plan: list[Part], top: float, unit: float) -> None:
     for kind, step, begin, stop in plan:
         on_device = kind == "device"
         bottom = y if on_device else top - lane
-        face = DARK if on_device else (LIGHT if kind == "schedule" else CACHED)
-        style = {"facecolor": face, "edgecolor": "white"}
+        style = {"facecolor": FACES[kind], "edgecolor": "white"}
         box(ax, left + begin * unit, bottom, (stop - begin) * unit, lane, **style)
-        text = f"step {step}" if on_device else f"{'sched.' if kind == 'schedule' else 'upd.'} {step}"
+        text = f"step {step}" if on_device else str(step)
         shade = "white" if on_device else INK
         label(ax, left + (begin + stop) / 2 * unit, bottom + lane / 2, text, size=8, color=shade)
