@@ -204,16 +204,15 @@ def behind_a_ban() -> list[list[int]]:
 
 
 def back_from_the_cpu() -> list[list[int]]:
-    options: dict[str, Any] = {"enable_prefix_caching": False, "preemption_mode": "swap"}
-    run = serve({"A": 1, "D": 1}, num_blocks=15, **options)
-    return [[ord(letter) for letter in run.answers[name]] for name in "AD"]
+    run = serve({"C": 1, "D": 1}, num_blocks=13, preemption_mode="swap")
+    return [[ord(letter) for letter in run.answers[name]] for name in "CD"]
 
 
 def behind_smaller_ones() -> list[list[int]]:
     """No token changes; what changes is how long D waits."""
-    stream = {f"X{i}": (3 + 3 * i, 7) for i in range(6)}
-    options = {"num_blocks": 15, "enable_prefix_caching": False}
-    return [[*serve({"A": (1, 12), "D": (2, 4), **stream}, **options).wait("D")]]
+    others = {"X0": 1, "X1": 2} | {f"X{i}": 3 * i - 1 for i in range(2, 8)}
+    run = serve({"D": (3, 4)} | {name: (step, 7) for name, step in others.items()}, num_blocks=12)
+    return [[*run.wait("D")]]
 
 
 def everything() -> list[list[int]]:

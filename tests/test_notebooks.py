@@ -128,7 +128,7 @@ def test_runs(path: Path) -> None:
         for output in cell.get("outputs", []):
             assert output.get("name") != "stderr", f"stderr in cell {cell.id}: {output.text}"
     for number, cell in solved.items():
-        [*_, text] = "".join(texts_of(cell.outputs)).strip().splitlines()
+        [*_, text] = "\n".join(texts_of(cell.outputs)).strip().splitlines()
         assert text.startswith(f"{number} right"), f"the solution of {number}: {text}"
     fresh = {cell.id: cell for cell in notebook.cells}
     for cell in stored.cells:

@@ -18,11 +18,9 @@ vLLM: v1/core/kv_cache_utils.py, `hash_block_tokens` and `generate_block_hash_ex
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoserve import LLMEngine, SamplingParams
-from nanoserve.block_manager import BlockHash
 from nanoserve.extras.trace.frames import Tokens
 from nanoserve.extras.trace.style import (
     CACHED,
@@ -57,14 +55,14 @@ def hash_chain(
     name -> salt). At most `columns` blocks of a prompt are drawn; a block that several chains pass
     is drawn once, with a stripe for each."""
     chains = {name: _chain(engine, ids, (salts or {}).get(name)) for name, ids in prompts.items()}
-    passing: dict[BlockHash, list[str]] = {}
+    passing: dict[Any, list[str]] = {}  # BlockHash -> names
     for name, chain in chains.items():
         for block_hash in (chain[0].parent, *chain):
             passing.setdefault(block_hash, []).append(name)
     height = 0.42 + ROW * len(prompts)
     ax = canvas(height, title)
     width, size = (WIDTH - ROOT - TAG) / columns - GAP, engine.block_manager.block_size
-    places: dict[BlockHash, tuple[float, float]] = {}  # right end of the box, middle of it
+    places: dict[Any, tuple[float, float]] = {}  # right end of the box, middle of it
     for row, (name, chain) in enumerate(chains.items()):
         y = height - 0.42 - ROW * row
         is_cut = len(prompts[name]) > columns * size
@@ -97,23 +95,23 @@ def block_digests(engine: LLMEngine, token_ids: list[int], salt: str | None = No
     return [_digest(block_hash) for block_hash in _chain(engine, token_ids, salt)]
 
 
-def _chain(engine: LLMEngine, token_ids: list[int], salt: str | None) -> list[BlockHash]:
-    """The hashes of the blocks of a prompt that a request may find in the cache."""
+def _chain(engine: LLMEngine, token_ids: list[int], salt: str | None) -> list[Any]:
+    """The BlockHashes of the blocks of a prompt that a request may find in the cache."""
     params = SamplingParams(temperature=0)
     seq = engine.input_processor.process("drawn", token_ids, params, cache_salt=salt)
     engine.block_manager.get_cached_blocks(seq)  # makes the hashes; changes nothing else
     return list(seq.block_hashes)
 
 
-def _digest(block_hash: BlockHash | None) -> str:
+def _digest(block_hash: Any) -> str:
     """SHA-256 over (hash of the parent, token ids), as hexadecimal digits."""
     if block_hash is None:
         return ""
-    parts: tuple[str, Hashable] = (_digest(block_hash.parent), block_hash.token_ids)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    content = repr((_digest(block_hash.parent), block_hash.token_ids))
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _draw_root(ax: Axes, salt: Hashable, y: float) -> None:
+def _draw_root(ax: Axes, salt: Any, y: float) -> None:
     box(ax, 0, y - CELLS, ROOT, CELLS, facecolor=CACHED)
     text = "no extra keys" if salt is None else f"salt {salt!r}"
     label(ax, ROOT / 2, y - CELLS / 2, text, size=8.5)
@@ -122,7 +120,7 @@ def _draw_root(ax: Axes, salt: Hashable, y: float) -> None:
 def _draw_block(
     ax: Axes,
     engine: LLMEngine,
-    block_hash: BlockHash,
+    block_hash: Any,
     names: list[str],
     x: float,
     top: float,
@@ -137,8 +135,7 @@ def _draw_block(
         for part, name in enumerate(names):
             bottom = top - (part + 1) * share
             box(ax, left, bottom, cell, share, facecolor=tint(name[0]), linewidth=0)
-        text = fit(tokens.text(token_id), 0.86 * cell)
-        label(ax, left + cell / 2, top - CELLS / 2, *text)
+        label(ax, left + cell / 2, top - CELLS / 2, *fit(tokens.text(token_id), 0.86 * cell))
         box(ax, left, top - CELLS, cell, CELLS, facecolor="none", linewidth=0.6)
     edge = INK if len(names) > 1 else colour(names[0][0])
     box(ax, x, top - CELLS, width, CELLS, facecolor="none", edgecolor=edge, linewidth=1.4)
@@ -160,18 +157,18 @@ def _draw_rest(
     is_cut: bool,
 ) -> None:
     """The end of a prompt: a block that a hit may not take, or a note that more blocks follow."""
-    size = engine.block_manager.block_size
+    block_size = engine.block_manager.block_size
     if is_cut:
-        text = f"… {(len(token_ids) - 1) // size} more blocks"
+        text = f"… {(len(token_ids) - 1) // block_size} more blocks"
         label(ax, x, top - CELLS / 2, text, size=8.5, ha="left", color=FAINT)
         return
-    cell, tokens = width / size, Tokens(engine.tokenizer)
+    cell, tokens = width / block_size, Tokens(engine.tokenizer)
     for index, token_id in enumerate(token_ids):
-        text = fit(tokens.text(token_id), 0.86 * cell)
-        label(ax, x + (index + 0.5) * cell, top - CELLS / 2, *text, color=FAINT)
+        text, size = fit(tokens.text(token_id), 0.86 * cell)
+        label(ax, x + (index + 0.5) * cell, top - CELLS / 2, text, size, color=FAINT)
     style = {"facecolor": "none", "edgecolor": LINE, "linestyle": "--"}
     box(ax, x, top - CELLS, width, CELLS, **style)
-    note = "not full: no hash" if len(token_ids) < size else "its last token: never taken"
+    note = "not full: no hash" if len(token_ids) < block_size else "its last token: never taken"
     label(ax, x, top - BOX + 0.07, note, size=7.5, ha="left", color=FAINT)
 
 
