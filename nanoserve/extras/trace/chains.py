@@ -18,6 +18,7 @@ vLLM: v1/core/kv_cache_utils.py, `hash_block_tokens` and `generate_block_hash_ex
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanoserve import LLMEngine, SamplingParams
@@ -34,6 +35,7 @@ from nanoserve.extras.trace.style import (
     fit,
     label,
     show,
+    text_width,
     tint,
 )
 
@@ -111,6 +113,18 @@ def _digest(block_hash: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
+def _cells(
+    engine: LLMEngine, token_ids: Iterable[int], x: float, width: float
+) -> list[tuple[str, float, float]]:
+    """(text, left, width) of each token: `width` is divided as the texts need it."""
+    tokens = Tokens(engine.tokenizer)
+    texts = [tokens.text(token_id, limit=9) for token_id in token_ids]
+    needs = [text_width(text, 8.5) + 0.1 for text in texts]
+    cells = [width * need / sum(needs) for need in needs]
+    lefts = [x + sum(cells[:index]) for index in range(len(cells))]
+    return list(zip(texts, lefts, cells, strict=True))
+
+
 def _draw_root(ax: Axes, salt: Any, y: float) -> None:
     box(ax, 0, y - CELLS, ROOT, CELLS, facecolor=CACHED)
     text = "no extra keys" if salt is None else f"salt {salt!r}"
@@ -127,15 +141,12 @@ def _draw_block(
     width: float,
 ) -> None:
     """The tokens of a block, a stripe for each chain that passes it, and its short hash."""
-    token_ids = list(block_hash.token_ids)
-    cell, share = width / len(token_ids), CELLS / len(names)
-    tokens = Tokens(engine.tokenizer)
-    for index, token_id in enumerate(token_ids):
-        left = x + index * cell
+    share = CELLS / len(names)
+    for text, left, cell in _cells(engine, block_hash.token_ids, x, width):
         for part, name in enumerate(names):
             bottom = top - (part + 1) * share
             box(ax, left, bottom, cell, share, facecolor=tint(name[0]), linewidth=0)
-        label(ax, left + cell / 2, top - CELLS / 2, *fit(tokens.text(token_id), 0.86 * cell))
+        label(ax, left + cell / 2, top - CELLS / 2, *fit(text, 0.94 * cell))
         box(ax, left, top - CELLS, cell, CELLS, facecolor="none", linewidth=0.6)
     edge = INK if len(names) > 1 else colour(names[0][0])
     box(ax, x, top - CELLS, width, CELLS, facecolor="none", edgecolor=edge, linewidth=1.4)
@@ -162,10 +173,10 @@ def _draw_rest(
         text = f"… {(len(token_ids) - 1) // block_size} more blocks"
         label(ax, x, top - CELLS / 2, text, size=8.5, ha="left", color=FAINT)
         return
-    cell, tokens = width / block_size, Tokens(engine.tokenizer)
-    for index, token_id in enumerate(token_ids):
-        text, size = fit(tokens.text(token_id), 0.86 * cell)
-        label(ax, x + (index + 0.5) * cell, top - CELLS / 2, text, size, color=FAINT)
+    share = len(token_ids) / block_size
+    for text, left, cell in _cells(engine, token_ids, x, share * width):
+        text, size = fit(text, 0.94 * cell)
+        label(ax, left + cell / 2, top - CELLS / 2, text, size, color=FAINT)
     style = {"facecolor": "none", "edgecolor": LINE, "linestyle": "--"}
     box(ax, x, top - CELLS, width, CELLS, **style)
     note = "not full: no hash" if len(token_ids) < block_size else "its last token: never taken"
