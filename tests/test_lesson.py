@@ -14,6 +14,7 @@ from test_documents import exists
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras import lesson
+from nanoserve.extras.arrivals import serve
 from nanoserve.extras.trace import why
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
@@ -208,6 +209,18 @@ def with_a_penalty() -> list[list[int]]:
         return ask(llm, "Name five animals.", presence_penalty=1.0)
 
 
+def back_from_the_cpu() -> list[list[int]]:
+    run = serve({"C": 1, "D": 1}, num_blocks=13, preemption_mode="swap")
+    return [[ord(letter) for letter in run.answers[name]] for name in "CD"]
+
+
+def behind_smaller_ones() -> list[list[int]]:
+    """No token changes; what changes is how long D waits."""
+    others = {"X0": 1, "X1": 2} | {f"X{i}": 3 * i - 1 for i in range(2, 8)}
+    run = serve({"D": (3, 4)} | {name: (step, 7) for name, step in others.items()}, num_blocks=12)
+    return [[*run.wait("D")]]
+
+
 def everything() -> list[list[int]]:
     """For sabotages that have no story of their own."""
     return [tokens for tell in STORIES.values() for tokens in tell()]
@@ -221,6 +234,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "late_position": after([], "A"),
     "short_memory": after([], TWO_BOXES),
     "stale_row": behind_a_ban,
+    "swap_in": back_from_the_cpu,
+    "starve": behind_smaller_ones,
     "forgotten_token": after([], "A"),
     "wrong_tokens": with_a_penalty,
     "noise_with_state": three_completions,

@@ -133,7 +133,7 @@ def test_runs(path: Path) -> None:
         for output in cell.get("outputs", []):
             assert output.get("name") != "stderr", f"stderr in cell {cell.id}: {output.text}"
     for number, cell in solved.items():
-        [*_, text] = "".join(texts_of(cell.outputs)).strip().splitlines()
+        [*_, text] = "\n".join(texts_of(cell.outputs)).strip().splitlines()
         assert text.startswith(f"{number} right"), f"the solution of {number}: {text}"
     fresh = {cell.id: cell for cell in notebook.cells}
     for cell in stored.cells:
@@ -284,10 +284,11 @@ def test_imports_what_the_extra_installs(path: Path) -> None:
 
 @each_notebook
 def test_redefines_nothing(path: Path) -> None:
-    """A notebook imports nanoserve; functions of the notebook have other names."""
+    """A notebook imports nanoserve; functions of the notebook have other names. (A method of a
+    subclass has the name of the method that it replaces.)"""
     taken = names_of_nanoserve(without=("bench", "demo", "tools"))
     for cell in code_cells(path):
-        for node in parse(cell).body:  # a subclass may replace methods
+        for node in parse(cell).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 assert node.name not in taken, f"{node.name} in cell {cell.id} is nanoserve's"
 

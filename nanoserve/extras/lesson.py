@@ -355,6 +355,27 @@ def _no_copy_on_write(right: Any, manager: Any, seq: Any) -> bool:
 
 
 @_sabotage(
+    "swap_in",
+    "block_manager.BlockManager.take_copies",
+    "the blocks of a sequence that comes back from CPU memory are not copied",
+)
+def _take_copies_without_swap_in(right: Any, manager: Any) -> Any:
+    return right(manager)._replace(swap_in=())
+
+
+@_sabotage(
+    "starve",
+    "scheduler.Scheduler._schedule_waiting",
+    "a waiting request that does not fit is passed over, so that smaller ones take its place",
+)
+def _admit_whoever_fits(right: Any, scheduler: Any, step: Any) -> None:
+    for seq in list(scheduler.waiting):
+        if step.budget > 0 and seq.is_ready():
+            scheduler._admit(seq, step)
+    right(scheduler, step)
+
+
+@_sabotage(
     "short_hash",
     "block_manager.BlockHashTable.get",
     "the hash of a block leaves out the block's last token",

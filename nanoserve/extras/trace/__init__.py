@@ -20,6 +20,8 @@ engine. Read the modules in this order:
     attention   where a query reads                online_softmax, slot_weights, roofline
     sampling    the sampler, stage by stage        token_path, stages, filters, streams, ...
     beams       a beam search                      BeamTree, beam_tree, beam_blocks
+    chains      hashes of the prefix cache         hash_chain, block_digests
+    async_steps what CPU and device do, a scheme   calls, overlap
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -33,6 +35,7 @@ and the trace need no other package.
 """
 
 from nanoserve.extras.trace.as_text import decision
+from nanoserve.extras.trace.async_steps import calls, overlap
 from nanoserve.extras.trace.attention import (
     BlockRead,
     Work,
@@ -43,6 +46,7 @@ from nanoserve.extras.trace.attention import (
 )
 from nanoserve.extras.trace.beams import BeamTree, beam_blocks, beam_tree
 from nanoserve.extras.trace.blocks import block_map
+from nanoserve.extras.trace.chains import block_digests, hash_chain
 from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.sampling import (
@@ -72,19 +76,23 @@ __all__ = [
     "bars",
     "beam_blocks",
     "beam_tree",
+    "block_digests",
     "block_map",
     "block_states",
+    "calls",
     "colour",
     "decision",
     "distribution",
     "filters",
     "frequencies",
     "gantt",
+    "hash_chain",
     "layers",
     "lines",
     "memory_map",
     "on_colour",
     "online_softmax",
+    "overlap",
     "perplexity",
     "roofline",
     "sequence_states",

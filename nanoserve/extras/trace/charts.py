@@ -102,9 +102,9 @@ def lines(
     points: Mapping[str, Seq[tuple[float, float]]],
     xlabel: str,
     ylabel: str,
-    log: bool = False,
+    log: bool | str = False,
 ) -> None:
-    """Draw a line for each label, which stands at the line's end. log: both axes by powers of 2."""
+    """Draw a line for each label. log: both axes by powers of 2; "x": only the lower one."""
     [ax] = panels(1, 3.2, title)
     ends = []
     for number, (name, line) in enumerate(points.items()):
@@ -116,12 +116,13 @@ def lines(
     ax.grid(color=LINE, alpha=0.3, linewidth=0.6)
     if log:
         ax.set_xscale("log", base=2)
-        ax.set_yscale("log", base=2)
+        if log != "x":
+            ax.set_yscale("log", base=2)
         ax.set_xticks(sorted({x for line in points.values() for x, _ in line}))
         for axis in (ax.xaxis, ax.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.minorticks_off()
-    else:
+    if log in (False, "x"):
         ax.set_ylim(bottom=min(0, *(y for line in points.values() for _, y in line)))
     if len(points) > 1:
         ax.legend(frameon=False, fontsize=8.5)
