@@ -8,103 +8,52 @@
     llm.generate(["Once upon a time", "One day a clever fox"])    # two,
     recorder.save("run.html")  # three: a player. run.svg: an animation, run.json: a Chrome trace
 
-Every picture is drawn from frames: what a Recorder keeps of each step, or a snapshot of a live
-engine. Read the modules in this order:
+Every picture of a run is drawn from frames: what a Recorder keeps of each step, or a snapshot of a
+live engine. HOMES says where each name is. A module is imported when a name of it is used, so that
+a recorder needs neither matplotlib (pip install -e ".[notebooks]") nor what a single picture needs.
 
-    frames      the data: one Frame for each step
-    recorder    listens to an engine, makes frames
-    blocks      who owns which block               block_map
-    steps       who ran when, how long it took     timeline, timelines, step_times, gantt
-    tensors     one step's arrays                  step_tensors
-    states      two state machines                 sequence_states, block_states
-    attention   where a query reads                online_softmax, slot_weights, roofline
-    sampling    the sampler, stage by stage        token_path, stages, filters, streams, ...
-    beams       a beam search                      BeamTree, beam_tree, beam_blocks
-    chains      hashes of the prefix cache         hash_chain, block_digests
-    async_steps what CPU and device do, a scheme   calls, overlap
-    charts      plain charts                       distribution, bars, lines
-    as_text     a step as text                     decision
-    movie       the run step by step               Player (recorder.play), the animated SVG
-    chrome      the run as Chrome trace JSON
-    timer       the parts of a step's time         StepTimer
-    why         why pages, and who does what         memory_map, layers
-    style, svg  colours and shapes
-
-Pictures need matplotlib (pip install -e ".[notebooks]"); the recorder, the player, the animation
-and the trace need no other package.
+Read frames, snapshot and recorder first. Every picture uses style (colours, canvas, labels); the
+player and the animation are made by movie, player and svg, the Chrome trace by chrome.
 """
 
-from nanoserve.extras.trace.as_text import decision
-from nanoserve.extras.trace.async_steps import calls, overlap
-from nanoserve.extras.trace.attention import (
-    BlockRead,
-    Work,
-    online_softmax,
-    roofline,
-    slot_weights,
-    token_texts,
-)
-from nanoserve.extras.trace.beams import BeamTree, beam_blocks, beam_tree
-from nanoserve.extras.trace.blocks import block_map
-from nanoserve.extras.trace.chains import block_digests, hash_chain
-from nanoserve.extras.trace.charts import bars, distribution, lines
-from nanoserve.extras.trace.recorder import Recorder
-from nanoserve.extras.trace.sampling import (
-    TokenPath,
-    filters,
-    frequencies,
-    perplexity,
-    stages,
-    streams,
-    surprise,
-    token_path,
-)
-from nanoserve.extras.trace.states import block_states, sequence_states
-from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
-from nanoserve.extras.trace.style import colour, on_colour, tint
-from nanoserve.extras.trace.tensors import step_tensors
-from nanoserve.extras.trace.timer import StepTimer
-from nanoserve.extras.trace.why import layers, memory_map
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "BeamTree",
-    "BlockRead",
-    "Recorder",
-    "StepTimer",
-    "TokenPath",
-    "Work",
-    "bars",
-    "beam_blocks",
-    "beam_tree",
-    "block_digests",
-    "block_map",
-    "block_states",
-    "calls",
-    "colour",
-    "decision",
-    "distribution",
-    "filters",
-    "frequencies",
-    "gantt",
-    "hash_chain",
-    "layers",
-    "lines",
-    "memory_map",
-    "on_colour",
-    "online_softmax",
-    "overlap",
-    "perplexity",
-    "roofline",
-    "sequence_states",
-    "slot_weights",
-    "stages",
-    "step_tensors",
-    "step_times",
-    "streams",
-    "surprise",
-    "timeline",
-    "timelines",
-    "tint",
-    "token_path",
-    "token_texts",
-]
+# module -> the names that it gives to the package
+HOMES = {
+    # a run: what was recorded
+    "recorder": "Recorder",
+    "blocks": "block_map",  # who owns which block
+    "steps": "timeline timelines step_times gantt",  # who ran when, how long it took
+    "tensors": "step_tensors",  # one step's arrays, and the blocks that it writes
+    "states": "sequence_states block_states",  # two state machines
+    "as_text": "decision",  # a step as a table of text
+    "timer": "StepTimer",  # the parts of a step's time
+    "style": "colour on_colour tint",
+    "charts": "distribution bars lines",  # plain charts
+    # one subject each
+    "why": "memory_map layers",  # why pages, and who does what
+    "memory": "memory_history memory_use",  # all slots over a whole run
+    "chains": "hash_chain block_digests",  # hashes of the prefix cache
+    "async_steps": "calls overlap",  # what CPU and device do, recorded
+    "attention": "online_softmax slot_weights roofline token_texts BlockRead Work",
+    "model": """hidden_states layer_words packed_weights placements rank_weights rope_pairs
+        two_matrices""",
+    "messages": "listen conversation",  # what ranks say to each other
+    "sampling": "token_path filters stages streams frequencies surprise perplexity TokenPath",
+    "beams": "beam_tree beam_blocks BeamTree",
+    "parts": "measure_parts shares print_operators",  # where the time of a step goes
+    "launches": """list_launches launch_strip one_layer decode_cost overlap_scheme read_config
+        record_calls GraphRunner TapeGraph""",
+    "limits": "rooflines ridge_prompt",
+    "compare": "time_in_turns ratios histograms claims serve_at unfair wandering_times",
+}
+__all__ = sorted(name for names in HOMES.values() for name in names.split())
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of this name when it is first used."""
+    for module, names in HOMES.items():
+        if name in names.split():
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
-from matplotlib.axes import Axes
 from torch import Tensor
 from torch.nn.functional import one_hot
 
