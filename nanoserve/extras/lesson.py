@@ -413,3 +413,13 @@ def _remove_but_keep_edits(right: Any, batch: Any, seq_id: int) -> None:
     right(batch, seq_id)
     if state is not None:
         batch.logit_states[row] = state
+
+
+@_sabotage(
+    "position_as_slot",
+    "model_runner.ModelRunner.gather_arrays",
+    "a token is stored in the slot that has the number of the token's position",
+)
+def _slots_from_positions(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    return replace(arrays, slot_mapping=arrays.positions)
