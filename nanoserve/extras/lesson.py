@@ -423,3 +423,13 @@ def _remove_but_keep_edits(right: Any, batch: Any, seq_id: int) -> None:
 def _slots_from_positions(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
     arrays = right(runner, scheduled, rows)
     return replace(arrays, slot_mapping=arrays.positions)
+
+    "forgotten_token",
+    "model_runner.ModelRunner.gather_arrays",
+    "the keys and values of generated tokens are not stored",
+)
+def _store_prompts_only(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    slots = arrays.slot_mapping.copy()
+    slots[arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]] = -1
+    return replace(arrays, slot_mapping=slots)
