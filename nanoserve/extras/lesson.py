@@ -424,6 +424,8 @@ def _slots_from_positions(right: Any, runner: Any, scheduled: Any, rows: Any) ->
     arrays = right(runner, scheduled, rows)
     return replace(arrays, slot_mapping=arrays.positions)
 
+
+@_sabotage(
     "forgotten_token",
     "model_runner.ModelRunner.gather_arrays",
     "the keys and values of generated tokens are not stored",

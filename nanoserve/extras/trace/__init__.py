@@ -17,6 +17,7 @@ engine. Read the modules in this order:
     steps       who ran when, how long it took     timeline, timelines, step_times, gantt
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
+    memory      all slots over a whole run         memory_history
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -31,6 +32,7 @@ and the trace need no other package.
 from nanoserve.extras.trace.as_text import decision
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.charts import bars, distribution, lines
+from nanoserve.extras.trace.memory import memory_history, memory_use
 from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
@@ -49,6 +51,8 @@ __all__ = [
     "distribution",
     "gantt",
     "lines",
+    "memory_history",
+    "memory_use",
     "on_colour",
     "sequence_states",
     "step_tensors",
