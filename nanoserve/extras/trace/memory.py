@@ -30,6 +30,7 @@ from nanoserve.extras.trace.recorder import Recorder
 
 if TYPE_CHECKING:
     import numpy as np
+    from matplotlib.axes import Axes
 
 FRAGMENT = "#2B2B2B"
 PALE = 0.28  # strength of the tint of a reserved slot
@@ -82,6 +83,7 @@ def memory_history(title: str, recorders: Mapping[str, Recorder]) -> None:
         )
         ax.set_xlim(0.5, last + 0.5)
         ax.set_yticks(range(0, num_blocks + 1, max(1, num_blocks // 4)))
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_ylabel(f"blocks of {size} slots", fontsize=8)
         ax.hlines(range(num_blocks), 0.5, len(steps) + 0.5, color="white", linewidth=0.4)
         at_once = max(len(frame.scheduled) for frame in steps)
@@ -111,15 +113,15 @@ def _picture(steps: list[Frame]) -> np.ndarray:
     return picture
 
 
-def _name_bands(ax: object, steps: list[Frame]) -> None:
+def _name_bands(ax: Axes, steps: list[Frame]) -> None:
     """The name of each sequence, in its first block, at its first step."""
     named: set[str] = set()
     for frame in steps:
         for view in frame.scheduled:
             if view.name not in named and view.table:
                 named.add(view.name)
-                x, y = frame.number - steps[0].number + 0.6, view.table[0] + 0.15
-                ax.text(  # type: ignore[attr-defined]
+                x, y = frame.number - steps[0].number + 0.6, view.table[0] + 0.6
+                ax.text(
                     x,
                     y,
                     view.name,
@@ -130,7 +132,7 @@ def _name_bands(ax: object, steps: list[Frame]) -> None:
                 )
 
 
-def _legend(ax: object, names: list[str]) -> None:
+def _legend(ax: Axes, names: list[str]) -> None:
     from matplotlib.patches import Patch
 
     example = sorted(set(names))[0]
@@ -140,7 +142,7 @@ def _legend(ax: object, names: list[str]) -> None:
         Patch(facecolor=FRAGMENT, label="fragment: free, but the next request does not fit"),
         Patch(facecolor="white", edgecolor=style.LINE, label="free, nobody waits"),
     ]
-    ax.legend(  # type: ignore[attr-defined]
+    ax.legend(
         handles=handles,
         loc="lower right",
         bbox_to_anchor=(1.0, 1.12),
