@@ -216,6 +216,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "short_memory": after([], "D"),
     "stale_row": behind_a_ban,
     "forgotten_token": after([], "A"),
+    "position_as_slot": after(["C"], "A"),
 }
 
 

@@ -1,7 +1,7 @@
 """How much of the KV cache holds tokens, and what is the rest good for?
 
-`memory_history` draws whole runs: time from left to right, a column for each step; all slots of the KV
-cache from top to bottom. Each slot is in one of four states:
+`memory_history` draws whole runs: time from left to right, a column for each step; all slots of the
+KV cache from top to bottom. Each slot is in one of four states:
 
     used       it holds a token
     reserved   it belongs to a sequence, and holds no token (yet)
@@ -16,7 +16,7 @@ Waste is (reserved + fragment) / (used + reserved + fragment), summed over the s
 Left out: caches of more blocks than a Recorder keeps the contents of. Stripes for shared blocks: a
 slot has the colour of its first owner.
 
-vLLM: none. The PagedAttention paper (arXiv 2309.06180) has the three kinds of waste in its figure 3.
+vLLM: none. The PagedAttention paper (arXiv 2309.06180) has the three kinds of waste in figure 3.
 """
 
 from __future__ import annotations
