@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanoserve.extras.trace import style
 from nanoserve.extras.trace.frames import Frame, names_in
 from nanoserve.extras.trace.recorder import Recorder
+from nanoserve.extras.trace.style import INK, LINE, colour, on_colour, panels, show, tint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ def memory_use(recorder: Recorder) -> MemoryUse:
 def memory_history(title: str, recorders: Mapping[str, Recorder]) -> None:
     """Draw one or more runs, one below the other, on one time scale."""
     last = max(len(recorder.steps) for recorder in recorders.values())
-    axes = style.panels(len(recorders), 0.75 + 2.3 * len(recorders), title, sharex=True)
+    axes = panels(len(recorders), 0.75 + 2.3 * len(recorders), title, sharex=True)
     for ax, (label, recorder) in zip(axes, recorders.items(), strict=True):
         steps, use = recorder.steps, memory_use(recorder)
         picture = _picture(list(steps))
@@ -88,11 +88,11 @@ def memory_history(title: str, recorders: Mapping[str, Recorder]) -> None:
         ax.hlines(range(num_blocks), 0.5, len(steps) + 0.5, color="white", linewidth=0.4)
         at_once = max(len(frame.scheduled) for frame in steps)
         text = f"{label}: {at_once} requests at once, {len(steps)} steps, {use.waste:.0%} wasted"
-        ax.set_title(text, loc="left", fontsize=9.5, color=style.INK)
+        ax.set_title(text, loc="left", fontsize=9.5, color=INK)
         _name_bands(ax, list(steps))
     axes[-1].set_xlabel("step", fontsize=8)
     _legend(axes[0], [name for r in recorders.values() for name in names_in(r.steps)])
-    style.show()
+    show()
 
 
 def _picture(steps: list[Frame]) -> np.ndarray:
@@ -108,8 +108,8 @@ def _picture(steps: list[Frame]) -> np.ndarray:
         for block_id, block in frame.blocks_in_step.items():
             if block.owners:
                 name, first = block.owners[0], block_id * size
-                picture[first : first + size, column] = style.tint(name, PALE)
-                picture[first : first + len(block.slots), column] = to_rgb(style.colour(name))
+                picture[first : first + size, column] = tint(name, PALE)
+                picture[first : first + len(block.slots), column] = to_rgb(colour(name))
     return picture
 
 
@@ -128,7 +128,7 @@ def _name_bands(ax: Axes, steps: list[Frame]) -> None:
                     fontsize=9,
                     weight="bold",
                     va="top",
-                    color=style.on_colour(view.name),
+                    color=on_colour(view.name),
                 )
 
 
@@ -137,10 +137,10 @@ def _legend(ax: Axes, names: list[str]) -> None:
 
     example = sorted(set(names))[0]
     handles = [
-        Patch(facecolor=style.colour(example), label="holds a token"),
-        Patch(facecolor=style.tint(example, PALE), label="reserved"),
+        Patch(facecolor=colour(example), label="holds a token"),
+        Patch(facecolor=tint(example, PALE), label="reserved"),
         Patch(facecolor=FRAGMENT, label="fragment: free, but the next request does not fit"),
-        Patch(facecolor="white", edgecolor=style.LINE, label="free, nobody waits"),
+        Patch(facecolor="white", edgecolor=LINE, label="free, nobody waits"),
     ]
     ax.legend(
         handles=handles,
