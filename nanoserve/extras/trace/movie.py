@@ -320,9 +320,9 @@ class Painter:
         line = text(MARGIN, y, "\u2002" + numbers, 14, "faint")
         film.add(index, line.replace(">", f">{heading}", 1))
         free, written = words["free"], words["written"]
-        x = WIDTH - MARGIN - text_width(free, 14)
+        x = WIDTH - MARGIN - text_width(free, 14, 0.52)
         film.add(index, text(x, y, free, 14, "faint"), rect(x - 20, y - 11, 14, 14, "grey", rx=3))
-        x -= text_width(written, 14) + 38
+        x -= text_width(written, 14, 0.52) + 38
         film.add(index, text(x, y, written, 14, "faint"))
         film.add(index, rect(x - 20, y - 11, 14, 14, "faint new", rx=3))
         empty = Block((), (), False, 0)
@@ -358,9 +358,9 @@ class Painter:
         most = max(1, int(0.95 * self.slot / (0.6 * SMALLEST)))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
-            shown = _shorten(content, most)
+            shown = content if len(content) <= most else content[: max(1, most - 2)] + "…"
             middle = left + OWNER_WIDTH + (column + 0.5) * self.slot
-            fitting = min(13.0, 0.95 * self.slot / (0.6 * len(shown)))
+            fitting = max(SMALLEST, min(13.0, 0.95 * self.slot / (0.66 * len(shown))))
             shade = "ink" if block.owners else "faint"
             film.add(index, text(middle, top + 19, shown, fitting, shade, anchor="middle"), layer=1)
 
