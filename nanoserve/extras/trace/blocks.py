@@ -187,7 +187,7 @@ def _draw_block(
         if weights is not None:
             weight = weight_at(weights, block_id, index)
             box(ax, left, bottom, cell, CELL, facecolor=heat(weight), linewidth=0.6)
-            text_colour = "white" if weight > 0.55 else INK
+            text_colour = "white" if weight > 0.55 else text_colour
         else:
             for part, name in enumerate(names):  # one stripe for each owner
                 share = CELL / len(names)

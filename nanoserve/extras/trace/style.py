@@ -45,7 +45,7 @@ def colour(name: str) -> str:
         base = COLOURS[int(root) % len(COLOURS)]
     else:
         base = COLOURS[(sum(map(ord, root)) - ord("A")) % len(COLOURS)]
-    return _shade(base, SHADES[int(branch) % len(SHADES)])
+    return shade(base, SHADES[int(branch) % len(SHADES)])
 
 
 def tint(name: str, strength: float = 0.3) -> tuple[float, float, float]:
@@ -65,7 +65,7 @@ def _rgb(code: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _shade(code: str, amount: float) -> str:
+def shade(code: str, amount: float) -> str:
     """The colour, moved towards black (amount below 0) or white (above 0)."""
     if not amount:
         return code

@@ -28,6 +28,7 @@ from nanoserve.extras.trace.style import (
     colour,
     fit,
     label,
+    shade,
     show,
     tint,
 )
@@ -42,7 +43,7 @@ MOST_TOKENS = 64
 MOST_BLOCKS = 28  # drawn in one line
 LEFT, LINE_HEIGHT, GAP = 1.25, 0.25, 0.07  # inches
 NARROW = 0.24  # inches of a column; in a narrower one, texts are turned
-ARROWS = 1.25  # inches between slot_mapping and the blocks
+ARROWS = 1.45  # inches between slot_mapping and the blocks
 
 
 def step_tensors(
@@ -88,6 +89,11 @@ def step_tensors(
     size = frame.block_size
     rule = f"slot = block_table[position // {size}] × {size} + position % {size}"
     label(ax, 0, blocks_top - 0.82, rule, 9, ha="left", weight="bold")
+    index = starts[-2] + (starts[-1] - starts[-2]) // 2  # in the middle of the last sequence
+    slot, position = slots[index], rows["positions"][index]
+    example = f"{names[-1]}, position {position}:   block_table[{position // size}] × {size}"
+    example += f" + {position % size}   =   {slot // size} × {size} + {slot % size}   =   {slot}"
+    label(ax, 4.6, blocks_top - 0.82, example, 9, ha="left", color=FAINT)
     _draw_metadata(
         ax,
         names,
@@ -160,9 +166,9 @@ def _draw_blocks(
         edge = colour(block.owners[0]) if block.owners else LINE
         box(ax, x, top - 0.3, slot_width * size, 0.3, facecolor="none", edgecolor=edge)
         weight = "bold" if block_id in wanted else "normal"
-        shade = INK if block.owners else FAINT
+        ink = INK if block.owners else FAINT
         number = fit(str(block_id), slot_width * size + 0.05, 8)
-        label(ax, x + slot_width * size / 2, top - 0.4, *number, color=shade, weight=weight)
+        label(ax, x + slot_width * size / 2, top - 0.4, *number, color=ink, weight=weight)
         if block_id - 1 not in edges and place:
             label(ax, x - GAP / 2, top - 0.4, "·", 7, color=FAINT)
     text = f"KV cache: physical blocks of {size} slots; block n holds slots {size}·n and on"
@@ -194,12 +200,13 @@ def _draw_arrows(
         return [(start, top), (start, middle), (end, middle), (end, bottom)]
 
     bend = [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]
-    for first, last in _bands(slots, owner, size):
+    for number, (first, last) in enumerate(_bands(slots, owner, size)):
         a, b = left + first * cell, left + (last + 1) * cell
         c, d = x_of(slots[first]), x_of(slots[last]) + slot_width
         points = [*curve(a, c), *reversed(curve(b, d))]
         codes = [*bend, Path.LINETO, *bend[1:]]
-        face = tint(owner[first], 0.35)
+        face = tint(owner[first], 0.35 if number % 2 else 0.5)
+        ink = shade(colour(owner[first]), -0.4 if number % 2 else 0)  # neighbours can be told apart
         band = PathPatch(Path(points, codes), facecolor=face, alpha=0.45, linewidth=0, zorder=1)
         ax.add_patch(band)
         for index in range(first, last + 1):
@@ -209,7 +216,7 @@ def _draw_arrows(
             arrow = FancyArrowPatch(
                 path=Path(points, bend),
                 arrowstyle="-|>,head_length=2.6,head_width=1.5",
-                color=colour(owner[index]),
+                color=ink,
                 linewidth=0.8,
                 shrinkA=0,
                 shrinkB=0,
