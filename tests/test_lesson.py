@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -239,6 +244,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "forgotten_token": after([], "A"),
     "wrong_tokens": with_a_penalty,
     "noise_with_state": three_completions,
+    "position_as_slot": after(["C"], "A"),
 }
 
 
@@ -321,6 +327,51 @@ def test_five_cases_in_five_modules() -> None:
     modules = [lesson.REPLACEMENTS[name][0].rsplit(".", 2)[0] for name in lesson.CASES.values()]
     assert len(set(modules)) == 5
     assert lesson.replaced_method("case 1") == lesson.replaced_method(lesson.CASES["case 1"])
+
+
+# -- notebook 11 names the tests that hold what a case breaks --
+
+
+def tests_named_for(case: str) -> list[str]:
+    """ "tests/test_x.py::test_y" of a case; in the notebook, a test stands before its file."""
+    text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
+    cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    [cause] = re.findall(rf"The cause of {case}</summary>(.*?)</details>", cells, re.DOTALL)
+    pairs = re.findall(r"`(test_\w+)`\s+in\s+`(tests/test_\w+\.py)`", cause)
+    return [f"{file}::{name}" for name, file in pairs]
+
+
+@pytest.mark.parametrize("case", lesson.CASES)
+def test_the_tests_named_for_a_case_exist(case: str) -> None:
+    named = tests_named_for(case)
+    assert named
+    for test in named:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (PACKAGE.parent / file).read_text("utf-8"), test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", lesson.CASES)
+def test_the_tests_named_for_a_case_notice_it(case: str) -> None:
+    """Run in an interpreter of their own, with the sabotage in the engine, they fail."""
+    options = ("-n0", "-q", "-x", "-p", "no:cacheprovider")
+    for test in tests_named_for(case):
+        code = f"""
+import pytest
+from nanoserve.extras import lesson
+with lesson.broken({case!r}):
+    print("exit status", int(pytest.main([*{options}, {test!r}])))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=PACKAGE.parent,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.stdout.endswith("exit status 1\n"), f"{test}\n{done.stdout[-500:]}"
 
 
 # -- the pictures of notebook 00 --

@@ -440,6 +440,16 @@ def _remove_but_keep_edits(right: Any, batch: Any, seq_id: int) -> None:
 
 
 @_sabotage(
+    "position_as_slot",
+    "model_runner.ModelRunner.gather_arrays",
+    "a token is stored in the slot that has the number of the token's position",
+)
+def _slots_from_positions(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    return replace(arrays, slot_mapping=arrays.positions)
+
+
+@_sabotage(
     "forgotten_token",
     "model_runner.ModelRunner.gather_arrays",
     "the keys and values of generated tokens are not stored",
