@@ -119,7 +119,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("guess", "actual"), RIGHT, ids=repr)
+@pytest.mark.parametrize(("guess", "actual"), RIGHT)
 def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
@@ -127,7 +127,7 @@ def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG, ids=repr)
+@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG)
 def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
