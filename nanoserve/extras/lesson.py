@@ -328,9 +328,10 @@ def _find(name: str) -> str:
 def _forget(engine: LLMEngine) -> None:
     """Trust nothing that this engine computed but the tokens of its unfinished requests."""
     engine.recover()
-    runner = getattr(engine.executor, "runner", None)
-    for row in runner.batch.free_rows if runner else ():
-        runner.batch.logit_states.pop(row, None)
+    runner: Any = getattr(engine.executor, "runner", None)
+    if runner is not None:
+        for row in runner.batch.free_rows:
+            runner.batch.logit_states.pop(row, None)
 
 
 @_sabotage(
