@@ -253,8 +253,8 @@ def _is_open(guess: Any, actual: Any) -> bool:
         others += [0] * (len(guess) - len(others))
         return any(_is_open(g, a) for g, a in zip(guess, others, strict=False))
     if isinstance(guess, dict):
-        others = actual if isinstance(actual, dict) else {}
-        return any(_is_open(value, others.get(key, 0)) for key, value in guess.items())
+        known = actual if isinstance(actual, dict) else {}
+        return any(_is_open(value, known.get(key, 0)) for key, value in guess.items())
     return False
 
 
