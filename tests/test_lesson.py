@@ -317,7 +317,7 @@ def names_of_tests(case: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", lesson.CASES)
-def test_the_names_of_tests_a_case_exist(case: str) -> None:
+def test_the_tests_named_for_a_case_exist(case: str) -> None:
     named = names_of_tests(case)
     assert named
     for test in named:
@@ -327,7 +327,7 @@ def test_the_names_of_tests_a_case_exist(case: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", lesson.CASES)
-def test_the_names_of_tests_a_case_notice_it(case: str) -> None:
+def test_the_tests_named_for_a_case_notice_it(case: str) -> None:
     """Run in an interpreter of their own, with the sabotage in the engine, they fail."""
     options = ("-n0", "-q", "-x", "-p", "no:cacheprovider")
     for test in names_of_tests(case):
