@@ -120,7 +120,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("guess", "actual"), RIGHT, ids=repr)
+@pytest.mark.parametrize(("guess", "actual"), RIGHT)
 def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
@@ -128,7 +128,7 @@ def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG, ids=repr)
+@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG)
 def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
@@ -137,9 +137,7 @@ def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "guess", [None, ..., [1, None], [[...]], {"a": None}, (None,) * 9], ids=repr
-)
+@pytest.mark.parametrize("guess", [None, ..., [1, None], [[...]], {"a": None}, (None,) * 9])
 def test_no_answer_yet(guess: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, [1, 2])
     assert capsys.readouterr().out.startswith("2.1 no answer yet: ")
@@ -332,7 +330,7 @@ def test_five_cases_in_five_modules() -> None:
 # -- notebook 11 names the tests that hold what a case breaks --
 
 
-def tests_named_for(case: str) -> list[str]:
+def names_of_tests(case: str) -> list[str]:
     """ "tests/test_x.py::test_y" of a case; in the notebook, a test stands before its file."""
     text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
     cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
@@ -343,7 +341,7 @@ def tests_named_for(case: str) -> list[str]:
 
 @pytest.mark.parametrize("case", lesson.CASES)
 def test_the_tests_named_for_a_case_exist(case: str) -> None:
-    named = tests_named_for(case)
+    named = names_of_tests(case)
     assert named
     for test in named:
         file, _, name = test.partition("::")
@@ -355,7 +353,7 @@ def test_the_tests_named_for_a_case_exist(case: str) -> None:
 def test_the_tests_named_for_a_case_notice_it(case: str) -> None:
     """Run in an interpreter of their own, with the sabotage in the engine, they fail."""
     options = ("-n0", "-q", "-x", "-p", "no:cacheprovider")
-    for test in tests_named_for(case):
+    for test in names_of_tests(case):
         code = f"""
 import pytest
 from nanoserve.extras import lesson

@@ -254,8 +254,8 @@ def _is_open(guess: Any, actual: Any) -> bool:
         others += [0] * (len(guess) - len(others))
         return any(_is_open(g, a) for g, a in zip(guess, others, strict=False))
     if isinstance(guess, dict):
-        others = actual if isinstance(actual, dict) else {}
-        return any(_is_open(value, others.get(key, 0)) for key, value in guess.items())
+        known = actual if isinstance(actual, dict) else {}
+        return any(_is_open(value, known.get(key, 0)) for key, value in guess.items())
     return False
 
 
@@ -329,9 +329,10 @@ def _find(name: str) -> str:
 def _forget(engine: LLMEngine) -> None:
     """Trust nothing that this engine computed but the tokens of its unfinished requests."""
     engine.recover()
-    runner = getattr(engine.executor, "runner", None)
-    for row in runner.batch.free_rows if runner else ():
-        runner.batch.logit_states.pop(row, None)
+    runner: Any = getattr(engine.executor, "runner", None)
+    if runner is not None:
+        for row in runner.batch.free_rows:
+            runner.batch.logit_states.pop(row, None)
 
 
 @_sabotage(
