@@ -13,7 +13,7 @@ import torch
 from test_documents import exists
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras import lesson
+from nanoserve.extras import lesson, trace
 from nanoserve.extras.trace import why
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
@@ -202,6 +202,16 @@ def behind_a_ban() -> list[list[int]]:
         return ask(llm, "C")
 
 
+def number_of_steps() -> list[list[int]]:
+    """Of a mistake that changes no token."""
+    with lesson.small_llm() as llm:
+        steps: list[Any] = []
+        llm.engine.step_listeners.append(steps.append)
+        params = SamplingParams(temperature=0, max_tokens=4)
+        llm.generate([lesson.prompt(llm, name) for name in "AB"], params, use_tqdm=False)
+        return [[len(steps)]]
+
+
 def everything() -> list[list[int]]:
     """For sabotages that have no story of their own."""
     return [tokens for tell in STORIES.values() for tokens in tell()]
@@ -216,6 +226,9 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "short_memory": after([], "D"),
     "stale_row": behind_a_ban,
     "forgotten_token": after([], "A"),
+    "one_by_one": number_of_steps,
+    "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
+    "short_answers": after([], "D", max_model_len=64),
 }
 
 
