@@ -58,9 +58,9 @@ def ratios(title: str, values: Mapping[str, Seq[float]], xlabel: str) -> None:
     show()
 
 
-def claims(title: str, rows: Mapping[str, tuple[Claimed, float | None]]) -> None:
+def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
     """For each technique, on a logarithmic scale of factors: the claimed range as a bar (an arrow
-    if it has no end), the measured factor as a dot."""
+    if it has no end), the measured factor as a diamond, or a word that says why there is none."""
     [ax] = panels(1, 0.42 * len(rows) + 1.1, title)
     ax.set_xscale("log")
     for row, ((low, high), measured) in enumerate(rows.values()):
@@ -69,11 +69,11 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | None]]) -> None
             ax.barh(row, width, 0.5, low, color=COLOURS[4], alpha=0.55)
             if high is None:
                 label(ax, 36, row, "and more ▸", 8, ha="right")
-        if measured is not None:
+        if isinstance(measured, str):
+            label(ax, 0.31, row, measured, 8, ha="left", color=FAINT)
+        else:
             ax.plot([measured], [row], "D", color=COLOURS[5], markersize=8)
             label(ax, 1.09 * measured, row - 0.27, f"{measured:.2f}", 8.5, ha="left")
-        else:
-            label(ax, 0.31, row, "not measured", 8, ha="left", color=FAINT)
         if low is None:
             label(ax, 36, row, "claim without a number", 8, ha="right", color=FAINT)
     ax.axvline(1, color=FAINT, linewidth=0.9, linestyle="--")
@@ -90,25 +90,27 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | None]]) -> None
 
 def wandering_times(rng: Random, number: int) -> list[float]:
     """A simulation: seconds of `number` equal runs, one after the other, on a machine whose load
-    wanders between 1 and 2.5, with a hiccup of three times the time in 3% of the runs."""
-    load, times = 1.0, []
+    wanders between 1 and 2.5, by up to 12% from run to run; in 3% of the runs something else takes
+    two thirds of the time."""
+    load, times = rng.uniform(1.0, 2.5), []
     for _ in range(number):
-        load = min(2.5, max(1.0, load * rng.choice((0.85, 1.0, 1.18))))
-        times.append(load * rng.uniform(1.0, 1.03) * (3.0 if rng.random() < 0.03 else 1.0))
+        load = min(2.5, max(1.0, load * rng.uniform(1 / 1.12, 1.12)))
+        times.append(load * (3.0 if rng.random() < 0.03 else 1.0))
     return times
 
 
 def histograms(
     title: str, values: Mapping[str, Seq[float]], truth: float, xlabel: str
 ) -> dict[str, str]:
-    """A panel for each entry, on one scale; a line where the truth is. Returns, for each entry, the
-    share of values that are more than 10% away from it."""
+    """A panel for each entry, on one scale from half of the truth to one and a half (what is beyond
+    stands at the ends); a line where the truth is. Returns, for each entry, the share of values
+    that are more than 10% away from it."""
     shares = {}
-    axes = panels(len(values), 0.95 * len(values) + 0.9, title, sharex=True, sharey=True)
-    low, high = (pick(pick(each) for each in values.values()) for pick in (min, max))
-    bins = [low + (high - low) * number / 60 for number in range(61)]
+    axes = panels(len(values), 0.95 * len(values) + 0.9, title, sharex=True)
+    low, high = 0.5 * truth, 1.5 * truth
+    bins = [low + (high - low) * number / 50 for number in range(51)]
     for ax, (name, numbers) in zip(axes, values.items(), strict=True):
-        ax.hist(numbers, bins, color=COLOURS[0])
+        ax.hist([min(high, max(low, number)) for number in numbers], bins, color=COLOURS[0])
         ax.axvline(truth, color=COLOURS[5], linewidth=1.5)
         ax.set_title(name, loc="left", fontsize=9, color=INK)
         wrong = sum(abs(number / truth - 1) > 0.1 for number in numbers) / len(numbers)

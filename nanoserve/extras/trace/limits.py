@@ -18,37 +18,38 @@ from collections.abc import Mapping
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts
 from nanoserve.extras.trace.style import COLOURS, LINE, label, panels, show
 
+LEFT, RIGHT = 0.125, 4096.0  # of the picture: operations per byte
+
 
 def roofline(
     title: str, machines: Mapping[str, MachineLimits], points: Mapping[str, Mapping[str, Cost]]
 ) -> None:
     """Draw each machine's roof, and on it a point for each cost (machine -> name -> cost)."""
     [ax] = panels(1, 4.3, title)
-    intensities = [2.0**power for power in range(-3, 13)]
     for number, (machine, limits) in enumerate(machines.items()):
         shade, ridge = COLOURS[number], limits.rate / limits.bandwidth
-        xs = sorted([*intensities, ridge])
-        ax.plot(xs, [_attainable(limits, x) for x in xs], color=shade, linewidth=2)
+        ax.plot([LEFT, ridge, RIGHT], [_best(limits, x) for x in (LEFT, ridge, RIGHT)], color=shade)
         text = f"{machine}\n{limits.bandwidth / 1e9:,.0f} GB/s, {limits.rate / 1e9:,.0f} GFLOP/s"
-        style = {"ha": "right", "va": "bottom", "color": shade, "weight": "bold"}
-        label(ax, xs[-1], 1.1 * limits.rate / 1e9, text, 8.5, **style)
-        ax.plot([ridge] * 2, [1e-3, limits.rate / 1e9], color=shade, linewidth=0.8, linestyle=":")
-        label(ax, 1.06 * ridge, 1.6, f"{ridge:.0f}", 8, ha="left", color=shade)
+        style = {"ha": "right", "va": "top", "color": shade, "weight": "bold"}
+        label(ax, RIGHT, limits.rate / 1.3e9, text, 8.5, **style)
+        ax.plot([ridge] * 2, [1, limits.rate / 1e9], color=shade, linewidth=0.9, linestyle=":")
+        label(ax, 1.06 * ridge, 1.6, f"{ridge:.0f}", 8.5, ha="left", color=shade)
         for place, (name, cost) in enumerate(points.get(machine, {}).items()):
             x = cost.operations / cost.num_bytes
-            y = _attainable(limits, x)
+            y = _best(limits, x)
             ax.plot([x], [y], "o", color=shade, markersize=7, markeredgecolor="white")
-            side = {"ha": "left", "va": "top"} if place % 2 == 0 else {"ha": "right", "va": "bottom"}
-            shift = 1.12 if place % 2 == 0 else 0.89
-            label(ax, shift * x, y / shift if place % 2 == 0 else y * 1.12, name, 8, **side)
-    ax.set(xscale="log", yscale="log", xlim=(xs[0], xs[-1]), ylim=(1, None))
+            is_above = x > RIGHT / 30 or (x < ridge and place % 2)
+            style = {"ha": "right", "va": "bottom"} if is_above else {"ha": "left", "va": "top"}
+            label(ax, x / 1.08 if is_above else 1.12 * x, y * 1.25 if is_above else y, name, 8, **style)
+    ax.set(xscale="log", yscale="log", xlim=(LEFT, RIGHT))
+    ax.set_ylim(1, 4 * max(limits.rate for limits in machines.values()) / 1e9)
     ax.set_xlabel("arithmetic intensity: operations per byte of memory traffic", fontsize=9)
     ax.set_ylabel("GFLOP/s at best", fontsize=9)
     ax.grid(color=LINE, alpha=0.3, linewidth=0.6)
     show()
 
 
-def _attainable(limits: MachineLimits, intensity: float) -> float:
+def _best(limits: MachineLimits, intensity: float) -> float:
     """GFLOP/s."""
     return min(limits.rate, intensity * limits.bandwidth) / 1e9
 
