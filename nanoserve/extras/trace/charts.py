@@ -46,8 +46,8 @@ def distribution(
         room = 1.3 if max(map(len, names), default=0) > 3 else 0.4
         short = [fit(text, room, 8)[0] for text in names]
         rotation = 60 if room > 1 else 0
-        place = {"rotation": rotation, "ha": "right" if rotation else "center"}
-        ax.set_xticks(range(len(tokens)), short, fontsize=8, rotation_mode="anchor", **place)
+        turned: dict[str, Any] = {"rotation": rotation, "ha": "right" if rotation else "center"}
+        ax.set_xticks(range(len(tokens)), short, fontsize=8, rotation_mode="anchor", **turned)
         ax.set_ylim(0, 1.14 * highest)
         ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         ax.tick_params(axis="x", length=0)
@@ -86,7 +86,7 @@ def bars(title: str, values: Mapping[str, float], unit: str = "") -> None:
     highest = max([*numbers, 0.0]) or 1.0
     ax.barh(range(len(numbers)), numbers, 0.66, color=COLOURS[0])
     for row, number in enumerate(numbers):
-        text = f"{number:,.3g}" if number < 1000 else f"{number:,.0f}"
+        text = f"{number:,.4g}" if number < 1000 else f"{number:,.0f}"
         label(ax, number + 0.01 * highest, row, f"{text} {unit}".strip(), 8.5, ha="left")
     names = [fit(name, 3.2, 9)[0] for name in values]
     ax.set_yticks(range(len(names)), names, fontsize=9)

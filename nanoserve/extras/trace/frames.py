@@ -51,7 +51,8 @@ class Block(NamedTuple):
     ref_count: int
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """Something that a step did to a sequence.
 
     "hit": admitted; `count` tokens came from the prefix cache.
@@ -128,11 +129,12 @@ class Tokens:
     def text(self, token_id: int, limit: int = 7) -> str:
         """A token in at most `limit` letters: no leading space, white space made visible.
 
-        " capital" -> "capital", " " -> "␣", "<|im_start|>" -> "‹start›", -1 -> "?"
+        " capital" -> "capital", " " -> "␣", "<|im_start|>" -> "‹start›" (or "‹s›"), -1 -> "?"
         """
         text = self._decode(token_id)
         if text.startswith("<|") and text.endswith("|>"):
-            return f"‹{text[2:-2].removeprefix('im_')}›"[: limit + 2]
+            name = text[2:-2].removeprefix("im_")
+            return f"‹{name}›" if len(name) < limit else f"‹{name[:1]}›"
         text = text.replace("\n", "↵").lstrip(" ") or "␣"
         return text if len(text) <= limit else text[: limit - 2] + "…"
 
@@ -148,6 +150,14 @@ class Tokens:
             return " ".join(map(str, ids))
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
+
+    def question_of(self, seq_id: int, num_prompt: int) -> str:
+        """The prompt in one line; of a chat (ChatML) the last message of the user."""
+        ids = self.ids.get(seq_id, [])[:num_prompt]
+        whole = self.tokenizer.decode(ids) if self.tokenizer is not None else ""
+        _, mark, last = whole.rpartition("<|im_start|>user\n")
+        text = last.split("<|im_end|>")[0] if mark else self.text_of(seq_id, 0, num_prompt)
+        return " ".join(text.split())
 
     def _decode(self, token_id: int) -> str:
         text = self._texts.get(token_id)

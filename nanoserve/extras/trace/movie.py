@@ -11,9 +11,18 @@ Left out: runs with many requests. The first MOST_REQUESTS have a line each; all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nanoserve.extras.trace.frames import Block, Event, Frame, SequenceView, chunks_of
+from nanoserve.extras.trace.frames import (
+    COMING,
+    HELD,
+    NEW,
+    Block,
+    Event,
+    Frame,
+    SequenceView,
+    chunks_of,
+)
 from nanoserve.extras.trace.style import colour, on_colour
 from nanoserve.extras.trace.svg import Film, document, element, rect, text, text_width
 from nanoserve.sequence import SequenceStatus
@@ -47,8 +56,8 @@ WORDS = {
         "waiting": "waiting",
         "waits again": "waiting, preempted",
         "more": "and {} more requests",
-        "player": "A player with {} steps: a slider through the run. It needs a trusted notebook "
-        "that can run JavaScript (Jupyter, Colab, VS Code); run the cell to see it.",
+        "player": "A player with {} steps: move the slider, or press ← and →. (If there is no "
+        "slider here: it needs a trusted notebook in Jupyter, Colab or VS Code. Run the cell.)",
     },
     "zh-CN": {
         "title": "nanoserve：{requests} 个请求逐步共享同一个 KV cache",
@@ -77,13 +86,14 @@ WORDS = {
         "waiting": "等待",
         "waits again": "被抢占，等待中",
         "more": "另有 {} 个请求",
-        "player": "共 {} 步的播放器，可拖动滑块查看。需要能运行 JavaScript 的受信任 notebook"
-        "（Jupyter、Colab、VS Code）；运行此单元即可查看。",
+        "player": "共 {} 步的播放器：拖动滑块，或按 ← 和 → 键。（如果这里没有滑块：请在 Jupyter、"
+        "Colab 或 VS Code 中打开受信任的 notebook，并运行此单元。）",
     },
 }
 # These get a pill; the first one is shown.
 NOTABLE = ("preempted", "swapped out", "back", "swapped in", "fork", "hit", "copied", "chunk")
 
+SHADES = {HELD: "old", NEW: "new"}  # of slots, as classes of svg.PALETTE
 WIDTH, MARGIN = 760, 16
 ROW_TOP, ROW = 60, 48  # of the requests
 GAP, BLOCK_HEIGHT, OWNER_WIDTH = 7, 29, 19
@@ -93,6 +103,7 @@ MOST_REQUESTS, MOST_BLOCKS = 12, 150
 BUDGET_LEFT, BUDGET_CELL, MOST_CELLS = 112, 26.5, 18
 MOST_CHARS = 76  # of a question
 MOST_ANSWER = 60
+SMALLEST = 9.4  # pixels of a letter: 7 points
 
 
 class RequestView(NamedTuple):
@@ -138,7 +149,7 @@ def _view_request(
     tokens = frame.tokens
     question = questions.get(view.name.split(".")[0])
     if question is None:
-        question = " ".join(tokens.text_of(view.seq_id, 0, view.num_prompt).split())
+        question = tokens.question_of(view.seq_id, view.num_prompt)
     state, ending = "running", ""
     if view.is_over:
         state, reason = "finished", str(view.status.finish_reason)
@@ -289,7 +300,7 @@ class Painter:
         if is_notable:
             width = text_width(label, 15.5) + 26
             film.add(index, rect(right - width, top + 21, width, 23, fill=colour(name), rx=11.5))
-            style: dict[str, object] = {"anchor": "middle", "fill": on_colour(name)}
+            style: dict[str, Any] = {"anchor": "middle", "fill": on_colour(name)}
             pill = text(right - width / 2, top + 38, label, 15.5, "bold", **style)
             film.add(index, pill, layer=1)
         else:
@@ -324,7 +335,7 @@ class Painter:
     def draw_block(self, index: int, frame: Frame, block: Block, left: float, top: float) -> None:
         """Owners on the left, each with a stripe of its colour; then the tokens."""
         film, width = self.film, self.block_width
-        outline: dict[str, object] = {"rx": 3}
+        outline: dict[str, Any] = {"rx": 3}
         if not (block.owners or block.slots):
             outline["stroke_dasharray"] = "3 3"
         film.add(index, rect(left, top, width, BLOCK_HEIGHT, "edge", **outline), layer=2)
@@ -339,15 +350,17 @@ class Painter:
             fits = size if len(name) < 3 else min(size, 9)
             film.add(index, letter(left + OWNER_WIDTH / 2, baseline, name, fits), layer=1)
             for column, slot in enumerate(block.slots):
-                x, shade = left + OWNER_WIDTH + column * self.slot, "old"
-                if slot.state != "held":
-                    shade = "new" if slot.state == "new" else "coming"
-                film.add(index, rect(x, y, self.slot, share, shade, fill=colour(name)))
+                x = left + OWNER_WIDTH + column * self.slot
+                style: dict[str, Any] = {"fill": colour(name), "class_": SHADES.get(slot.state)}
+                if slot.state == COMING:
+                    style["fill_opacity"] = 0.12
+                film.add(index, rect(x, y, self.slot, share, **style))
+        most = max(1, int(0.95 * self.slot / (0.6 * SMALLEST)))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
-            shown = content if len(content) <= 5 else content[:4] + "…"
+            shown = _shorten(content, most)
             middle = left + OWNER_WIDTH + (column + 0.5) * self.slot
-            fitting = min(13.0, 0.95 * self.slot / (0.66 * len(shown)))
+            fitting = min(13.0, 0.95 * self.slot / (0.6 * len(shown)))
             shade = "ink" if block.owners else "faint"
             film.add(index, text(middle, top + 19, shown, fitting, shade, anchor="middle"), layer=1)
 
