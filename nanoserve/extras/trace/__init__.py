@@ -46,8 +46,8 @@ from nanoserve.extras.trace.compare import (
     unfair,
     wandering_times,
 )
-from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.parts import measure_parts, print_operators, shares
+from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
 from nanoserve.extras.trace.style import colour, on_colour, tint
@@ -56,10 +56,8 @@ from nanoserve.extras.trace.timer import StepTimer
 
 # Modules that load torch, and what they define: imported when a name of them is used.
 WITH_TORCH = {
-    "launches": (
-        "GraphRunner TapeGraph decode_cost launch_strip list_launches one_layer overlap read_config "
-        "record_calls"
-    ),
+    "launches": """GraphRunner TapeGraph decode_cost launch_strip list_launches one_layer overlap
+        read_config record_calls""",
     "limits": "ridge_prompt roofline",
 }
 __all__ = [

@@ -29,7 +29,7 @@ def time_in_turns(runs: Mapping[str, Callable[[], object]], turns: int = 7) -> l
     """Seconds of each run, turn by turn: [[A0, B0], [A1, B1], ...]. A first turn, which warms up,
     is not counted. Ratios are to be taken within a turn, so that other load on the machine slows
     both of them alike."""
-    times = []
+    times: list[list[float]] = []
     for _ in range(1 + turns):
         times.append([])
         for run in runs.values():

@@ -297,7 +297,9 @@ def overlap(
         busy = [piece for piece in pieces if piece[0] == "GPU"]
         whole = busy[-1][3] - busy[0][2]
         text = f"{name}: between its first and last step, the GPU waits for "
-        ax.set_title(text + f"{1 - num_steps * gpu / whole:.0%} of the time", loc="left", fontsize=9.5)
+        ax.set_title(
+            text + f"{1 - num_steps * gpu / whole:.0%} of the time", loc="left", fontsize=9.5
+        )
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
     text = "time, in units of the scheme; s1: schedule of step 1, u1: its update"
     axes[-1].set_xlabel(text, fontsize=9)

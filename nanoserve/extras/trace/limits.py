@@ -34,13 +34,20 @@ def roofline(
         label(ax, RIGHT, limits.rate / 1.3e9, text, 8.5, **style)
         ax.plot([ridge] * 2, [1, limits.rate / 1e9], color=shade, linewidth=0.9, linestyle=":")
         label(ax, 1.06 * ridge, 1.6, f"{ridge:.0f}", 8.5, ha="left", color=shade)
-        for place, (name, cost) in enumerate(points.get(machine, {}).items()):
+        for index, (name, cost) in enumerate(points.get(machine, {}).items()):
             x = cost.operations / cost.num_bytes
             y = _best(limits, x)
             ax.plot([x], [y], "o", color=shade, markersize=7, markeredgecolor="white")
-            is_above = x > RIGHT / 30 or (x < ridge and place % 2)
+            is_above = x > RIGHT / 30 or (x < ridge and index % 2)
             style = {"ha": "right", "va": "bottom"} if is_above else {"ha": "left", "va": "top"}
-            label(ax, x / 1.08 if is_above else 1.12 * x, y * 1.25 if is_above else y, name, 8, **style)
+            label(
+                ax,
+                x / 1.08 if is_above else 1.12 * x,
+                y * 1.25 if is_above else y,
+                name,
+                8,
+                **style,
+            )
     ax.set(xscale="log", yscale="log", xlim=(LEFT, RIGHT))
     ax.set_ylim(1, 4 * max(limits.rate for limits in machines.values()) / 1e9)
     ax.set_xlabel("arithmetic intensity: operations per byte of memory traffic", fontsize=9)
