@@ -31,7 +31,6 @@ may have a limit of time, after which its thread works on.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -53,6 +52,7 @@ from nanoserve.checkpoint import check_is_file, read_bytes
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
+from nanoserve.interrupts import is_from_signal, suppress
 
 SECONDS = 5  # for one text: rendered, or tokenized
 MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
@@ -150,7 +150,7 @@ class Guard:
         if not sys.executable:
             raise GuardError("it needs a process of its own, and sys.executable is empty")
         folders = [entry for entry in sys.path if isinstance(entry, str)]  # as Python reads it
-        with contextlib.suppress(OSError):  # the working directory may have been deleted
+        with suppress(OSError):  # the working directory may have been deleted
             folders = [entry or os.getcwd() for entry in folders]
         environment = {
             **os.environ,
@@ -175,6 +175,8 @@ class Guard:
             backend = None if self.backend is None else self.backend.to_str()
             _result(_ask(process, "start", backend))
         except (GuardError, OSError) as error:
+            if is_from_signal(error):  # a time limit's TimeoutError is an OSError
+                raise
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
@@ -222,7 +224,7 @@ def _ask(process: subprocess.Popen[bytes], task: str, *args: Any) -> dict[str, A
     line, message = b"", marshal.dumps((task, args, seconds, megabytes))
     try:
         timer.start()
-        with contextlib.suppress(OSError):  # the process has ended: there is no reply to read
+        with suppress(OSError):  # the process has ended: there is no reply to read
             process.stdin.write(len(message).to_bytes(8, "little") + message)
             process.stdin.flush()
         line = process.stdout.readline(REPLY_BYTES)
@@ -248,15 +250,15 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
         return
     process.kill()
     for pipe in (process.stdin, process.stdout):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             assert pipe is not None
             pipe.close()
     process.wait()
 
 
 def as_plain(value: Any) -> Any:
-    """The same value made of Python's own strings, numbers, lists, tuples and dicts. What is none
-    of these becomes "<its type>", as in transformers."""
+    """The same value made of Python's own strings, numbers, lists, tuples and dicts. Raises
+    VLLMValidationError for what is none of these: transformers would write "<its type>"."""
     value = as_python(value)
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -275,7 +277,10 @@ def as_plain(value: Any) -> Any:
         return {f.name: as_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(getattr(value, "model_dump", None)):  # a pydantic model
         return as_plain(value.model_dump())
-    return f"<{type(value).__name__}>"
+    raise VLLMValidationError(
+        f"it is given a value of type {type(value).__name__}; allowed: strings, numbers, lists, "
+        "tuples and dicts. Give a list of the items, or str(value)"
+    )
 
 
 def as_schema(tool: Any) -> Any:

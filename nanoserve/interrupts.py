@@ -3,13 +3,14 @@
 Python runs the handler of a signal in the main thread, between any two lines, and what the handler
 raises comes out of these lines: KeyboardInterrupt (Ctrl-C), the TimeoutError of a time limit, the
 SystemExit of a graceful end. It is meant for the application, so it must reach the application, and
-be no request's error. Two functions see to this:
+be no request's error. Three functions see to this:
 
     with delayed_interrupt():           # handlers wait until the lists agree again
         ...
     except Exception as error:          # whose error is it?
         if is_from_signal(error):
             raise
+    with suppress(OSError):             # but not a time limit's TimeoutError
 
 vLLM: none. It leaves Ctrl-C and the like to the process of the API server.
 """
@@ -17,13 +18,14 @@ vLLM: none. It leaves Ctrl-C and the like to the process of the API server.
 from __future__ import annotations
 
 import _signal  # the functions behind signal's own, which make enums of numbers: 10 times slower
+import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from traceback import walk_tb
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 # What applications end with, or limit time with. (All 64 would take microseconds.)
@@ -93,6 +95,19 @@ def delayed_interrupt() -> Iterator[None]:
             delay.put_back()
         finally:
             delay.deliver()
+
+
+class suppress(contextlib.suppress):
+    """contextlib.suppress, but what a handler of a signal raises passes: a time limit's
+    TimeoutError is an OSError."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        return not is_from_signal(error) and bool(super().__exit__(kind, error, traceback))
 
 
 def is_from_signal(error: BaseException | None) -> bool:

@@ -818,7 +818,13 @@ def test_folders_stay_private() -> None:
 def fake_result(**changes: Any) -> dict[str, Any]:
     """A result as --json writes it, of the suite throughput."""
     run = {"command": "python bench.py", "date": "2026-01-01", "versions": {"python": "3.11"}}
-    what = {"model": "qwen3-29m", "device": "cpu", "is_toy": False, "note": "a busy machine"}
+    what = {
+        "model": "qwen3-29m",
+        "device": "cpu",
+        "dtype": "float32",
+        "is_toy": False,
+        "note": "a busy machine",
+    }
     rows = [
         {"engine": "nanoserve", "tokens_per_second": 1234.4, "share_of_roofline": 0.5},
         {"engine": "hf, batch 8", "nanoserve_is": 6.17},

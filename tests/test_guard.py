@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,9 +225,37 @@ def test_templates_of_a_tokenizer(tokenizer: Any) -> None:
 def test_values_of_other_types_become_plain_ones(tokenizer: Any) -> None:
     """So that nothing but plain values reaches the other process."""
     np = pytest.importorskip("numpy")
-    template = "{{ a }} {{ b }} {{ c }}"
-    options = {"chat_template": template, "a": np.int64(3), "b": np.bool_(False), "c": object()}
-    assert render_chat(tokenizer, HI, options) == "3 False <object>"
+    options = {"chat_template": "{{ a }} {{ b }}", "a": np.int64(3), "b": np.bool_(False)}
+    assert render_chat(tokenizer, HI, options) == "3 False"
+
+
+@pytest.mark.parametrize(
+    "value", [date(2024, 5, 6), Decimal(1), range(3), {5}, b"x", Path("a"), iter("ab")], ids=type
+)
+def test_values_without_a_plain_form_are_refused(tokenizer: Any, value: object) -> None:
+    """Without a word, "<date>" would be in the prompt."""
+    options = {"chat_template": "{{ a }}", "a": [value]}
+    with pytest.raises(VLLMValidationError, match=rf"of type {type(value).__name__}.*allowed"):
+        render_chat(tokenizer, HI, options)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer's signal")
+def test_a_time_limit_is_not_mistaken_for_a_process_that_does_not_start() -> None:
+    """A handler's TimeoutError is an OSError."""
+
+    def give_up(number: int, frame: Any) -> None:
+        raise TimeoutError("the application's own")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)  # to start takes longer
+    new = Guard()
+    try:
+        with pytest.raises(TimeoutError, match="the application's own"):
+            new.find_content_format("{{ 1 }}", "auto")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        new.close()
 
 
 # -- hostile templates --

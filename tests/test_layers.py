@@ -23,6 +23,7 @@ from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply
 
 from nanoserve.attention import StepMetadata
 from nanoserve.checkpoint import read_rope_parameters
+from nanoserve.kernels.linear_cpu import can_pack
 from nanoserve.kernels.selector import make_layer_config
 from nanoserve.layers import (
     ColumnParallelLinear,
@@ -436,8 +437,25 @@ def test_packed_embeddings_and_heads(vocab_size: int) -> None:
         assert torch.equal(layer(torch.tensor([5])), weight[5:6])
 
 
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this processor has no such product")
+@pytest.mark.parametrize("num_rows", [1, 64])
+@pytest.mark.parametrize("size", [512, 40], ids=["blocks", "as it is"])
+def test_packing_changes_bfloat16_by_a_rounding_at_most(num_rows: int, size: int) -> None:
+    """Sums are made in float32 and rounded once, in both layouts."""
+    torch.manual_seed(0)
+    config = make_config(torch.bfloat16)
+    layer = ColumnParallelLinear(size, {"a": 512, "b": 256}, bias=True, layer_config=config)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    x = torch.randn(num_rows, size).bfloat16()
+    expected = layer(x)
+    process(layer)
+    assert (layer.packed_weight is not None) == (size == 512)
+    torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=1e-3)
+
+
 def test_other_dtypes_are_not_packed() -> None:
-    layer_config = make_config(torch.bfloat16)
+    layer_config = make_config(torch.float16)
     assert type(layer_config.linear_method) is LinearMethod
 
 

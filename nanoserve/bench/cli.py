@@ -89,14 +89,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_threads(number: int | None) -> None:
-    """Load torch with this number of threads (None: each engine's own choice). Waiting threads
-    spin, unless the user has said otherwise: that is the fastest on an idle machine, which a
-    benchmark needs. The engines in processes of their own inherit both."""
+    """Load torch with this number of threads (None: each engine's own choice).
+
+    Waiting threads of the engines in processes of their own spin, unless the user has said
+    otherwise: that is the fastest on an idle machine, which a benchmark needs. Those of this
+    process sleep, because it waits while the engines are measured.
+    """
     if number is not None:
         os.environ["OMP_NUM_THREADS"] = str(number)
-    if not any(name in os.environ for name in WAITING_VARIABLES):
-        os.environ["OMP_WAIT_POLICY"] = "active"
     load_torch()
+    if not any(name in os.environ for name in WAITING_VARIABLES):
+        os.environ["OMP_WAIT_POLICY"] = "active"  # the engines inherit it; torch is loaded here
 
 
 def main(arguments: list[str] | None = None) -> int:

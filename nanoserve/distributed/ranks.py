@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
+from nanoserve.interrupts import suppress
 from nanoserve.kernels.threads import num_cores, rank_environment
 from nanoserve.parallel import (
     IDLE_TIMEOUT,
@@ -129,7 +130,7 @@ class SpawnedRanks:
             "num_threads": self.num_threads,
         }
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # the rank has ended already; connect() will raise
+        with suppress(OSError):  # the rank has ended already; connect() will raise
             process.stdin.write(json.dumps(task).encode() + b"\n")
             process.stdin.flush()
         return process
@@ -209,19 +210,19 @@ def end_processes(processes: list[subprocess.Popen[bytes]], closing: threading.E
     try:
         for process in processes:
             if process.stdin is not None:
-                with contextlib.suppress(OSError):  # the rank has ended
+                with suppress(OSError):  # the rank has ended
                     process.stdin.write(b"\n")  # a forked child may hold the pipe open
                     process.stdin.flush()
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     process.stdin.close()
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
     finally:
         for process in processes:
             process.kill()  # does nothing to one whose end is known
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the system itself holds it
+            with suppress(subprocess.TimeoutExpired):  # the system itself holds it
                 process.wait(EXIT_TIMEOUT)
 
 
@@ -243,7 +244,7 @@ def forget(reference: weakref.ref[SpawnedRanks | TorchrunRanks]) -> None:
         return
     for process in ranks.processes:
         if process.stdin is not None:
-            with contextlib.suppress(OSError, RuntimeError):
+            with suppress(OSError, RuntimeError):
                 process.stdin.close()
     if ranks.store is not None:
         keep_for_ever(ranks.store)

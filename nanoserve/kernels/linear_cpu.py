@@ -4,13 +4,15 @@ A matrix product of few rows is bound by reading the weight, so what counts is h
 in memory. When the weights are loaded, `PackedLinearMethod` brings each one into the layout that is
 read fastest:
 
-    large    oneDNN's own blocks: a product of 8 to 64 rows then takes about half the time
-    small    transposed: a call of oneDNN would take longer than the product, but long runs of
-             neighbouring numbers still help
+    large    oneDNN's own blocks: a product of 8 to 64 rows (bfloat16: of 1 row, too) then takes
+             about half the time
+    small    float32: transposed. A call of oneDNN would take longer than the product, but long runs
+             of neighbouring numbers still help. bfloat16: as it is, since PyTorch calls oneDNN
 
 And an operator on a few rows is bound by being called, so `RMSNormCPU` makes few calls.
 
-Left out: dtypes other than float32, for which oneDNN packs differently.
+Left out: float16, and bfloat16 on processors for which oneDNN has no such product (it asks for the
+instructions avx512bw and newer ones).
 
 vLLM: vllm/model_executor/layers/utils.py dispatch_cpu_unquantized_gemm, csrc/cpu/ (V1).
 """
@@ -30,8 +32,16 @@ PACKED_FOR_ROWS = 256  # oneDNN's blocks for this many rows were fastest from 2 
 PACKED_SIZE = 2**18  # numbers; smaller weights are not given to oneDNN
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Does oneDNN multiply packed weights of this dtype on this processor?"""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    is_bfloat16 = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32 or is_bfloat16
+
+
 class PackedLinearMethod(LinearMethod):
-    """Packs weights for a CPU in float32.
+    """Packs weights for a CPU in float32 or bfloat16.
 
     Invariant: after process_weights_after_loading a large weight is in `packed_weight` alone, so
     that it takes its memory once. Only an embedding keeps `weight` too, to look up its rows.
@@ -48,9 +58,9 @@ class PackedLinearMethod(LinearMethod):
         if layer.is_embedding and not layer.is_lm_head:
             return  # looked up only
         if weight.numel() < PACKED_SIZE:
-            if not layer.is_embedding:
+            if not layer.is_embedding and weight.dtype == torch.float32:
                 layer.weight.data = weight.t().contiguous().t()
-        elif torch.backends.mkldnn.is_available():
+        elif can_pack(weight.dtype):
             reorder = torch.ops.mkldnn._reorder_linear_weight
             layer.packed_weight = reorder(weight, PACKED_FOR_ROWS)
             if not layer.is_embedding:

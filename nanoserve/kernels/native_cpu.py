@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.interrupts import is_from_signal
 from nanoserve.kernels.attention_cpu import SparseDecode, TorchBackend, as_rows
 from nanoserve.kernels.linear_cpu import RMSNormCPU
 from nanoserve.layers import QKNorm, Rope, rms_norm, rope_and_store, silu_and_mul
@@ -79,6 +80,8 @@ def load_library() -> ctypes.CDLL | None:
             return None
         return library or _compile(command, name, folder)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        if is_from_signal(error):
+            raise
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
             _reason(error),

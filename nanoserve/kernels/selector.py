@@ -5,7 +5,7 @@ them for a model that is to be built:
 
     device, dtype        attention   linear layers         between them
     CPU, float32         native      PackedLinearMethod    native_cpu.py
-    CPU, bfloat16        native      LinearMethod          native_cpu.py
+    CPU, bfloat16        native      PackedLinearMethod    native_cpu.py
     CPU, float16         torch       LinearMethod          layers.py
     CPU, no compiler     torch       as above              RMSNormCPU (float32), layers.py
     CUDA                 triton      LinearMethod          fused_triton.py (custom_ops="all")
@@ -60,7 +60,8 @@ def make_layer_config(
             rope_and_store=fused_triton.rope_and_store_triton,
             silu_and_mul=fused_triton.silu_and_mul_triton,
         )
-    linear = PackedLinearMethod() if dtype == torch.float32 else LinearMethod()
+    is_packed = device.type == "cpu" and dtype != torch.float16
+    linear = PackedLinearMethod() if is_packed else LinearMethod()
     if isinstance(attention, NativeBackend) and dtype in NAMES and custom_ops == "all":
         native = Native(attention.library, dtype)
         return LayerConfig(
@@ -77,7 +78,7 @@ def make_layer_config(
     if device.type == "cpu" and dtype == torch.float32:
         norm = RMSNormCPU()
         return LayerConfig(dtype, device, parallel, attention, linear, norm, norm.add)
-    return LayerConfig(dtype, device, parallel, attention)
+    return LayerConfig(dtype, device, parallel, attention, linear)
 
 
 def get_attn_backend(
