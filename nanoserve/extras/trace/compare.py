@@ -70,12 +70,13 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
             if high is None:
                 label(ax, 36, row, "and more ▸", 8, ha="right")
         if isinstance(measured, str):
-            label(ax, 0.31, row, measured, 8, ha="left", color=FAINT)
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            label(ax, 0.31, row, measured, 8, ha="left", bbox=paper)
         else:
             ax.plot([measured], [row], "D", color=COLOURS[5], markersize=8)
             label(ax, 1.09 * measured, row - 0.27, f"{measured:.2f}", 8.5, ha="left")
         if low is None:
-            label(ax, 36, row, "claim without a number", 8, ha="right", color=FAINT)
+            label(ax, 38, row, "no number is claimed", 8, ha="right", color=FAINT)
     ax.axvline(1, color=FAINT, linewidth=0.9, linestyle="--")
     ax.set(xlim=(0.3, 40), ylim=(len(rows) - 0.5, -0.6))
     ax.set_xticks((0.5, 1, 2, 3, 5, 10, 20), ("0.5", "1", "2", "3", "5", "10", "20"))

@@ -30,7 +30,7 @@ PART_COLOURS = {
 
 
 def measure_parts(
-    llm: LLM, batch: int, prompt_len: int = 64, num_output: int = 16, rounds: int = 4
+    llm: LLM, batch: int, prompt_len: int = 32, num_output: int = 12, rounds: int = 7
 ) -> dict[str, dict[str, float]]:
     """Seconds of each part of a step: of steps that compute `batch` prompts, and of the decode
     steps behind them; medians over all steps of their kind, so that a moment in which another
