@@ -392,13 +392,13 @@ def _positions_one_too_small(right: Any, runner: Any, scheduled: Any, rows: Any)
 @_sabotage(
     "short_memory",
     "models.decoder.Attention.forward",
-    "a query sees the last 20 keys only",
+    "a query sees the last 28 keys only",
     case="case 4",
 )
 def _see_last_keys_only(right: Any, attention: Any, *inputs: Any) -> Any:
     spec = attention.kv_cache_spec
     try:
-        attention.kv_cache_spec = replace(spec, sliding_window=20)
+        attention.kv_cache_spec = replace(spec, sliding_window=28)
         return right(attention, *inputs)
     finally:
         attention.kv_cache_spec = spec

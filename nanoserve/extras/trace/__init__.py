@@ -26,6 +26,7 @@ engine. Read the modules in this order:
     launches    kernels, graphs, overlap           list_launches, launch_strip, GraphRunner, overlap
     limits      the limits of a machine            roofline, ridge_prompt
     compare     fair comparisons, their spread     time_in_turns, ratios, histograms, claims
+    why         why pages, and who does what         memory_map, layers
     style, svg  colours and shapes
 
 Pictures need matplotlib (pip install -e ".[notebooks]"); the recorder, the player, the animation
@@ -53,6 +54,7 @@ from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
 from nanoserve.extras.trace.style import colour, on_colour, tint
 from nanoserve.extras.trace.tensors import step_tensors
 from nanoserve.extras.trace.timer import StepTimer
+from nanoserve.extras.trace.why import layers, memory_map
 
 # Modules that load torch, and what they define: imported when a name of them is used.
 WITH_TORCH = {
@@ -72,8 +74,10 @@ __all__ = [
     "distribution",
     "gantt",
     "histograms",
+    "layers",
     "lines",
     "measure_parts",
+    "memory_map",
     "on_colour",
     "print_operators",
     "ratios",
