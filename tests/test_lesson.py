@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -114,7 +119,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("guess", "actual"), RIGHT, ids=repr)
+@pytest.mark.parametrize(("guess", "actual"), RIGHT)
 def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
@@ -122,7 +127,7 @@ def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> N
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG, ids=repr)
+@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG)
 def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, actual)
     said = capsys.readouterr().out
@@ -312,6 +317,51 @@ def test_five_cases_in_five_modules() -> None:
     modules = [lesson.REPLACEMENTS[name][0].rsplit(".", 2)[0] for name in lesson.CASES.values()]
     assert len(set(modules)) == 5
     assert lesson.replaced_method("case 1") == lesson.replaced_method(lesson.CASES["case 1"])
+
+
+# -- notebook 11 names the tests that hold what a case breaks --
+
+
+def tests_named_for(case: str) -> list[str]:
+    """ "tests/test_x.py::test_y" of a case; in the notebook, a test stands before its file."""
+    text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
+    cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    [cause] = re.findall(rf"The cause of {case}</summary>(.*?)</details>", cells, re.DOTALL)
+    pairs = re.findall(r"`(test_\w+)`\s+in\s+`(tests/test_\w+\.py)`", cause)
+    return [f"{file}::{name}" for name, file in pairs]
+
+
+@pytest.mark.parametrize("case", lesson.CASES)
+def test_the_tests_named_for_a_case_exist(case: str) -> None:
+    named = tests_named_for(case)
+    assert named
+    for test in named:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (PACKAGE.parent / file).read_text("utf-8"), test
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", lesson.CASES)
+def test_the_tests_named_for_a_case_notice_it(case: str) -> None:
+    """Run in an interpreter of their own, with the sabotage in the engine, they fail."""
+    options = ("-n0", "-q", "-x", "-p", "no:cacheprovider")
+    for test in tests_named_for(case):
+        code = f"""
+import pytest
+from nanoserve.extras import lesson
+with lesson.broken({case!r}):
+    print("exit status", int(pytest.main([*{options}, {test!r}])))
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=PACKAGE.parent,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.stdout.endswith("exit status 1\n"), f"{test}\n{done.stdout[-500:]}"
 
 
 # -- the pictures of notebook 00 --

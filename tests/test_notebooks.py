@@ -16,6 +16,7 @@ import io
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanoserve"
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ALWAYS_RUN = "01_life_of_a_request"
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ALWAYS_RUN = "00_why_pages"
 VLLM = {"V0": os.environ.get("VLLM_0_6", ""), "V1": os.environ.get("VLLM_0_32", "")}
 MAX_CELLS, MAX_LINES, MAX_BYTES = 25, 15, 600_000
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/(home|Users|root|tmp|usr|opt|work|var)/|\b[A-Z]:\\")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 REQUEST_NAME = re.compile(r"[A-DXY]\d*")  # the cast, and requests that only fill the engine
 SECONDS = 120  # for one cell; a kernel starts slowly on a busy machine
+
+sys.path.insert(0, str(FOLDER / "pictures"))
+toc = import_module("toc")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 each_run = pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_runs(path: Path) -> None:
         for output in cell.get("outputs", []):
             assert output.get("name") != "stderr", f"stderr in cell {cell.id}: {output.text}"
     for number, cell in solved.items():
-        [*_, text] = "".join(texts_of(cell.outputs)).strip().splitlines()
+        [*_, text] = "\n".join(texts_of(cell.outputs)).strip().splitlines()
         assert text.startswith(f"{number} right"), f"the solution of {number}: {text}"
     fresh = {cell.id: cell for cell in notebook.cells}
     for cell in stored.cells:
@@ -265,11 +270,31 @@ def test_questions(path: Path) -> None:
 
 
 @each_notebook
-def test_redefines_nothing(path: Path) -> None:
-    """A notebook imports nanoserve; functions of the notebook have other names."""
-    taken = names_of_nanoserve(without=("bench", "demo", "tools"))
+def test_imports_what_the_extra_installs(path: Path) -> None:
+    """pip install "nanoserve[notebooks]" is enough."""
+    allowed = {"nanoserve", "torch", "triton", "transformers", "safetensors", "numpy"}
+    allowed |= {"matplotlib", "IPython"} | sys.stdlib_module_names
     for cell in code_cells(path):
         for node in ast.walk(parse(cell)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, cell.id
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] in allowed, cell.id
+
+
+@each_notebook
+def test_redefines_nothing(path: Path) -> None:
+    """A notebook imports nanoserve; functions of the notebook have other names than its functions.
+    (A method of a class of the reader's own may have the name of the method that it replaces.)"""
+    taken = {
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        if file.relative_to(PACKAGE).parts[0] not in ("bench", "demo", "tools")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    for cell in code_cells(path):
+        for node in parse(cell).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 assert node.name not in taken, f"{node.name} in cell {cell.id} is nanoserve's"
 
@@ -277,12 +302,10 @@ def test_redefines_nothing(path: Path) -> None:
 # -- the tables --
 
 
-def names_of_nanoserve(without: tuple[str, ...] = ()) -> set[str]:
-    """Every function, class and attribute that a module defines, without those of some folders."""
+def names_of_nanoserve() -> set[str]:
+    """Every function, class and attribute that a module of nanoserve defines."""
     names: set[str] = set()
     for file in PACKAGE.rglob("*.py"):
-        if file.relative_to(PACKAGE).parts[0] in without:
-            continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
@@ -405,6 +428,25 @@ def test_one_picture_for_the_table_of_contents(path: Path) -> None:
     assert {tag for cell in cells for tag in tags(cell)} <= {"exercise", "slide", "varies"}
     [slide] = [cell for cell in cells if "slide" in tags(cell)]
     assert any("image/png" in output.get("data", {}) for output in slide.outputs)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_table_of_contents_has_every_notebook(name: str) -> None:
+    rows = [row for table in markdown_tables((FOLDER / name).read_text("utf-8")) for row in table]
+    found = re.findall(r"pictures/toc/(\d\d)\.png.*?\((\w+)\.ipynb\)", "\n".join(map(str, rows)))
+    assert found == [(path.stem[:2], path.stem) for path in NOTEBOOKS]
+
+
+@each_notebook
+def test_the_small_picture_is_the_slide(path: Path) -> None:
+    """If this fails: python notebooks/pictures/toc.py"""
+    from PIL import Image, ImageChops, ImageStat
+
+    fresh = toc.make(path)
+    stored = Image.open(FOLDER / "pictures" / "toc" / f"{path.stem[:2]}.png").convert("RGB")
+    assert stored.size == fresh.size
+    difference = ImageStat.Stat(ImageChops.difference(stored, fresh.convert("RGB")))
+    assert max(difference.mean) < 2, "another picture"
 
 
 # -- storing --
