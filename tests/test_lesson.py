@@ -18,7 +18,7 @@ import torch
 from test_documents import exists
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras import lesson
+from nanoserve.extras import lesson, trace
 from nanoserve.extras.arrivals import serve
 from nanoserve.extras.trace import why
 
@@ -224,6 +224,16 @@ def behind_smaller_ones() -> list[list[int]]:
     return [[*run.wait("D")]]
 
 
+def number_of_steps() -> list[list[int]]:
+    """Of a mistake that changes no token."""
+    with lesson.small_llm() as llm:
+        steps: list[Any] = []
+        llm.engine.step_listeners.append(steps.append)
+        params = SamplingParams(temperature=0, max_tokens=4)
+        llm.generate([lesson.prompt(llm, name) for name in "AB"], params, use_tqdm=False)
+        return [[len(steps)]]
+
+
 def everything() -> list[list[int]]:
     """For sabotages that have no story of their own."""
     return [tokens for tell in STORIES.values() for tokens in tell()]
@@ -243,6 +253,9 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "wrong_tokens": with_a_penalty,
     "noise_with_state": three_completions,
     "position_as_slot": after(["C"], "A"),
+    "one_by_one": number_of_steps,
+    "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
+    "short_answers": after([], "Tell me a story."),
 }
 
 

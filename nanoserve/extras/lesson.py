@@ -48,6 +48,7 @@ CAST = {
     "C": "What is the capital of France?",
     "D": "Remember: The red box holds 7341. What does the red box hold?",
 }
+NUM_BEFORE_MOVE = 9  # steps, those that record graphs included, before "moving_inputs" moves them
 TOLERANCE = 1e-3  # of floats, relative; also absolute, as a share of the largest number of a tensor
 
 # -- engines --
@@ -508,3 +509,37 @@ def _draw_from_one_generator(right: Any, batch: Any, rows: Any, *inputs: Any) ->
     generator = vars(batch).setdefault("generator", random.Random(0))
     numbers = [generator.random() for _ in rows]
     return {**filters, "uniform": filters["uniform"].new_tensor(numbers)}
+
+
+@_sabotage(
+    "one_by_one",
+    "scheduler.Scheduler.has_seq_slot",
+    "a sequence is admitted only when no other one runs: the same tokens, in many more steps",
+)
+def _one_sequence_at_a_time(right: Any, scheduler: Any, *arguments: Any) -> bool:
+    return right(scheduler, *arguments) and not scheduler.running
+
+
+@_sabotage(
+    "moving_inputs",
+    "staging.StagingBuffer.begin_step",
+    "in the middle of a run the inputs move to another address, which a recorded graph never reads",
+)
+def _move_once(right: Any, buffer: Any) -> None:
+    buffer.num_begun = getattr(buffer, "num_begun", 0) + 1
+    if buffer.num_begun == NUM_BEFORE_MOVE:
+        buffer._on_device = buffer._on_device.clone()
+        buffer._hosts = [buffer._on_device]  # of a CPU
+        buffer._host_arrays = [buffer._on_device.numpy()]
+    right(buffer)
+
+
+@_sabotage(
+    "short_answers",
+    "input_processor.InputProcessor.process",
+    "a request gets half of the tokens that it asked for at most",
+)
+def _halve_max_tokens(right: Any, processor: Any, *arguments: Any) -> Any:
+    seq = right(processor, *arguments)
+    seq.max_tokens = -(-seq.max_tokens // 2)
+    return seq
