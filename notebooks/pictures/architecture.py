@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import wrap
 
-from svg import COLOURS, document, element, rect, text
+from nanoserve.extras.trace.style import COLOURS
+from nanoserve.extras.trace.svg import document, element, rect, text
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoserve"
 # The dozen: (module, its question in English and Chinese). A row of two modules is one box.

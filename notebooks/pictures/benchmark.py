@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from svg import COLOURS, document, element, rect, text
+from nanoserve.extras.trace.style import COLOURS
+from nanoserve.extras.trace.svg import document, element, rect, text
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MODEL = "qwen3-29m"

@@ -9,8 +9,7 @@ work: `prefers-color-scheme` chooses the colours, and keyframes show and hide gr
     film.add(2, text(5, 5, "a < b"))
     document(20, 20, "title", "description", film.style(), film.body(still=1))
 
-The colours of requests are those of Okabe and Ito: readers with any kind of colour vision can tell
-them apart. Names always stand beside the colours.
+The colours of requests are style.py's; names always stand beside the colours.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ FONT = (
     "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,"
     "'PingFang SC','Microsoft YaHei','Noto Sans CJK SC',sans-serif"
 )
-COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"]
-ON_COLOURS = ["#fff", "#111", "#111", "#111", "#111", "#fff"]  # letters on the full colour
+ON_COLOURS = ["#fff", "#111", "#111", "#111", "#111", "#fff"]  # letters on style.COLOURS
 
 # class: (property, in light mode, in dark mode)
 PALETTE = {
@@ -36,6 +34,7 @@ PALETTE = {
     "line": ("stroke", "#59636e", "#9198a1"),
     "old": ("fill-opacity", ".26", ".36"),
     "new": ("fill-opacity", ".62", ".66"),
+    "coming": ("fill-opacity", ".10", ".16"),
 }
 
 
@@ -164,3 +163,17 @@ class Film:
             classes = f"f{' s' if first <= still < end else ''} k{first}-{end}"
             lines.append(element("g", "".join(elements), class_=classes))
         return lines
+
+    def groups_by_step(self) -> list[str]:
+        """The groups with the steps in which they are visible, for a script: [data-from, data-to).
+        Without a script, the first step is visible."""
+        return [
+            element(
+                "g",
+                "".join(elements),
+                class_="f" if first else "f on",
+                data_from=first,
+                data_to=end,
+            )
+            for (_, first, end), elements in self._groups().items()
+        ]
