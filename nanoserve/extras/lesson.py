@@ -356,6 +356,62 @@ def _no_copy_on_write(right: Any, manager: Any, seq: Any) -> bool:
 
 
 @_sabotage(
+    "rope_neighbours",
+    "models.decoder.Attention.__init__",
+    "RoPE takes neighbours as pairs; the weights were trained with halves",
+)
+def _pair_neighbours(right: Any, attention: Any, *config: Any) -> None:
+    right(attention, *config)
+    attention.rope_and_store = _rope_of_neighbours
+
+
+def _rope_of_neighbours(
+    qkv: Any, qk_norm: Any, rope: Any, backend: Any, kv_cache: Any, metadata: Any
+) -> Any:
+    """layers.rope_and_store, but number 2 i of a head is paired with number 2 i + 1."""
+    num_kv_heads, head_dim = kv_cache[0].shape[2:]
+    heads, half = qkv.view(len(qkv), -1, head_dim), head_dim // 2
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    qk = qk_norm(qk) if qk_norm is not None else qk
+    first, second = qk.unflatten(-1, (half, 2)).unbind(-1)
+    cos, sin = rope[0][..., :half], rope[1][..., half:]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    qk = qk.clone()
+    qk[..., 0::2], qk[..., 1::2] = turned
+    backend.store(qk[:, -num_kv_heads:].contiguous(), v.contiguous(), kv_cache, metadata)
+    return qk[:, :-num_kv_heads].contiguous()
+
+
+@_sabotage(
+    "packed_order",
+    "layers.ColumnParallelLinear.shards",
+    "the loader puts v_proj where the model expects k_proj, and k_proj where it expects v_proj",
+)
+def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
+    other = {"k_proj": "v_proj", "v_proj": "k_proj"}
+    for tensor_name, shard in right(layer, name):
+        yield ".".join(other.get(part, part) for part in tensor_name.split(".")), shard
+
+
+class WithoutOneSum(ModelRunner):
+    """A runner whose second layer never adds up the ranks' parts of its MLP."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        alone = ParallelState(self.parallel.rank, self.parallel.world_size)  # and no groups
+        self.model.model.layers[1].mlp.down_proj.parallel = alone  # type: ignore
+
+
+@_sabotage(
+    "one_sum_less",
+    "distributed.multiproc.MultiprocExecutor.__init__",
+    "with several ranks, one layer leaves out the sum over the ranks behind its MLP",
+)
+def _leave_out_one_sum(right: Any, executor: Any, *config: Any, **options: Any) -> None:
+    right(executor, *config, **{**options, "runner_cls": WithoutOneSum})
+
+
+@_sabotage(
     "short_hash",
     "block_manager.BlockHashTable.get",
     "the hash of a block leaves out the block's last token",
@@ -418,56 +474,12 @@ def _remove_but_keep_edits(right: Any, batch: Any, seq_id: int) -> None:
 
 
 @_sabotage(
-    "rope_neighbours",
-    "models.decoder.Attention.__init__",
-    "RoPE takes neighbours as pairs; the weights were trained with halves",
+    "forgotten_token",
+    "model_runner.ModelRunner.gather_arrays",
+    "the keys and values of generated tokens are not stored",
 )
-def _pair_neighbours(right: Any, attention: Any, *config: Any) -> None:
-    right(attention, *config)
-    attention.rope_and_store = _rope_of_neighbours
-
-
-def _rope_of_neighbours(
-    qkv: Any, qk_norm: Any, rope: Any, backend: Any, kv_cache: Any, metadata: Any
-) -> Any:
-    """layers.rope_and_store, but number 2 i of a head is paired with number 2 i + 1."""
-    num_kv_heads, head_dim = kv_cache[0].shape[2:]
-    heads, half = qkv.view(len(qkv), -1, head_dim), head_dim // 2
-    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-    qk = qk_norm(qk) if qk_norm is not None else qk
-    first, second = qk.unflatten(-1, (half, 2)).unbind(-1)
-    cos, sin = rope[0][..., :half], rope[1][..., half:]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    qk = qk.clone()
-    qk[..., 0::2], qk[..., 1::2] = turned
-    backend.store(qk[:, -num_kv_heads:].contiguous(), v.contiguous(), kv_cache, metadata)
-    return qk[:, :-num_kv_heads].contiguous()
-
-
-@_sabotage(
-    "packed_order",
-    "layers.ColumnParallelLinear.shards",
-    "the loader puts v_proj where the model expects k_proj, and k_proj where it expects v_proj",
-)
-def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
-    other = {"k_proj": "v_proj", "v_proj": "k_proj"}
-    for tensor_name, shard in right(layer, name):
-        yield ".".join(other.get(part, part) for part in tensor_name.split(".")), shard
-
-
-class WithoutOneSum(ModelRunner):
-    """A runner whose second layer never adds up the ranks' parts of its MLP."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        alone = ParallelState(self.parallel.rank, self.parallel.world_size)  # and no groups
-        self.model.model.layers[1].mlp.down_proj.parallel = alone  # type: ignore
-
-
-@_sabotage(
-    "one_sum_less",
-    "distributed.multiproc.MultiprocExecutor.__init__",
-    "with several ranks, one layer leaves out the sum over the ranks behind its MLP",
-)
-def _leave_out_one_sum(right: Any, executor: Any, *config: Any, **options: Any) -> None:
-    right(executor, *config, **{**options, "runner_cls": WithoutOneSum})
+def _store_prompts_only(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+    arrays = right(runner, scheduled, rows)
+    slots = arrays.slot_mapping.copy()
+    slots[arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]] = -1
+    return replace(arrays, slot_mapping=slots)

@@ -17,6 +17,8 @@ engine. Read the modules in this order:
     steps       who ran when, how long it took     timeline, timelines, step_times, gantt
     tensors     one step's arrays                  step_tensors
     states      two state machines                 sequence_states, block_states
+    model       weights, ranks, RoPE               packed_weights, rank_weights, rope_pairs
+    messages    what ranks say to each other       listen, conversation
     charts      plain charts                       distribution, bars, lines
     as_text     a step as text                     decision
     movie       the run step by step               Player (recorder.play), the animated SVG
@@ -31,6 +33,15 @@ and the trace need no other package.
 from nanoserve.extras.trace.as_text import decision
 from nanoserve.extras.trace.blocks import block_map
 from nanoserve.extras.trace.charts import bars, distribution, lines
+from nanoserve.extras.trace.messages import conversation, listen
+from nanoserve.extras.trace.model import (
+    hidden_states,
+    packed_weights,
+    placements,
+    rank_weights,
+    rope_pairs,
+    two_matrices,
+)
 from nanoserve.extras.trace.recorder import Recorder
 from nanoserve.extras.trace.states import block_states, sequence_states
 from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
@@ -45,15 +56,23 @@ __all__ = [
     "block_map",
     "block_states",
     "colour",
+    "conversation",
     "decision",
     "distribution",
     "gantt",
+    "hidden_states",
     "lines",
+    "listen",
     "on_colour",
+    "packed_weights",
+    "placements",
+    "rank_weights",
+    "rope_pairs",
     "sequence_states",
     "step_tensors",
     "step_times",
     "timeline",
     "timelines",
     "tint",
+    "two_matrices",
 ]

@@ -1,0 +1,309 @@
+"""What the notebooks stand on: the cast, hints by kind of mistake, sabotages that leave nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_documents import exists
+
+from nanoserve import LLM, SamplingParams
+from nanoserve.extras import lesson
+from nanoserve.extras.trace import why
+
+PACKAGE = Path(__file__).parent.parent / "nanoserve"
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+# -- the cast --
+
+
+def test_the_cast_gets_right_answers() -> None:
+    with lesson.small_llm(num_blocks=64) as llm:
+        prompts = [lesson.prompt(llm, name) for name in lesson.CAST]
+        texts = [o.outputs[0].text for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    for text, expected in zip(texts, ("42", "43", "Paris", "7341"), strict=True):
+        assert expected in text
+
+
+def test_a_small_llm_says_nothing_and_obeys(capfd: pytest.CaptureFixture[str]) -> None:
+    with lesson.small_llm(num_blocks=7, block_size=2, max_num_seqs=3) as llm:
+        manager, config = llm.engine.block_manager, llm.engine.config
+        assert (manager.num_blocks, manager.block_size, config.max_num_seqs) == (7, 2, 3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_prompt_has_turns(demo_llm: LLM) -> None:
+    ids = lesson.prompt(demo_llm, "C", "Paris.", "And of Italy?")
+    text = demo_llm.get_tokenizer().decode(ids)
+    assert text.count("<|im_start|>user") == 2
+    assert text.index(lesson.CAST["C"]) < text.index("Paris.") < text.index("And of Italy?")
+    assert text.endswith("assistant\n")
+    assert all(type(token_id) is int for token_id in ids)
+
+
+# -- checks --
+
+RIGHT = [
+    (7, 7),
+    (7.0, 7),
+    (0.33333, 1 / 3),
+    ("Paris", "Paris"),
+    ([1, 2], (1, 2)),
+    ((1, 2), [1, 2]),
+    (range(3), [0, 1, 2]),
+    ([1, 2], torch.tensor([1, 2])),
+    (np.array([1, 2]), [1, 2]),
+    (3, torch.tensor(3)),
+    (True, torch.tensor(True)),
+    ({"a": [1]}, {"a": (1,)}),
+    ({1, 2}, {2, 1}),
+    ("RED", Colour.RED),
+    (Colour.RED, Colour.RED),
+    ([0.5, 0.25], torch.tensor([0.5, 0.25001])),
+    (torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3)),
+    (torch.tensor([1e-6, 1.0]), torch.tensor([0.0, 1.0])),
+    ([None, 3], [None, 3]),
+    ([[1], []], [[1], []]),
+    (float("nan"), float("nan")),
+]
+
+WRONG = [
+    (8, 7, "off by one"),
+    (6, 7, "one too low"),
+    (70, 7, "too high"),
+    (0.3, 1 / 3, "too low"),
+    (-7, 7, "sign"),
+    (float("nan"), 7.0, "NaN"),
+    ("7", 7, "without quotes"),
+    ([7], 7, "the answer is a number, yours is a list"),
+    (True, 1, "the answer is a number"),
+    (1, True, "the answer is True or False"),
+    ("paris ", "Paris", "upper and lower case"),
+    ("Par", "Paris", "not complete"),
+    ("Paris.", "Paris", "too long"),
+    ("Rome", "Paris", "another text"),
+    ([1, 2], [1, 2, 3], "it has 2 items, the answer has 3; all of the shorter one agree"),
+    ([9, 2, 3, 4], [1, 2, 3], "it has 4 items"),
+    ([], [1], "it has 0 items"),
+    ([2, 1, 3], [1, 2, 3], "another order; item 0"),
+    ([1, 2, 4], [1, 2, 3], "item 2"),
+    ([[1], [3]], [[1], [2]], "item 1 (the first one is item 0) is wrong: item 0"),
+    ({1, 5}, {1, 2, 3}, "2 missing, 1 too many"),
+    ({"a": 1}, {"a": 1, "b": 2}, "1 of 2 keys are missing"),
+    ({"a": 1, "c": 2}, {"a": 1}, "the key 'c' is too much"),
+    ({"a": 2}, {"a": 1}, "at key 'a': one too high"),
+    ("BLUE", Colour.RED, "another text"),
+    (torch.ones(3, 2), torch.ones(2, 3), "transposed"),
+    (torch.ones(3), torch.ones(2, 3), "its shape is (3,), the answer's is (2, 3)"),
+    (torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]), "1 of 2 numbers differ, the first one"),
+    (torch.tensor([torch.nan]), torch.tensor([1.0]), "NaN"),
+    ("abc", torch.ones(2), "the answer is a tensor, yours is text"),
+    (object(), [1], "the answer is a list, yours is object"),
+]
+
+
+@pytest.mark.parametrize(("guess", "actual"), RIGHT, ids=repr)
+def test_right(guess: Any, actual: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", guess, actual)
+    said = capsys.readouterr().out
+    assert said.startswith("2.1 right: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("guess", "actual", "hint"), WRONG, ids=repr)
+def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", guess, actual)
+    said = capsys.readouterr().out
+    assert said.startswith("2.1 not yet: ")
+    assert hint in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "guess", [None, ..., [1, None], [[...]], {"a": None}, (None,) * 9], ids=repr
+)
+def test_no_answer_yet(guess: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", guess, [1, 2])
+    assert capsys.readouterr().out.startswith("2.1 no answer yet: ")
+
+
+def test_a_hint_for_a_certain_guess_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    hints = {4: "that is the number of slots.", (1, 2): "that is the order of arrival."}
+    lesson.check("2.1", 4, 7, hints)
+    lesson.check("2.2", [1, 2], [2, 1], hints)
+    lesson.check("2.3", 5, 7, hints)
+    assert capsys.readouterr().out.splitlines() == [
+        "2.1 not yet: that is the number of slots.",
+        "2.2 not yet: that is the order of arrival.",
+        "2.3 not yet: too low.",
+    ]
+
+
+def test_a_guess_that_cannot_be_compared_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    class Strange:
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("no")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    lesson.check("2.1", [Strange()], [Strange()])
+    assert "2.1 not yet: your answer cannot be compared" in capsys.readouterr().out
+
+
+def test_an_answer_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", list(range(99)), range(99))
+    lesson.check("2.2", torch.ones(3, 4), torch.ones(3, 4))
+    long, tensor = capsys.readouterr().out.splitlines()
+    assert len(long) < 90
+    assert tensor == "2.2 right: a tensor of shape (3, 4)."
+
+
+# -- sabotages --
+
+
+def ask(llm: LLM, *turns: str, **options: Any) -> list[list[int]]:
+    """The tokens of each completion of a chat prompt, greedy unless `options` say otherwise."""
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, **options})
+    output = llm.generate(lesson.prompt(llm, *turns), params, use_tqdm=False)[0]
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+def after(others: list[str], *turns: str, num_blocks: int = 24, **options: Any) -> Any:
+    """A story: on a fresh engine, first these questions, then the one whose tokens count."""
+
+    def tell() -> list[list[int]]:
+        with lesson.small_llm(num_blocks, **options) as llm:
+            for question in others:
+                ask(llm, question)
+            return ask(llm, *turns)
+
+    return tell
+
+
+def three_completions() -> list[list[int]]:
+    with lesson.small_llm(96) as llm:
+        return ask(llm, "Tell me a story.", n=3, temperature=1.0, seed=2)
+
+
+def behind_a_ban() -> list[list[int]]:
+    with lesson.small_llm() as llm:
+        ask(llm, "Tell me a story.", bad_words=["Paris"])
+        return ask(llm, "C")
+
+
+def everything() -> list[list[int]]:
+    """For sabotages that have no story of their own."""
+    return [tokens for tell in STORIES.values() for tokens in tell()]
+
+
+STORIES: dict[str, Callable[[], list[list[int]]]] = {
+    "uncache": after(["What is the capital of Egypt?", "A", "B"], "C", num_blocks=14),
+    "copy_on_write": three_completions,
+    "short_hash": after(["A"], "B"),
+    "skipped_token": after([], "D", max_num_batched_tokens=8),
+    "slot_as_position": after(["C", "A"], "D"),
+    "short_memory": after([], "D"),
+    "stale_row": behind_a_ban,
+    "forgotten_token": after([], "A"),
+}
+
+
+@pytest.mark.parametrize("name", lesson.SABOTAGES)
+def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
+    """Inside, the answer is another one; afterwards it is the right one again."""
+    story = STORIES.get(name, everything)
+    right = story()
+    with lesson.broken(name):
+        wrong = story()
+    assert wrong != right
+    assert all(wrong)
+    assert story() == right
+
+
+@pytest.mark.parametrize("name", lesson.SABOTAGES)
+def test_an_engine_that_was_used_inside_is_right_afterwards(name: str) -> None:
+    """Blocks, prefix cache and rows are forgotten; a request that has not ended goes on."""
+    with lesson.small_llm(48, max_num_batched_tokens=8) as llm:
+        alone = [ask(llm, question) for question in "ABCD"]
+        llm.reset_prefix_cache()
+        with lesson.broken(name):
+            ask(llm, "Tell me a story.", bad_words=["Paris"])
+            for question in "ABCD":
+                ask(llm, question)
+        assert [ask(llm, question) for question in "ABCD"] == alone
+        llm.engine.block_manager.check()
+
+
+def test_a_request_that_is_running_at_the_end_goes_on() -> None:
+    with lesson.small_llm(48) as llm:
+        right = ask(llm, "D")[0]
+        llm.reset_prefix_cache()
+        llm.add_request("D", lesson.prompt(llm, "D"), GREEDY)
+        llm.step()
+        with lesson.broken("slot_as_position"):
+            pass
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+        assert list(outputs[0].outputs[0].token_ids) == right
+
+
+@pytest.mark.parametrize("name", lesson.SABOTAGES)
+def test_undone_whatever_happens_inside(name: str) -> None:
+    method, _ = lesson.REPLACEMENTS[name]
+    module, _, dotted = method.partition(".")
+    while not (PACKAGE / f"{module}.py").exists():  # "models.decoder.Attention.forward"
+        first, _, dotted = dotted.partition(".")
+        module = f"{module}/{first}"
+    assert exists(PACKAGE / f"{module}.py", dotted)
+    assert lesson.replaced_method(name) == dotted
+    before = owner_and_function(method)
+    with lesson.broken(name):
+        assert owner_and_function(method) is not before
+    assert owner_and_function(method) is before
+    with pytest.raises(KeyboardInterrupt), lesson.broken(name), lesson.broken(name):
+        raise KeyboardInterrupt
+    assert owner_and_function(method) is before
+
+
+def owner_and_function(method: str) -> Any:
+    """The function itself: "block_manager.BlockPool.allocate"."""
+    import importlib
+
+    *module, class_name, attribute = method.split(".")
+    owner = getattr(importlib.import_module(".".join(["nanoserve", *module])), class_name)
+    return vars(owner)[attribute]
+
+
+def test_an_unknown_sabotage_is_refused_with_those_that_are_known() -> None:
+    with (
+        pytest.raises(ValueError, match=r"'uncach'; there are: uncache, .*case 5"),
+        lesson.broken("uncach"),
+    ):
+        pass
+
+
+def test_five_cases_in_five_modules() -> None:
+    assert list(lesson.CASES) == [f"case {i}" for i in range(1, 6)]
+    modules = [lesson.REPLACEMENTS[name][0].rsplit(".", 2)[0] for name in lesson.CASES.values()]
+    assert len(set(modules)) == 5
+    assert lesson.replaced_method("case 1") == lesson.replaced_method(lesson.CASES["case 1"])
+
+
+# -- the pictures of notebook 00 --
+
+
+def test_the_layers_name_files_that_exist() -> None:
+    for _, files in why.LAYERS.values():
+        for file in files.split(", "):
+            assert (PACKAGE / file).exists(), file
