@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve import SamplingParams
+from nanoserve.config import ModelConfig
 from nanoserve.extras import cases, lesson
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -44,12 +45,12 @@ def test_every_tensor_of_the_checkpoint_is_where_it_is_said_to_be() -> None:
             parameter = model.get_parameter(place.parameter)
             rows = parameter[slice(*place.rows)].view_as(stored[place.name])
             assert torch.equal(rows, stored[place.name]), place.name
-        trace.packed_weights("packed", model)
+        trace.packed_weights("packed", model, 32)
         assert "rows 128 to 191" in texts()
 
 
 def test_the_parts_of_the_ranks_are_drawn() -> None:
-    config = cases.packing().inputs[0]
+    config = ModelConfig.from_folder(cases.MODEL_DIR)
     trace.rank_weights("ranks", [cases.meta_model(config, r, 2) for r in range(2)], 32)
     assert "rows\n0 to 63\nheads 0, 1" in texts() and "rows\n64 to 127\nheads 2, 3" in texts()
     assert "head 0" in texts() and "head 1" in texts()

@@ -394,18 +394,18 @@ def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
 
 
 class WithoutOneSum(ModelRunner):
-    """A runner whose second layer never adds up the ranks' parts of its MLP."""
+    """A runner whose layer 3 never adds up the ranks' parts of its attention."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         alone = ParallelState(self.parallel.rank, self.parallel.world_size)  # and no groups
-        self.model.model.layers[1].mlp.down_proj.parallel = alone  # type: ignore
+        self.model.model.layers[3].self_attn.o_proj.parallel = alone  # type: ignore
 
 
 @_sabotage(
     "one_sum_less",
     "distributed.multiproc.MultiprocExecutor.__init__",
-    "with several ranks, one layer leaves out the sum over the ranks behind its MLP",
+    "with several ranks, one layer leaves out the sum over the ranks behind its attention",
 )
 def _leave_out_one_sum(right: Any, executor: Any, *config: Any, **options: Any) -> None:
     right(executor, *config, **{**options, "runner_cls": WithoutOneSum})

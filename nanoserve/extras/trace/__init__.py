@@ -36,6 +36,7 @@ from nanoserve.extras.trace.charts import bars, distribution, lines
 from nanoserve.extras.trace.messages import conversation, listen
 from nanoserve.extras.trace.model import (
     hidden_states,
+    layer_words,
     packed_weights,
     placements,
     rank_weights,
@@ -61,6 +62,7 @@ __all__ = [
     "distribution",
     "gantt",
     "hidden_states",
+    "layer_words",
     "lines",
     "listen",
     "on_colour",

@@ -6,6 +6,7 @@
     two_matrices(title, x, a, b)   x @ a @ b on two ranks, with all numbers
     rope_pairs(title, rotary, ...) how pairs of dimensions turn, and what a query then sees of a key
     hidden_states(layers)          a list of what each layer gives, while a `with` block lasts
+    layer_words(title, ...)        what the model would say if it ended after each layer
 
 The functions read a model and change nothing. `packed_weights` and `rank_weights` know the names of
 the Llama family. Matrices are drawn to scale, as they are stored: a row for each output.
@@ -25,7 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoserve.extras.trace.style import FAINT, INK, LINE, box, label, panels, show
+from nanoserve.extras.trace.frames import Tokens
+from nanoserve.extras.trace.style import FAINT, INK, LINE, box, fit, label, panels, show
 from nanoserve.layers import RotaryEmbedding, Shard, apply_rope
 from nanoserve.models.base import Model
 
@@ -82,8 +84,9 @@ def _matrices(model: Model, layer: int) -> dict[str, Placement]:
 # -- from names to packed weights --
 
 
-def packed_weights(title: str, model: Model, layer: int = 0) -> None:
-    """The matrices of one layer as the checkpoint names them, and the matrices that they fill."""
+def packed_weights(title: str, model: Model, head_dim: int, layer: int = 0) -> None:
+    """The matrices of one layer as the checkpoint names them, and the matrices that they fill;
+    below, the output of the first one for one token."""
     matrices = _matrices(model, layer)
     unit = matrices["q_proj"].shard.full_shape[1]  # columns that one unit of width stands for
     axes = panels(1, 5.6, title, 2, width_ratios=(1, 1.22))
@@ -92,6 +95,8 @@ def packed_weights(title: str, model: Model, layer: int = 0) -> None:
     for ax, (stacked, single) in zip(axes, groups, strict=True):
         heights.append(_draw_group(ax, matrices, stacked, single, unit))
         ax.axis("off")
+    heads = {name: matrices[name].shard.full_shape[0] // head_dim for name in groups[0][0]}
+    _draw_output(axes[0], heads, max(heights) - 1.25 * unit, 0.3 * unit)
     gap = 0.5 * unit
     for ax, width in zip(axes, (3.6, 4.4), strict=True):
         ax.set(xlim=(-0.05, width), ylim=(max(heights), -gap))
@@ -126,6 +131,17 @@ def _draw_group(
     return y + rows + 0.1 * unit
 
 
+def _draw_output(ax: Axes, heads: dict[str, int], y: float, height: float) -> None:
+    """One row of x qkv_proj.T: the heads of q, k and v side by side."""
+    width, x = 3.0 / sum(heads.values()), 0.0
+    label(ax, 0, y - 0.5 * height, "what qkv_proj makes of one token, head by head", 9, ha="left")
+    for name, number in heads.items():
+        for head in range(number):
+            box(ax, x, y, width, height, facecolor=PART_COLOURS[name], **EDGE)
+            label(ax, x + width / 2, y + height / 2, f"{name[0]}{head}", 9)
+            x += width
+
+
 def _draw_pair(
     ax: Axes,
     name: str,
@@ -139,7 +155,8 @@ def _draw_pair(
     rows, width, colour = size[0], size[1] / unit, PART_COLOURS[name]
     box(ax, *target, width, rows, facecolor=colour, **EDGE)
     box(ax, *source, width, rows, facecolor=colour, **EDGE)
-    label(ax, source[0] + width / 2, source[1] + rows / 2, f"{name}\n[{rows}, {size[1]}]", 9)
+    break_ = "\n" if rows > 0.7 * unit else " "
+    label(ax, source[0] + width / 2, source[1] + rows / 2, f"{name}{break_}[{rows}, {size[1]}]", 9)
     tops, x = (source[1], target[1]), (source[0] + width, target[0])
     ax.fill_between(x, tops, (tops[0] + rows, tops[1] + rows), color=colour, alpha=0.4, lw=0)
     label(ax, target[0] + width / 2, target[1] + rows / 2, text, 9)
@@ -170,13 +187,30 @@ def rank_weights(title: str, models: Seq[Model], head_dim: int, layer: int = 0) 
             if name == "embed_tokens":
                 drawn = 1.4 * unit
             width = _draw_division(ax, name, shards, x, drawn, unit, head_dim)
-            x, height = x + width + 0.45, max(height, drawn)
+            x, height = x + width + 0.4, max(height, drawn)
         ax.set(xlim=(-0.05, 7.3), ylim=(height + 0.05 * unit, -0.35 * unit), aspect=1 / unit)
         ax.axis("off")
+    k_projs = [part["k_proj"].shard for part in parts]
+    _draw_kv_cache(axes[1], k_projs, head_dim, 2.8, 1.75 * unit, 0.9 * unit)
     ranks = [Patch(facecolor=RANK_COLOURS[rank], **EDGE) for rank in range(len(models))]
     names = [f"rank {rank}" for rank in range(len(models))]
     axes[0].figure.legend(ranks, names, loc="upper right", ncols=len(models), frameon=False)
     show()
+
+
+def _draw_kv_cache(
+    ax: Axes, k_projs: Seq[Shard], head_dim: int, x: float, y: float, height: float
+) -> None:
+    """The key heads that each rank stores for each token of one layer."""
+    name = "KV cache of the layer: each rank has all blocks, with its own heads"
+    label(ax, x, y - 0.13 * height, name, 9, ha="left", weight="bold")
+    width = 3.0 / len(k_projs)
+    for rank, shard in enumerate(k_projs):
+        box(ax, x, y, width, height, facecolor=RANK_COLOURS[rank], **EDGE)
+        first, last = shard.start // head_dim, (shard.start + len(shard.target)) // head_dim - 1
+        heads = f"key head {first}" if first == last else f"key heads {first} to {last}"
+        label(ax, x + width / 2, y + height / 2, f"keys and values of\n{heads}")
+        x += width
 
 
 def _draw_division(
@@ -196,10 +230,12 @@ def _draw_division(
         if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             first, last = start // head_dim, (start + size) // head_dim - 1
             heads = f"head {first}" if first == last else f"heads {first}, {last}"
+            heads = heads.replace(" ", "\n", 1) if wide < 0.7 else heads
             text = heads if high < 0.35 * unit else f"{text}\n{heads}"
         label(ax, left + wide / 2, top + high / 2, text, 8, linespacing=1.1)
-    label(ax, x, -0.12 * unit, f"{name} [{rows}, {columns}]", 9, ha="left", weight="bold")
-    return width
+    note = ", drawn smaller" if name == "embed_tokens" else ""
+    label(ax, x, -0.12 * unit, f"{name} [{rows}, {columns}]{note}", 9, ha="left", weight="bold")
+    return max(width, 1.75) if note else width
 
 
 # -- two matrices on two ranks --
@@ -210,7 +246,7 @@ def two_matrices(title: str, x: Tensor, a: Tensor, b: Tensor) -> None:
 
     For small whole numbers in float tensors: each number is written into its cell.
     """
-    [ax] = panels(1, 4.6, title)
+    [ax] = panels(1, 4.0, title)
     half, h = a.shape[1] // 2, x @ a
     high = a.shape[0]
     for rank, top in enumerate((0.0, high + 2.0)):
@@ -225,10 +261,11 @@ def two_matrices(title: str, x: Tensor, a: Tensor, b: Tensor) -> None:
             (h[:, part] @ b[part], f"partial sum p{rank}", ""),
         ):
             fill = "white" if name == "x, a copy" else colour
-            shape = values.shape
-            _draw_matrix(ax, left, top + (high - shape[0]) / 2, values, fill, name)
-            left += max(shape[1], 3.2) + 0.9
-            label(ax, left - 0.75 if shape[1] > 2 else left - 1.4, top + high / 2, sign, 14)
+            num_rows, num_columns = values.shape
+            _draw_matrix(ax, left, top + (high - num_rows) / 2, values, fill, name)
+            following = left + max(num_columns, 3.2) + 1.0
+            label(ax, (left + num_columns + following) / 2, top + high / 2, sign, 14)
+            left = following
         arrow = {"arrowstyle": "->", "color": INK, "lw": 1.5}
         middle = high + 1.0 + (-0.5, 0.5)[rank]
         ax.annotate("", (left + 0.7, middle), (left - 1.6, top + high / 2), arrowprops=arrow)
@@ -256,12 +293,12 @@ def rope_pairs(
     rotary: RotaryEmbedding,
     query: Tensor,
     key: Tensor,
-    pairs: Seq[int] = (0, 4, 10),
+    pairs: Seq[int] = (0, 2, 6),
     num_positions: int = 8,
 ) -> None:
     """Pairs of dimensions at positions 0, 1, 2, ...; and the scores of a query and a key [head_dim]
     at all pairs of the first 24 positions."""
-    axes = panels(1, 3.3, title, len(pairs) + 1, width_ratios=(1,) * len(pairs) + (1.5,))
+    axes = panels(1, 3.0, title, len(pairs) + 1, width_ratios=(1,) * len(pairs) + (1.3,))
     half = query.shape[-1] // 2
     cos, sin = rotary(torch.arange(num_positions))
     for ax, pair in zip(axes, pairs, strict=False):
@@ -288,16 +325,18 @@ def _draw_clock(ax: Axes, xs: list[float], ys: list[float]) -> None:
     """Arrows from the middle to (x, y), the first one light, the last one dark, with numbers where
     there is room."""
     ax.plot(*_circle(), color=LINE, lw=0.8)
-    last_x, last_y = 9.0, 9.0
-    for number, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        shade = str(0.75 * (1 - number / (len(xs) - 1)))
+    labelled: list[tuple[float, float]] = []
+    numbers = list(range(len(xs)))
+    for number in numbers:
+        shade = str(0.75 * (1 - number / numbers[-1]))
         arrow = {"arrowstyle": "->", "color": shade, "lw": 1.4, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", (x, y), (0, 0), arrowprops=arrow)
-        is_last = number == len(xs) - 1
-        if abs(x - last_x) + abs(y - last_y) > 0.3 or is_last:
+        ax.annotate("", (xs[number], ys[number]), (0, 0), arrowprops=arrow)
+    for number in (0, numbers[-1], *numbers[1:-1]):
+        x, y = xs[number], ys[number]
+        if all(abs(x - other_x) + abs(y - other_y) > 0.2 for other_x, other_y in labelled):
             label(ax, 1.2 * x, 1.2 * y, str(number), 9)
-            last_x, last_y = x, y
-    ax.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), aspect="equal")
+            labelled.append((x, y))
+    ax.set(xlim=(-1.32, 1.32), ylim=(-1.32, 1.32), aspect="equal")
     ax.axis("off")
 
 
@@ -325,3 +364,41 @@ def hidden_states(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
         for layer in layers:
             stack.callback(layer.register_forward_hook(keep).remove)
         yield seen
+
+
+def layer_words(
+    title: str,
+    llm: Any,
+    ours: Seq[Tensor],
+    theirs: Seq[Tensor],
+    answer: Seq[int],
+) -> list[list[int]]:
+    """What the model would say if it ended after each layer: a row for each layer, a column for
+    each token of the answer, shaded where it is the answer's. On the left, the largest difference
+    between `ours` and `theirs` (see hidden_states), as a share of the largest number.
+
+    Returns the token ids: a list for each layer.
+    """
+    model, tokens = llm.engine.executor.runner.model, Tokens(llm.get_tokenizer())
+    said = [
+        model.compute_logits(model.model.norm(x[-len(answer) :])).argmax(-1).tolist() for x in ours
+    ]
+    [ax] = panels(1, 0.9 + 0.36 * (len(said) + 1), title)
+    for x, text in ((-0.2, "answer"), (-1.35, "difference"), (-2.4, "")):
+        label(ax, x, -1, text, 9, ha="right", color=FAINT)
+    rows = [list(answer), *said]
+    for row, (token_ids, y) in enumerate(zip(rows, range(-1, len(said)), strict=True)):
+        for x, token_id in enumerate(token_ids):
+            is_right = token_id == answer[x]
+            colour = "white" if row == 0 else ("#9FD0F2" if is_right else "#EFEFEF")
+            box(ax, x, y - 0.5, 1, 1, facecolor=colour)
+            text, size = fit(tokens.text(token_id), 0.72, 9)
+            label(ax, x + 0.5, y, text, size, weight="bold" if is_right else "normal")
+    for y, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        label(ax, -0.2, y, f"after layer {y}", 9, ha="right")
+        difference = ((a - b).abs().max() / b.abs().max()).item()
+        label(ax, -1.35, y, f"{difference:.0e}", 9, ha="right")
+    ax.set(xlim=(-2.6, len(answer)), ylim=(len(said) - 0.4, -1.6))
+    ax.axis("off")
+    show()
+    return said
