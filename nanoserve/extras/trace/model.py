@@ -96,7 +96,7 @@ def packed_weights(title: str, model: Model, head_dim: int, layer: int = 0) -> N
         heights.append(_draw_group(ax, matrices, stacked, single, unit))
         ax.axis("off")
     heads = {name: matrices[name].shard.full_shape[0] // head_dim for name in groups[0][0]}
-    _draw_output(axes[0], heads, max(heights) - 1.25 * unit, 0.3 * unit)
+    _draw_output(axes[0], heads, heights[0] + 0.55 * unit, 0.3 * unit)
     gap = 0.5 * unit
     for ax, width in zip(axes, (3.6, 4.4), strict=True):
         ax.set(xlim=(-0.05, width), ylim=(max(heights), -gap))
@@ -187,11 +187,11 @@ def rank_weights(title: str, models: Seq[Model], head_dim: int, layer: int = 0) 
             if name == "embed_tokens":
                 drawn = 1.4 * unit
             width = _draw_division(ax, name, shards, x, drawn, unit, head_dim)
-            x, height = x + width + 0.4, max(height, drawn)
-        ax.set(xlim=(-0.05, 7.3), ylim=(height + 0.05 * unit, -0.35 * unit), aspect=1 / unit)
+            x, height = x + width + 0.3, max(height, drawn)
+        ax.set(xlim=(-0.05, 7.5), ylim=(height + 0.2 * unit, -0.35 * unit), aspect=1 / unit)
         ax.axis("off")
     k_projs = [part["k_proj"].shard for part in parts]
-    _draw_kv_cache(axes[1], k_projs, head_dim, 2.8, 1.75 * unit, 0.9 * unit)
+    _draw_kv_cache(axes[1], k_projs, head_dim, 3.0, 1.75 * unit, 0.9 * unit)
     ranks = [Patch(facecolor=RANK_COLOURS[rank], **EDGE) for rank in range(len(models))]
     names = [f"rank {rank}" for rank in range(len(models))]
     axes[0].figure.legend(ranks, names, loc="upper right", ncols=len(models), frameon=False)
@@ -233,9 +233,10 @@ def _draw_division(
             heads = heads.replace(" ", "\n", 1) if wide < 0.7 else heads
             text = heads if high < 0.35 * unit else f"{text}\n{heads}"
         label(ax, left + wide / 2, top + high / 2, text, 8, linespacing=1.1)
-    note = ", drawn smaller" if name == "embed_tokens" else ""
-    label(ax, x, -0.12 * unit, f"{name} [{rows}, {columns}]{note}", 9, ha="left", weight="bold")
-    return max(width, 1.75) if note else width
+    label(ax, x, -0.12 * unit, f"{name} [{rows}, {columns}]", 9, ha="left", weight="bold")
+    if drawn != rows:
+        label(ax, x + width / 2, drawn + 0.12 * unit, "(drawn smaller)", 8, color=FAINT)
+    return max(width, 1.2)
 
 
 # -- two matrices on two ranks --
