@@ -150,7 +150,7 @@ def _draw_legend(ax: Axes, y: float, blocks: dict[int, Block]) -> None:
     states = {slot.state for block in blocks.values() for slot in block.slots}
     frame = {"edgecolor": INK, "linewidth": 1.8}
     hatched = {"hatch": "//////", "edgecolor": FAINT, "linewidth": 0.8}
-    entries = [
+    entries: list[tuple[str, dict[str, Any], bool]] = [
         ("free, can be found", {"facecolor": CACHED}, True),
         ("written in this step", frame, NEW in states),
         ("scheduled, not written yet", hatched, COMING in states),
@@ -189,13 +189,13 @@ def _draw_block(
             box(ax, left, bottom, cell, CELL, facecolor=heat(weight), linewidth=0.6)
             text_colour = "white" if weight > 0.55 else INK
         else:
-            for part, name in enumerate(names):
+            for part, name in enumerate(names):  # one stripe for each owner
                 share = CELL / len(names)
                 y = top - 0.2 - (part + 1) * share
-                box(ax, left, y, cell, share, facecolor=tint(name), linewidth=0)
-        if slot.state == COMING:
-            hatch = {"facecolor": "white", "edgecolor": tint(names[0], 0.8), "hatch": "//////"}
-            box(ax, left, bottom, cell, CELL, linewidth=0, **hatch)
+                if slot.state == COMING:
+                    box(ax, left, y, cell, share, linewidth=0, **hatch(name))
+                else:
+                    box(ax, left, y, cell, share, facecolor=tint(name), linewidth=0)
         text, fits = fit(frame.tokens.text(slot.token_id), 0.88 * cell, 8.5)
         back = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
         extra = {"bbox": back} if slot.state == COMING else {}
@@ -207,6 +207,11 @@ def _draw_block(
             box(ax, x + index * cell, bottom, cell, CELL, **style)
     edge = colour(names[0]) if names else LINE
     box(ax, x, bottom, width, CELL, facecolor="none", edgecolor=edge, linewidth=1.4)
+
+
+def hatch(name: str) -> dict[str, Any]:
+    """The look of a slot that is scheduled and not written yet."""
+    return {"facecolor": "white", "edgecolor": tint(name, 0.8), "hatch": "//////"}
 
 
 def _draw_mark(ax: Axes, text: str, block: Block, x: float, top: float, width: float) -> None:

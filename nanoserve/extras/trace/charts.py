@@ -46,8 +46,8 @@ def distribution(
         room = 1.3 if max(map(len, names), default=0) > 3 else 0.4
         short = [fit(text, room, 8)[0] for text in names]
         rotation = 60 if room > 1 else 0
-        place = {"rotation": rotation, "ha": "right" if rotation else "center"}
-        ax.set_xticks(range(len(tokens)), short, fontsize=8, rotation_mode="anchor", **place)
+        turned: dict[str, Any] = {"rotation": rotation, "ha": "right" if rotation else "center"}
+        ax.set_xticks(range(len(tokens)), short, fontsize=8, rotation_mode="anchor", **turned)
         ax.set_ylim(0, 1.14 * highest)
         ax.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         ax.tick_params(axis="x", length=0)

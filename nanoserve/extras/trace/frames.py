@@ -51,7 +51,8 @@ class Block(NamedTuple):
     ref_count: int
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True)
+class Event:
     """Something that a step did to a sequence.
 
     "hit": admitted; `count` tokens came from the prefix cache.
@@ -128,11 +129,12 @@ class Tokens:
     def text(self, token_id: int, limit: int = 7) -> str:
         """A token in at most `limit` letters: no leading space, white space made visible.
 
-        " capital" -> "capital", " " -> "␣", "<|im_start|>" -> "‹start›", -1 -> "?"
+        " capital" -> "capital", " " -> "␣", "<|im_start|>" -> "‹start›" (or "‹s›"), -1 -> "?"
         """
         text = self._decode(token_id)
         if text.startswith("<|") and text.endswith("|>"):
-            return f"‹{text[2:-2].removeprefix('im_')}›"[: limit + 2]
+            name = text[2:-2].removeprefix("im_")
+            return f"‹{name}›" if len(name) < limit else f"‹{name[:1]}›"
         text = text.replace("\n", "↵").lstrip(" ") or "␣"
         return text if len(text) <= limit else text[: limit - 2] + "…"
 

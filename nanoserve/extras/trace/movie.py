@@ -11,9 +11,18 @@ Left out: runs with many requests. The first MOST_REQUESTS have a line each; all
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from nanoserve.extras.trace.frames import Block, Event, Frame, SequenceView, chunks_of
+from nanoserve.extras.trace.frames import (
+    COMING,
+    HELD,
+    NEW,
+    Block,
+    Event,
+    Frame,
+    SequenceView,
+    chunks_of,
+)
 from nanoserve.extras.trace.style import colour, on_colour
 from nanoserve.extras.trace.svg import Film, document, element, rect, text, text_width
 from nanoserve.sequence import SequenceStatus
@@ -84,6 +93,7 @@ WORDS = {
 # These get a pill; the first one is shown.
 NOTABLE = ("preempted", "swapped out", "back", "swapped in", "fork", "hit", "copied", "chunk")
 
+SHADES = {HELD: "old", NEW: "new"}  # of slots, as classes of svg.PALETTE
 WIDTH, MARGIN = 760, 16
 ROW_TOP, ROW = 60, 48  # of the requests
 GAP, BLOCK_HEIGHT, OWNER_WIDTH = 7, 29, 19
@@ -289,7 +299,7 @@ class Painter:
         if is_notable:
             width = text_width(label, 15.5) + 26
             film.add(index, rect(right - width, top + 21, width, 23, fill=colour(name), rx=11.5))
-            style: dict[str, object] = {"anchor": "middle", "fill": on_colour(name)}
+            style: dict[str, Any] = {"anchor": "middle", "fill": on_colour(name)}
             pill = text(right - width / 2, top + 38, label, 15.5, "bold", **style)
             film.add(index, pill, layer=1)
         else:
@@ -324,7 +334,7 @@ class Painter:
     def draw_block(self, index: int, frame: Frame, block: Block, left: float, top: float) -> None:
         """Owners on the left, each with a stripe of its colour; then the tokens."""
         film, width = self.film, self.block_width
-        outline: dict[str, object] = {"rx": 3}
+        outline: dict[str, Any] = {"rx": 3}
         if not (block.owners or block.slots):
             outline["stroke_dasharray"] = "3 3"
         film.add(index, rect(left, top, width, BLOCK_HEIGHT, "edge", **outline), layer=2)
@@ -339,10 +349,11 @@ class Painter:
             fits = size if len(name) < 3 else min(size, 9)
             film.add(index, letter(left + OWNER_WIDTH / 2, baseline, name, fits), layer=1)
             for column, slot in enumerate(block.slots):
-                x, shade = left + OWNER_WIDTH + column * self.slot, "old"
-                if slot.state != "held":
-                    shade = "new" if slot.state == "new" else "coming"
-                film.add(index, rect(x, y, self.slot, share, shade, fill=colour(name)))
+                x = left + OWNER_WIDTH + column * self.slot
+                style: dict[str, Any] = {"fill": colour(name), "class_": SHADES.get(slot.state)}
+                if slot.state == COMING:
+                    style["fill_opacity"] = 0.12
+                film.add(index, rect(x, y, self.slot, share, **style))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
             shown = content if len(content) <= 5 else content[:4] + "…"

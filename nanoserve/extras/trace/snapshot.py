@@ -97,7 +97,8 @@ def snapshot(
     engine = engine_of(llm_or_engine)
     scheduler, manager = engine.scheduler, engine.block_manager
     tokens = Tokens(getattr(engine, "tokenizer", None))
-    coming, items = in_flight(engine), {}
+    coming = in_flight(engine)
+    items: dict[int, ScheduledSequence] = {}
     if step is not None:
         items = {item.seq_id: item for item in step.scheduled}
         done = was_executed(engine, step) if is_written is None else is_written
@@ -121,7 +122,7 @@ def snapshot(
 def was_executed(engine: Any, step: SchedulerOutput) -> bool:
     """Has this decision been executed? The runner's rows tell: it counts a token that it samples,
     and has a row for a new sequence. (Chunks of known sequences do not tell: False.)"""
-    batch = getattr(getattr(engine.executor, "runner", None), "batch", None)
+    batch: Any = getattr(getattr(engine.executor, "runner", None), "batch", None)
     is_new = {new.seq_id for new in step.new_sequences}
     for item in step.scheduled:
         seq = engine.scheduler.sequences.get(item.seq_id)

@@ -7,7 +7,7 @@ the tables, and every transition of the tables in a run.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.block_manager import BlockState
 from nanoserve.extras.trace.style import COLOURS, FAINT, INK, WIDTH, canvas, label, show
@@ -172,7 +172,11 @@ def _node(
     from matplotlib.patches import FancyBboxPatch
 
     corner = (x - width / 2, y - height / 2)
-    style = {"boxstyle": "round,pad=0,rounding_size=0.12", "edgecolor": INK, "linewidth": 1.2}
+    style: dict[str, Any] = {
+        "boxstyle": "round,pad=0,rounding_size=0.12",
+        "edgecolor": INK,
+        "linewidth": 1.2,
+    }
     ax.add_patch(FancyBboxPatch(corner, width, height, facecolor=face, zorder=3, **style))
     is_dark = face == COLOURS[0]
     label(ax, x, y, text, size, weight="bold", color="white" if is_dark else INK, zorder=4)
@@ -181,7 +185,7 @@ def _node(
 def _group(ax: Axes, x: float, y: float, width: float, height: float, text: str) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    style = {"boxstyle": "round,pad=0,rounding_size=0.1", "edgecolor": "none"}
+    style: dict[str, Any] = {"boxstyle": "round,pad=0,rounding_size=0.1", "edgecolor": "none"}
     ax.add_patch(FancyBboxPatch((x, y), width, height, facecolor="#F4F5F7", zorder=0, **style))
     label(ax, x + 0.15, y + height - 0.16, text, 8.5, ha="left", color=FAINT, weight="bold")
 

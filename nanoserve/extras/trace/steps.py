@@ -78,7 +78,7 @@ def _dress_lanes(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     ax.set_ylim(max(len(names), 1) - 0.5, -0.5)
     ax.set_yticks(range(len(names)), [fit(name, 1.0, 9.5)[0] for name in names], fontsize=9.5)
     for text in ax.get_yticklabels():
-        text.set_weight("bold")
+        text.set_fontweight("bold")
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 1000) if len(frames) / n <= MOST_NUMBERED)
     ticks = [i for i in range(1, len(frames) + 1) if every == 1 or i % every == 0]
     first = frames[0].number - 1 if frames else 0
@@ -98,8 +98,9 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
         bottom = 0
         for view in sorted(frame.scheduled, key=lambda view: order[view.name]):
             for count, hatch in ((view.num_again, "////"), (view.num_first_time, "")):
-                style = {"facecolor": tint(view.name, 0.75), "edgecolor": "white", "hatch": hatch}
-                ax.bar(index, count, 0.82, bottom, linewidth=0.7, **style)
+                style: dict[str, Any] = {"edgecolor": "white", "hatch": hatch, "linewidth": 0.7}
+                face = tint(view.name, 0.75)
+                ax.bar(index, count, 0.82, bottom, color=face, **style)
                 bottom += count
     highest = max((frame.num_scheduled for frame in frames), default=1)
     budget = frames[0].budget if frames else 0
@@ -111,7 +112,7 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     if any(view.is_waiting for frame in frames for view in frame.sequences):
         handles.append(Patch(facecolor=WAIT, label="✕ preempted, … waits"))
     if shows_budget:
-        line = {"color": INK, "linestyle": "--", "linewidth": 1}
+        line: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
         ax.axhline(budget, **line)
         handles.append(pyplot().Line2D([], [], label=f"token budget {budget}", **line))
     top = max(highest, budget if shows_budget else 0)
@@ -120,7 +121,7 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     ax.set_ylim(0, top * (1.18 + 0.14 * rows))
     ax.legend(handles=handles, loc="upper right", ncols=columns, frameon=False, fontsize=8.5)
     ax.set_ylabel("tokens in the step", fontsize=9)
-    ax.yaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="y", integer=True)
     ax.tick_params(labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)
 

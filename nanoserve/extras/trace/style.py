@@ -93,7 +93,7 @@ def pyplot() -> Any:
 
 
 def show() -> None:
-    """Hand the picture to the notebook; close it where nothing can show it."""
+    """Hand the picture to the notebook. Without a display it stays open, to be saved or tested."""
     plt = pyplot()
     if plt.get_backend().lower() != "agg":
         plt.show()
@@ -145,11 +145,11 @@ def label(ax: Axes, x: float, y: float, text: str, size: float = 8, **style: Any
 
 
 def text_width(text: str, size: float) -> float:
-    """Inches."""
+    """Inches. Letters on a screen are a little wider than their outlines."""
     from matplotlib.textpath import TextPath
 
     extent = TextPath((0, 0), text.replace("$", r"\$"), size=size).get_extents().width
-    return float(extent) / 72
+    return 1.12 * float(extent) / 72
 
 
 def fit(text: str, width: float, largest: float = 8.5) -> tuple[str, float]:

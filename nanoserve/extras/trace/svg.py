@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from typing import Any
 
 FONT = (
     "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,"
@@ -34,7 +35,6 @@ PALETTE = {
     "line": ("stroke", "#59636e", "#9198a1"),
     "old": ("fill-opacity", ".26", ".36"),
     "new": ("fill-opacity", ".62", ".66"),
-    "coming": ("fill-opacity", ".10", ".16"),
 }
 
 
@@ -61,13 +61,13 @@ def element(name: str, content: str | None = None, **attributes: object) -> str:
 
 
 def rect(
-    x: float, y: float, width: float, height: float, class_: str | None = None, **more: object
+    x: float, y: float, width: float, height: float, class_: str | None = None, **more: Any
 ) -> str:
     return element("rect", x=x, y=y, width=width, height=height, class_=class_, **more)
 
 
 def text(
-    x: float, y: float, content: str, size: float = 15, class_: str = "ink", **more: object
+    x: float, y: float, content: str, size: float = 15, class_: str = "ink", **more: Any
 ) -> str:
     """One line of text; `anchor` is "middle" or "end"."""
     anchor = more.pop("anchor", None)

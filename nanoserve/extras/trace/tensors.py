@@ -61,7 +61,7 @@ def step_tensors(
     cell = min(0.62, (WIDTH - LEFT) / len(token_ids))
     left = LEFT + max(0.0, (WIDTH - LEFT - cell * len(token_ids)) / 2)
     rows = {
-        "token": [frame.tokens.text(token_id) for token_id in token_ids],
+        "token": [frame.tokens.text(token_id, 7 if cell > 0.42 else 5) for token_id in token_ids],
         "input_ids": token_ids,
         "positions": arrays.positions.tolist(),
         "slot_mapping": slots,
@@ -141,12 +141,16 @@ def _draw_blocks(
         x = edges[block_id] = begin + place * step
         block = frame.blocks[block_id]
         for index, slot in enumerate(block.slots[:size]):
-            face: Any = CACHED
-            if block.owners:
-                is_now = slot.state in (NEW, COMING)
-                face = tint(block.owners[0], 0.85 if is_now else 0.3)
-            slot_style = {"facecolor": face, "edgecolor": "white", "linewidth": 0.4}
-            box(ax, x + index * slot_width, top - 0.3, slot_width, 0.3, **slot_style)
+            strength = 0.85 if slot.state in (NEW, COMING) else 0.3
+            faces = [tint(name, strength) for name in block.owners] or [CACHED]
+            share = 0.3 / len(faces)
+            for part, face in enumerate(faces):  # one stripe for each owner
+                y = top - (part + 1) * share
+                box(ax, x + index * slot_width, y, slot_width, share, facecolor=face, linewidth=0)
+            if index:
+                ax.plot(
+                    [x + index * slot_width] * 2, [top - 0.3, top], color="white", linewidth=0.6
+                )
         edge = colour(block.owners[0]) if block.owners else LINE
         box(ax, x, top - 0.3, slot_width * size, 0.3, facecolor="none", edgecolor=edge)
         weight = "bold" if block_id in wanted else "normal"
