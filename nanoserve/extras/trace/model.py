@@ -233,10 +233,11 @@ def _draw_division(
             heads = heads.replace(" ", "\n", 1) if wide < 0.7 else heads
             text = heads if high < 0.35 * unit else f"{text}\n{heads}"
         label(ax, left + wide / 2, top + high / 2, text, 8, linespacing=1.1)
-    label(ax, x, -0.12 * unit, f"{name} [{rows}, {columns}]", 9, ha="left", weight="bold")
+    text = f"{name} [{rows}, {columns}]"
+    label(ax, x, -0.12 * unit, text, 9, ha="left", weight="bold")
     if drawn != rows:
         label(ax, x + width / 2, drawn + 0.12 * unit, "(drawn smaller)", 8, color=FAINT)
-    return max(width, 1.2)
+    return max(width, 0.064 * len(text))  # room for the name
 
 
 # -- two matrices on two ranks --
