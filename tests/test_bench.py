@@ -48,6 +48,7 @@ from nanoserve.bench.workload import (
     write_dummy,
 )
 from nanoserve.config import ModelConfig
+from nanoserve.extras.trace import timer
 from nanoserve.kernels.attention_cpu import paged_attention_torch
 
 ROOT = Path(__file__).parent.parent
@@ -539,7 +540,7 @@ def test_the_parts_of_a_step_add_up(tiny_settings: turns.Settings) -> None:
         parts = row["parts_ms"]
         assert list(parts) == ["schedule", "prepare", "model", "sample", "update", "other"]
         assert sum(parts.values()) == pytest.approx(row["step_ms"])
-        assert min(parts[part] for part in inside.PARTS) > 0
+        assert min(parts[part] for part in timer.PARTS) > 0
         assert row["num_steps"] == max(r.num_output for r in tiny_settings.draw(0))
         assert row["gpu_ms"] is None
 

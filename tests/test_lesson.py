@@ -193,7 +193,7 @@ def after(others: list[str], *turns: str, num_blocks: int = 24, **options: Any) 
 
 def three_completions() -> list[list[int]]:
     with lesson.small_llm(96) as llm:
-        return ask(llm, "Tell me a story.", n=3, temperature=1.0, seed=2)
+        return ask(llm, "Tell me a story.", n=3, temperature=1.0, seed=4)
 
 
 def behind_a_ban() -> list[list[int]]:
@@ -208,11 +208,11 @@ def everything() -> list[list[int]]:
 
 
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
-    "uncache": after(["What is the capital of Egypt?", "A", "B"], "C", num_blocks=14),
+    "uncache": after(["C", "A", "B"], "C", num_blocks=10),
     "copy_on_write": three_completions,
     "short_hash": after(["A"], "B"),
-    "skipped_token": after([], "D", max_num_batched_tokens=8),
-    "slot_as_position": after(["C", "A"], "D"),
+    "skipped_token": after([], "A", max_num_batched_tokens=8),
+    "late_position": after([], "A"),
     "short_memory": after([], "D"),
     "stale_row": behind_a_ban,
     "forgotten_token": after([], "A"),
@@ -251,7 +251,7 @@ def test_a_request_that_is_running_at_the_end_goes_on() -> None:
         llm.reset_prefix_cache()
         llm.add_request("D", lesson.prompt(llm, "D"), GREEDY)
         llm.step()
-        with lesson.broken("slot_as_position"):
+        with lesson.broken("late_position"):
             pass
         while llm.has_unfinished_requests():
             outputs = llm.step()

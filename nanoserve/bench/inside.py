@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -109,63 +107,6 @@ def median_ratio(above: list[float], below: list[float]) -> float:
 
 # -- suite: steps --
 
-# part -> the methods of the engine whose time it is
-PARTS: dict[str, tuple[str, ...]] = {
-    "schedule": ("scheduler.schedule",),
-    "prepare": ("executor.runner.update_batch", "executor.runner.prepare_inputs"),
-    "model": ("executor.runner.forward",),
-    "sample": ("executor.runner.sample",),
-    "update": ("scheduler.update_from_output", "output_processor.process_outputs"),
-}
-
-
-class StepTimer:
-    """Replaces the PARTS of one engine by methods that measure their time.
-
-    On a GPU, `model` is the time to launch the work (called "launch" in the result), and
-    `gpu_seconds` the time that the device takes for that work, between events in its stream;
-    `sample` then includes the waiting for the device.
-    """
-
-    def __init__(self, llm: LLM, device: str) -> None:
-        self.is_gpu = device != "cpu"
-        self.reset()
-        for part, paths in PARTS.items():
-            for path in paths:
-                where, _, name = path.rpartition(".")
-                owner = attrgetter(where)(llm.engine) if where else llm.engine
-                setattr(owner, name, self._timed(part, getattr(owner, name)))
-
-    def reset(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.num_steps = 0
-        self.events: list[tuple[Any, Any]] = []
-
-    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return method(*arguments, **options)
-            finally:
-                self.seconds[part] += time.perf_counter() - start
-
-        def run_model(*arguments: Any, **options: Any) -> Any:
-            self.num_steps += 1
-            if not self.is_gpu:
-                return run(*arguments, **options)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            hidden = run(*arguments, **options)
-            end.record()
-            self.events.append((begin, end))
-            return hidden
-
-        return run_model if part == "model" else run
-
-    def gpu_seconds(self) -> float:
-        torch.cuda.synchronize()
-        return sum(begin.elapsed_time(end) for begin, end in self.events) / 1000
-
 
 def steps_suite(settings: Settings) -> dict[str, Any]:
     """Milliseconds of each part of a step, mean over all steps of the throughput workload."""
@@ -178,6 +119,9 @@ def steps_suite(settings: Settings) -> dict[str, Any]:
 
 
 def measure_steps(settings: Settings, llm: LLM) -> dict[str, Any]:
+    """The parts of a step; on a GPU, `model` is called `launch`, because it is the time of that."""
+    from nanoserve.extras.trace.timer import StepTimer  # the one use of extras in bench
+
     timer = StepTimer(llm, settings.device)
     run_here(llm, settings.draw_warm_up(), settings.device)
     timer.reset()

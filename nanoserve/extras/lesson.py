@@ -424,36 +424,38 @@ def _hash_without_last_token(right: Any, table: Any, parent: Any, token_ids: Any
 @_sabotage(
     "skipped_token",
     "scheduler.Scheduler._schedule_tokens",
-    "behind each chunk of a prompt, one token counts as computed that no step computes",
+    "the last token of each chunk of a prompt counts as computed, but no step computes it",
     case="case 2",
 )
-def _count_one_too_many(right: Any, scheduler: Any, seq: Any, num_tokens: int, step: Any) -> None:
+def _leave_out_the_last(right: Any, scheduler: Any, seq: Any, num_tokens: int, step: Any) -> None:
     right(scheduler, seq, num_tokens, step)
-    if seq.num_uncomputed_tokens > 1:  # the last token has to be computed: it is sampled from
-        seq.num_computed_tokens += 1
+    if num_tokens > 1 and seq.num_computed_tokens < seq.num_tokens:  # a chunk with more behind it
+        item = step.scheduled[-1]
+        step.scheduled[-1] = item._replace(num_scheduled_tokens=num_tokens - 1)
 
 
 @_sabotage(
-    "slot_as_position",
+    "late_position",
     "model_runner.ModelRunner.gather_arrays",
-    "the position of a token is taken from its slot in memory, not from its place in the text",
+    "a generated token gets the position of the token before it",
     case="case 3",
 )
-def _positions_from_slots(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
+def _positions_one_too_small(right: Any, runner: Any, scheduled: Any, rows: Any) -> Any:
     arrays = right(runner, scheduled, rows)
-    return replace(arrays, positions=arrays.slot_mapping)
+    is_output = arrays.positions >= runner.batch.num_prompt_tokens[arrays.token_rows]
+    return replace(arrays, positions=arrays.positions - is_output)
 
 
 @_sabotage(
     "short_memory",
     "models.decoder.Attention.forward",
-    "a query sees the last 16 keys only",
+    "a query sees the last 20 keys only",
     case="case 4",
 )
 def _see_last_keys_only(right: Any, attention: Any, *inputs: Any) -> Any:
     spec = attention.kv_cache_spec
     try:
-        attention.kv_cache_spec = replace(spec, sliding_window=16)
+        attention.kv_cache_spec = replace(spec, sliding_window=20)
         return right(attention, *inputs)
     finally:
         attention.kv_cache_spec = spec

@@ -9,7 +9,7 @@ The HTML is plain text with colours, no script and no style sheet, so that it al
 a site removes styles. Colours of text and background are the notebook's own, light or dark.
 Everything that a user or a model has written is escaped.
 
-Left out: pictures of what changes over time; notebooks/show.py draws them.
+Left out: pictures of what changes over time; nanoserve/extras/trace draws them.
 
 vLLM: none.
 """

@@ -43,6 +43,7 @@ MOST_DRAWN = 120  # blocks in a picture
 GAP = 0.1  # inches between blocks
 SMALLEST_CELL = 0.3  # inches of a slot
 CELL, ROW = 0.32, 0.66  # inches: height of a slot, and of a block with its name
+SHOWN_WEIGHT = 0.05  # from here on, a number stands in the slot
 PLAIN, DARK = "#FFFFFF", "#B3261E"  # weights 0 and 1
 
 
@@ -183,7 +184,7 @@ def _draw_block(
         box(ax, left, bottom, cell, CELL, facecolor=face, linewidth=0.6)
         if slot is None:
             continue
-        text_colour = INK if names else FAINT
+        text_colour, weight = INK if names else FAINT, 0.0
         if weights is not None:
             weight = weight_at(weights, block_id, index)
             box(ax, left, bottom, cell, CELL, facecolor=heat(weight), linewidth=0.6)
@@ -199,7 +200,11 @@ def _draw_block(
         text, fits = fit(frame.tokens.text(slot.token_id), 0.88 * cell, 8.5)
         back = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
         extra = {"bbox": back} if slot.state == COMING else {}
-        label(ax, left + cell / 2, top - 0.36, text, fits, color=text_colour, **extra)
+        y = top - 0.36
+        if weights is not None and weight >= SHOWN_WEIGHT:
+            label(ax, left + cell / 2, y - 0.075, f"{100 * weight:.0f}%", 7, color=text_colour)
+            y, fits = y + 0.07, min(fits, 7.5)
+        label(ax, left + cell / 2, y, text, fits, color=text_colour, **extra)
         box(ax, left, bottom, cell, CELL, facecolor="none", linewidth=0.6)
     for index, slot in enumerate(block.slots):
         if slot.state == NEW and weights is None:
@@ -227,6 +232,7 @@ def _draw_mark(ax: Axes, text: str, block: Block, x: float, top: float, width: f
 def _draw_queue(ax: Axes, frame: Frame, y: float) -> None:
     """The free queue, with the block to be allocated next on the left."""
     text = f"free queue ({frame.num_free} blocks), next to be allocated first:"
+    text = text if frame.num_free else "free queue: empty"
     label(ax, 0, y, text, 9, ha="left", weight="bold")
     width = WIDTH / 32
     for place, block_id in enumerate(frame.free_queue):

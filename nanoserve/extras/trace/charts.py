@@ -86,7 +86,7 @@ def bars(title: str, values: Mapping[str, float], unit: str = "") -> None:
     highest = max([*numbers, 0.0]) or 1.0
     ax.barh(range(len(numbers)), numbers, 0.66, color=COLOURS[0])
     for row, number in enumerate(numbers):
-        text = f"{number:,.3g}" if number < 1000 else f"{number:,.0f}"
+        text = f"{number:,.4g}" if number < 1000 else f"{number:,.0f}"
         label(ax, number + 0.01 * highest, row, f"{text} {unit}".strip(), 8.5, ha="left")
     names = [fit(name, 3.2, 9)[0] for name in values]
     ax.set_yticks(range(len(names)), names, fontsize=9)

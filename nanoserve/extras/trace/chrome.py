@@ -50,10 +50,11 @@ def events_of(frames: list[Frame]) -> list[dict[str, Any]]:
         found += _counters(frame, begin)
     seen: dict[int, str] = {}
     waits_since: dict[int, float] = {}
+    ended_at: dict[int, float] = {}
     for frame in frames:
         for view in frame.sequences:
             seen.setdefault(view.seq_id, view.name)
-            found += _sequence_events(frame, view, begin, waits_since)
+            found += _sequence_events(frame, view, begin, waits_since, ended_at)
     named += [_name("thread_name", SEQUENCES, seq_id + 1, name) for seq_id, name in seen.items()]
     return named + sorted(found, key=lambda event: event["ts"])
 
@@ -118,13 +119,19 @@ def _counters(frame: Frame, begin: float) -> list[dict[str, Any]]:
 
 
 def _sequence_events(
-    frame: Frame, view: SequenceView, begin: float, waits_since: dict[int, float]
+    frame: Frame,
+    view: SequenceView,
+    begin: float,
+    waits_since: dict[int, float],
+    ended_at: dict[int, float],
 ) -> list[dict[str, Any]]:
     """What a sequence did in a step, and the time that it has waited before."""
     start = 1e6 * (frame.started + frame.schedule_time - begin)
     end = start + 1e6 * frame.execute_time
+    start = max(start, ended_at.get(view.seq_id, 0.0))  # an overlapped step began before
     track, spans = view.seq_id + 1, []
-    if view.num_scheduled:
+    if view.num_scheduled and start < end:
+        ended_at[view.seq_id] = end
         since = waits_since.pop(view.seq_id, None)
         if since is not None and since < start:
             spans.append(_span("waits", "sequence", SEQUENCES, track, since, start))

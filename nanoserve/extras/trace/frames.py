@@ -151,6 +151,14 @@ class Tokens:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
+    def question_of(self, seq_id: int, num_prompt: int) -> str:
+        """The prompt in one line; of a chat (ChatML) the last message of the user."""
+        ids = self.ids.get(seq_id, [])[:num_prompt]
+        whole = self.tokenizer.decode(ids) if self.tokenizer is not None else ""
+        _, mark, last = whole.rpartition("<|im_start|>user\n")
+        text = last.split("<|im_end|>")[0] if mark else self.text_of(seq_id, 0, num_prompt)
+        return " ".join(text.split())
+
     def _decode(self, token_id: int) -> str:
         text = self._texts.get(token_id)
         if text is None:

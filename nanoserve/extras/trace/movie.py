@@ -56,8 +56,8 @@ WORDS = {
         "waiting": "waiting",
         "waits again": "waiting, preempted",
         "more": "and {} more requests",
-        "player": "A player with {} steps: a slider through the run. It needs a trusted notebook "
-        "that can run JavaScript (Jupyter, Colab, VS Code); run the cell to see it.",
+        "player": "A player with {} steps: move the slider, or press ← and →. (If there is no "
+        "slider here: it needs a trusted notebook in Jupyter, Colab or VS Code. Run the cell.)",
     },
     "zh-CN": {
         "title": "nanoserve：{requests} 个请求逐步共享同一个 KV cache",
@@ -86,8 +86,8 @@ WORDS = {
         "waiting": "等待",
         "waits again": "被抢占，等待中",
         "more": "另有 {} 个请求",
-        "player": "共 {} 步的播放器，可拖动滑块查看。需要能运行 JavaScript 的受信任 notebook"
-        "（Jupyter、Colab、VS Code）；运行此单元即可查看。",
+        "player": "共 {} 步的播放器：拖动滑块，或按 ← 和 → 键。（如果这里没有滑块：请在 Jupyter、"
+        "Colab 或 VS Code 中打开受信任的 notebook，并运行此单元。）",
     },
 }
 # These get a pill; the first one is shown.
@@ -103,6 +103,7 @@ MOST_REQUESTS, MOST_BLOCKS = 12, 150
 BUDGET_LEFT, BUDGET_CELL, MOST_CELLS = 112, 26.5, 18
 MOST_CHARS = 76  # of a question
 MOST_ANSWER = 60
+SMALLEST = 9.4  # pixels of a letter: 7 points
 
 
 class RequestView(NamedTuple):
@@ -148,7 +149,7 @@ def _view_request(
     tokens = frame.tokens
     question = questions.get(view.name.split(".")[0])
     if question is None:
-        question = " ".join(tokens.text_of(view.seq_id, 0, view.num_prompt).split())
+        question = tokens.question_of(view.seq_id, view.num_prompt)
     state, ending = "running", ""
     if view.is_over:
         state, reason = "finished", str(view.status.finish_reason)
@@ -354,11 +355,12 @@ class Painter:
                 if slot.state == COMING:
                     style["fill_opacity"] = 0.12
                 film.add(index, rect(x, y, self.slot, share, **style))
+        most = max(1, int(0.95 * self.slot / (0.6 * SMALLEST)))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
-            shown = content if len(content) <= 5 else content[:4] + "…"
+            shown = _shorten(content, most)
             middle = left + OWNER_WIDTH + (column + 0.5) * self.slot
-            fitting = min(13.0, 0.95 * self.slot / (0.66 * len(shown)))
+            fitting = min(13.0, 0.95 * self.slot / (0.6 * len(shown)))
             shade = "ink" if block.owners else "faint"
             film.add(index, text(middle, top + 19, shown, fitting, shade, anchor="middle"), layer=1)
 

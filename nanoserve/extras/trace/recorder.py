@@ -14,8 +14,8 @@ changes nothing: an engine with a Recorder makes the same tokens.
 *What it keeps alive.* Token ids, counters, block tables and the tokenizer; no tensor, and not the
 engine: a Recorder holds a weak reference, and can draw when the engine is closed or gone.
 
-Left out: steps that failed, and requests that were aborted before their first step; the engine
-reports neither.
+Left out: steps that failed, requests that were aborted before their first step, and the tokens of
+sequences that were aborted while their step ran; the engine reports none of them.
 
 vLLM: none; for times, its --profile and torch's profiler.
 """
@@ -148,7 +148,8 @@ class Recorder:
             return
         step = report.scheduler_output
         sequences = self._sequences_of(engine.scheduler, report)
-        items = {item.seq_id: item for item in step.scheduled}
+        known = report.sequences  # not those that were aborted while the step ran
+        items = {item.seq_id: item for item in step.scheduled if item.seq_id in known}
         admitted = {new.seq_id: new.block_ids for new in step.new_sequences}
         sampled = {u.sequence.seq_id: len(u.new_token_ids) for u in report.updates}
         coming, views, events = in_flight(engine), [], []

@@ -110,7 +110,14 @@ def sequence_states(title: str) -> None:
     for row, (status, text) in enumerate(ENDINGS.items()):
         y = 2.75 - 0.68 * row
         _node(ax, 8.15, y, status.name, "#E4E4E4", 1.95, 0.4, 8.5)
-        label(ax, 9.2, y, text.replace(", ", ",\n").replace(" or a", "\nor a"), 8, ha="left")
+        label(
+            ax,
+            9.2,
+            y,
+            text.replace(", ", ",\n").replace(" or a", "\nor a").replace("of this", "of\nthis"),
+            8,
+            ha="left",
+        )
     _arrow(ax, (5.5, 2.75), (7.05, 2.75))
     label(ax, 6.27, 2.92, "ends", 8.5)
     label(ax, 6.27, 2.5, "from any state\non the left", 8, color=FAINT)
@@ -123,7 +130,7 @@ def block_states(title: str) -> None:
     _group(ax, 0.05, 2.1, WIDTH - 0.1, 1.55, "blocks of the KV cache")
     _group(ax, 0.05, 0.12, WIDTH - 0.1, 1.55, "blocks in CPU memory (only with swapping)")
     free_x, held_x = 2.2, 7.2
-    for y, pool, held in ((2.75, "KV", ALLOCATED), (0.77, "CPU", ON_CPU)):
+    for y, pool, held in ((2.8, "KV", ALLOCATED), (0.77, "CPU", ON_CPU)):
         _node(ax, free_x, y, FREE.name, "#FFFFFF")
         _node(ax, held_x, y, held.name, COLOURS[0] if pool == "KV" else COLOURS[4])
         a, b = free_x + NODE_WIDTH / 2, held_x - NODE_WIDTH / 2
@@ -135,7 +142,7 @@ def block_states(title: str) -> None:
     label(
         ax,
         0.2,
-        2.32,
+        2.35,
         "reference count 0; may still hold a\nprefix that can be found",
         8,
         ha="left",
@@ -144,14 +151,14 @@ def block_states(title: str) -> None:
     label(
         ax,
         8.1,
-        2.75,
+        2.8,
         "reference count 1 or more;\neach owner has the block\nin its block table",
         8,
         ha="left",
         color=FAINT,
     )
     label(ax, 8.1, 0.77, "holds one block of\na swapped sequence", 8, ha="left", color=FAINT)
-    _arrow(ax, (held_x, 2.5), (held_x, 1.02), dashed=True)
+    _arrow(ax, (held_x, 2.55), (held_x, 1.02), dashed=True)
     label(ax, held_x + 0.12, 1.87, "contents are copied, both ways", 8, ha="left")
     show()
 

@@ -276,6 +276,7 @@ def step_times(title: str, run: Any) -> None:
     fig.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     ax.set_ylim(0, 112)
     ax.set_xlim(0.3, len(frames) + 0.7)
+    ax.locator_params(axis="x", integer=True)
     ax.set_yticks((0, 25, 50, 75, 100), ("0%", "25%", "50%", "75%", "100%"))
     ax.set_ylabel("share of the step", fontsize=9)
     ax.set_xlabel("step", fontsize=9)
@@ -301,12 +302,11 @@ def gantt(title: str, outputs: Iterable[RequestOutput] | Seq[RequestOutput]) -> 
         moments = [m.queued_ts, m.scheduled_ts, m.first_token_ts, m.finished_ts or m.last_token_ts]
         a, b, c, d = (1000 * ((moment or begin) - begin) for moment in moments)
         end = max(end, d)
-        for left, right, face in (
-            (a, b, WAIT),
-            (b, c, tint(name, 0.85)),
-            (c, d, tint(name, 0.35)),
-        ):
-            box(ax, left, row - 0.36, right - left, 0.72, facecolor=face, edgecolor="white")
+        waits = {"facecolor": "white", "edgecolor": LINE, "hatch": "////", "linewidth": 0.5}
+        box(ax, a, row - 0.36, b - a, 0.72, **waits)
+        for left, right, strength in ((b, c, 0.85), (c, d, 0.35)):
+            style = {"facecolor": tint(name, strength), "edgecolor": "white"}
+            box(ax, left, row - 0.36, right - left, 0.72, **style)
         label(ax, d, row, f"  first token after {c - a:.0f} ms", 8, ha="left", color=FAINT)
     ax.set_xlim(0, 1.22 * end or 1)
     ax.set_ylim(max(len(ended), 1) - 0.5, -0.5)
@@ -315,9 +315,9 @@ def gantt(title: str, outputs: Iterable[RequestOutput] | Seq[RequestOutput]) -> 
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     handles = [
-        Patch(facecolor=WAIT, label="waits"),
-        Patch(facecolor=LINE, label="prefill: to the first token"),
-        Patch(facecolor="#E3E3E3", label="decodes"),
+        Patch(facecolor="white", edgecolor=LINE, hatch="////", label="waits"),
+        Patch(facecolor="#7A7A7A", label="prefill: to the first token"),
+        Patch(facecolor="#D0D0D0", label="decodes"),
     ]
     ax.get_figure().legend(
         handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8.5
