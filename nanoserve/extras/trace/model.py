@@ -45,7 +45,7 @@ PART_COLOURS = {
     "down_proj": "#E8E8E8",
 }
 RANK_COLOURS = ("#9FD0F2", "#F7EC8B", "#EDB08C", "#D0D0D0")
-EDGE = {"edgecolor": INK, "linewidth": 0.8}
+EDGE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8}
 
 
 class Placement(NamedTuple):
@@ -183,7 +183,7 @@ def rank_weights(title: str, models: Seq[Model], head_dim: int, layer: int = 0) 
         x, height = 0.0, 0.0
         for name in names:
             shards = [part[name].shard for part in parts]
-            drawn = min(shards[0].full_shape[0], 3 * unit)
+            drawn: float = min(shards[0].full_shape[0], 3 * unit)
             if name == "embed_tokens":
                 drawn = 1.4 * unit
             width = _draw_division(ax, name, shards, x, drawn, unit, head_dim)
@@ -193,8 +193,8 @@ def rank_weights(title: str, models: Seq[Model], head_dim: int, layer: int = 0) 
     k_projs = [part["k_proj"].shard for part in parts]
     _draw_kv_cache(axes[1], k_projs, head_dim, 3.0, 1.75 * unit, 0.9 * unit)
     ranks = [Patch(facecolor=RANK_COLOURS[rank], **EDGE) for rank in range(len(models))]
-    names = [f"rank {rank}" for rank in range(len(models))]
-    axes[0].figure.legend(ranks, names, loc="upper right", ncols=len(models), frameon=False)
+    labels = [f"rank {rank}" for rank in range(len(models))]
+    axes[0].figure.legend(ranks, labels, loc="upper right", ncols=len(models), frameon=False)
     show()
 
 
@@ -232,7 +232,7 @@ def _draw_division(
             heads = f"head {first}" if first == last else f"heads {first}, {last}"
             heads = heads.replace(" ", "\n", 1) if wide < 0.7 else heads
             text = heads if high < 0.35 * unit else f"{text}\n{heads}"
-        label(ax, left + wide / 2, top + high / 2, text, 8, linespacing=1.1)
+        label(ax, left + wide / 2, top + high / 2, text, 8 if wide > 0.7 else 7.2, linespacing=1.1)
     text = f"{name} [{rows}, {columns}]"
     label(ax, x, -0.12 * unit, text, 9, ha="left", weight="bold")
     if drawn != rows:
