@@ -17,6 +17,7 @@ from nanoserve.extras import lesson
 from nanoserve.extras.trace import why
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
+TWO_BOXES = "The red box holds 7341. The blue box holds 5062. What does the red box hold?"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -216,7 +217,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "short_hash": after(["A"], "B"),
     "skipped_token": after([], "A", max_num_batched_tokens=8),
     "late_position": after([], "A"),
-    "short_memory": after([], "D"),
+    "short_memory": after([], TWO_BOXES),
     "stale_row": behind_a_ban,
     "forgotten_token": after([], "A"),
 }

@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engines import make_engine, params
 from hypothesis import given
 from hypothesis import strategies as st
 from test_architecture import CONTROL_PLANE, CORE, CORE_FOLDERS, DATA_PLANE, FILES, OUTER_FOLDERS
 
-from nanoserve import LLM, SamplingParams
+from nanoserve.extras.trace import movie, svg
+from nanoserve.extras.trace.frames import Frame, chunks_of
+from nanoserve.extras.trace.recorder import Recorder
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "notebooks" / "pictures"
 sys.path.insert(0, str(PICTURES))
-make, svg, frames = map(import_module, ("make", "svg", "frames"))
-hero, architecture, benchmark = map(import_module, ("hero", "architecture", "benchmark"))
+make, hero, architecture, benchmark = map(
+    import_module, ("make", "hero", "architecture", "benchmark")
+)
 
 NAMES = ("hero", "architecture", "benchmark")
 FILE_NAMES = [f"{name}{suffix}.svg" for name in NAMES for suffix in make.LANGUAGES.values()]
@@ -83,7 +87,7 @@ def test_nothing_is_drawn_outside_the_picture(file: str, fresh: dict[str, str]) 
 
 
 def test_every_language_has_all_words() -> None:
-    for module in (hero, architecture, benchmark):
+    for module in (hero, architecture, benchmark, movie):
         assert set(module.WORDS) == set(make.LANGUAGES)
         english, *others = module.WORDS.values()
         assert all(other.keys() == english.keys() for other in others)
@@ -151,27 +155,28 @@ def test_each_element_is_visible_in_its_frames(
 
 
 def test_text_is_escaped() -> None:
-    request = frames.RequestView("A", "running", '<b>&"quoted"</b>', 1, ())
-    block = frames.BlockView(("A",), (frames.Slot("<", True), frames.Slot("&", False)))
-    picture = hero.draw(
-        [frames.Frame(1, 16, (request,), (block,)), frames.Frame(2, 16, (request,), (block,))]
-    )
-    assert '<b>&"quoted"</b>▍' in texts_of(picture)
-    assert {"<", "&"} <= set(texts_of(picture))
+    """The questions, and all that a user or a model wrote."""
+    engine = make_engine()
+    recorder = Recorder(engine)
+    engine.add_request("<A&>", [5, 6], params(max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    picture = movie.to_svg(recorder.steps, "<title>", {"<A&>": '<b>&"quoted"</b>'})
+    assert {'<b>&"quoted"</b>', "<A&>"} <= set(texts_of(picture))
 
 
 # -- the run --
+
+
+def is_preempting(frame: Frame) -> bool:
+    return any(event.kind == "preempted" for event in frame.events)
 
 
 def test_a_picture_without_the_story_is_refused(
     story: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert hero.missing_in(story) == []
-    first = next(
-        index
-        for index, frame in enumerate(story)
-        if any(event.kind == "preempted" for each in frame.requests for event in each.events)
-    )
+    first = next(index for index, frame in enumerate(story) if is_preempting(frame))
     assert set(hero.missing_in(story[:first])) == {
         "single preemption",
         "return through the prefix cache",
@@ -185,7 +190,7 @@ def test_a_picture_without_the_story_is_refused(
 
 def test_the_events_are_in_the_picture(story: list[Any], fresh: dict[str, str]) -> None:
     shown = texts_of(fresh["hero.svg"])
-    [back] = [e for f in story for r in f.requests for e in r.events if e.kind == "back"]
+    [back] = [event for frame in story for event in frame.events if event.kind == "back"]
     assert f"back: {back.count} tokens from the prefix cache" in shown
     assert "preempted: no free block" in shown
     assert any(re.fullmatch(r"chunk 2 of 3: \d+ tokens", text) for text in shown)
@@ -205,68 +210,25 @@ def test_the_still_picture_is_the_preemption(story: list[Any], fresh: dict[str, 
             if group.attrib["class"].startswith("f s ")
             for e in group
         }
-        [number] = [f.number for f in story if hero.is_preempting(f)]
-        words = hero.WORDS[language]
+        [number] = [frame.number for frame in story if is_preempting(frame)]
+        words = movie.WORDS[language]
         assert {words["step"].format(number), words["preempted"]} <= still
 
 
 def test_the_budget_is_kept_in_every_frame(story: list[Any]) -> None:
     for number, frame in enumerate(story, start=1):
         assert frame.number == number
-        assert 0 < sum(request.num_scheduled for request in frame.requests) <= frame.budget
-
-
-@pytest.mark.parametrize("num_blocks", [64, 7])
-def test_the_recorder_sees_the_engines_blocks(num_blocks: int) -> None:
-    """After every step: which blocks each request has, and their tokens; with forks, copies of
-    shared blocks, an aborted request and (in 7 blocks) preemptions."""
-    with LLM(num_kv_blocks=num_blocks, block_size=4, max_num_batched_tokens=12) as llm:
-        recorder, scheduler = frames.Recorder(llm.engine), llm.engine.scheduler
-        tables, pool = llm.engine.block_manager.block_tables, llm.engine.block_manager.pool
-        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-        fork = SamplingParams(n=2, seed=1, max_tokens=6, ignore_eos=True)
-        llm.add_request("A", "Once upon a time there was", greedy)
-        llm.add_request("B", "Once upon a time there was", fork)
-        llm.add_request("C", "One day a clever fox", greedy)
-        while llm.has_unfinished_requests():
-            llm.step()
-            frame = recorder.frames()[-1]
-            views = {request.name: request for request in frame.requests}
-            for seq in scheduler.running:
-                if frames.name_of(seq) not in views:
-                    continue  # forked in this step
-                drawn = [i for i, b in enumerate(frame.blocks) if frames.name_of(seq) in b.owners]
-                assert drawn == sorted(tables[seq.seq_id])
-                slots = [slot.text for i in tables[seq.seq_id] for slot in frame.blocks[i].slots]
-                computed = seq.token_ids[: seq.num_computed_tokens]
-                assert slots[: len(computed)] == [recorder.token_text(i) for i in computed]
-            for block, block_hash in zip(frame.blocks, pool.block_hashes, strict=True):
-                is_findable = block_hash is not None
-                assert block.owners or bool(block.slots) == is_findable
-            if frame.number == 9:
-                llm.engine.abort_request("C")
-        events = [e.kind for f in recorder.frames() for r in f.requests for e in r.events]
-        assert ("preempted" in events) == ("back" in events) == (num_blocks == 7)
-        assert {request.state for request in recorder.frames()[-1].requests} == {"finished"}
-        assert {"A", "B", "B.1", "C"} == {r.name for r in recorder.frames()[-1].requests}
-        assert "fork" in events
-        assert any(len(block.owners) > 1 for f in recorder.frames() for block in f.blocks)
+        assert 0 < frame.num_scheduled <= frame.budget
 
 
 def test_chunks_are_numbered_when_their_prompt_is_done(story: list[Any]) -> None:
     """Chunks of a request count up to their total, over consecutive steps."""
-    for ask in hero.ASKS:
-        chunks = [
-            (frame.number, event)
-            for frame in story
-            for request in frame.requests
-            for event in request.events
-            if request.name == ask.name and event.kind == "chunk"
-        ]
-        for start, count in enumerate(chunks, start=1):
-            number, event = count
-            assert event == frames.Event("chunk", start, len(chunks))
-            assert number == chunks[0][0] + start - 1
+    numbered = chunks_of(story)
+    for seq_id in {seq_id for _, seq_id in numbered}:
+        steps = sorted(step for step, other in numbered if other == seq_id)
+        for count, step in enumerate(steps, start=1):
+            assert numbered[step, seq_id] == (count, len(steps))
+            assert step == steps[0] + count - 1
 
 
 # -- the package, and the figures --

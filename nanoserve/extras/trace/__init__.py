@@ -24,6 +24,7 @@ engine. Read the modules in this order:
     movie       the run step by step               Player (recorder.play), the animated SVG
     chrome      the run as Chrome trace JSON
     timer       the parts of a step's time         StepTimer
+    why         why pages, and who does what         memory_map, layers
     style, svg  colours and shapes
 
 Pictures need matplotlib (pip install -e ".[notebooks]"); the recorder, the player, the animation
@@ -49,6 +50,7 @@ from nanoserve.extras.trace.steps import gantt, step_times, timeline, timelines
 from nanoserve.extras.trace.style import colour, on_colour, tint
 from nanoserve.extras.trace.tensors import step_tensors
 from nanoserve.extras.trace.timer import StepTimer
+from nanoserve.extras.trace.why import layers, memory_map
 
 __all__ = [
     "Recorder",
@@ -63,8 +65,10 @@ __all__ = [
     "gantt",
     "hidden_states",
     "layer_words",
+    "layers",
     "lines",
     "listen",
+    "memory_map",
     "on_colour",
     "packed_weights",
     "placements",

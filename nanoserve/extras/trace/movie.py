@@ -358,9 +358,9 @@ class Painter:
         most = max(1, int(0.95 * self.slot / (0.6 * SMALLEST)))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
-            shown = _shorten(content, most)
+            shown = content if len(content) <= most else content[: max(1, most - 2)] + "…"
             middle = left + OWNER_WIDTH + (column + 0.5) * self.slot
-            fitting = min(13.0, 0.95 * self.slot / (0.6 * len(shown)))
+            fitting = max(SMALLEST, min(13.0, 0.95 * self.slot / (0.66 * len(shown))))
             shade = "ink" if block.owners else "faint"
             film.add(index, text(middle, top + 19, shown, fitting, shade, anchor="middle"), layer=1)
 

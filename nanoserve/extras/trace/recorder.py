@@ -32,10 +32,13 @@ from types import TracebackType
 from typing import Any
 
 from nanoserve.engine import StepReport
-from nanoserve.extras.trace import blocks, chrome, movie, steps
+from nanoserve.extras.trace.blocks import draw_frame
+from nanoserve.extras.trace.chrome import to_json
 from nanoserve.extras.trace.frames import MOST_WAITING, Event, Frame, SequenceView, Tokens, name_of
+from nanoserve.extras.trace.movie import to_svg
 from nanoserve.extras.trace.player import Player
 from nanoserve.extras.trace.snapshot import engine_of, in_flight, make_view, pool_fields, snapshot
+from nanoserve.extras.trace.steps import timeline
 from nanoserve.sequence import ScheduledSequence, SchedulerOutput, Sequence, SequenceStatus
 
 
@@ -96,12 +99,12 @@ class Recorder:
 
     def timeline(self, title: str = "Who ran when") -> None:
         """Draw the tokens of each step as bars, and a lane for each sequence."""
-        steps.timeline(title, self.steps)
+        timeline(title, self.steps)
 
     def block_map(self, title: str = "Who owns which block", step: int | None = None) -> None:
         """Draw block tables, KV cache and free queue after this step. None: now, or if the engine
         is closed, after the last step."""
-        blocks.draw_frame(self.step(step) if step is not None else self.now(), title)
+        draw_frame(self.step(step) if step is not None else self.now(), title)
 
     def now(self) -> Frame:
         """The engine as it is now; of a closed engine, its last step."""
@@ -130,9 +133,9 @@ class Recorder:
         chrome://tracing and ui.perfetto.dev."""
         path = Path(file)
         if path.suffix == ".json":
-            content = chrome.to_json(self.steps)
+            content = to_json(self.steps)
         elif path.suffix == ".svg":
-            content = movie.to_svg(self.steps, title, questions, language)
+            content = to_svg(self.steps, title, questions, language)
         elif path.suffix == ".html":
             content = self.play(title, questions, language).to_html()
         else:

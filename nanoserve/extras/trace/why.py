@@ -86,9 +86,9 @@ def memory_map(title: str, llm_or_engine: Any, reserve: int) -> None:
     }
     num_lines = -(-num_slots // COLUMNS)
     panel = 0.42 + num_lines * LINE_HEIGHT + 0.16
-    ax = canvas(0.76 + 2 * panel, title)
-    _memory_legend(ax, 0.42 + 2 * panel, list(lengths))
-    top = 0.3 + 2 * panel
+    ax = canvas(0.72 + 2 * panel, title)
+    _memory_legend(ax, 0.2 + 2 * panel, list(lengths))
+    top = 0.04 + 2 * panel
     for heading, (slots, step) in maps.items():
         used = sum(holds for _, holds in slots.values())
         text = f"{used} of {len(slots)} slots that are set aside hold a token"
@@ -140,9 +140,9 @@ def _memory_legend(ax: Axes, y: float, names: list[str]) -> None:
 def layers(title: str) -> None:
     """The six layers of vLLM V1 from top to bottom: their classes, and our files."""
     height = 0.52
-    ax = canvas(0.8 + height * len(LAYERS), title)
-    top = 0.42 + height * len(LAYERS)
-    left, middle, right = 0.55, 2.3, 6.2
+    ax = canvas(0.66 + height * len(LAYERS), title)
+    top = 0.22 + height * len(LAYERS)
+    left, middle, right = 0.55, 2.15, 5.9
     for x, text in ((left, "layer"), (middle, "in vLLM V1"), (right, "here, in nanoserve/")):
         label(ax, x + 0.1, top - 0.02, text, 9, ha="left", color=FAINT)
     for index, (layer, (theirs, ours)) in enumerate(LAYERS.items()):
@@ -152,7 +152,7 @@ def layers(title: str) -> None:
         middle_y = y + (height - 0.08) / 2
         label(ax, left + 0.1, middle_y, layer, 10, ha="left", weight="bold")
         label(ax, middle + 0.1, middle_y, theirs, 9, ha="left")
-        label(ax, right + 0.1, middle_y, ours, 9.5, ha="left", family="monospace")
+        label(ax, right + 0.1, middle_y, ours, 9, ha="left", family="monospace")
     bottom = top - 0.16 - len(LAYERS) * height
     arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.4}
     ax.annotate("", (0.14, bottom + 0.1), (0.14, top - 0.25), arrowprops=arrow)
