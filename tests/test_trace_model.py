@@ -93,11 +93,15 @@ def test_hidden_states_are_those_of_transformers() -> None:
 
     with lesson.small_llm(max_num_batched_tokens=64) as llm:
         prompt, layers = lesson.prompt(llm, "A"), llm.engine.executor.runner.model.model.layers
+        params = SamplingParams(temperature=0, max_tokens=1)
         with trace.hidden_states(layers) as ours:
-            llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            [output] = llm.generate([prompt], params, use_tqdm=False)
         plain = AutoModelForCausalLM.from_pretrained(cases.MODEL_DIR, dtype="float32")
-    with trace.hidden_states(plain.model.layers) as theirs, torch.inference_mode():
-        plain(torch.tensor([prompt]))
+        with trace.hidden_states(plain.model.layers) as theirs, torch.inference_mode():
+            plain(torch.tensor([prompt]))
+        answer = output.outputs[0].token_ids
+        said = trace.layer_words("words", llm, ours, theirs, answer)
+    assert len(said) == 5 and said[-1] == answer
     assert len(ours) == len(theirs) == 5
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() < 1e-4 * b.abs().max()
