@@ -111,7 +111,7 @@ def depths(model_cls: Any, folder: Path, most: tuple[int, ...] = (2, 4, 5)) -> t
         model_cls.depth = depth
         with lesson.small_llm(model=folder) as llm:
             prompt = lesson.prompt(llm, "A")
-            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
             mine.append(llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids)
             print(f"{depth} layers: {llm.get_tokenizer().decode(mine[-1])!r}")
         with lesson.quietly():
@@ -119,7 +119,7 @@ def depths(model_cls: Any, folder: Path, most: tuple[int, ...] = (2, 4, 5)) -> t
                 MODEL_DIR, dtype="float32", num_hidden_layers=depth, local_files_only=True
             )
         ids = torch.tensor([prompt])
-        for _ in range(8):
+        for _ in range(10):
             with torch.inference_mode():
                 token = plain(ids).logits[0, -1].argmax()
             ids = torch.cat((ids, token[None, None]), dim=1)

@@ -44,7 +44,7 @@ PART_COLOURS = {
     "up_proj": "#F6D5C2",
     "down_proj": "#E8E8E8",
 }
-RANK_COLOURS = ("#9FD0F2", "#F7EC8B", "#EDB08C", "#D0D0D0")
+RANK_COLOURS = ("#7DBBEA", "#FBF2AE", "#EDB08C", "#D0D0D0")
 EDGE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.8}
 
 
