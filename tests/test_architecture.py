@@ -290,7 +290,7 @@ def test_no_state_outlives_an_engine(module: str) -> None:
     assert not [node for node in walk(tree) if isinstance(node, ast.Global)]
     assert not shared_state(tree.body)
     decorators = [
-        ast.unparse(decorator)
+        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
         for decorator in node.decorator_list

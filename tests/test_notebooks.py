@@ -16,6 +16,7 @@ import io
 import os
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,18 @@ pytest.importorskip("matplotlib")
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanoserve"
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ALWAYS_RUN = "01_life_of_a_request"
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ALWAYS_RUN = "00_why_pages"
 VLLM = {"V0": os.environ.get("VLLM_0_6", ""), "V1": os.environ.get("VLLM_0_32", "")}
 MAX_CELLS, MAX_LINES, MAX_BYTES = 25, 15, 600_000
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<])/(home|Users|root|tmp|usr|opt|work|var)/|\b[A-Z]:\\")
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 REQUEST_NAME = re.compile(r"[A-DXY]\d*")  # the cast, and requests that only fill the engine
 SECONDS = 120  # for one cell; a kernel starts slowly on a busy machine
+
+sys.path.insert(0, str(FOLDER / "pictures"))
+toc = import_module("toc")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 each_run = pytest.mark.parametrize(
@@ -265,6 +270,19 @@ def test_questions(path: Path) -> None:
 
 
 @each_notebook
+def test_imports_what_the_extra_installs(path: Path) -> None:
+    """pip install "nanoserve[notebooks]" is enough."""
+    allowed = {"nanoserve", "torch", "triton", "transformers", "safetensors", "numpy"}
+    allowed |= {"matplotlib", "IPython"} | sys.stdlib_module_names
+    for cell in code_cells(path):
+        for node in ast.walk(parse(cell)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, cell.id
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] in allowed, cell.id
+
+
+@each_notebook
 def test_redefines_nothing(path: Path) -> None:
     """A notebook imports nanoserve; functions of the notebook have other names."""
     taken = names_of_nanoserve(without=("bench", "demo", "tools"))
@@ -405,6 +423,25 @@ def test_one_picture_for_the_table_of_contents(path: Path) -> None:
     assert {tag for cell in cells for tag in tags(cell)} <= {"exercise", "slide", "varies"}
     [slide] = [cell for cell in cells if "slide" in tags(cell)]
     assert any("image/png" in output.get("data", {}) for output in slide.outputs)
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_table_of_contents_has_every_notebook(name: str) -> None:
+    rows = [row for table in markdown_tables((FOLDER / name).read_text("utf-8")) for row in table]
+    found = re.findall(r"pictures/toc/(\d\d)\.png.*?\((\w+)\.ipynb\)", "\n".join(map(str, rows)))
+    assert found == [(path.stem[:2], path.stem) for path in NOTEBOOKS]
+
+
+@each_notebook
+def test_the_small_picture_is_the_slide(path: Path) -> None:
+    """If this fails: python notebooks/pictures/toc.py"""
+    from PIL import Image, ImageChops, ImageStat
+
+    fresh = toc.make(path)
+    stored = Image.open(FOLDER / "pictures" / "toc" / f"{path.stem[:2]}.png").convert("RGB")
+    assert stored.size == fresh.size
+    difference = ImageStat.Stat(ImageChops.difference(stored, fresh.convert("RGB")))
+    assert max(difference.mean) < 2, "another picture"
 
 
 # -- storing --

@@ -31,17 +31,16 @@ def slide_of(notebook: Path) -> bytes:
     raise ValueError(f"{notebook.name} has no cell with the tag 'slide' and a stored picture.")
 
 
-def make(notebook: Path, target: Path) -> None:
-    """Write the small picture."""
+def make(notebook: Path) -> Image.Image:
+    """The small picture."""
     picture = Image.open(io.BytesIO(slide_of(notebook))).convert("RGB")
     height = round(picture.height * WIDTH / picture.width)
-    picture = picture.resize((WIDTH, height), Image.Resampling.LANCZOS).quantize(COLOURS)
-    picture.save(target, "png", optimize=True)
+    return picture.resize((WIDTH, height), Image.Resampling.LANCZOS).quantize(COLOURS)
 
 
 if __name__ == "__main__":
     (HERE / "toc").mkdir(exist_ok=True)
     for notebook in sorted(HERE.parent.glob("*.ipynb")):
         target = HERE / "toc" / f"{notebook.name[:2]}.png"
-        make(notebook, target)
+        make(notebook).save(target, "png", optimize=True)
         print("wrote", target.relative_to(HERE.parent.parent))
