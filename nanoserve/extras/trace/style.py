@@ -144,6 +144,13 @@ def label(ax: Axes, x: float, y: float, text: str, size: float = 8, **style: Any
     ax.text(x, y, text.replace("$", r"\$"), fontsize=max(size, SMALLEST), **style)
 
 
+def chip(ax: Axes, x: float, y: float, width: float, name: str) -> None:
+    """The name of a request in a box of its colour."""
+    box(ax, x, y, width, 0.24, facecolor=colour(name), edgecolor="white")
+    text, size = fit(name, width - 0.02, 9)
+    label(ax, x + width / 2, y + 0.12, text, size, weight="bold", color=on_colour(name))
+
+
 def text_width(text: str, size: float) -> float:
     """Inches. Letters on a screen are a little wider than their outlines."""
     from matplotlib.textpath import TextPath

@@ -24,6 +24,7 @@ from nanoserve.extras.trace.style import (
     WIDTH,
     box,
     canvas,
+    chip,
     colour,
     fit,
     label,
@@ -37,9 +38,10 @@ if TYPE_CHECKING:
 
     from nanoserve.model_runner import StepInputs
 
-MOST_TOKENS = 48
+MOST_TOKENS = 64
 MOST_BLOCKS = 28  # drawn in one line
 LEFT, LINE_HEIGHT, GAP = 1.25, 0.25, 0.07  # inches
+NARROW = 0.24  # inches of a column; in a narrower one, texts are turned
 ARROWS = 1.25  # inches between slot_mapping and the blocks
 
 
@@ -55,19 +57,21 @@ def step_tensors(
         raise ValueError(f"{len(token_ids)} tokens do not fit; at most {MOST_TOKENS} do.")
     starts, sequences = arrays.query_start_loc.tolist(), engine.scheduler.sequences
     names = [name_of(sequences[item.seq_id]) for item in scheduler_output.scheduled]
-    height = 3.42 + ARROWS + 0.29 * len(names)
+    cell = min(0.62, (WIDTH - LEFT) / len(token_ids))
+    line_height = LINE_HEIGHT if cell >= NARROW else 0.46
+    height = 2.42 + 4 * line_height + ARROWS + 0.29 * len(names)
     ax = canvas(height, title)
     label(ax, WIDTH, height - 0.18, "framed: its logits are sampled", 8, ha="right", color=FAINT)
-    cell = min(0.62, (WIDTH - LEFT) / len(token_ids))
     left = LEFT + max(0.0, (WIDTH - LEFT - cell * len(token_ids)) / 2)
+    limit = 7 if cell > 0.42 or cell < NARROW else 5
     rows = {
-        "token": [frame.tokens.text(token_id, 7 if cell > 0.42 else 5) for token_id in token_ids],
+        "token": [frame.tokens.text(token_id, limit) for token_id in token_ids],
         "input_ids": token_ids,
         "positions": arrays.positions.tolist(),
         "slot_mapping": slots,
     }
     top = height - 0.44
-    bottom = _draw_columns(ax, rows, names, starts, left, cell, top)
+    bottom = _draw_columns(ax, rows, names, starts, left, cell, top, line_height)
     for index in arrays.last_tokens.tolist():
         frame_style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8, "zorder": 5}
         box(ax, left + index * cell, bottom, cell, top - 0.26 - bottom, **frame_style)
@@ -104,21 +108,23 @@ def _draw_columns(
     left: float,
     cell: float,
     top: float,
+    line_height: float,
 ) -> float:
     """The table of tokens; returns the y of its lower edge."""
-    bottom = top - 0.26 - LINE_HEIGHT * len(rows)
+    bottom = top - 0.26 - line_height * len(rows)
+    is_turned = cell < NARROW
+    room, turn = (line_height - 0.06, 90) if is_turned else (0.9 * cell, 0)
     for name, start, end in zip(names, starts, starts[1:], strict=False):
         x, width = left + start * cell, (end - start) * cell
         box(ax, x, bottom, width, top - 0.26 - bottom, facecolor=tint(name), linewidth=0)
-        box(ax, x, top - 0.26, width, 0.24, facecolor=tint(name, 0.85), edgecolor="white")
-        label(ax, x + width / 2, top - 0.14, *fit(name, width - 0.04, 9), weight="bold")
+        chip(ax, x, top - 0.26, width, name)
     for row, (text, values) in enumerate(rows.items()):
-        y = top - 0.26 - LINE_HEIGHT * (row + 0.5)
+        y = top - 0.26 - line_height * (row + 0.5)
         weight = "normal" if text == "token" else "bold"
         label(ax, left - 0.1, y, text, 9, ha="right", weight=weight)
         for index, value in enumerate(values):
             shown = "?" if text == "input_ids" and value == -1 else str(value)
-            label(ax, left + (index + 0.5) * cell, y, *fit(shown, 0.9 * cell, 8.5))
+            label(ax, left + (index + 0.5) * cell, y, *fit(shown, room, 8.5), rotation=turn)
     for start in starts[1:-1]:
         ax.plot([left + start * cell] * 2, [bottom, top], color="white", linewidth=2.4)
     return bottom
@@ -142,7 +148,7 @@ def _draw_blocks(
         block = frame.blocks[block_id]
         for index, slot in enumerate(block.slots[:size]):
             strength = 0.85 if slot.state in (NEW, COMING) else 0.3
-            faces = [tint(name, strength) for name in block.owners] or [CACHED]
+            faces: list[Any] = [tint(name, strength) for name in block.owners] or [CACHED]
             share = 0.3 / len(faces)
             for part, face in enumerate(faces):  # one stripe for each owner
                 y = top - (part + 1) * share
@@ -242,8 +248,7 @@ def _draw_metadata(
         zip(names, starts, seq_lens, tables, strict=False)
     ):
         y = top - 0.29 * (row + 1) - 0.13
-        box(ax, 0, y - 0.12, 0.44, 0.24, facecolor=tint(name, 0.85))
-        label(ax, 0.22, y, *fit(name, 0.4, 9), weight="bold")
+        chip(ax, 0, y - 0.12, 0.44, name)
         label(ax, 1.05, y, str(start), 8.5)
         label(ax, 2.2, y, str(seq_len), 8.5)
         for place, block_id in enumerate(table[: -(-seq_len // size)][:25]):
