@@ -11,9 +11,11 @@ No function here holds an answer: each builds a model, or runs one.
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +66,7 @@ def _config(**values: Any) -> ModelConfig:
     """A Llama of one layer."""
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 48}
     config |= {"num_hidden_layers": 1, "max_position_embeddings": 64, **values}
-    with TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         return ModelConfig.from_folder(Path(folder))
 
@@ -99,6 +101,17 @@ def _read_head(head: int, num_heads: int, num_kv_heads: int) -> int:
     values = torch.arange(num_kv_heads)[:, None].expand_as(keys).float().contiguous()
     query = torch.ones(1, num_heads, 2)
     return int(AttentionBackend().attend(query, (keys, values), step, scale=1.0)[0, head, 0])
+
+
+def copy_checkpoint(folder: Path, architecture: str) -> Path:
+    """A copy of a checkpoint in which config.json names another architecture. It is deleted when
+    Python ends."""
+    home = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    copy = Path(shutil.copytree(folder, home / "copy", copy_function=shutil.copyfile))
+    config = json.loads((copy / "config.json").read_text()) | {"architectures": [architecture]}
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def depths(model_cls: Any, folder: Path, most: tuple[int, ...] = (2, 4, 5)) -> tuple[Any, Any]:
