@@ -242,6 +242,9 @@ def everything() -> list[list[int]]:
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "uncache": after(["C", "A", "B"], "C", num_blocks=10),
     "copy_on_write": three_completions,
+    "rope_neighbours": after([], "A"),
+    "packed_order": after([], "A"),
+    "one_sum_less": after([], "A", tensor_parallel_size=2),
     "short_hash": after(["A"], "B"),
     "skipped_token": after([], "A", max_num_batched_tokens=8),
     "late_position": after([], "A"),

@@ -36,6 +36,8 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.engine import LLMEngine
 from nanoserve.kernels.threads import load_torch
 from nanoserve.llm import LLM
+from nanoserve.model_runner import ModelRunner
+from nanoserve.parallel import ParallelState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -264,6 +266,7 @@ def _brief(actual: Any) -> str:
     """An answer in one line."""
     actual = _plain(actual)
     text = f"a tensor of shape {actual.shape}" if _is_array(actual) else repr(actual)
+    text = " ".join(text.split())  # tensors in a list have lines
     return text if len(text) <= 70 else f"{text[:67]}..."
 
 
@@ -375,6 +378,62 @@ def _admit_whoever_fits(right: Any, scheduler: Any, step: Any) -> None:
         if step.budget > 0 and seq.is_ready():
             scheduler._admit(seq, step)
     right(scheduler, step)
+
+
+@_sabotage(
+    "rope_neighbours",
+    "models.decoder.Attention.__init__",
+    "RoPE takes neighbours as pairs; the weights were trained with halves",
+)
+def _pair_neighbours(right: Any, attention: Any, *config: Any) -> None:
+    right(attention, *config)
+    attention.rope_and_store = _rope_of_neighbours
+
+
+def _rope_of_neighbours(
+    qkv: Any, qk_norm: Any, rope: Any, backend: Any, kv_cache: Any, metadata: Any
+) -> Any:
+    """layers.rope_and_store, but number 2 i of a head is paired with number 2 i + 1."""
+    num_kv_heads, head_dim = kv_cache[0].shape[2:]
+    heads, half = qkv.view(len(qkv), -1, head_dim), head_dim // 2
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    qk = qk_norm(qk) if qk_norm is not None else qk
+    first, second = qk.unflatten(-1, (half, 2)).unbind(-1)
+    cos, sin = rope[0][..., :half], rope[1][..., half:]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    qk = qk.clone()
+    qk[..., 0::2], qk[..., 1::2] = turned
+    backend.store(qk[:, -num_kv_heads:].contiguous(), v.contiguous(), kv_cache, metadata)
+    return qk[:, :-num_kv_heads].contiguous()
+
+
+@_sabotage(
+    "packed_order",
+    "layers.ColumnParallelLinear.shards",
+    "the loader puts v_proj where the model expects k_proj, and k_proj where it expects v_proj",
+)
+def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
+    other = {"k_proj": "v_proj", "v_proj": "k_proj"}
+    for tensor_name, shard in right(layer, name):
+        yield ".".join(other.get(part, part) for part in tensor_name.split(".")), shard
+
+
+class WithoutOneSum(ModelRunner):
+    """A runner whose layer 3 never adds up the ranks' parts of its attention."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        alone = ParallelState(self.parallel.rank, self.parallel.world_size)  # and no groups
+        self.model.model.layers[3].self_attn.o_proj.parallel = alone  # type: ignore
+
+
+@_sabotage(
+    "one_sum_less",
+    "distributed.multiproc.MultiprocExecutor.__init__",
+    "with several ranks, one layer leaves out the sum over the ranks behind its attention",
+)
+def _leave_out_one_sum(right: Any, executor: Any, *config: Any, **options: Any) -> None:
+    right(executor, *config, **{**options, "runner_cls": WithoutOneSum})
 
 
 @_sabotage(
