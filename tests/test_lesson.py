@@ -234,11 +234,6 @@ def number_of_steps() -> list[list[int]]:
         return [[len(steps)]]
 
 
-def everything() -> list[list[int]]:
-    """For sabotages that have no story of their own."""
-    return [tokens for tell in STORIES.values() for tokens in tell()]
-
-
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "uncache": after(["C", "A", "B"], "C", num_blocks=10),
     "copy_on_write": three_completions,
@@ -256,6 +251,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "wrong_tokens": with_a_penalty,
     "noise_with_state": three_completions,
     "position_as_slot": after(["C"], "A"),
+    "shifted_table": after([], "A"),
+    "late_chunk": after([], "D"),
     "one_by_one": number_of_steps,
     "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
     "short_answers": after([], "Tell me a story."),
@@ -265,7 +262,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
 @pytest.mark.parametrize("name", lesson.SABOTAGES)
 def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
     """Inside, the answer is another one; afterwards it is the right one again."""
-    story = STORIES.get(name, everything)
+    story = STORIES[name]
     right = story()
     with lesson.broken(name):
         wrong = story()
