@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 import weakref
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -290,6 +291,10 @@ def test_the_last_steps_only() -> None:
     assert recorder.step(9).number == 9
     with pytest.raises(ValueError, match="step 2 was not recorded; recorded steps: 8 to 10"):
         recorder.step(2)
+    for number in range(20):
+        engine.add_request(str(number), [number], params(max_tokens=1))
+        engine.step()
+    assert len(recorder._tokens.ids) < 7, "tokens of sequences that no kept step has"
 
 
 def test_a_large_cache_costs_little() -> None:
@@ -711,24 +716,40 @@ def test_colours() -> None:
 
 
 def test_matplotlib_is_imported_by_functions_only() -> None:
+    """Without it, a run can be recorded, played and saved; pictures say how to install it."""
     for file in Path(trace.__file__).parent.glob("*.py"):
         for node in ast.parse(file.read_text("utf-8")).body:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.split(".")[0] in ("matplotlib", "torch")]
+            assert not [name for name in names if name.split(".")[0] == "matplotlib"], file.name
     code = """
 import sys
 sys.modules["matplotlib"] = None
+from nanoserve import LLM
 from nanoserve.extras import trace
-assert "torch" not in sys.modules
+with LLM(num_kv_blocks=16) as llm:
+    recorder = trace.Recorder(llm)
+    llm.generate("Once", use_tqdm=False)
+assert recorder.play().to_html()
 try:
     trace.bars("title", {"a": 1})
 except ImportError as error:
     print(error)
 """
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == 'pictures need matplotlib: pip install -e ".[notebooks]"\n'
+
+
+def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own run in three lines."""
+    assert trace.__doc__
+    example = "\n".join(line for line in trace.__doc__.splitlines()[:9] if line.startswith("    "))
+    assert "save(" in example
+    monkeypatch.chdir(tmp_path)
+    exec(textwrap.dedent(example), {})
+    assert (tmp_path / "run.html").read_text("utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_the_timer_gives_the_methods_back() -> None:

@@ -4,9 +4,9 @@
     from nanoserve.extras import trace
 
     llm = LLM()
-    recorder = trace.Recorder(llm)
-    llm.generate(["Once upon a time", "One day a clever fox"])
-    recorder.save("run.html")     # a player; run.svg is an animation, run.json a Chrome trace
+    recorder = trace.Recorder(llm)                                # one,
+    llm.generate(["Once upon a time", "One day a clever fox"])    # two,
+    recorder.save("run.html")  # three: a player. run.svg: an animation, run.json: a Chrome trace
 
 Every picture is drawn from frames: what a Recorder keeps of each step, or a snapshot of a live
 engine. Read the modules in this order:

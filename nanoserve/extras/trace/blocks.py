@@ -27,6 +27,7 @@ from nanoserve.extras.trace.style import (
     WIDTH,
     box,
     canvas,
+    chip,
     colour,
     fit,
     label,
@@ -118,9 +119,7 @@ def _draw_block_tables(ax: Axes, views: list[SequenceView], lines: list[int], to
         return top - 0.34
     for view, num_lines in zip(views, lines, strict=True):
         name = view.name
-        short, size = fit(name, 0.4, 9)
-        box(ax, 0, top - 0.27, 0.44, 0.24, facecolor=tint(name, 0.75))
-        label(ax, 0.22, top - 0.15, short, size, weight="bold")
+        chip(ax, 0, top - 0.27, 0.44, name)
         label(ax, 0.54, top - 0.15, _describe(view), 9, ha="left")
         table, text = view.table, "block table" if view.table else "holds no block"
         if view.status is SequenceStatus.SWAPPED:
@@ -188,7 +187,7 @@ def _draw_block(
         if weights is not None:
             weight = weight_at(weights, block_id, index)
             box(ax, left, bottom, cell, CELL, facecolor=heat(weight), linewidth=0.6)
-            text_colour = "white" if weight > 0.55 else INK
+            text_colour = "white" if weight > 0.55 else text_colour
         else:
             for part, name in enumerate(names):  # one stripe for each owner
                 share = CELL / len(names)

@@ -79,8 +79,7 @@ def _readable(text: str) -> str:
 
 
 def bars(title: str, values: Mapping[str, float], unit: str = "") -> None:
-    """Draw a horizontal bar for each value, with the number behind it. A colour is that of a
-    request if the label is a letter, else the same for all."""
+    """Draw a horizontal bar for each value, with the number behind it."""
     [ax] = panels(1, 0.75 + 0.36 * max(1, len(values)), title)
     numbers = [float(value) for value in values.values()]
     highest = max([*numbers, 0.0]) or 1.0

@@ -121,6 +121,10 @@ class Tokens:
         if len(known) < len(seq.token_ids):
             known += seq.token_ids[len(known) :]
 
+    def keep(self, seq_ids: set[int]) -> None:
+        """Forget all other sequences."""
+        self.ids = {seq_id: ids for seq_id, ids in self.ids.items() if seq_id in seq_ids}
+
     def at(self, seq_id: int, position: int) -> int:
         """The token at this position; -1 if it is in flight."""
         ids = self.ids[seq_id]

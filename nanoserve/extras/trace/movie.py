@@ -320,9 +320,9 @@ class Painter:
         line = text(MARGIN, y, "\u2002" + numbers, 14, "faint")
         film.add(index, line.replace(">", f">{heading}", 1))
         free, written = words["free"], words["written"]
-        x = WIDTH - MARGIN - text_width(free, 14)
+        x = WIDTH - MARGIN - text_width(free, 14, 0.52)
         film.add(index, text(x, y, free, 14, "faint"), rect(x - 20, y - 11, 14, 14, "grey", rx=3))
-        x -= text_width(written, 14) + 38
+        x -= text_width(written, 14, 0.52) + 38
         film.add(index, text(x, y, written, 14, "faint"))
         film.add(index, rect(x - 20, y - 11, 14, 14, "faint new", rx=3))
         empty = Block((), (), False, 0)

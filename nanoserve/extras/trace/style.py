@@ -45,7 +45,7 @@ def colour(name: str) -> str:
         base = COLOURS[int(root) % len(COLOURS)]
     else:
         base = COLOURS[(sum(map(ord, root)) - ord("A")) % len(COLOURS)]
-    return _shade(base, SHADES[int(branch) % len(SHADES)])
+    return shade(base, SHADES[int(branch) % len(SHADES)])
 
 
 def tint(name: str, strength: float = 0.3) -> tuple[float, float, float]:
@@ -65,7 +65,7 @@ def _rgb(code: str) -> tuple[float, float, float]:
     return red, green, blue
 
 
-def _shade(code: str, amount: float) -> str:
+def shade(code: str, amount: float) -> str:
     """The colour, moved towards black (amount below 0) or white (above 0)."""
     if not amount:
         return code
@@ -142,6 +142,13 @@ def label(ax: Axes, x: float, y: float, text: str, size: float = 8, **style: Any
     """Text with its middle at (x, y)."""
     style = {"color": INK, "ha": "center", "va": "center", **style}
     ax.text(x, y, text.replace("$", r"\$"), fontsize=max(size, SMALLEST), **style)
+
+
+def chip(ax: Axes, x: float, y: float, width: float, name: str) -> None:
+    """The name of a request in a box of its colour."""
+    box(ax, x, y, width, 0.24, facecolor=colour(name), edgecolor="white")
+    text, size = fit(name, width - 0.02, 9)
+    label(ax, x + width / 2, y + 0.12, text, size, weight="bold", color=on_colour(name))
 
 
 def text_width(text: str, size: float) -> float:

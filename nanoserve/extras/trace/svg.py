@@ -83,9 +83,10 @@ def text(
     )
 
 
-def text_width(content: str, size: float) -> float:
-    """Roughly: bold letters of the fonts above are 0.58 of their size wide, Chinese ones 1."""
-    return size * sum(1.0 if ord(letter) > 0x2E80 else 0.58 for letter in content)
+def text_width(content: str, size: float, letter_width: float = 0.58) -> float:
+    """Roughly: bold letters of the fonts above are 0.58 of their size wide, others 0.52, Chinese
+    ones 1."""
+    return size * sum(1.0 if ord(letter) > 0x2E80 else letter_width for letter in content)
 
 
 def document(

@@ -24,9 +24,11 @@ from nanoserve.extras.trace.style import (
     WIDTH,
     box,
     canvas,
+    chip,
     colour,
     fit,
     label,
+    shade,
     show,
     tint,
 )
@@ -37,10 +39,11 @@ if TYPE_CHECKING:
 
     from nanoserve.model_runner import StepInputs
 
-MOST_TOKENS = 48
+MOST_TOKENS = 64
 MOST_BLOCKS = 28  # drawn in one line
 LEFT, LINE_HEIGHT, GAP = 1.25, 0.25, 0.07  # inches
-ARROWS = 1.25  # inches between slot_mapping and the blocks
+NARROW = 0.24  # inches of a column; in a narrower one, texts are turned
+ARROWS = 1.45  # inches between slot_mapping and the blocks
 
 
 def step_tensors(
@@ -55,19 +58,21 @@ def step_tensors(
         raise ValueError(f"{len(token_ids)} tokens do not fit; at most {MOST_TOKENS} do.")
     starts, sequences = arrays.query_start_loc.tolist(), engine.scheduler.sequences
     names = [name_of(sequences[item.seq_id]) for item in scheduler_output.scheduled]
-    height = 3.42 + ARROWS + 0.29 * len(names)
+    cell = min(0.62, (WIDTH - LEFT) / len(token_ids))
+    line_height = LINE_HEIGHT if cell >= NARROW else 0.46
+    height = 2.42 + 4 * line_height + ARROWS + 0.29 * len(names)
     ax = canvas(height, title)
     label(ax, WIDTH, height - 0.18, "framed: its logits are sampled", 8, ha="right", color=FAINT)
-    cell = min(0.62, (WIDTH - LEFT) / len(token_ids))
     left = LEFT + max(0.0, (WIDTH - LEFT - cell * len(token_ids)) / 2)
+    limit = 7 if cell > 0.42 or cell < NARROW else 5
     rows = {
-        "token": [frame.tokens.text(token_id, 7 if cell > 0.42 else 5) for token_id in token_ids],
+        "token": [frame.tokens.text(token_id, limit) for token_id in token_ids],
         "input_ids": token_ids,
         "positions": arrays.positions.tolist(),
         "slot_mapping": slots,
     }
     top = height - 0.44
-    bottom = _draw_columns(ax, rows, names, starts, left, cell, top)
+    bottom = _draw_columns(ax, rows, names, starts, left, cell, top, line_height)
     for index in arrays.last_tokens.tolist():
         frame_style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8, "zorder": 5}
         box(ax, left + index * cell, bottom, cell, top - 0.26 - bottom, **frame_style)
@@ -84,6 +89,11 @@ def step_tensors(
     size = frame.block_size
     rule = f"slot = block_table[position // {size}] × {size} + position % {size}"
     label(ax, 0, blocks_top - 0.82, rule, 9, ha="left", weight="bold")
+    index = starts[-2] + (starts[-1] - starts[-2]) // 2  # in the middle of the last sequence
+    slot, position = slots[index], rows["positions"][index]
+    example = f"{names[-1]}, position {position}:   block_table[{position // size}] × {size}"
+    example += f" + {position % size}   =   {slot // size} × {size} + {slot % size}   =   {slot}"
+    label(ax, 4.6, blocks_top - 0.82, example, 9, ha="left", color=FAINT)
     _draw_metadata(
         ax,
         names,
@@ -104,21 +114,23 @@ def _draw_columns(
     left: float,
     cell: float,
     top: float,
+    line_height: float,
 ) -> float:
     """The table of tokens; returns the y of its lower edge."""
-    bottom = top - 0.26 - LINE_HEIGHT * len(rows)
+    bottom = top - 0.26 - line_height * len(rows)
+    is_turned = cell < NARROW
+    room, turn = (line_height - 0.06, 90) if is_turned else (0.9 * cell, 0)
     for name, start, end in zip(names, starts, starts[1:], strict=False):
         x, width = left + start * cell, (end - start) * cell
         box(ax, x, bottom, width, top - 0.26 - bottom, facecolor=tint(name), linewidth=0)
-        box(ax, x, top - 0.26, width, 0.24, facecolor=tint(name, 0.85), edgecolor="white")
-        label(ax, x + width / 2, top - 0.14, *fit(name, width - 0.04, 9), weight="bold")
+        chip(ax, x, top - 0.26, width, name)
     for row, (text, values) in enumerate(rows.items()):
-        y = top - 0.26 - LINE_HEIGHT * (row + 0.5)
+        y = top - 0.26 - line_height * (row + 0.5)
         weight = "normal" if text == "token" else "bold"
         label(ax, left - 0.1, y, text, 9, ha="right", weight=weight)
         for index, value in enumerate(values):
             shown = "?" if text == "input_ids" and value == -1 else str(value)
-            label(ax, left + (index + 0.5) * cell, y, *fit(shown, 0.9 * cell, 8.5))
+            label(ax, left + (index + 0.5) * cell, y, *fit(shown, room, 8.5), rotation=turn)
     for start in starts[1:-1]:
         ax.plot([left + start * cell] * 2, [bottom, top], color="white", linewidth=2.4)
     return bottom
@@ -142,7 +154,7 @@ def _draw_blocks(
         block = frame.blocks[block_id]
         for index, slot in enumerate(block.slots[:size]):
             strength = 0.85 if slot.state in (NEW, COMING) else 0.3
-            faces = [tint(name, strength) for name in block.owners] or [CACHED]
+            faces: list[Any] = [tint(name, strength) for name in block.owners] or [CACHED]
             share = 0.3 / len(faces)
             for part, face in enumerate(faces):  # one stripe for each owner
                 y = top - (part + 1) * share
@@ -154,9 +166,9 @@ def _draw_blocks(
         edge = colour(block.owners[0]) if block.owners else LINE
         box(ax, x, top - 0.3, slot_width * size, 0.3, facecolor="none", edgecolor=edge)
         weight = "bold" if block_id in wanted else "normal"
-        shade = INK if block.owners else FAINT
+        ink = INK if block.owners else FAINT
         number = fit(str(block_id), slot_width * size + 0.05, 8)
-        label(ax, x + slot_width * size / 2, top - 0.4, *number, color=shade, weight=weight)
+        label(ax, x + slot_width * size / 2, top - 0.4, *number, color=ink, weight=weight)
         if block_id - 1 not in edges and place:
             label(ax, x - GAP / 2, top - 0.4, "·", 7, color=FAINT)
     text = f"KV cache: physical blocks of {size} slots; block n holds slots {size}·n and on"
@@ -188,12 +200,13 @@ def _draw_arrows(
         return [(start, top), (start, middle), (end, middle), (end, bottom)]
 
     bend = [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4]
-    for first, last in _bands(slots, owner, size):
+    for number, (first, last) in enumerate(_bands(slots, owner, size)):
         a, b = left + first * cell, left + (last + 1) * cell
         c, d = x_of(slots[first]), x_of(slots[last]) + slot_width
         points = [*curve(a, c), *reversed(curve(b, d))]
         codes = [*bend, Path.LINETO, *bend[1:]]
-        face = tint(owner[first], 0.35)
+        face = tint(owner[first], 0.35 if number % 2 else 0.5)
+        ink = shade(colour(owner[first]), -0.4 if number % 2 else 0)  # neighbours can be told apart
         band = PathPatch(Path(points, codes), facecolor=face, alpha=0.45, linewidth=0, zorder=1)
         ax.add_patch(band)
         for index in range(first, last + 1):
@@ -203,7 +216,7 @@ def _draw_arrows(
             arrow = FancyArrowPatch(
                 path=Path(points, bend),
                 arrowstyle="-|>,head_length=2.6,head_width=1.5",
-                color=colour(owner[index]),
+                color=ink,
                 linewidth=0.8,
                 shrinkA=0,
                 shrinkB=0,
@@ -242,8 +255,7 @@ def _draw_metadata(
         zip(names, starts, seq_lens, tables, strict=False)
     ):
         y = top - 0.29 * (row + 1) - 0.13
-        box(ax, 0, y - 0.12, 0.44, 0.24, facecolor=tint(name, 0.85))
-        label(ax, 0.22, y, *fit(name, 0.4, 9), weight="bold")
+        chip(ax, 0, y - 0.12, 0.44, name)
         label(ax, 1.05, y, str(start), 8.5)
         label(ax, 2.2, y, str(seq_len), 8.5)
         for place, block_id in enumerate(table[: -(-seq_len // size)][:25]):
