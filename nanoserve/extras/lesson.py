@@ -36,13 +36,14 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.engine import LLMEngine
 from nanoserve.kernels.threads import load_torch
 from nanoserve.llm import LLM
-from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel import ParallelState
 
 if TYPE_CHECKING:
     import numpy as np
 
 load_torch()  # before a notebook imports it: waiting threads sleep (nanoserve/kernels/threads.py)
+
+from nanoserve.model_runner import ModelRunner  # noqa: E402
+from nanoserve.parallel import ParallelState  # noqa: E402
 
 CAST = {
     "A": "What is 17 + 25?",
