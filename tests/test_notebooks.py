@@ -126,11 +126,7 @@ def test_runs(path: Path) -> None:
             number = check_numbers(cell)[-1]
             solved[number] = nbformat.v4.new_code_cell(solutions(stored)[number])
             cells.append(solved[number])
-<<<<<<< HEAD
-    names = nbformat.v4.new_code_cell("print(_names)")
-=======
     names = nbformat.v4.new_code_cell("sorted(set(_names))")
->>>>>>> h-lesson
     notebook.cells = [*cells[:2], nbformat.v4.new_code_cell(NAMES_CELL), *cells[2:], names]
     execute(notebook, path.parent)
     for cell in notebook.cells:
