@@ -86,7 +86,7 @@ RIGHT = [
 ]
 
 WRONG = [
-    (8, 7, "off by one"),
+    (8, 7, "one too high."),
     (6, 7, "one too low"),
     (70, 7, "too high"),
     (0.3, 1 / 3, "too low"),
@@ -104,8 +104,8 @@ WRONG = [
     ([9, 2, 3, 4], [1, 2, 3], "it has 4 items"),
     ([], [1], "it has 0 items"),
     ([2, 1, 3], [1, 2, 3], "another order; item 0"),
-    ([1, 2, 4], [1, 2, 3], "item 2"),
-    ([[1], [3]], [[1], [2]], "item 1 (the first one is item 0) is wrong: item 0"),
+    ([1, 2, 4], [1, 2, 3], "item [2] (counted from 0): one too high."),
+    ([[1], [3]], [[1], [2]], "item [1][0] (counted from 0): one too high."),
     ({1, 5}, {1, 2, 3}, "2 missing, 1 too many"),
     ({"a": 1}, {"a": 1, "b": 2}, "1 of 2 keys are missing"),
     ({"a": 1, "c": 2}, {"a": 1}, "the key 'c' is too much"),
