@@ -143,6 +143,36 @@ def test_no_answer_yet(guess: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("2.1 no answer yet: ")
 
 
+@pytest.mark.parametrize(
+    ("cell", "remark"),
+    [
+        ("def f(x): ...", "write your own"),
+        ("guess = None  # a number", "write your own"),
+        ("def f(x):\n    x + 1", "does your function end with `return`"),
+    ],
+)
+def test_a_function_without_return(
+    cell: str, remark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook, `In` has the sources of the cells. The place for the answer is gone there."""
+    names = {"lesson": lesson, "In": ["", cell]}
+    exec("lesson.check('Q2.1', [None, None], [1, 2])", names)
+    said = capsys.readouterr().out.lower()
+    assert said.startswith("q2.1 no answer yet: ")
+    assert remark in said
+
+
+def test_names_are_not_high_or_low(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", 3, 7, names=True)
+    lesson.check("2.2", [7, 3], [7, 4], names=True)
+    lesson.check("2.3", "7", 7, names=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "2.1 not yet: it is another one.",
+        "2.2 not yet: item [1] (counted from 0): it is another one.",
+        "2.3 not yet: the answer is a number, yours is text. Write it without quotes.",
+    ]
+
+
 def test_a_hint_for_a_certain_guess_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     hints = {4: "that is the number of slots.", (1, 2): "that is the order of arrival."}
     lesson.check("2.1", 4, 7, hints)

@@ -274,6 +274,8 @@ def _draw_scale(ax: Axes, y: float, highest: float) -> None:
     steps, width = 8, 1.4
     for index in range(steps):
         x = WIDTH - 0.15 - width + index * width / steps
-        box(ax, x, y - 0.07, width / steps, 0.14, facecolor=heat(index / (steps - 1)), linewidth=0)
+        box(
+            ax, x, y - 0.07, width / steps, 0.14, facecolor=heat(index / (steps - 1)), linewidth=0.4
+        )
     text = f"weight (largest {highest:.2f})   0"
     label(ax, WIDTH - 0.22 - width, y, text, 8, ha="right")
