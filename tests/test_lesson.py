@@ -86,7 +86,7 @@ RIGHT = [
 ]
 
 WRONG = [
-    (8, 7, "off by one"),
+    (8, 7, "one too high."),
     (6, 7, "one too low"),
     (70, 7, "too high"),
     (0.3, 1 / 3, "too low"),
@@ -104,8 +104,8 @@ WRONG = [
     ([9, 2, 3, 4], [1, 2, 3], "it has 4 items"),
     ([], [1], "it has 0 items"),
     ([2, 1, 3], [1, 2, 3], "another order; item 0"),
-    ([1, 2, 4], [1, 2, 3], "item 2"),
-    ([[1], [3]], [[1], [2]], "item 1 (the first one is item 0) is wrong: item 0"),
+    ([1, 2, 4], [1, 2, 3], "item [2] (counted from 0): one too high."),
+    ([[1], [3]], [[1], [2]], "item [1][0] (counted from 0): one too high."),
     ({1, 5}, {1, 2, 3}, "2 missing, 1 too many"),
     ({"a": 1}, {"a": 1, "b": 2}, "1 of 2 keys are missing"),
     ({"a": 1, "c": 2}, {"a": 1}, "the key 'c' is too much"),
@@ -141,6 +141,36 @@ def test_hints(guess: Any, actual: Any, hint: str, capsys: pytest.CaptureFixture
 def test_no_answer_yet(guess: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lesson.check("2.1", guess, [1, 2])
     assert capsys.readouterr().out.startswith("2.1 no answer yet: ")
+
+
+@pytest.mark.parametrize(
+    ("cell", "remark"),
+    [
+        ("def f(x): ...", "write your own"),
+        ("guess = None  # a number", "write your own"),
+        ("def f(x):\n    x + 1", "does your function end with `return`"),
+    ],
+)
+def test_a_function_without_return(
+    cell: str, remark: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook, `In` has the sources of the cells. The place for the answer is gone there."""
+    names = {"lesson": lesson, "In": ["", cell]}
+    exec("lesson.check('Q2.1', [None, None], [1, 2])", names)
+    said = capsys.readouterr().out.lower()
+    assert said.startswith("q2.1 no answer yet: ")
+    assert remark in said
+
+
+def test_names_are_not_high_or_low(capsys: pytest.CaptureFixture[str]) -> None:
+    lesson.check("2.1", 3, 7, names=True)
+    lesson.check("2.2", [7, 3], [7, 4], names=True)
+    lesson.check("2.3", "7", 7, names=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "2.1 not yet: it is another one.",
+        "2.2 not yet: item [1] (counted from 0): it is another one.",
+        "2.3 not yet: the answer is a number, yours is text. Write it without quotes.",
+    ]
 
 
 def test_a_hint_for_a_certain_guess_comes_first(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
     llm = lesson.small_llm()                          # a KV cache that fits into a picture
     llm.add_request("A", lesson.prompt(llm, "A"))     # one of the four requests of all notebooks
-    lesson.check("2.1", guess, len(free_queue))       # compares a guess with the live engine
+    lesson.check("Q2.1", guess, len(free_queue))      # compares a guess with the live engine
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...
 
@@ -27,6 +27,8 @@ import importlib
 import io
 import math
 import random
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -85,16 +87,25 @@ def prompt(llm: LLM, *turns: str) -> list[int]:
 # -- questions --
 
 
-def check(number: str, guess: Any, actual: Any, hints: Mapping[Any, str] | None = None) -> None:
-    """Say whether `guess` is right: "2.1 right: 7." or "2.1 not yet: ..." with a hint.
+def check(
+    number: str,
+    guess: Any,
+    actual: Any,
+    hints: Mapping[Any, str] | None = None,
+    names: bool = False,
+) -> None:
+    """Say whether `guess` is right: "Q2.1 right: 7." or "Q2.1 not yet: ..." with a hint.
 
-    `hints` has remarks on single wrong guesses (wrong guess -> why this is not it). A guess that
-    is, or contains, None or ... is no answer yet. Raises nothing for a wrong guess.
+    `hints` has remarks on single wrong guesses (wrong guess -> why this is not it). `names`: the
+    numbers are names, such as block ids: "too low" says nothing. A guess that is, or contains, None
+    or ... is no answer yet. Raises nothing for a wrong guess.
     """
     try:
         if _is_open(guess, actual):
             text = "no answer yet: write your own in place of None or ..., and run this cell again."
-        elif mistake := explain(guess, actual):
+            if _is_written(sys._getframe(1).f_globals):
+                text = "no answer yet: it is None. Does your function end with `return`?"
+        elif mistake := explain(guess, actual, names):
             known = [why for wrong, why in (hints or {}).items() if not explain(guess, wrong)]
             text = f"not yet: {(known or [mistake])[0]}"
         else:
@@ -104,8 +115,9 @@ def check(number: str, guess: Any, actual: Any, hints: Mapping[Any, str] | None 
     print(number, text)
 
 
-def explain(guess: Any, actual: Any) -> str:
-    """What is wrong with `guess`, by kind of mistake; "" if it is right."""
+def explain(guess: Any, actual: Any, names: bool = False) -> str:
+    """What is wrong with `guess`, by kind of mistake; "" if it is right. `names`: of numbers that
+    are names, it is only said whether they are the right ones."""
     guess, actual = _plain(guess), _plain(actual)
     if _is_array(guess) or _is_array(actual):
         return _explain_tensor(guess, actual)
@@ -114,11 +126,12 @@ def explain(guess: Any, actual: Any) -> str:
         quotes = " Write it without quotes." if kind == "text" and guess == str(actual) else ""
         return f"the answer is {wanted}, yours is {kind}.{quotes}"
     if kind == "a number":
-        return _explain_number(guess, actual)
+        mistake = _explain_number(guess, actual)
+        return "it is another one." if names and mistake else mistake
     if kind == "text":
         return _explain_text(guess, actual)
     if kind == "a list":
-        return _explain_list(guess, actual)
+        return _explain_list(guess, actual, names)
     if kind == "a set":
         missing, extra = len(actual - guess), len(guess - actual)
         return f"{missing} missing, {extra} too many." if missing or extra else ""
@@ -138,7 +151,7 @@ def _explain_number(guess: float, actual: float) -> str:
     if guess == -actual:
         return "the sign is wrong."
     if guess - actual in (1, -1):
-        return f"one too {'high' if guess > actual else 'low'}: off by one."
+        return f"one too {'high' if guess > actual else 'low'}."
     return f"too {'high' if guess > actual else 'low'}."
 
 
@@ -154,11 +167,13 @@ def _explain_text(guess: str, actual: str) -> str:
     return "it is another text."
 
 
-def _explain_list(guess: list[Any], actual: list[Any]) -> str:
+def _explain_list(guess: list[Any], actual: list[Any], names: bool, path: str = "") -> str:
+    """`path`: where these lists stand in those of the reader, such as "[0][2]"."""
     same = [not explain(g, a) for g, a in zip(guess, actual, strict=False)]
+    place = f"item {path} (counted from 0): " if path else ""
     if len(guess) != len(actual):
         so_far = "; all of the shorter one agree" if same and all(same) else ""
-        return f"it has {len(guess)} items, the answer has {len(actual)}{so_far}."
+        return f"{place}it has {len(guess)} items, the answer has {len(actual)}{so_far}."
     if all(same):
         return ""
     first = same.index(False)
@@ -166,10 +181,13 @@ def _explain_list(guess: list[Any], actual: list[Any]) -> str:
     for item in guess:
         index = next((i for i, other in enumerate(others) if not explain(item, other)), None)
         if index is None:
-            mistake = explain(guess[first], actual[first])
-            return f"item {first} (the first one is item 0) is wrong: {mistake}"
+            mine, right = _plain(guess[first]), _plain(actual[first])
+            path += f"[{first}]"
+            if isinstance(mine, list) and isinstance(right, list):
+                return _explain_list(mine, right, names, path)
+            return f"item {path} (counted from 0): {explain(mine, right, names)}"
         del others[index]
-    return f"the right items in another order; item {first} is the first in a wrong place."
+    return f"{place}the right items in another order; item {first} is the first in a wrong place."
 
 
 def _explain_dict(guess: dict[Any, Any], actual: dict[Any, Any]) -> str:
@@ -261,6 +279,13 @@ def _is_open(guess: Any, actual: Any) -> bool:
         known = actual if isinstance(actual, dict) else {}
         return any(_is_open(value, known.get(key, 0)) for key, value in guess.items())
     return False
+
+
+def _is_written(cell: Mapping[str, Any]) -> bool:
+    """Has the reader's cell no place left that waits for an answer? Then a function of the reader's
+    gave None. `cell`: its global names; in a notebook, `In` has the sources of all cells."""
+    sources = cell.get("In", ["..."])
+    return not re.search(r"\.\.\.|(?m:^guess.*\bNone\b)", sources[-1])
 
 
 def _brief(actual: Any) -> str:

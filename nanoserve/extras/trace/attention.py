@@ -224,7 +224,7 @@ def roofline(
     y, number = 0.84, 0
     heading = {"fontsize": 8.5, "color": FAINT, "ha": "right"}
     fig.text(0.875, y, "op/byte", **heading)
-    fig.text(0.992, y, "of the rate", **heading)
+    fig.text(0.992, y, "of the peak", **heading)
     for (group, pieces), shade, side in zip(work.items(), (BAR, ALARM), (1, -1), strict=False):
         y -= 0.085
         fig.text(0.6, y, group, fontsize=9.5, weight="bold", color=shade)

@@ -148,10 +148,11 @@ def _describe(view: SequenceView) -> str:
 def _draw_legend(ax: Axes, y: float, blocks: dict[int, Block]) -> None:
     """From the right: only what the picture has."""
     states = {slot.state for block in blocks.values() for slot in block.slots}
+    has_found = any(block.slots and not block.owners for block in blocks.values())
     frame = {"edgecolor": INK, "linewidth": 1.8}
     hatched = {"hatch": "//////", "edgecolor": FAINT, "linewidth": 0.8}
     entries: list[tuple[str, dict[str, Any], bool]] = [
-        ("free, can be found", {"facecolor": CACHED}, True),
+        ("free, can be found", {"facecolor": CACHED}, has_found),
         ("written in this step", frame, NEW in states),
         ("scheduled, not written yet", hatched, COMING in states),
     ]
@@ -270,9 +271,11 @@ def heat(weight: float) -> tuple[float, float, float]:
 def _draw_scale(ax: Axes, y: float, highest: float) -> None:
     """What the colours of weights mean."""
     label(ax, WIDTH, y, "1", 8, ha="right")
-    steps, width = 24, 1.4
+    steps, width = 8, 1.4
     for index in range(steps):
         x = WIDTH - 0.15 - width + index * width / steps
-        box(ax, x, y - 0.07, width / steps, 0.14, facecolor=heat(index / (steps - 1)), linewidth=0)
+        box(
+            ax, x, y - 0.07, width / steps, 0.14, facecolor=heat(index / (steps - 1)), linewidth=0.4
+        )
     text = f"weight (largest {highest:.2f})   0"
     label(ax, WIDTH - 0.22 - width, y, text, 8, ha="right")

@@ -320,6 +320,8 @@ def streams(title: str, outputs: Mapping[str, RequestOutput], seed: int, llm: LL
     height = 0.85 + line * len(rows) + 0.1 * (len(outputs) - 1)
     ax = canvas(height, title)
     label(ax, left - 0.12, height - 0.56, "position", 8.5, color=FAINT, ha="right")
+    note = "number: u (the darker, the larger)"
+    label(ax, WIDTH, height - 0.2, note, 8.5, color=FAINT, ha="right")
     top, last = height - 0.7, ""
     for name, output, done in rows:
         start = len(output.prompt_token_ids)

@@ -10,7 +10,7 @@ In a lane, a number says how many tokens a sequence had in the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,10 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     if any(view.num_again for frame in frames for view in frame.scheduled):
         again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed again")
         handles.append(again)
-    if any(view.is_waiting for frame in frames for view in frame.sequences):
-        handles.append(Patch(facecolor=WAIT, label="✕ preempted, … waits"))
+    if signs := {sign for name in names for sign in _wait_signs(frames, name)}:
+        meanings = {"✕": "preempted", "↓": "in CPU memory", "…": "waits"}
+        text = ", ".join(f"{sign} {what}" for sign, what in meanings.items() if sign in signs)
+        handles.append(Patch(facecolor=WAIT, label=text))
     if shows_budget:
         line: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
         ax.axhline(budget, **line)
@@ -148,6 +150,15 @@ def _draw_lane(ax: Axes, frames: list[Frame], name: str, row: int) -> None:
             if was_running or is_numbered:
                 weight = "bold" if was_running else "normal"
                 label(ax, index, row, _wait_sign(view, was_running), 9, weight=weight)
+        was_running = bool(view.num_scheduled)
+
+
+def _wait_signs(frames: list[Frame], name: str) -> Iterator[str]:
+    """The signs that the lane of a sequence has where it waits."""
+    was_running = False
+    for view in filter(None, (frame.view(name) for frame in frames)):
+        if view.is_waiting:
+            yield _wait_sign(view, was_running)
         was_running = bool(view.num_scheduled)
 
 

@@ -27,7 +27,7 @@ TITLE = 11.5
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 FILLERS = {"X": "#8A8A8A", "Y": "#B4B4B4", "Z": "#6A6A6A"}
-SHADES = (0.0, -0.42, 0.42, -0.22, 0.62)  # of branches: below 0 darker, above 0 lighter
+SHADES = (0.0, -0.55, 0.6, 0.12, -0.25)  # of branches: below 0 darker, above 0 lighter
 INK, FAINT, LINE = "#222222", "#666666", "#A6A6A6"
 ALARM, WAIT = "#D55E00", "#EDEDED"
 CACHED = "#E4E4E4"  # a free block that can still be found
