@@ -182,7 +182,8 @@ def texts_of(outputs: list[Any]) -> list[str]:
     texts = []
     for output in outputs:
         texts.append(output.get("text", ""))
-        texts += [v for kind, v in output.get("data", {}).items() if kind.startswith("text/")]
+        data = sorted(output.get("data", {}).items())  # a stored file has them in this order
+        texts += [text for kind, text in data if kind.startswith("text/")]
         texts += output.get("traceback", [])
     return texts
 

@@ -86,6 +86,11 @@ def memory_history(title: str, recorders: Mapping[str, Recorder]) -> None:
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set_ylabel(f"blocks of {size} slots", fontsize=8)
         ax.hlines(range(num_blocks), 0.5, len(steps) + 0.5, color="white", linewidth=0.4)
+        if len(steps) < last:  # the axis is as long as the longest run
+            ax.axvspan(len(steps) + 0.5, last + 0.5, facecolor="white", edgecolor="none")
+            ax.axvline(len(steps) + 0.5, color=INK, linewidth=0.8)
+            middle = (len(steps) + last + 1) / 2
+            ax.text(middle, num_blocks / 2, "done", fontsize=9, ha="center", va="center")
         at_once = max(len(frame.scheduled) for frame in steps)
         text = f"{label}: {at_once} requests at once, {len(steps)} steps, {use.waste:.0%} wasted"
         ax.set_title(text, loc="left", fontsize=9.5, color=INK)

@@ -142,13 +142,13 @@ def layers(title: str) -> None:
     height = 0.52
     ax = canvas(0.66 + height * len(LAYERS), title)
     top = 0.22 + height * len(LAYERS)
-    left, middle, right = 0.55, 2.15, 5.9
+    left, middle, right = 0.66, 2.2, 5.75
     for x, text in ((left, "layer"), (middle, "in vLLM V1"), (right, "here, in nanoserve/")):
         label(ax, x + 0.1, top - 0.02, text, 9, ha="left", color=FAINT)
     for index, (layer, (theirs, ours)) in enumerate(LAYERS.items()):
         y = top - 0.16 - (index + 1) * height
         face = "#EAF3F9" if index < 3 else "#FBF3E3"
-        box(ax, left, y, WIDTH - left, height - 0.08, facecolor=face)
+        box(ax, left, y, WIDTH - left - 0.36, height - 0.08, facecolor=face)
         middle_y = y + (height - 0.08) / 2
         label(ax, left + 0.1, middle_y, layer, 10, ha="left", weight="bold")
         label(ax, middle + 0.1, middle_y, theirs, 9, ha="left")
@@ -157,6 +157,11 @@ def layers(title: str) -> None:
     arrow = {"arrowstyle": "-|>", "color": INK, "linewidth": 1.4}
     ax.annotate("", (0.14, bottom + 0.1), (0.14, top - 0.25), arrowprops=arrow)
     ax.annotate("", (0.38, top - 0.25), (0.38, bottom + 0.1), arrowprops=arrow)
-    label(ax, 0.05, top / 2, "prompt", 8.5, rotation=90)
-    label(ax, 0.47, top / 2, "tokens", 8.5, rotation=90)
+    label(ax, 0.02, (top + bottom) / 2, "prompt", 10, rotation=90)
+    label(ax, 0.5, (top + bottom) / 2, "tokens", 10, rotation=90)
+    half = len(LAYERS) // 2 * height
+    for y, text in ((bottom + half, "control plane"), (bottom, "data plane")):
+        face = "#D5E7F3" if text == "control plane" else "#F6E6C4"
+        box(ax, WIDTH - 0.3, y + 0.04, 0.3, half - 0.12, facecolor=face)
+        label(ax, WIDTH - 0.15, y + half / 2 - 0.02, text, 10, rotation=270, weight="bold")
     show()
