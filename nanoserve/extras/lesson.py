@@ -296,17 +296,17 @@ def replaced_method(name: str) -> str:
     return ".".join(method.split(".")[-2:])
 
 
-SUSPECTS = {  # of notebook 11: method -> why it is not this one, in any case that has another cause
+# Of notebook 11: method -> why it is not this one, in each case that has another cause.
+SUSPECTS = {
     "BlockPool.allocate": "each engine here has blocks enough: none was used twice.",
-    "BlockHashTable.get": "would a hash explain it? Nobody finds blocks here that are another's.",
-    "BlockManager.copy_on_write": "it matters when branches share a block. No request has branches.",
+    "BlockHashTable.get": "would a hash explain it? Nobody finds a block of another text.",
+    "BlockManager.copy_on_write": "it matters when branches share a block. There are none here.",
     "BlockManager.num_blocks_for": "it only counts: every block table has the right length.",
-    "Scheduler._schedule_tokens": "each prompt fits into one step: there is no chunk to count wrongly.",
+    "Scheduler._schedule_tokens": "each prompt fits into one step: no chunk is counted wrongly.",
     "Scheduler._preempt": "nobody was preempted: there are blocks enough for all.",
-    "ModelRunner.gather_arrays": "it lays out all steps, and short questions on a fresh engine are "
-    "answered right.",
+    "ModelRunner.gather_arrays": "it lays out each step, and short questions are answered right.",
     "Attention.forward": "it uses what it is given. Who says which keys, and at which positions?",
-    "InputBatch.remove": "a row has settings and block ids, no keys. Would old settings explain it?",
+    "InputBatch.remove": "a row has settings, no keys. Would old settings explain it?",
 }
 
 

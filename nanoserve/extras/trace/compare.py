@@ -71,7 +71,7 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
                 label(ax, 36, row, "and more ▸", 8, ha="right")
         if isinstance(measured, str):
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            label(ax, 0.31, row, measured, 8, ha="left", bbox=paper)
+            label(ax, 0.31, row, measured, 8, ha="left", bbox=paper, zorder=5)
         else:
             ax.plot([measured], [row], "D", color=COLOURS[5], markersize=8)
             label(ax, 1.09 * measured, row - 0.27, f"{measured:.2f}", 8.5, ha="left")
@@ -119,6 +119,9 @@ def histograms(
         ax.set_title(f"more than 10% wrong: {wrong:.0%}", loc="right", fontsize=9, color=FAINT)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
+    axes[-1].set_xticks(
+        (low, truth, high), (f"{low:g} and less", f"{truth:g}", f"{high:g} and more")
+    )
     axes[-1].set_xlabel(xlabel, fontsize=9)
     show()
     return shares
@@ -162,6 +165,6 @@ def serve_at(
     num_in_time = sum(
         first.get(name, num_steps) - start < in_time
         for name, start in arrived.items()
-        if half <= start < num_steps - in_time
+        if half - in_time <= start < num_steps - in_time  # known at the end; as many steps
     )
-    return 100 * num_ended / half, 100 * num_in_time / (half - in_time)
+    return 100 * num_ended / half, 100 * num_in_time / half
