@@ -305,13 +305,13 @@ SUSPECTS = {
     "Scheduler._schedule_tokens": "each prompt fits into one step: no chunk is counted wrongly.",
     "Scheduler._preempt": "nobody was preempted: there are blocks enough for all.",
     "ModelRunner.gather_arrays": "it lays out each step, and short questions are answered right.",
-    "Attention.forward": "it uses what it is given. Who says which keys, and at which positions?",
+    "Attention.forward": "it uses what it is given. Who says which keys, at which positions?",
     "InputBatch.remove": "a row has settings, no keys. Would old settings explain it?",
 }
 
 
 def suspect_hints(case: str) -> dict[str, str]:
-    """For a `check` of who is broken in this case of notebook 11: a remark on each other suspect."""
+    """For a `check` of who is broken in a case of notebook 11: a remark on each other suspect."""
     culprit = replaced_method(case)
     return {method: why for method, why in SUSPECTS.items() if method != culprit}
 

@@ -42,7 +42,7 @@ def rooflines(
             label(
                 ax,
                 x / 1.08 if is_above else 1.12 * x,
-                y * 1.25 if is_above else y,
+                y * 1.25 if is_above else y / 1.15,
                 name,
                 8,
                 **style,
