@@ -119,9 +119,9 @@ def histograms(
         ax.set_title(f"more than 10% wrong: {wrong:.0%}", loc="right", fontsize=9, color=FAINT)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
-    axes[-1].set_xticks(
-        (low, truth, high), (f"{low:g} and less", f"{truth:g}", f"{high:g} and more")
-    )
+    ends = [f"{low:g} and less", f"{(low + truth) / 2:g}", f"{truth:g}"]
+    ends += [f"{(truth + high) / 2:g}", f"{high:g} and more"]
+    axes[-1].set_xticks([low + (high - low) * part / 4 for part in range(5)], ends)
     axes[-1].set_xlabel(xlabel, fontsize=9)
     show()
     return shares
