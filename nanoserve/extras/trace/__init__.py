@@ -46,7 +46,8 @@ HOMES = {
     "launches": """list_launches launch_strip one_layer decode_cost overlap_scheme read_config
         record_calls GraphRunner TapeGraph""",
     "limits": "rooflines ridge_prompt",
-    "compare": "time_in_turns ratios histograms claims serve_at unfair wandering_times",
+    "compare": """time_in_turns ratios histograms claims read_claim serve_at unfair
+        wandering_times""",
 }
 __all__ = sorted(name for names in HOMES.values() for name in names.split())
 

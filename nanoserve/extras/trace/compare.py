@@ -4,6 +4,7 @@
     ratios(title, values, xlabel)    a line of dots for each entry, and its median
     histograms(title, values, ...)   how widely several estimates of one number are spread
     claims(title, rows)              what was claimed, as a bar, and what was measured, as a dot
+    read_claim(effect, measured)     a row for it, from two sentences
     unfair(old, new)                 why the outputs of two runs cannot be compared
     serve_at(llm, rate)              throughput and goodput at a rate of arrivals, in steps
 
@@ -12,6 +13,7 @@ vLLM: vllm/benchmarks/ measures one engine at a time.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -87,6 +89,16 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     show()
+
+
+def read_claim(effect: str, measured: str) -> tuple[Claimed, float | str]:
+    """A row for `claims`: the factors in a sentence of the documents ("up 20-30%": 1.2 and 1.3), and
+    the factor in the sentence that says what was measured, or else this sentence."""
+    numbers = map(float, re.findall(r"\d+(?:\.\d+)?", effect))
+    factors = [1 + number / 100 if "%" in effect else number for number in numbers]
+    low, high, *_ = [*factors, None, None]
+    factor = re.search(r"([\d.]+) x", measured) if " up " in effect else None
+    return (low, high), float(factor[1]) if factor else measured
 
 
 def wandering_times(rng: Random, number: int) -> list[float]:

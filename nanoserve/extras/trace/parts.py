@@ -59,13 +59,14 @@ def measure_parts(
 
 
 def recorded_parts(folder: str | Path) -> dict[str, dict[str, float]]:
-    """Milliseconds of each part of a mean step, from the first file of the folder that holds the
+    """Seconds of each part of a mean step, from the first file of the folder that holds the
     suite "steps" of nanoserve/bench: {"recorded, 32": parts}. {} if there is none."""
     for file in sorted(Path(folder).glob("*.json")):
         suite = json.loads(file.read_text("utf-8"))["suites"].get("steps")
         if suite and suite["rows"]:
             ms = suite["rows"][0]["parts_ms"]
-            return {f"recorded, {suite['num_requests']}": {part: ms[part] for part in PARTS}}
+            parts = {part: ms[part] / 1e3 for part in PARTS}
+            return {f"recorded, {suite['num_requests']}": parts}
     return {}
 
 
