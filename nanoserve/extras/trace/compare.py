@@ -92,7 +92,7 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
 
 
 def read_claim(effect: str, measured: str) -> tuple[Claimed, float | str]:
-    """A row for `claims`: the factors in a sentence of the documents ("up 20-30%": 1.2 and 1.3), and
+    """A row for `claims`: the factors in a claim of the documents ("up 20-30%": 1.2 and 1.3), and
     the factor in the sentence that says what was measured, or else this sentence."""
     numbers = map(float, re.findall(r"\d+(?:\.\d+)?", effect))
     factors = [1 + number / 100 if "%" in effect else number for number in numbers]
