@@ -370,6 +370,15 @@ def test_five_cases_in_five_modules() -> None:
     assert lesson.replaced_method("case 1") == lesson.replaced_method(lesson.CASES["case 1"])
 
 
+def test_every_suspect_but_the_culprit_gets_a_hint() -> None:
+    text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
+    cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    assert re.findall(r"(?m)^\| `(\w+\.\w+)` \|", cells) == list(lesson.SUSPECTS)
+    for case in lesson.CASES:
+        others = set(lesson.SUSPECTS) - {lesson.replaced_method(case)}
+        assert set(lesson.suspect_hints(case)) == others and len(others) == 8
+
+
 # -- notebook 11 names the tests that hold what a case breaks --
 
 

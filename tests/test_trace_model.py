@@ -61,6 +61,8 @@ def test_the_parts_of_two_matrices_are_drawn() -> None:
     x, a, b = torch.eye(2), torch.full((2, 4), 3.0), torch.full((4, 2), 5.0)
     trace.two_matrices("two matrices", x, a, b)
     assert "60" in texts() and texts().count("30") == 2 * 4  # the sum, and the partial sums
+    trace.two_matrices("two matrices", x, a, b, is_open=True)
+    assert "60" not in texts() and texts().count("?") == 3 * 4
 
 
 def test_rope_is_drawn() -> None:

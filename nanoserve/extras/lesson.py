@@ -321,6 +321,26 @@ def replaced_method(name: str) -> str:
     return ".".join(method.split(".")[-2:])
 
 
+# Of notebook 11: method -> why it is not this one, in each case that has another cause.
+SUSPECTS = {
+    "BlockPool.allocate": "each engine here has blocks enough: none was used twice.",
+    "BlockHashTable.get": "would a hash explain it? Nobody finds a block of another text.",
+    "BlockManager.copy_on_write": "it matters when branches share a block. There are none here.",
+    "BlockManager.num_blocks_for": "it only counts: every block table has the right length.",
+    "Scheduler._schedule_tokens": "each prompt fits into one step: no chunk is counted wrongly.",
+    "Scheduler._preempt": "nobody was preempted: there are blocks enough for all.",
+    "ModelRunner.gather_arrays": "it lays out each step, and short questions are answered right.",
+    "Attention.forward": "it uses what it is given. Who says which keys, at which positions?",
+    "InputBatch.remove": "a row has settings, no keys. Would old settings explain it?",
+}
+
+
+def suspect_hints(case: str) -> dict[str, str]:
+    """For a `check` of who is broken in a case of notebook 11: a remark on each other suspect."""
+    culprit = replaced_method(case)
+    return {method: why for method, why in SUSPECTS.items() if method != culprit}
+
+
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[None]:
     """The engine with one mistake in it (see SABOTAGES), until the `with` block ends.

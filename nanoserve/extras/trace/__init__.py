@@ -42,11 +42,12 @@ HOMES = {
     "messages": "listen conversation",  # what ranks say to each other
     "sampling": "token_path filters stages streams frequencies surprise perplexity TokenPath",
     "beams": "beam_tree beam_blocks BeamTree",
-    "parts": "measure_parts shares print_operators",  # where the time of a step goes
+    "parts": "measure_parts recorded_parts shares print_operators",  # where the time of a step goes
     "launches": """list_launches launch_strip one_layer decode_cost overlap_scheme read_config
         record_calls GraphRunner TapeGraph""",
     "limits": "rooflines ridge_prompt",
-    "compare": "time_in_turns ratios histograms claims serve_at unfair wandering_times",
+    "compare": """time_in_turns ratios histograms claims read_claim serve_at unfair
+        wandering_times""",
 }
 __all__ = sorted(name for names in HOMES.values() for name in names.split())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -103,13 +103,16 @@ def lines(
     xlabel: str,
     ylabel: str,
     log: bool | str = False,
+    dashed: Container[str] = (),
 ) -> None:
-    """Draw a line for each label. log: both axes by powers of 2; "x": only the lower one."""
+    """Draw a line for each label. log: both axes by powers of 2; "x": only the lower one. dashed:
+    labels of lines that may lie on others."""
     [ax] = panels(1, 3.2, title)
     ends = []
     for number, (name, line) in enumerate(points.items()):
         shade, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        ax.plot(*zip(*line, strict=True), marker=marker, color=shade, markersize=5, label=name)
+        style = {"marker": marker, "color": shade, "markersize": 5, "label": name}
+        ax.plot(*zip(*line, strict=True), linestyle="--" if name in dashed else "-", **style)
         ends.append((line[-1], name, shade))
     ax.set_xlabel(xlabel, fontsize=9)
     ax.set_ylabel(ylabel, fontsize=9)

@@ -4,6 +4,7 @@
     ratios(title, values, xlabel)    a line of dots for each entry, and its median
     histograms(title, values, ...)   how widely several estimates of one number are spread
     claims(title, rows)              what was claimed, as a bar, and what was measured, as a dot
+    read_claim(effect, measured)     a row for it, from two sentences
     unfair(old, new)                 why the outputs of two runs cannot be compared
     serve_at(llm, rate)              throughput and goodput at a rate of arrivals, in steps
 
@@ -12,6 +13,7 @@ vLLM: vllm/benchmarks/ measures one engine at a time.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -71,7 +73,7 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
                 label(ax, 36, row, "and more ▸", 8, ha="right")
         if isinstance(measured, str):
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-            label(ax, 0.31, row, measured, 8, ha="left", bbox=paper)
+            label(ax, 0.31, row, measured, 8, ha="left", bbox=paper, zorder=5)
         else:
             ax.plot([measured], [row], "D", color=COLOURS[5], markersize=8)
             label(ax, 1.09 * measured, row - 0.27, f"{measured:.2f}", 8.5, ha="left")
@@ -87,6 +89,16 @@ def claims(title: str, rows: Mapping[str, tuple[Claimed, float | str]]) -> None:
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
     show()
+
+
+def read_claim(effect: str, measured: str) -> tuple[Claimed, float | str]:
+    """A row for `claims`: the factors in a claim of the documents ("up 20-30%": 1.2 and 1.3), and
+    the factor in the sentence that says what was measured, or else this sentence."""
+    numbers = map(float, re.findall(r"\d+(?:\.\d+)?", effect))
+    factors = [1 + number / 100 if "%" in effect else number for number in numbers]
+    low, high, *_ = [*factors, None, None]
+    factor = re.search(r"([\d.]+) x", measured) if " up " in effect else None
+    return (low, high), float(factor[1]) if factor else measured
 
 
 def wandering_times(rng: Random, number: int) -> list[float]:
@@ -119,6 +131,9 @@ def histograms(
         ax.set_title(f"more than 10% wrong: {wrong:.0%}", loc="right", fontsize=9, color=FAINT)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
+    ends = [f"{low:g} and less", f"{(low + truth) / 2:g}", f"{truth:g}"]
+    ends += [f"{(truth + high) / 2:g}", f"{high:g} and more"]
+    axes[-1].set_xticks([low + (high - low) * part / 4 for part in range(5)], ends)
     axes[-1].set_xlabel(xlabel, fontsize=9)
     show()
     return shares
@@ -162,6 +177,6 @@ def serve_at(
     num_in_time = sum(
         first.get(name, num_steps) - start < in_time
         for name, start in arrived.items()
-        if half <= start < num_steps - in_time
+        if half - in_time <= start < num_steps - in_time  # known at the end; as many steps
     )
-    return 100 * num_ended / half, 100 * num_in_time / (half - in_time)
+    return 100 * num_ended / half, 100 * num_in_time / half

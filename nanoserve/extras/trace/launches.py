@@ -285,7 +285,7 @@ def overlap_scheme(
     title: str, cpu_before: float = 1, gpu: float = 4, cpu_after: float = 1, num_steps: int = 5
 ) -> None:
     """Steps without and with overlap, one above the other: a lane for the CPU and one for the GPU.
-    Hatched: the GPU waits."""
+    The three times are milliseconds of a step. Hatched: the GPU waits."""
     runs = {
         name: overlap_times(cpu_before, gpu, cpu_after, num_steps, is_overlapped)
         for name, is_overlapped in (("plain", False), ("overlapped", True))
@@ -298,10 +298,12 @@ def overlap_scheme(
         whole = busy[-1][3] - busy[0][2]
         text = f"{name}: between its first and last step, the GPU waits for "
         ax.set_title(
-            text + f"{1 - num_steps * gpu / whole:.0%} of the time", loc="left", fontsize=9.5
+            text + f"{max(0.0, 1 - num_steps * gpu / whole):.0%} of the time",
+            loc="left",
+            fontsize=9.5,
         )
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
-    text = "time, in units of the scheme; s1: schedule of step 1, u1: its update"
+    text = "time in ms; s1: schedule and prepare step 1, u1: its update"
     axes[-1].set_xlabel(text, fontsize=9)
     show()
 

@@ -28,12 +28,11 @@ def rooflines(
     [ax] = panels(1, 4.3, title)
     for number, (machine, limits) in enumerate(machines.items()):
         shade, ridge = COLOURS[number], limits.rate / limits.bandwidth
-        ax.plot([LEFT, ridge, RIGHT], [_best(limits, x) for x in (LEFT, ridge, RIGHT)], color=shade)
-        text = f"{machine}\n{limits.bandwidth / 1e9:,.0f} GB/s, {limits.rate / 1e9:,.0f} GFLOP/s"
-        style = {"ha": "right", "va": "top", "color": shade, "weight": "bold"}
-        label(ax, RIGHT, limits.rate / 1.3e9, text, 8.5, **style)
+        text = f"{machine}: {limits.bandwidth / 1e9:,.0f} GB/s, {limits.rate / 1e9:,.0f} GFLOP/s"
+        roof = [_best(limits, x) for x in (LEFT, ridge, RIGHT)]
+        ax.plot([LEFT, ridge, RIGHT], roof, color=shade, marker="o", markevery=[], label=text)
         ax.plot([ridge] * 2, [1, limits.rate / 1e9], color=shade, linewidth=0.9, linestyle=":")
-        label(ax, 1.06 * ridge, 1.6, f"{ridge:.0f}", 8.5, ha="left", color=shade)
+        label(ax, 1.06 * ridge, 1.6, f"{ridge:.0f}", 8.5, ha="left")
         for index, (name, cost) in enumerate(points.get(machine, {}).items()):
             x = cost.operations / cost.num_bytes
             y = _best(limits, x)
@@ -43,7 +42,7 @@ def rooflines(
             label(
                 ax,
                 x / 1.08 if is_above else 1.12 * x,
-                y * 1.25 if is_above else y,
+                y * 1.25 if is_above else y / 1.15,
                 name,
                 8,
                 **style,
@@ -53,6 +52,7 @@ def rooflines(
     ax.set_xlabel("arithmetic intensity: operations per byte of memory traffic", fontsize=9)
     ax.set_ylabel("GFLOP/s at best", fontsize=9)
     ax.grid(color=LINE, alpha=0.3, linewidth=0.6)
+    ax.legend(loc="upper left", frameon=False, fontsize=8.5)
     show()
 
 

@@ -3,7 +3,7 @@
     placements(model)              which rows of which parameter each checkpoint tensor fills
     packed_weights(title, model)   one layer: the checkpoint's matrices beside the model's own
     rank_weights(title, models)    one layer: which rows, columns and heads each rank holds
-    two_matrices(title, x, a, b)   x @ a @ b on two ranks, with all numbers
+    two_matrices(title, x, w1, w2)  x @ w1 @ w2 on two ranks, with all numbers
     rope_pairs(title, rotary, ...) how pairs of dimensions turn, and what a query then sees of a key
     hidden_states(layers)          a list of what each layer gives, while a `with` block lasts
     layer_words(title, ...)        what the model would say if it ended after each layer
@@ -243,28 +243,30 @@ def _draw_division(
 # -- two matrices on two ranks --
 
 
-def two_matrices(title: str, x: Tensor, a: Tensor, b: Tensor) -> None:
-    """x @ a @ b by two ranks: a is cut by columns, b by rows, and the two products are added.
+def two_matrices(title: str, x: Tensor, w1: Tensor, w2: Tensor, is_open: bool = False) -> None:
+    """x @ w1 @ w2 by two ranks: w1 is cut by columns, w2 by rows, and the two products are added.
 
-    For small whole numbers in float tensors: each number is written into its cell.
+    For small whole numbers in float tensors: each number is written into its cell. is_open: the
+    partial sums and the total show "?".
     """
     [ax] = panels(1, 4.0, title)
-    half, h = a.shape[1] // 2, x @ a
-    high = a.shape[0]
+    half, h = w1.shape[1] // 2, x @ w1
+    high = w1.shape[0]
     for rank, top in enumerate((0.0, high + 2.0)):
         part, colour = slice(rank * half, (rank + 1) * half), RANK_COLOURS[rank]
         label(ax, -0.5, top + high / 2, f"rank {rank}", 11, ha="right", weight="bold")
         left = 0.0
         for values, name, sign in (
             (x, "x, a copy", "×"),
-            (a[:, part], f"A, columns {part.start} to {part.stop - 1}", "="),
+            (w1[:, part], f"W1, columns {part.start} to {part.stop - 1}", "="),
             (h[:, part], f"h{rank} stays here", "×"),
-            (b[part], f"B, rows {part.start} to {part.stop - 1}", "="),
-            (h[:, part] @ b[part], f"partial sum p{rank}", ""),
+            (w2[part], f"W2, rows {part.start} to {part.stop - 1}", "="),
+            (h[:, part] @ w2[part], f"partial sum p{rank}", ""),
         ):
             fill = "white" if name == "x, a copy" else colour
             num_rows, num_columns = values.shape
-            _draw_matrix(ax, left, top + (high - num_rows) / 2, values, fill, name)
+            is_hidden = is_open and name.startswith("partial")
+            _draw_matrix(ax, left, top + (high - num_rows) / 2, values, fill, name, is_hidden)
             following = left + max(num_columns, 3.2) + 1.0
             label(ax, (left + num_columns + following) / 2, top + high / 2, sign, 14)
             left = following
@@ -272,18 +274,21 @@ def two_matrices(title: str, x: Tensor, a: Tensor, b: Tensor) -> None:
         middle = high + 1.0 + (-0.5, 0.5)[rank]
         ax.annotate("", (left + 0.7, middle), (left - 1.6, top + high / 2), arrowprops=arrow)
     y = high + 1.0 - x.shape[0] / 2
-    _draw_matrix(ax, left + 0.9, y, h @ b, "white", "all-reduce: p0 + p1")
-    label(ax, left + 0.9, y + x.shape[0] + 0.5, "= x A B, on both", 8, ha="left", color=FAINT)
-    ax.set(xlim=(-2.6, left + 1.4 + b.shape[1]), ylim=(2 * high + 2.4, -0.8), aspect="equal")
+    _draw_matrix(ax, left + 0.9, y, h @ w2, "white", "all-reduce: p0 + p1", is_open)
+    label(ax, left + 0.9, y + x.shape[0] + 0.5, "= x W1 W2, on both", 8, ha="left", color=FAINT)
+    ax.set(xlim=(-2.6, left + 1.4 + w2.shape[1]), ylim=(2 * high + 2.4, -0.8), aspect="equal")
     ax.axis("off")
     show()
 
 
-def _draw_matrix(ax: Axes, x: float, y: float, values: Tensor, colour: str, name: str) -> None:
+def _draw_matrix(
+    ax: Axes, x: float, y: float, values: Tensor, colour: str, name: str, is_hidden: bool = False
+) -> None:
     for row, numbers in enumerate(values.tolist()):
         for column, number in enumerate(numbers):
             box(ax, x + column, y + row, 1, 1, facecolor=colour, **EDGE)
-            label(ax, x + column + 0.5, y + row + 0.5, f"{number:.0f}", 9)
+            text = "?" if is_hidden else f"{number:.0f}"
+            label(ax, x + column + 0.5, y + row + 0.5, text, 9)
     label(ax, x, y - 0.3, name, 8, ha="left")
 
 

@@ -3,6 +3,7 @@
     seconds = measure_parts(llm, batch=32)        {"prefill": {"schedule": ..., "model": ..., ...},
                                                    "decode": {...}}
     shares("A step", {"decode, 32": seconds["decode"]})      a bar for each entry, 100% long
+    recorded_parts("notebooks/results")           the same of a recorded run of nanoserve/bench
 
 Times depend on the machine and on what else it does; shares and ratios less so.
 
@@ -11,10 +12,12 @@ vLLM: `vllm bench latency --profile`, with PyTorch's profiler.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.trace.style import label, panels, show
@@ -53,6 +56,18 @@ def measure_parts(
         phase: {part: statistics.median(s[part] for s in steps[skipped:]) for part in PARTS}
         for (phase, steps), skipped in zip(found.items(), (1, num_output - 1), strict=True)
     }
+
+
+def recorded_parts(folder: str | Path) -> dict[str, dict[str, float]]:
+    """Seconds of each part of a mean step, from the first file of the folder that holds the
+    suite "steps" of nanoserve/bench: {"recorded, 32": parts}. {} if there is none."""
+    for file in sorted(Path(folder).glob("*.json")):
+        suite = json.loads(file.read_text("utf-8"))["suites"].get("steps")
+        if suite and suite["rows"]:
+            ms = suite["rows"][0]["parts_ms"]
+            parts = {part: ms[part] / 1e3 for part in PARTS}
+            return {f"recorded, {suite['num_requests']}": parts}
+    return {}
 
 
 def shares(title: str, seconds: Mapping[str, Mapping[str, float]]) -> None:
