@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.block_manager import BlockPool, BlockState
 from nanoserve.extras import trace
-from nanoserve.extras.trace import chrome, movie, states, style, svg
+from nanoserve.extras.trace import chrome, movie, states, style
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, chunks_of, name_of
 from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.sequence import Sequence, SequenceStatus
@@ -566,6 +566,43 @@ def test_every_run_can_be_played(seed: int) -> None:
         ET.fromstring(movie.to_svg(recorder.steps))
 
 
+def test_names_and_texts_at_the_borders(tmp_path: Path) -> None:
+    """A one-token prompt is no decode; a name used again; names that are no XML; dots in a name."""
+    engine = make_engine()
+    recorder = trace.Recorder(engine)
+    engine.add_request("chat.1", [5], params(max_tokens=9))
+    engine.step()
+    [request] = movie.scenes_of(recorder.steps, {"chat.1": "Why?"})[0].requests
+    assert request.question == "Why?"
+    assert movie.label_of(request, movie.WORDS["en"]) == ("prefill: 1 token", True)
+    engine.abort_request("chat.1")
+    engine.add_request("chat.1", [1, 2, 3, 4], params())
+    engine.add_request("\x1b\ud800</script><b>", [1], params())
+    engine.step()
+    view = recorder.steps[-1].view("chat.1")
+    assert view is not None and view.num_scheduled == 4
+    for suffix in ("svg", "html", "json"):
+        recorder.save(tmp_path / f"run.{suffix}", title="@steps@ \x00")
+    ET.parse(tmp_path / "run.svg")
+    page = (tmp_path / "run.html").read_text("utf-8")
+    Page(page)
+    assert page.count("@steps@") == 2 and "</script><b>" not in page
+
+
+def test_a_recorder_may_come_in_the_middle() -> None:
+    """The first frame knows the block table of a sequence that ends in it, and who has run."""
+    engine = make_engine()
+    engine.add_request("A", list(range(14)), params(max_tokens=6, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    recorder = trace.Recorder(engine)
+    engine.step()
+    [frame] = recorder.steps
+    [view] = frame.scheduled
+    assert view.is_over and view.table == (0, 1, 2, 3, 4)
+    assert sum(len(block.slots) for block in frame.blocks_in_step.values() if block.owners) == 19
+
+
 # -- pictures with matplotlib --
 
 
@@ -709,7 +746,8 @@ def test_colours() -> None:
     assert all(re.fullmatch(r"#(..)\1\1", grey) for grey in greys) and len(greys) == 3
     branches = {style.colour(name) for name in ("A", "A.1", "A.2", "A.3")}
     assert len(branches) == 4 and not branches & {style.colour(name) for name in "BCDEF"}
-    assert [style.on_colour(name) for name in "ABCDEF"] == svg.ON_COLOURS
+    light_and_dark = ["#fff", "#111", "#111", "#111", "#111", "#fff"]
+    assert [style.on_colour(name) for name in "ABCDEF"] == light_and_dark
 
 
 # -- an extra --
@@ -750,6 +788,19 @@ def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     exec(textwrap.dedent(example), {})
     assert (tmp_path / "run.html").read_text("utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_timers_and_calls_give_back_what_they_found() -> None:
+    with LLM(num_kv_blocks=16, block_size=4, device="cpu") as llm:
+        first, second = trace.StepTimer(llm), trace.StepTimer(llm)
+        second.close()
+        with trace.calls(llm):
+            llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+        first.reset()
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert first.num_steps == 2 and min(first.seconds.values()) > 0
+        first.close()
+        assert not {"schedule", "update_from_output"} & vars(llm.engine.scheduler).keys()
 
 
 def test_the_timer_gives_the_methods_back() -> None:

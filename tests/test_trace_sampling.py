@@ -14,6 +14,7 @@ from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.extras import lesson, trace
 from nanoserve.extras.beam_search import BeamSearch, BeamSearchParams
 from nanoserve.extras.trace.beams import BeamTree
+from nanoserve.extras.trace.sampling import STAGES
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -105,7 +106,7 @@ def test_a_penalty_lowers_what_was_said(llm: LLM, question: list[int]) -> None:
 
 
 def test_the_sampler_is_as_before(llm: LLM, question: list[int]) -> None:
-    before = {name: getattr(sampler, name) for name in trace.sampling.STAGES}
+    before = {name: getattr(sampler, name) for name in STAGES}
     with pytest.raises(ValueError, match="top_p"):
         trace.token_path(llm, SamplingParams(top_p=2), question)
     trace.token_path(llm, SamplingParams(), question)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, NamedTuple
 
 from nanoserve import LLM, SamplingParams
@@ -46,7 +45,7 @@ class Run:
         """What this request waited for."""
         frames = [frame for frame in self.recorder.steps if frame.view(name)]
         gaps, tokens = [], 0
-        steps = first = 0
+        steps = 0
         for number, frame in enumerate(frames, start=1):
             tokens += frame.num_scheduled
             view = frame.view(name)
@@ -73,19 +72,19 @@ def serve(requests: Mapping[str, Any], num_blocks: int = 48, **options: Any) -> 
     of lesson.small_llm. The prefix cache is off: a prompt is computed as a whole."""
     planned = {n: r if isinstance(r, tuple) else (r,) for n, r in requests.items()}
     options = {"enable_prefix_caching": False, **options}
-    llm, answers, num_generated = lesson.small_llm(num_blocks, **options), dict[str, str](), 0
-    recorder, last = Recorder(llm), max(arrival for arrival, *_ in planned.values())
-    for step in count(1):
-        for name, (arrival, *rest) in planned.items():
-            if arrival == step:
-                _add(llm, name, *rest)
-        for output in llm.step():
-            answers[output.request_id] = output.outputs[0].text
-            num_generated += len(output.outputs[0].token_ids) if output.finished else 0
-        if step >= last and not llm.has_unfinished_requests():
-            llm.close()
-            return Run(recorder, answers, step, num_generated)
-    raise AssertionError("count() ends")
+    answers, num_generated, step = dict[str, str](), 0, 0
+    last = max(arrival for arrival, *_ in planned.values())
+    with lesson.small_llm(num_blocks, **options) as llm:
+        recorder = Recorder(llm)
+        while step < last or llm.has_unfinished_requests():
+            step += 1
+            for name, (arrival, *rest) in planned.items():
+                if arrival == step:
+                    _add(llm, name, *rest)
+            for output in llm.step():
+                answers[output.request_id] = output.outputs[0].text
+                num_generated += len(output.outputs[0].token_ids) if output.finished else 0
+    return Run(recorder, answers, step, num_generated)
 
 
 def _add(llm: LLM, name: str, length: int | None = None, priority: int = 0) -> None:

@@ -347,6 +347,7 @@ def broken(name: str) -> Iterator[None]:
 
     Then the right method is back, however the block ended. All engines forget their KV blocks and
     prefix caches, in which wrong content may be; requests that are not finished are computed again.
+    An engine that was built inside is to be closed inside: a mistake in its making stays in it.
     Raises ValueError for a name that is not known.
     """
     method, replacement = REPLACEMENTS[_find(name)]

@@ -65,11 +65,14 @@ def calls(llm: LLM) -> Iterator[list[Call]]:
             events.append(Call("update", numbers[id(step)]))
         return update_from_output(step, *rest)
 
+    before = {name: vars(scheduler).get(name) for name in ("schedule", "update_from_output")}
     scheduler.schedule, scheduler.update_from_output = noted_schedule, noted_update  # type: ignore
     try:
         yield events
     finally:
-        del scheduler.schedule, scheduler.update_from_output  # the class's own are left
+        for name, method in before.items():  # None: the class's own
+            vars(scheduler).pop(name, None)
+            vars(scheduler).update({name: method} if method else {})
 
 
 def overlap(title: str, runs: dict[str, list[Call]], steps: int = 5) -> None:

@@ -135,7 +135,8 @@ def _sequence_events(
         since = waits_since.pop(view.seq_id, None)
         if since is not None and since < start:
             spans.append(_span("waits", "sequence", SEQUENCES, track, since, start))
-        kind = "decode" if view.num_scheduled == 1 else f"{view.num_scheduled} tokens"
+        plural = "" if view.num_scheduled == 1 else "s"
+        kind = "decode" if view.is_decode else f"{view.num_scheduled} token{plural}"
         args = {
             "step": frame.number,
             "tokens": view.num_scheduled,

@@ -102,6 +102,11 @@ class SequenceView(NamedTuple):
         return self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
     @property
+    def is_decode(self) -> bool:
+        """The step computed one token, and it is not one of the prompt."""
+        return self.num_scheduled == 1 and self.first_new >= self.num_prompt
+
+    @property
     def is_partial(self) -> bool:
         """The step computed a chunk of its tokens, and more are left before the next sample."""
         return self.num_scheduled > 0 and self.num_sampled == 0
@@ -126,8 +131,8 @@ class Tokens:
         self.ids = {seq_id: ids for seq_id, ids in self.ids.items() if seq_id in seq_ids}
 
     def at(self, seq_id: int, position: int) -> int:
-        """The token at this position; -1 if it is in flight."""
-        ids = self.ids[seq_id]
+        """The token at this position; -1 if it is in flight, or was forgotten."""
+        ids = self.ids.get(seq_id, ())
         return ids[position] if position < len(ids) else -1
 
     def text(self, token_id: int, limit: int = 7) -> str:
@@ -210,8 +215,8 @@ class Frame:
         return sum(view.num_scheduled for view in self.scheduled)
 
     def view(self, name: str) -> SequenceView | None:
-        """The sequence of this name, if the frame has it."""
-        return next((view for view in self.sequences if view.name == name), None)
+        """The sequence of this name, if the frame has it; of several, the latest one."""
+        return next((view for view in reversed(self.sequences) if view.name == name), None)
 
     @cached_property
     def blocks(self) -> dict[int, Block]:

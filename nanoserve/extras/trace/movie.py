@@ -52,6 +52,7 @@ WORDS = {
         "abort": "aborted",
         "error": "ended with an error",
         "prefill": "prefill: {tokens} tokens",
+        "prefill 1": "prefill: 1 token",
         "decode": "decode: 1 token",
         "waiting": "waiting",
         "waits again": "waiting, preempted",
@@ -82,6 +83,7 @@ WORDS = {
         "abort": "已中止",
         "error": "因错误结束",
         "prefill": "prefill：{tokens} 个 token",
+        "prefill 1": "prefill：1 个 token",
         "decode": "decode：1 个 token",
         "waiting": "等待",
         "waits again": "被抢占，等待中",
@@ -115,6 +117,7 @@ class RequestView(NamedTuple):
     state: str  # "running", "waiting", "preempted" or "finished"
     ending: str  # how it finished: a key of WORDS
     num_scheduled: int
+    is_decode: bool
     events: Mapping[str, Event]
     chunk: tuple[int, int] | None
 
@@ -135,7 +138,9 @@ def scenes_of(frames: Iterable[Frame], questions: Mapping[str, str] | None = Non
             latest[view.name] = _view_request(frame, view, chunks, questions or {})
         seen = {view.name for view in frame.sequences}
         for name in latest.keys() - seen:
-            latest[name] = latest[name]._replace(num_scheduled=0, events={}, chunk=None)
+            latest[name] = latest[name]._replace(
+                num_scheduled=0, is_decode=False, events={}, chunk=None
+            )
         scenes.append(Scene(frame, tuple(latest.values())))
     return scenes
 
@@ -147,7 +152,7 @@ def _view_request(
     questions: Mapping[str, str],
 ) -> RequestView:
     tokens = frame.tokens
-    question = questions.get(view.name.split(".")[0])
+    question = questions.get(view.name, questions.get(view.name.rpartition(".")[0]))
     if question is None:
         question = tokens.question_of(view.seq_id, view.num_prompt)
     state, ending = "running", ""
@@ -165,6 +170,7 @@ def _view_request(
         state=state,
         ending=ending,
         num_scheduled=view.num_scheduled,
+        is_decode=view.is_decode,
         events={event.kind: event for event in frame.events if event.name == view.name},
         chunk=chunks.get((frame.number, view.seq_id)),
     )
@@ -185,10 +191,10 @@ def label_of(request: RequestView, words: Mapping[str, str]) -> tuple[str, bool]
             return words[kind].format(count=request.events[kind].count, tokens=tokens), True
     if request.state == "finished":
         return words[request.ending], False
-    if request.num_scheduled > 1:
-        return words["prefill"].format(tokens=tokens), True
-    if request.num_scheduled:
+    if request.is_decode:
         return words["decode"], False
+    if tokens:
+        return words["prefill" if tokens > 1 else "prefill 1"].format(tokens=tokens), True
     return words["waits again" if request.state == "preempted" else "waiting"], False
 
 
@@ -227,6 +233,7 @@ class Painter:
         bottom = self.cache_top + lines * (BLOCK_HEIGHT + GAP) - GAP
         self.height = round(bottom + LEGEND + MARGIN)
         self.title = title or self.words["title"].format(requests=len(self.names))
+        self._drawn: dict[tuple[Block, float, float], list[tuple[int, str]]] = {}
         self.film = Film([self.seconds_of(scene) for scene in self.scenes[:-1]] + [LAST])
         for index, scene in enumerate(self.scenes):
             self.draw_budget(index, scene)
@@ -330,31 +337,38 @@ class Painter:
             row, column = divmod(place, self.columns)
             left = MARGIN + column * (self.block_width + GAP)
             top = self.cache_top + row * (BLOCK_HEIGHT + GAP)
-            self.draw_block(index, frame, blocks.get(block_id, empty), left, top)
+            block = blocks.get(block_id, empty)
+            if (block, left, top) not in self._drawn:  # most blocks stay as they are
+                self._drawn[block, left, top] = self.draw_block(frame, block, left, top)
+            for layer, each in self._drawn[block, left, top]:
+                film.add(index, each, layer=layer)
 
-    def draw_block(self, index: int, frame: Frame, block: Block, left: float, top: float) -> None:
-        """Owners on the left, each with a stripe of its colour; then the tokens."""
-        film, width = self.film, self.block_width
+    def draw_block(
+        self, frame: Frame, block: Block, left: float, top: float
+    ) -> list[tuple[int, str]]:
+        """(layer, element): owners on the left, each with a stripe of its colour; then tokens."""
+        drawn: list[tuple[int, str]] = []
+        width = self.block_width
         outline: dict[str, Any] = {"rx": 3}
         if not (block.owners or block.slots):
             outline["stroke_dasharray"] = "3 3"
-        film.add(index, rect(left, top, width, BLOCK_HEIGHT, "edge", **outline), layer=2)
+        drawn.append((2, rect(left, top, width, BLOCK_HEIGHT, "edge", **outline)))
         if not block.owners and block.slots:
-            film.add(index, rect(left, top, width, BLOCK_HEIGHT, "grey", rx=3))
+            drawn.append((0, rect(left, top, width, BLOCK_HEIGHT, "grey", rx=3)))
         share = BLOCK_HEIGHT / max(1, len(block.owners))
         size = min(14.0, share)
         for place, name in enumerate(block.owners):
             y = top + place * share
-            film.add(index, rect(left, y, OWNER_WIDTH, share, fill=colour(name)))
+            drawn.append((0, rect(left, y, OWNER_WIDTH, share, fill=colour(name))))
             baseline = y + share / 2 + 0.36 * size
             fits = size if len(name) < 3 else min(size, 9)
-            film.add(index, letter(left + OWNER_WIDTH / 2, baseline, name, fits), layer=1)
+            drawn.append((1, letter(left + OWNER_WIDTH / 2, baseline, name, fits)))
             for column, slot in enumerate(block.slots):
                 x = left + OWNER_WIDTH + column * self.slot
                 style: dict[str, Any] = {"fill": colour(name), "class_": SHADES.get(slot.state)}
                 if slot.state == COMING:
                     style["fill_opacity"] = 0.12
-                film.add(index, rect(x, y, self.slot, share, **style))
+                drawn.append((0, rect(x, y, self.slot, share, **style)))
         most = max(1, int(0.95 * self.slot / (0.6 * SMALLEST)))
         for column, slot in enumerate(block.slots):
             content = frame.tokens.short_text(slot.token_id)
@@ -362,7 +376,9 @@ class Painter:
             middle = left + OWNER_WIDTH + (column + 0.5) * self.slot
             fitting = max(SMALLEST, min(13.0, 0.95 * self.slot / (0.66 * len(shown))))
             shade = "ink" if block.owners else "faint"
-            film.add(index, text(middle, top + 19, shown, fitting, shade, anchor="middle"), layer=1)
+            token = text(middle, top + 19, shown, fitting, shade, anchor="middle")
+            drawn.append((1, token))
+        return drawn
 
 
 def letter(x: float, y: float, name: str, size: float) -> str:

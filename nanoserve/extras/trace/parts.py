@@ -16,8 +16,12 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+<<<<<<< ours
 from contextlib import contextmanager
 from pathlib import Path
+=======
+from contextlib import closing, contextmanager
+>>>>>>> theirs
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.trace.style import label, panels, show
@@ -42,16 +46,16 @@ def measure_parts(
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
     timer, prompt = StepTimer(llm), [100 + place % 900 for place in range(prompt_len)]
     found: dict[str, list[dict[str, float]]] = {}
-    for _ in range(1 + rounds):
-        for number in range(batch):
-            llm.add_request(f"X{number}", prompt, params)
-        phase = "prefill"
-        while llm.has_unfinished_requests():
-            timer.reset()
-            llm.step()
-            found.setdefault(phase, []).append(timer.seconds)
-            phase = "decode"
-    timer.close()
+    with closing(timer):
+        for _ in range(1 + rounds):
+            for number in range(batch):
+                llm.add_request(f"X{number}", prompt, params)
+            phase = "prefill"
+            while llm.has_unfinished_requests():
+                timer.reset()
+                llm.step()
+                found.setdefault(phase, []).append(timer.seconds)
+                phase = "decode"
     return {
         phase: {part: statistics.median(s[part] for s in steps[skipped:]) for part in PARTS}
         for (phase, steps), skipped in zip(found.items(), (1, num_output - 1), strict=True)

@@ -10,12 +10,12 @@ runs no script, shows one line of text in its place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from html import escape
 
 from nanoserve.extras.trace.frames import Frame
 from nanoserve.extras.trace.movie import WIDTH, Painter
-from nanoserve.extras.trace.svg import palette, rect
+from nanoserve.extras.trace.svg import escape, palette, rect
 
 
 class Player:
@@ -45,10 +45,7 @@ class Player:
             "back": rect(0, 0, WIDTH, painter.height, "back", rx=10),
             "steps": "\n".join(painter.film.groups_by_step()),
         }
-        page = PAGE
-        for key, value in values.items():
-            page = page.replace(f"@{key}@", value)
-        return page
+        return re.sub(r"@(\w+)@", lambda match: values[match[1]], PAGE)
 
     def _repr_html_(self) -> str:
         """The page in a frame, as high as it needs to be."""

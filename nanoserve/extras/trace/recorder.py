@@ -63,6 +63,13 @@ class Recorder:
         self._tables: dict[int, tuple[int, ...]] = {}
         self._ran: set[int] = set()  # unfinished sequences that were scheduled before
         self._reached: dict[int, int] = {}  # seq_id -> tokens that were computed once already
+        for seq in engine.scheduler.sequences.values():  # of a run that has begun
+            end = seq.num_computed_tokens
+            self._live[seq.seq_id], self._status[seq.seq_id] = seq, seq.status
+            self._tables[seq.seq_id] = tuple(engine.block_manager.block_tables.get(seq.seq_id, ()))
+            self._reached[seq.seq_id] = in_flight(engine).get(seq.seq_id, end)
+            if end or seq.num_output_tokens:  # a preempted one has output, and nothing computed
+                self._ran.add(seq.seq_id)
         engine.step_listeners.append(self)
 
     def __repr__(self) -> str:

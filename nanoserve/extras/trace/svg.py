@@ -14,15 +14,16 @@ The colours of requests are style.py's; names always stand beside the colours.
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 FONT = (
     "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,"
     "'PingFang SC','Microsoft YaHei','Noto Sans CJK SC',sans-serif"
 )
-ON_COLOURS = ["#fff", "#111", "#111", "#111", "#111", "#fff"]  # letters on style.COLOURS
+NOT_IN_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 # class: (property, in light mode, in dark mode)
 PALETTE = {
@@ -44,6 +45,11 @@ def palette() -> str:
     dark = [f".{name}{{{key}:{value}}}" for name, (key, _, value) in PALETTE.items()]
     base = f"text{{font-family:{FONT}}}.edge,.line{{fill:none}}.bold{{font-weight:600}}"
     return base + "".join(light) + f"@media (prefers-color-scheme:dark){{{''.join(dark)}}}"
+
+
+def escape(content: str) -> str:
+    """For HTML and XML; \ufffd stands for what XML and UTF-8 do not have, such as \\x1b."""
+    return html.escape(NOT_IN_XML.sub("\ufffd", content))
 
 
 def number(value: float) -> str:

@@ -41,14 +41,14 @@ class StepTimer:
     def __init__(self, llm_or_engine: Any, device: str = "cpu") -> None:
         self.is_gpu = device != "cpu"
         self.reset()
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []  # with what another tool had put there
         engine = engine_of(llm_or_engine)
         for part, paths in PARTS.items():
             for path in paths:
                 where, _, name = path.rpartition(".")
                 owner = attrgetter(where)(engine)
+                self._replaced.append((owner, name, vars(owner).get(name)))
                 setattr(owner, name, self._timed(part, getattr(owner, name)))
-                self._replaced.append((owner, name))
 
     def reset(self) -> None:
         """Forget what was measured."""
@@ -57,9 +57,10 @@ class StepTimer:
         self.events: list[tuple[Any, Any]] = []
 
     def close(self) -> None:
-        """Give the engine its own methods back."""
-        for owner, name in self._replaced:
+        """Give the engine back the methods that it had. Of two timers, close the later first."""
+        for owner, name, before in self._replaced:
             vars(owner).pop(name, None)
+            vars(owner).update({name: before} if before else {})
         self._replaced = []
 
     def milliseconds(self) -> dict[str, float]:
