@@ -16,12 +16,8 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-<<<<<<< ours
-from contextlib import contextmanager
-from pathlib import Path
-=======
 from contextlib import closing, contextmanager
->>>>>>> theirs
+from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.extras.trace.style import label, panels, show
