@@ -172,16 +172,18 @@ class RequestOutputCollector:
     async def get(self) -> RequestOutput | None:
         """Wait for new tokens. None: the request has ended, and all outputs were got. Raises
         EngineDeadError if the engine is dead."""
-        await self._ready.wait()
-        self._ready.clear()
-        with self._lock:
-            output, self._output = self._output, None
-            is_over, error = self._is_over, self._error
-        if is_over:
-            self._ready.set()
-        if output is None and error is not None:
-            raise error
-        return output
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            with self._lock:
+                output, self._output = self._output, None
+                is_over, error = self._is_over, self._error
+            if is_over:
+                self._ready.set()  # for the next call, which finds the end
+            if output is None and error is not None:
+                raise error
+            if output is not None or is_over:
+                return output
 
 
 def join_deltas(old: RequestOutput, new: RequestOutput) -> RequestOutput:
