@@ -590,6 +590,8 @@ def test_a_request_is_refused(make: MakeAsync) -> None:
     llm = make(executor_cls=GatedExecutor, max_num_waiting=1)
 
     async def main() -> None:
+        with pytest.raises(TypeError, match="request_id must be"):
+            await collect(llm, [1], params(), "")
         with pytest.raises(VLLMValidationError, match="out of range"):
             await collect(llm, [VOCAB_SIZE], params())
         with pytest.raises(TypeError, match="SamplingParams"):
@@ -820,6 +822,7 @@ def test_shutdown_ends_what_waits(make: MakeAsync, kind: RequestOutputKind) -> N
             for i in range(2)
         ]
         await until(lambda: not gate(llm).permits._value and gate(llm).waiting.is_set())
+        await until(lambda: llm.get_num_unfinished_requests() == 2)
         calls = [asyncio.to_thread(llm.shutdown) for _ in range(3)]
         ends = asyncio.gather(*calls)
         await until(lambda: llm.is_stopped)
@@ -987,6 +990,7 @@ def test_texts_and_chats(demo: AsyncLLM, demo_llm: LLM) -> None:
         stream = demo.generate(text, fields, tokenization_kwargs={"add_special_tokens": False})
         last = [output async for output in stream][-1]
         assert (last.outputs, last.prompt) == (answer.outputs, answer.prompt)
+        assert demo.get_tokenizer() is demo.tokenizer
         ids = await demo.tokenize(STORY)
         assert ids == story.prompt_token_ids
         assert await demo.detokenize(ids) == STORY
@@ -1111,6 +1115,29 @@ def test_a_rank_that_is_killed(
     assert not threads_of(llm)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs SIGSTOP")
+def test_shutdown_while_a_rank_stands_still(make_checkpoint: Callable[..., Path]) -> None:
+    """The step gets EXIT_TIMEOUT; then the ranks are killed, and the tasks get their end."""
+    small = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    llm = AsyncLLM(EngineArgs(make_checkpoint("qwen3"), tensor_parallel_size=2, **small))
+
+    async def main() -> None:
+        stream = llm.generate([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+        await anext(stream)
+        os.kill(llm.engine.executor.ranks.pids[1], signal.SIGSTOP)
+        task = asyncio.create_task(read_last(stream))
+        await asyncio.to_thread(llm.shutdown, 0.1)
+        assert (await task).outputs[0].finish_reason == "abort"
+
+    asyncio.run(main())
+    assert not threads_of(llm)
+
+
+async def read_last(stream: Any) -> RequestOutput:
+    return [output async for output in stream][-1]
+
+
 # -- properties --
 
 
@@ -1132,7 +1159,7 @@ async def run_and_cancel(
     tokens: list[list[int]] = [[] for _ in range(fields.n)]
     num_outputs = 0
     stream = llm.generate(prompt, fields)
-    async with aclosing(stream):  # type: ignore[type-var]
+    async with aclosing(stream):
         async for output in stream:
             for completion in output.outputs:
                 is_delta = fields.output_kind is DELTA
@@ -1178,3 +1205,48 @@ def test_200_requests_of_which_a_third_vanishes(make: MakeAsync, options: dict[s
     stayed: list[int] = []
     asyncio.run(main())
     assert len(stayed) >= 120
+
+
+def test_the_texts_of_requests_beside_others_that_vanish(demo: AsyncLLM, demo_llm: LLM) -> None:
+    """On the demo model, with stop strings and forks: texts, logprobs and reasons, by deltas."""
+    rng = random.Random(3)
+    starts = [STORY, "One day", "The dragon", "Ada had"]
+    requests: list[tuple[str, SamplingParams]] = []
+    for number in range(60):
+        fields: dict[str, Any] = {"seed": number, "max_tokens": rng.randint(1, 24)}
+        fields |= {"n": rng.choice([1, 1, 2]), "logprobs": rng.choice([None, 1])}
+        fields |= {"stop": rng.choice([None, [". "], ["e", " the"]]), "temperature": 0.7}
+        requests.append((rng.choice(starts), SamplingParams(**fields)))
+    prompts, params_of = zip(*requests, strict=True)
+    expected = demo_llm.generate(list(prompts), list(params_of), use_tqdm=False)
+
+    async def run(number: int) -> int:
+        prompt, fields = requests[number]
+        fields.output_kind = DELTA
+        outputs: list[RequestOutput] = []
+        async with aclosing(demo.generate(prompt, fields)) as stream:
+            async for output in stream:
+                outputs.append(output)
+                if number % 3 == 0 and len(outputs) == 2:
+                    return 0
+        joined = outputs[0]
+        for output in outputs[1:]:
+            joined = join_deltas(joined, output)
+        for ours, right in zip(joined.outputs, expected[number].outputs, strict=True):
+            assert (ours.text, ours.token_ids) == (right.text, right.token_ids)
+            assert (ours.finish_reason, ours.stop_reason) == (
+                right.finish_reason,
+                right.stop_reason,
+            )
+            if right.logprobs is not None:
+                assert [list(entry) for entry in ours.logprobs or []] == [
+                    list(entry) for entry in right.logprobs
+                ]
+        return 1
+
+    async def main() -> int:
+        num_finished = sum(await asyncio.gather(*map(run, range(60))))
+        await idle_demo(demo)
+        return num_finished
+
+    assert asyncio.run(main()) >= 40

@@ -46,7 +46,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
 from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import Caught, EngineDeadError, as_validation_error, describe_error
-from nanoserve.inputs import Message, PromptType, refuse_missing
+from nanoserve.inputs import Message, PromptType, as_arrival_time, refuse_missing
 from nanoserve.interrupts import delayed_interrupt
 from nanoserve.llm import render_conversations, tokenize_prompts
 from nanoserve.logger import describe_engine, init_logger
@@ -258,6 +258,8 @@ class EngineCoreThread:
 
     def drop(self, collector: RequestOutputCollector) -> None:
         """Nobody waits for this request: abort it, if it has not ended."""
+        if not self.engine.is_owner:  # a forked child closes its copy of an iterator
+            return
         with delayed_interrupt():
             collector.close()
             self.collectors.discard(collector)
@@ -472,7 +474,7 @@ class AsyncLLM(OwnedByProcess):
         trace_headers: None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yield an output after each step that brought tokens for it.
 
         sampling_params.output_kind says what an output holds: all tokens so far (CUMULATIVE), those
@@ -486,7 +488,7 @@ class AsyncLLM(OwnedByProcess):
         or shut down. An error of this request alone is an output with finish_reason "error".
         """
         collector = await self.add_request(
-            request_id or uuid.uuid4().hex,
+            uuid.uuid4().hex if request_id is None else request_id,
             prompt,
             sampling_params,
             lora_request=lora_request,
@@ -518,7 +520,7 @@ class AsyncLLM(OwnedByProcess):
         first, and for those only who see to it that abort() is called when nobody waits. Raises
         what generate raises."""
         refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
-        arrival_time = time.time() if arrival_time is None else arrival_time
+        arrival_time = as_arrival_time(arrival_time) or time.time()
         self._check_alive()
         self.engine.check_admission()  # here too: a server that is busy tokenizes nothing in vain
         make = partial(self._make_request, request_id, prompt, params, tokenization_kwargs)
@@ -554,7 +556,7 @@ class AsyncLLM(OwnedByProcess):
         is aborted."""
         from nanoserve.extras.beam_search import BeamSearch
 
-        request_id = request_id or uuid.uuid4().hex
+        request_id = uuid.uuid4().hex if request_id is None else request_id
         self._check_alive()
         self.engine.check_admission()
         make = partial(BeamSearch, request_id, prompt, params, self.engine)
@@ -646,8 +648,9 @@ class AsyncLLM(OwnedByProcess):
         return await self.call_utility(LLMEngine.reset_prefix_cache)
 
     async def check_health(self) -> None:
-        """Raise EngineDeadError if no request would be served: steps fail, the process of a rank
-        has ended, or it was shut down."""
+        """Raise EngineDeadError if no request would be served: a step failed and no request was the
+        cause, the process of a rank has ended, or it was shut down. (shutdown() frees the memory
+        of a dead engine.)"""
         self.check_owner()
         self._core.check_health()
 
@@ -705,6 +708,10 @@ class AsyncLLM(OwnedByProcess):
     def tokenizer(self) -> Any | None:
         """The transformers tokenizer; None if the checkpoint has none."""
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer. Raises ValueError if the checkpoint has none."""
+        return self.engine.input_processor.require_tokenizer("get_tokenizer")
 
     @property
     def step_listeners(self) -> list[Callable[[StepReport], None]]:
