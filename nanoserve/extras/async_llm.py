@@ -18,11 +18,11 @@ than the engine misses nothing: the collector joins deltas, and keeps the newest
 outputs. While no request is unfinished, the thread waits for an event and uses no CPU.
 
 *How a request ends.* By its last output. Or by abort(), or shutdown(): its last output has
-finish_reason "abort" and all tokens until then. Or by an error of its own: the last output has
-finish_reason "error", and stop_reason says why. If steps fail and no request is the cause, the
-engine is dead: every waiting caller, every later one and check_health() get EngineDeadError. And if
-nobody waits any more (the iterator is closed, the task cancelled, the event loop closed), the
-request is aborted.
+finish_reason "abort" and all tokens until then. Or by an error of its own: as in vLLM, this is an
+output, too, with finish_reason "error"; stop_reason says why. If a step fails and no request is the
+cause, the engine is dead: every waiting caller, every later one and check_health() get
+EngineDeadError. And if nobody waits any more (the iterator is closed, the task cancelled, the event
+loop closed), the request is aborted.
 
 Left out: a process of its own for the engine. vLLM's EngineCoreProc runs the steps in a second
 process, and AsyncMPClient talks with it over ZMQ sockets, in msgpack. So two Python interpreters
