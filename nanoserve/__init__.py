@@ -6,9 +6,10 @@
 Importing the package is cheap: torch is loaded when the first LLM is built.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nanoserve.arg_utils import EngineArgs
+from nanoserve.arg_utils import AsyncEngineArgs, EngineArgs
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.inputs import PromptType, TextPrompt, TokensPrompt
@@ -17,11 +18,14 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from nanoserve.extras.async_llm import AsyncLLM as AsyncLLM
+    from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
@@ -35,12 +39,19 @@ __all__ = [
 ]
 
 
+CHAPTERS = {
+    "AsyncLLM": "async_llm",
+    "AsyncLLMEngine": "async_llm",
+    "BeamSearchParams": "beam_search",
+}
+
+
 def __getattr__(name: str) -> object:
     """What chapters add to this namespace. A chapter is imported when its name is used."""
-    if name == "BeamSearchParams":
-        try:
-            from nanoserve.extras.beam_search import BeamSearchParams
-        except ModuleNotFoundError as error:
-            raise AttributeError("the chapter extras/beam_search.py was deleted") from error
-        return BeamSearchParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in CHAPTERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    chapter = f"{__name__}.extras.{CHAPTERS[name]}"
+    try:
+        return getattr(import_module(chapter), name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"the chapter extras/{CHAPTERS[name]}.py was deleted") from error

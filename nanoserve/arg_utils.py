@@ -560,6 +560,9 @@ class EngineArgs(EngineConfig):
         return EngineConfig(**{each.name: getattr(self, each.name) for each in fields(self)})
 
 
+AsyncEngineArgs = EngineArgs  # vLLM's has one option more, enable_log_requests: see GROUPS
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does. vLLM's also
     reads flags from a file (--config FILE), and keys of a dict (-cc.mode 3)."""

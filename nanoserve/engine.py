@@ -30,7 +30,7 @@ the engine's own fails too, or all requests do, or code is missing (NotImplement
 This is the one module that knows both planes. It imports the data plane (and so torch) only when
 an engine is built. llm.py puts a convenient interface in front of it.
 
-Left out: the asynchronous engine and the HTTP server (planned as chapters in nanoserve/extras).
+Left out: the thread that calls step() for many callers at once (extras/async_llm.py).
 
 vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1).
 """
@@ -190,7 +190,7 @@ class LLMEngine(OwnedByProcess):
         served, QueueOverflowError if max_num_waiting requests wait. The arguments are vLLM's, in
         vLLM's order; cache_salt is for prompts that do not have a salt of their own. lora_request,
         tokenization_kwargs and trace_headers: None."""
-        self._check_queue()  # here too: a server that is busy should not tokenize in vain
+        self.check_admission()  # here too: a server that is busy should not tokenize in vain
         refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
         refuse_missing("add_request", tokenization_kwargs=tokenization_kwargs)
         params = self.get_default_sampling_params() if params is None else params
@@ -198,7 +198,7 @@ class LLMEngine(OwnedByProcess):
         metrics = request.root.metrics
         metrics.arrival_time = as_arrival_time(arrival_time) or metrics.arrival_time
         with self._admission:
-            self._check_queue()
+            self.check_admission()
             self.add(request)
         return request_id
 
@@ -229,7 +229,7 @@ class LLMEngine(OwnedByProcess):
             self._drain_inbox()
         self._check_open()  # close() has ended what was queued before, and nothing after
 
-    def _check_queue(self) -> None:
+    def check_admission(self) -> None:
         """Raise QueueOverflowError if max_num_waiting requests wait."""
         most = self.config.max_num_waiting
         if most is not None:

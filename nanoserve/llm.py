@@ -29,6 +29,7 @@ from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
 from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.input_processor import InputProcessor
 from nanoserve.inputs import (
     CHAT_EXAMPLE,
     Message,
@@ -406,18 +407,7 @@ class LLM(OwnedByProcess):
         return [results[request_id] for request_id in ids if request_id in results]
 
     def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
-        """The prompts, tokenized with options of vLLM's tokenization_kwargs, if there are any."""
-        options = _options("tokenization_kwargs", options)
-        if not options:
-            return prompts
-        add_special_tokens = options.pop("add_special_tokens", True)
-        check_bool("add_special_tokens", add_special_tokens)
-        refuse_missing("tokenization_kwargs", **options)
-        tokenize = self.engine.input_processor.tokenize
-        return [
-            parse_prompt(prompt)._replace(token_ids=tokenize(prompt, add_special_tokens))
-            for prompt in prompts
-        ]
+        return tokenize_prompts(self.engine.input_processor, prompts, options)
 
     def _render(
         self,
@@ -434,28 +424,14 @@ class LLM(OwnedByProcess):
                 f"messages must be a list of message dicts, got {brief(messages)}. {CHAT_EXAMPLE}"
             )
         is_one = bool(messages) and isinstance(messages[0], Mapping)
-        given = _options("chat_template_kwargs", chat_template_kwargs)
-        options = given | {key: value for key, value in options.items() if value is not None}
-        if "tokenize" in options:
-            raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
-        for name in ("add_generation_prompt", "continue_final_message"):
-            check_bool(name, options.get(name, False))
-        processor = self.engine.input_processor
-        template, own = (
-            options.get("chat_template"),
-            getattr(processor.tokenizer, "chat_template", {}),
+        texts = render_conversations(
+            self.engine.input_processor,
+            [messages] if is_one else messages,
+            self.chat_template,
+            content_format,
+            chat_template_kwargs,
+            **options,
         )
-        if template is None or template == "":
-            template = self.chat_template
-        elif not (
-            isinstance(template, str) and isinstance(own, dict) and template in own
-        ):  # a name
-            template = load_chat_template(template)
-        options = {**options, "chat_template": template}
-        texts: list[Any] = [
-            processor.render_chat(conversation, options, content_format)
-            for conversation in ([messages] if is_one else messages)
-        ]
         # The text has its special tokens already.
         tokenization = _options("tokenization_kwargs", tokenization_kwargs)
         return self._tokenize(texts, {"add_special_tokens": False, **tokenization})
@@ -494,6 +470,48 @@ class LLM(OwnedByProcess):
             request_id = str(next(self._request_counter))
             if not self.engine.is_unfinished(request_id):
                 return request_id
+
+
+def tokenize_prompts(
+    processor: InputProcessor, prompts: list[Any], options: Mapping[str, Any] | None
+) -> list[Any]:
+    """The prompts, tokenized with options of vLLM's tokenization_kwargs, if there are any."""
+    options = _options("tokenization_kwargs", options)
+    if not options:
+        return prompts
+    add_special_tokens = options.pop("add_special_tokens", True)
+    check_bool("add_special_tokens", add_special_tokens)
+    refuse_missing("tokenization_kwargs", **options)
+    return [
+        parse_prompt(prompt)._replace(token_ids=processor.tokenize(prompt, add_special_tokens))
+        for prompt in prompts
+    ]
+
+
+def render_conversations(
+    processor: InputProcessor,
+    conversations: Seq[Any],
+    default_template: str | None = None,
+    content_format: str = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """The text of each conversation, by the chat template in `options`, or default_template, or the
+    tokenizer's own. `options` go to the template, and chat_template_kwargs below them."""
+    given = _options("chat_template_kwargs", chat_template_kwargs)
+    options = given | {key: value for key, value in options.items() if value is not None}
+    if "tokenize" in options:
+        raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        check_bool(name, options.get(name, False))
+    template = options.get("chat_template")
+    own = getattr(processor.tokenizer, "chat_template", {})
+    if template is None or template == "":
+        template = default_template
+    elif not (isinstance(template, str) and isinstance(own, dict) and template in own):  # a name
+        template = load_chat_template(template)
+    options = {**options, "chat_template": template}
+    return [processor.render_chat(each, options, content_format) for each in conversations]
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:

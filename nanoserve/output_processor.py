@@ -271,19 +271,24 @@ class RequestState:
         return self._build_output(changed) if changed else None
 
     def fail(self, message: str) -> RequestOutput | None:
-        """The last output: what was generated before the error. It has an entry for each of the n
-        completions, also for those that have not forked off yet."""
-        is_failed, self.root.num_pending_forks = SequenceStatus.FINISHED_ERROR, 0
+        """The last output: what was generated before the error."""
+        return self.end(SequenceStatus.FINISHED_ERROR)
+
+    def end(self, status: SequenceStatus) -> RequestOutput | None:
+        """The last output of a request that has ended like this, by an error or an abort: what was
+        generated before. It has an entry for each of the n completions, also for those that have
+        not forked off yet."""
+        self.root.num_pending_forks = 0
         for index in set(range(self.root.sampling_params.n)) - set(self.branches):
             self.branches[index] = BranchState(self.root.make_branch(index), None)
-            self.branches[index].sequence.status = is_failed
-        failed = [
-            branch for branch in self.branches.values() if branch.sequence.status is is_failed
-        ]
-        for branch in failed:
+        for branch in self.branches.values():
+            if branch.sequence.status.finish_reason is None:
+                branch.sequence.status = status
+        ended = [branch for branch in self.branches.values() if branch.sequence.status is status]
+        for branch in ended:
             with Caught():  # the detokenizer may be what has failed
                 branch.text += branch.detokenizer.flush() if branch.detokenizer else ""
-        return self._build_output([branch.sequence for branch in failed])
+        return self._build_output([branch.sequence for branch in ended])
 
     def _append(self, update: SequenceUpdate) -> str | None:
         """Take in one sequence's new tokens. Returns the stop string that ends it, if there is

@@ -893,7 +893,7 @@ def test_threads_that_add_at_once_respect_the_limit(
     """Of two threads that found the queue empty, one is refused: both look again, one by one."""
     engine = make_engine(max_num_waiting=1)
     both_have_looked = threading.Barrier(2, timeout=0.1)
-    check_queue = engine._check_queue
+    check_queue = engine.check_admission
 
     def look_and_wait() -> None:
         check_queue()
@@ -902,7 +902,7 @@ def test_threads_that_add_at_once_respect_the_limit(
             return
         both_have_looked.reset()
 
-    monkeypatch.setattr(engine, "_check_queue", look_and_wait)
+    monkeypatch.setattr(engine, "check_admission", look_and_wait)
     results: list[Any] = []
 
     def add(name: str) -> None:

@@ -199,6 +199,12 @@ class MultiprocExecutor:
             STEP_TIMEOUT.total_seconds(),
         )
 
+    def check_health(self) -> None:
+        """Raise RankError if a rank has failed. Any thread may call this, also during a step."""
+        failure = self.failure or self.ranks.find_failure(timeout=0)
+        if failure is not None:
+            raise RankError(failure)
+
     def describe(self) -> str:
         """Device, dtype, attention and ranks, for the engine's first log line."""
         runner, parallel = self.runner, self.parallel

@@ -1,0 +1,735 @@
+"""How do many callers share one engine?
+
+A server has hundreds of requests at once, and each of them waits for its own next token. AsyncLLM
+gives each request an asynchronous iterator, and runs the steps for all in a thread of its own:
+
+    async for output in async_llm.generate("Once upon a time", SamplingParams()):
+        print(output.outputs[0].text)
+
+    event loops (one or several)                      the thread "nanoserve-engine"
+    generate: tokenize in a pool of threads
+              add ------------------------------->    the engine's inbox
+                                                      run_step(): schedule, execute, update
+              await collector.get() <------------     RequestOutputCollector.put(): new tokens
+              the iterator is closed: abort ----->    the inbox again: its blocks are free
+
+The event loop is woken once a step, however many requests have new tokens. A caller that is slower
+than the engine misses nothing: the collector joins deltas, and keeps the newest of the cumulative
+outputs. While no request is unfinished, the thread waits for an event and uses no CPU.
+
+*How a request ends.* By its last output. Or by abort(), or shutdown(): its last output has
+finish_reason "abort" and all tokens until then. Or by an error of its own: as in vLLM, this is an
+output, too, with finish_reason "error"; stop_reason says why. If a step fails and no request is the
+cause, the engine is dead: every waiting caller, every later one and check_health() get
+EngineDeadError. And if nobody waits any more (the iterator is closed, the task cancelled, the event
+loop closed), the request is aborted.
+
+Left out: a process of its own for the engine. vLLM's EngineCoreProc runs the steps in a second
+process, and AsyncMPClient talks with it over ZMQ sockets, in msgpack. So two Python interpreters
+work at once: one schedules the next step while the other tokenizes, makes text of tokens and
+serves HTTP. Here they take turns, as Python runs one thread at a time; only tokenizers and the
+model's kernels run beside Python code. It would also let several API servers share an engine, and
+a crash of the engine would leave the server alive to say so. The price: every request and token is
+encoded, sent and decoded; two processes have to start, watch and end each other; and a debugger or
+a notebook sees only one of the two.
+
+vLLM: vllm/engine/async_llm_engine.py (V0); vllm/v1/engine/: async_llm.py, core_client.py, core.py,
+output_processor.py (V1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nanoserve.arg_utils import EngineArgs, load_chat_template
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
+from nanoserve.engine import LLMEngine, StepReport
+from nanoserve.exceptions import Caught, EngineDeadError, as_validation_error, describe_error
+from nanoserve.inputs import Message, PromptType, as_arrival_time, refuse_missing
+from nanoserve.interrupts import delayed_interrupt
+from nanoserve.llm import render_conversations, tokenize_prompts
+from nanoserve.logger import describe_engine, init_logger
+from nanoserve.output_processor import (
+    CompletionOutput,
+    RequestConsumer,
+    RequestOutput,
+    RequestState,
+)
+from nanoserve.sampling_params import RequestOutputKind, SamplingParams
+from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
+
+if TYPE_CHECKING:
+    from nanoserve.extras.beam_search import BeamSearchOutput, BeamSearchParams
+
+logger = init_logger(__name__)
+Result = TypeVar("Result")
+NOT_READY_PAUSE = 0.001  # seconds between two looks at requests of which none can run yet
+NUM_TOKENIZERS = 4  # threads
+
+
+class RequestOutputCollector:
+    """The outputs of one request on their way from the engine's thread to the task that waits for
+    them. For the engine it is the request's consumer.
+
+    Invariant: no token is lost, and at most one output waits here. `get` is for one task of the
+    event loop in which the collector was made; the other methods are for any thread.
+    """
+
+    def __init__(self, request: RequestConsumer, core: EngineCoreThread) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.core = core
+        self.loop = asyncio.get_running_loop()
+        kind = None
+        if isinstance(request, RequestState):
+            kind = request.root.sampling_params.output_kind
+        self._is_delta = kind is RequestOutputKind.DELTA
+        self._lock = threading.Lock()  # guards the next three
+        self._output: RequestOutput | None = None
+        self._error: BaseException | None = None
+        self._is_over = False  # nothing more will be put
+        self._ready = asyncio.Event()
+
+    # -- for the engine --
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        return self.request.sequences
+
+    @property
+    def is_finished(self) -> bool:
+        return self.request.is_finished
+
+    def process(self, updates: list[SequenceUpdate]) -> None:
+        """Put what the request hands out after a step."""
+        output = self.request.process(updates)
+        if output is not None or self.request.is_finished:
+            self.put(output, is_over=self.request.is_finished)
+
+    def fail(self, message: str) -> None:
+        """Put the last output, which tells of the error."""
+        output, error = None, None
+        try:
+            output = self.request.fail(message)
+        except BaseException:
+            error = RuntimeError(f"request {self.request_id!r} failed: {message}")
+            raise
+        finally:
+            self.put(output, is_over=True, error=error)
+
+    def end_aborted(self) -> None:
+        """The engine has aborted the request: put its last output."""
+        output = None
+        if isinstance(self.request, RequestState):
+            with Caught():  # the request may be damaged: it ends even so
+                output = self.request.end(SequenceStatus.FINISHED_ABORTED)
+        self.put(output, is_over=True)
+
+    # -- between the two --
+
+    def put(
+        self,
+        output: RequestOutput | None,
+        is_over: bool = False,
+        error: BaseException | None = None,
+    ) -> None:
+        """Add an output to the one that waits. is_over: it is the last; `error` comes behind it."""
+        with self._lock:
+            if self._is_over:
+                return
+            is_first = self._output is None
+            if self._output is not None and output is not None and self._is_delta:
+                output = join_deltas(self._output, output)
+            self._output = self._output if output is None else output
+            self._is_over, self._error = is_over, error
+        if is_over:
+            self.core.collectors.discard(self)
+        if is_first:  # else the task knows already, and has not come yet
+            self.core.changed.append(self)
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._lock:
+            self._is_over, self._output = True, None
+
+    def wake(self) -> None:
+        """There is something to get. Called in the event loop."""
+        self._ready.set()
+
+    async def get(self) -> RequestOutput | None:
+        """Wait for new tokens. None: the request has ended, and all outputs were got. Raises
+        EngineDeadError if the engine is dead."""
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            with self._lock:
+                output, self._output = self._output, None
+                is_over, error = self._is_over, self._error
+            if is_over:
+                self._ready.set()  # for the next call, which finds the end
+            if output is None and error is not None:
+                raise error
+            if output is not None or is_over:
+                return output
+
+
+def join_deltas(old: RequestOutput, new: RequestOutput) -> RequestOutput:
+    """One delta that says what two say, one after the other. Changes the lists of `old`.
+
+    A step's delta holds only the completions that changed in it (vLLM: RequestOutput.add).
+    """
+    completions = {completion.index: completion for completion in old.outputs}
+    for completion in new.outputs:
+        earlier = completions.get(completion.index)
+        joined = completion if earlier is None else _join_completions(earlier, completion)
+        completions[completion.index] = joined
+    return replace(new, outputs=[completions[index] for index in sorted(completions)])
+
+
+def _join_completions(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    old.token_ids += new.token_ids
+    if old.logprobs is not None:
+        old.logprobs += new.logprobs or []
+    text = old.text + new.text
+    return replace(new, text=text, token_ids=old.token_ids, logprobs=old.logprobs)
+
+
+class EngineCoreThread:
+    """The thread that runs the steps of one engine, from the first request on (vLLM: the process
+    EngineCoreProc).
+
+    Invariant: every collector that was added is told how its request ended, whatever happens, or
+    nobody waits for it any more. The thread is a daemon, and does not hold the AsyncLLM.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.collectors: set[RequestOutputCollector] = set()  # whose request has not ended
+        self.changed: deque[RequestOutputCollector] = deque()  # whose task has to be woken
+        self.error: BaseException | None = None  # why the engine is dead
+        self.stop_at: float | None = None  # time.monotonic() when shutdown() aborts what is left
+        self._is_over = False  # no step runs any more
+        self._utilities: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
+        self._wake = threading.Event()
+        self._lock = threading.RLock()  # to add a request, to start and to end the thread
+        self._thread: threading.Thread | None = None
+
+    # -- for any thread --
+
+    @property
+    def is_alive(self) -> bool:
+        """Are new requests taken?"""
+        return self.error is None and self.stop_at is None and not self._is_over
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """A new error that says why no request is taken."""
+        cause = self.error
+        if cause is None:
+            return EngineDeadError("this AsyncLLM was shut down; build a new one.")
+        error = EngineDeadError(
+            f"this engine cannot run another step ({describe_error(cause)}). Build a new AsyncLLM."
+        )
+        error.__cause__ = cause
+        return error
+
+    def add(self, collector: RequestOutputCollector) -> None:
+        """Queue a request. Raises ValueError if its id is in use, QueueOverflowError,
+        EngineDeadError."""
+        with delayed_interrupt(), self._lock:
+            self._start()
+            self.engine.check_admission()
+            self.engine.add(collector)
+            self.collectors.add(collector)
+        self._wake.set()
+
+    def drop(self, collector: RequestOutputCollector) -> None:
+        """Nobody waits for this request: abort it, if it has not ended."""
+        if not self.engine.is_owner:  # a forked child closes its copy of an iterator
+            return
+        with delayed_interrupt():
+            collector.close()
+            self.collectors.discard(collector)
+            if self.engine.has_request(collector):
+                self.abort(collector.request_id)
+
+    def abort(self, request_ids: str | Collection[str]) -> None:
+        """Abort requests. Their collectors get a last output when the thread sees that they have
+        ended."""
+        self.engine.abort_request(request_ids)
+        self._wake.set()
+
+    def call_utility(self, function: Callable[[LLMEngine], Result]) -> Future[Result]:
+        """Run function(engine) in the thread, between two steps. Raises EngineDeadError."""
+        future: Future[Result] = Future()
+        with self._lock:
+            self._start()
+            self._utilities.append((function, future))
+        self._wake.set()
+        return future
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if no request would be served."""
+        check = getattr(self.engine.executor, "check_health", None)
+        if self.is_alive and check is not None:
+            try:
+                check()
+            except EngineDeadError as error:
+                self.error = self.error or error
+                self._wake.set()
+        if not self.is_alive:
+            raise self.dead_error
+
+    def shutdown(self, timeout: float) -> None:
+        """End the thread and close the engine; see AsyncLLM.shutdown."""
+        with self._lock:
+            stop_at = time.monotonic() + timeout
+            self.stop_at = stop_at if self.stop_at is None else min(stop_at, self.stop_at)
+            thread = self._thread
+        self._wake.set()
+        if thread is threading.current_thread():
+            return  # a listener: the thread ends after this step
+        if thread is not None:
+            thread.join(min(timeout, threading.TIMEOUT_MAX))
+        self.engine.close()  # a step that runs gets EXIT_TIMEOUT
+        if thread is not None:
+            thread.join(EXIT_TIMEOUT)
+            if thread.is_alive():
+                self.error = self.error or TimeoutError("a step did not end at shutdown")
+        self._end()
+
+    def _start(self) -> None:
+        if not self.is_alive:
+            raise self.dead_error
+        if self._thread is None:
+            name = "nanoserve-engine"
+            thread = threading.Thread(target=self.run_busy_loop, name=name, daemon=True)
+            thread.start()
+            self._thread = thread
+
+    # -- the thread --
+
+    def run_busy_loop(self) -> None:
+        """Run steps while there is something to compute; wait while there is nothing."""
+        try:
+            while self._wait_for_work():
+                self._run_step()
+        except BaseException as error:
+            if self.stop_at is None:
+                self.error = self.error or error
+                logger.error("the engine is dead: %s", describe_error(error), exc_info=error)
+        finally:
+            self._end()
+
+    def _wait_for_work(self) -> bool:
+        """Wait until a step is to be run. False: the thread is to end."""
+        while True:
+            while self._utilities:
+                self._run_utility(*self._utilities.popleft())
+            self._end_lost_requests()
+            self.wake_tasks()
+            if self.error is not None:
+                raise self.error
+            if self.engine.has_unfinished_requests():
+                return self.stop_at is None or time.monotonic() < self.stop_at
+            if self.stop_at is not None:
+                return False
+            self._wake.wait()
+            self._wake.clear()
+
+    def _run_step(self) -> None:
+        engine = self.engine
+        try:
+            engine.run_step()
+        except Exception as error:
+            # If its requests have all ended, each with this error, the engine may serve others.
+            if isinstance(error, EngineDeadError) or engine.get_num_unfinished_requests():
+                raise
+        engine.take_outputs()  # of requests that somebody added to the engine itself
+        if not engine.scheduler.running and engine.get_num_unfinished_requests():
+            self._wake.wait(NOT_READY_PAUSE)
+
+    def _run_utility(self, function: Callable[[LLMEngine], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(function(self.engine))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _end_lost_requests(self) -> None:
+        """Tell the tasks whose requests were aborted; abort those whose event loop is closed."""
+        collectors = list(self.collectors)
+        closed = {loop for loop in {each.loop for each in collectors} if loop.is_closed()}
+        for collector in collectors if closed else ():
+            if collector.loop in closed:
+                self.drop(collector)
+        if len(collectors) != self.engine.get_num_unfinished_requests():
+            for collector in collectors:
+                if not self.engine.has_request(collector):
+                    collector.end_aborted()
+
+    def wake_tasks(self) -> None:
+        """Wake the tasks that have something to get: one call for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[RequestOutputCollector]] = {}
+        while self.changed:
+            collector = self.changed.popleft()
+            by_loop.setdefault(collector.loop, []).append(collector)
+        for loop, collectors in by_loop.items():
+            with Caught():  # a loop that is closed: see _end_lost_requests
+                loop.call_soon_threadsafe(_wake_all, collectors)
+
+    def _end(self) -> None:
+        """No step runs any more: tell everybody who waits."""
+        with self._lock:
+            self._is_over = True
+            collectors, utilities = list(self.collectors), list(self._utilities)
+            self._utilities.clear()
+        for collector in collectors:
+            with Caught():  # the engine may be damaged
+                if self.engine.has_request(collector):
+                    self.engine.abort_request(collector.request_id)
+            if self.error is None:
+                collector.end_aborted()
+            else:
+                collector.put(None, is_over=True, error=self.dead_error)
+        for _, future in utilities:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self.dead_error)
+        self.wake_tasks()
+        if self.stop_at is not None:
+            self.engine.close()
+
+
+def _wake_all(collectors: list[RequestOutputCollector]) -> None:
+    for collector in collectors:
+        collector.wake()
+
+
+class AsyncLLM(OwnedByProcess):
+    """An engine that serves many tasks at once, from any event loop of this process, also from
+    several at a time.
+
+    >>> async_llm = AsyncLLM(EngineArgs(model="Qwen/Qwen3-0.6B"))
+
+    Building it takes as long as an LLM, and blocks. The thread that runs the steps starts with the
+    first request, and ends with shutdown(), with the AsyncLLM, and with Python. The engine is this
+    thread's: look at `engine`, but call nothing on it that runs steps.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig | EngineArgs | None = None,
+        *,
+        chat_template: str | Path | None = None,
+        **seams: Any,
+    ) -> None:
+        """config: None is the embedded demo model. chat_template: what LLM's is. seams: those of
+        LLMEngine, such as scheduler_cls. Raises ValueError or TypeError as LLMEngine does."""
+        if isinstance(config, EngineArgs):
+            config = config.create_engine_config()
+        self.chat_template = load_chat_template(chat_template)
+        self.engine = LLMEngine(config or EngineConfig(), **seams)
+        self._core = EngineCoreThread(self.engine)
+        # Two pools, because a template may take seconds, and templates wait for each other anyway.
+        workers = min(NUM_TOKENIZERS, os.cpu_count() or 1)
+        self._tokenizers = ThreadPoolExecutor(workers, "nanoserve-tokenizer")
+        self._renderers = ThreadPoolExecutor(1, "nanoserve-renderer")
+        pools = (self._tokenizers, self._renderers)
+        self._finalizer: Any = weakref.finalize(
+            self, in_this_process(_shutdown), self._core, pools, 0.0
+        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
+        """The AsyncLLM that `engine_args` describe; `options` are the constructor's others."""
+        return cls(engine_args, **options)
+
+    def __repr__(self) -> str:
+        return describe_engine(self.engine, "AsyncLLM")
+
+    # -- requests --
+
+    async def generate(
+        self,
+        prompt: PromptType,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt; yield an output after each step that brought tokens for it.
+
+        sampling_params.output_kind says what an output holds: all tokens so far (CUMULATIVE), those
+        since the last output (DELTA), or nothing before the end (FINAL_ONLY). None: the model's own
+        recommendation. request_id: None is a random one. priority, cache_salt and
+        tokenization_kwargs are those of LLM.generate; lora_request and trace_headers: None.
+
+        Nothing happens before the first output is asked for. Leaving the loop, or cancelling the
+        task, aborts the request. Raises ValueError or TypeError if the request can never be served,
+        QueueOverflowError if max_num_waiting requests wait, EngineDeadError if the engine is dead
+        or shut down. An error of this request alone is an output with finish_reason "error".
+        """
+        collector = await self.add_request(
+            uuid.uuid4().hex if request_id is None else request_id,
+            prompt,
+            sampling_params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        try:
+            while (output := await collector.get()) is not None:
+                yield output
+        finally:
+            self._core.drop(collector)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+        *,
+        cache_salt: str | None = None,
+    ) -> RequestOutputCollector:
+        """Queue a request; `get` of what is returned waits for its outputs. What generate does
+        first, and for those only who see to it that abort() is called when nobody waits. Raises
+        what generate raises."""
+        refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
+        arrival_time = as_arrival_time(arrival_time) or time.time()
+        self._check_alive()
+        self.engine.check_admission()  # here too: a server that is busy tokenizes nothing in vain
+        make = partial(self._make_request, request_id, prompt, params, tokenization_kwargs)
+        request = await self._run_in(self._tokenizers, make, priority, cache_salt)
+        request.root.metrics.arrival_time = arrival_time
+        return self._add(request)
+
+    def _make_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None,
+        tokenization_kwargs: dict[str, Any] | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> RequestState:
+        engine = self.engine
+        [prompt] = tokenize_prompts(engine.input_processor, [prompt], tokenization_kwargs)
+        params = engine.get_default_sampling_params() if params is None else params
+        return engine.make_request(request_id, prompt, params, priority, cache_salt)
+
+    def _add(self, request: RequestConsumer) -> RequestOutputCollector:
+        self._check_alive()
+        collector = RequestOutputCollector(request, self._core)
+        self._core.add(collector)
+        return collector
+
+    async def beam_search(
+        self, prompt: PromptType, params: BeamSearchParams, request_id: str | None = None
+    ) -> BeamSearchOutput:
+        """The likeliest continuations of one prompt, as LLM.beam_search finds them. Cancelling the
+        task aborts the search. Raises what generate raises, and RuntimeError if the search fails or
+        is aborted."""
+        from nanoserve.extras.beam_search import BeamSearch
+
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        self._check_alive()
+        self.engine.check_admission()
+        make = partial(BeamSearch, request_id, prompt, params, self.engine)
+        search: BeamSearch = await self._run_in(self._tokenizers, make)
+        collector = self._add(search)
+        try:
+            await collector.get()
+        finally:
+            self._core.drop(collector)
+        return await self._run_in(self._tokenizers, search.get_output)
+
+    async def abort(self, request_id: str | Collection[str]) -> None:
+        """End a request, or several. Who waits for one gets an output with finish_reason "abort".
+        Ids of no unfinished request are ignored."""
+        self.check_owner()
+        self._core.abort(request_id)
+
+    # -- text --
+
+    async def render_chat(
+        self,
+        messages: list[Message],
+        *,
+        chat_template: str | Path | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt of one conversation, as LLM.chat makes it. It has its special tokens already:
+        give generate tokenization_kwargs={"add_special_tokens": False} with it."""
+        render = partial(
+            render_conversations,
+            self.engine.input_processor,
+            [messages],
+            self.chat_template,
+            chat_template_content_format,
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+        )
+        [text] = await self._run_in(self._renderers, render)
+        return text
+
+    async def tokenize(self, prompt: PromptType, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a prompt. Raises ValueError or TypeError as generate does."""
+        tokenize = self.engine.input_processor.tokenize
+        return await self._run_in(self._tokenizers, tokenize, prompt, add_special_tokens)
+
+    async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids. Raises ValueError for ids that the tokenizer does not have."""
+        tokenizer = self.engine.input_processor.require_tokenizer("detokenize")
+
+        def decode() -> str:
+            with as_validation_error("the tokenizer cannot decode", token_ids):
+                return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return await self._run_in(self._tokenizers, decode)
+
+    async def run_in_thread(self, function: Callable[..., Result], *args: Any) -> Result:
+        """function(*args), in one of the threads that tokenize: for what would hold up the event
+        loop, such as reading a megabyte of JSON."""
+        return await self._run_in(self._tokenizers, function, *args)
+
+    async def _run_in(
+        self, pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any
+    ) -> Result:
+        self._check_alive()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+        except RuntimeError as error:
+            if self._core.is_alive:
+                raise
+            raise self.dead_error from error
+
+    # -- the engine --
+
+    async def call_utility(self, function: Callable[[LLMEngine], Result]) -> Result:
+        """function(engine), called in the engine's thread between two steps, when nothing changes.
+        Raises EngineDeadError."""
+        self.check_owner()
+        return await asyncio.wrap_future(self._core.call_utility(function))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. False, and no change, while requests are running."""
+        return await self.call_utility(LLMEngine.reset_prefix_cache)
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError if no request would be served: a step failed and no request was the
+        cause, the process of a rank has ended, or it was shut down. (shutdown() frees the memory
+        of a dead engine.)"""
+        self.check_owner()
+        self._core.check_health()
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Take no more requests, let the unfinished ones run for up to `timeout` seconds (None: 0),
+        abort the rest, and free all memory. Any thread may call this, also again: a shorter timeout
+        counts.
+
+        Returns when all is over: after `timeout`, and at most twice EXIT_TIMEOUT more if a step
+        hangs. In a coroutine use `await asyncio.to_thread(async_llm.shutdown, timeout)`, so that
+        the tasks get their last outputs meanwhile.
+        """
+        if self.is_owner:
+            _shutdown(self._core, (self._tokenizers, self._renderers), timeout or 0.0)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _check_alive(self) -> None:
+        self.check_owner()
+        if not self._core.is_alive:
+            raise self.dead_error
+
+    @property
+    def is_running(self) -> bool:
+        """Are requests taken?"""
+        return self._core.is_alive
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self._core.is_alive
+
+    @property
+    def errored(self) -> bool:
+        """Is the engine dead, or shut down?"""
+        return not self._core.is_alive
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        """What callers get if `errored`."""
+        return self._core.dead_error
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine.config
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.engine.model_config
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The transformers tokenizer; None if the checkpoint has none."""
+        return self.engine.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer. Raises ValueError if the checkpoint has none."""
+        return self.engine.input_processor.require_tokenizer("get_tokenizer")
+
+    @property
+    def step_listeners(self) -> list[Callable[[StepReport], None]]:
+        """The engine's. They are called in its thread."""
+        return self.engine.step_listeners
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that have neither finished nor been aborted."""
+        return self.engine.get_num_unfinished_requests()
+
+
+AsyncLLMEngine = AsyncLLM
+
+
+def _shutdown(core: EngineCoreThread, pools: Iterable[ThreadPoolExecutor], timeout: float) -> None:
+    """Not a method: it is called when the AsyncLLM is garbage, too."""
+    try:
+        core.shutdown(timeout)
+    finally:
+        for pool in pools:
+            pool.shutdown(wait=False)
