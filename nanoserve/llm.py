@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from time import time
@@ -83,6 +84,8 @@ class LLM(OwnedByProcess):
             executor_cls=executor_cls,
             runner_cls=runner_cls,
         )
+        if options.get("disable_log_stats") is False:  # vLLM's default for LLM is True
+            _metrics_chapter("LLM(disable_log_stats=False)").collect_metrics(self.engine)
         self._request_counter = count()
         self._enqueued: list[RequestConsumer] = []  # wait_for_completion has not begun
 
@@ -336,6 +339,12 @@ class LLM(OwnedByProcess):
         """What the model's generation_config.json recommends."""
         return self.engine.get_default_sampling_params()
 
+    def get_metrics(self) -> list[Any]:
+        """The metrics so far, under vLLM's names: Counter, Gauge and Histogram of
+        extras/metrics/reader.py. For an LLM built with disable_log_stats=False; otherwise nothing
+        counts, and this raises RuntimeError. Any thread may call it."""
+        return _metrics_chapter("LLM.get_metrics").get_metrics(self.engine)
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -494,6 +503,16 @@ class LLM(OwnedByProcess):
             request_id = str(next(self._request_counter))
             if not self.engine.is_unfinished(request_id):
                 return request_id
+
+
+def _metrics_chapter(user: str) -> Any:
+    """extras/metrics. Raises ModuleNotFoundError, with the name of what needs it, if it was
+    deleted."""
+    try:
+        return import_module("nanoserve.extras.metrics")
+    except ModuleNotFoundError as error:
+        message = f"{user} needs nanoserve/extras/metrics, and it is not there: {error}."
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:
