@@ -77,6 +77,8 @@ class LLM(OwnedByProcess):
         chat_template: a template, or a file that holds one, that chat uses in place of the model's.
         """
         self.chat_template = load_chat_template(chat_template)
+        logs_stats = options.get("disable_log_stats") is False  # vLLM's default for LLM is True
+        metrics = _metrics_chapter("LLM(disable_log_stats=False)") if logs_stats else None
         self.engine = LLMEngine(
             EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,
@@ -84,8 +86,8 @@ class LLM(OwnedByProcess):
             executor_cls=executor_cls,
             runner_cls=runner_cls,
         )
-        if options.get("disable_log_stats") is False:  # vLLM's default for LLM is True
-            _metrics_chapter("LLM(disable_log_stats=False)").collect_metrics(self.engine)
+        if metrics is not None:
+            metrics.collect_metrics(self.engine)
         self._request_counter = count()
         self._enqueued: list[RequestConsumer] = []  # wait_for_completion has not begun
 

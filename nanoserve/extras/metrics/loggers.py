@@ -73,6 +73,8 @@ class CountingStatLogger(StatLogger):
     def record(self, stats: IterationStats) -> None:
         if stats.num_scheduled_tokens:
             self._record_step(stats)
+        if stats.num_preempted_reqs:
+            self.numbers.add("vllm:num_preemptions", stats.num_preempted_reqs)
         for finished in stats.finished_requests:
             self.numbers.add("vllm:request_success", 1, finished.finish_reason)
             for name, value in (
@@ -109,8 +111,6 @@ class CountingStatLogger(StatLogger):
             observe("vllm:inter_token_latency_seconds", latency, number)
         for latency in stats.time_to_first_tokens_iter:
             observe("vllm:time_to_first_token_seconds", latency)
-        if stats.num_preempted_reqs:
-            add("vllm:num_preemptions", stats.num_preempted_reqs)
         if stats.prefix_cache_queries:
             add("vllm:prefix_cache_queries", stats.prefix_cache_queries)
             add("vllm:prefix_cache_hits", stats.prefix_cache_hits)

@@ -57,8 +57,10 @@ class ModelMetrics:
             )
         cost = self.costs.step(num_tokens, num_sampled, num_keys, num_attended)
         written = self.costs.itemsize * self.costs.kv_numbers * num_tokens
-        parts = (cost.operations, cost.num_bytes, written)
-        return PerfStats(*(int(part / self.num_ranks) for part in parts))
+        ranks = self.num_ranks
+        return PerfStats(
+            int(cost.operations / ranks), int(cost.num_bytes / ranks), int(written / ranks)
+        )
 
 
 def _read_costs(engine: LLMEngine) -> Any:

@@ -31,7 +31,7 @@ vLLM: vllm/v1/metrics/stats.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -84,15 +84,15 @@ class IterationStats:
     max_num_generation_tokens_iter: list[int] = field(default_factory=list)
 
 
-class _Track:
-    """What is remembered of a sequence from one step to the next."""
+class _Known:
+    """A sequence that was seen, and how many of its preemptions were counted."""
 
-    __slots__ = ("last_token_ts", "num_preemptions", "sequence")
+    __slots__ = ("is_admitted", "num_preemptions", "sequence")
 
-    def __init__(self, sequence: Sequence, num_preemptions: int) -> None:
+    def __init__(self, sequence: Sequence, num_preemptions: int, is_admitted: bool = True) -> None:
         self.sequence = sequence
-        self.last_token_ts: float | None = None
-        self.num_preemptions = num_preemptions  # those that were counted
+        self.num_preemptions = num_preemptions
+        self.is_admitted = is_admitted  # a step with it was reported
 
     def take_preemptions(self) -> int:
         """How often it was preempted since the last call."""
@@ -108,58 +108,75 @@ class StatsCollector:
         self.num_forks = (engine.config.max_num_seqs or 1) - 1  # of one request at most
         self.has_prefix_cache = engine.config.enable_prefix_caching
         self.model_metrics = ModelMetrics(engine)
-        self._tracks: dict[int, _Track] = {}  # seq_id -> what is known of it
+        self._known: dict[int, _Known] = {}  # by seq_id
+        self._last_token_ts: dict[int, float] = {}  # seq_id -> when its last token came
 
     def read_step(self, report: StepReport) -> IterationStats:
         """What a step brought."""
-        output, tracks = report.scheduler_output, self._tracks
+        output, known = report.scheduler_output, self._known
         stats = IterationStats(output.total_num_scheduled_tokens)
-        for seq_id in list(tracks) if output.is_restart else output.finished_seq_ids:
-            if seq_id in tracks:  # finished, or preempted
-                stats.num_preempted_reqs += tracks[seq_id].take_preemptions()
+        for seq_id in list(known) if output.is_restart else output.finished_seq_ids:
+            if seq_id in known:  # finished, or preempted
+                stats.num_preempted_reqs += known[seq_id].take_preemptions()
         for new in output.new_sequences:
-            seq = report.sequences.get(new.seq_id)
-            if seq is not None and new.seq_id not in tracks:
+            seq, before = report.sequences.get(new.seq_id), known.get(new.seq_id)
+            if seq is not None and not (before and before.is_admitted):
                 self._admit(seq, len(new.token_ids) == new.num_prompt_tokens, stats)
         self._read_tokens(report.updates, stats)
+        for update in report.updates:
+            if update.sequence.status.finish_reason is not None:
+                stats.num_preempted_reqs += self._forget(update.sequence.seq_id)
         num_rows = min(len(report.updates), len(output.scheduled))  # forks share a row
         stats.perf_stats = self.model_metrics.measure(output, num_rows)
-        if len(tracks) > 2 * len(self.scheduler.sequences) + 100:
-            self._forget_finished()
+        if len(known) > 2 * len(self.scheduler.sequences) + 100:
+            for seq_id, each in list(known.items()):  # those whose end no update told
+                if each.sequence.status.finish_reason is not None:
+                    self._forget(seq_id)
         return stats
+
+    def _forget(self, seq_id: int) -> int:
+        """Forget a finished sequence; returns its preemptions that were not counted yet."""
+        self._last_token_ts.pop(seq_id, None)
+        known = self._known.pop(seq_id, None)
+        return known.take_preemptions() if known else 0
 
     def _admit(self, seq: Sequence, is_first: bool, stats: IterationStats) -> None:
         """A sequence is seen for the first time. is_first: it has no output yet. (A fork, or one
         that ran before anybody listened, has.)"""
-        track = _Track(seq, 0 if is_first else seq.metrics.num_preemptions)
-        stats.num_preempted_reqs += track.take_preemptions()
-        self._tracks[seq.seq_id] = track
+        num_before = 0 if is_first else seq.metrics.num_preemptions
+        known = self._known.setdefault(seq.seq_id, _Known(seq, num_before))
+        known.is_admitted = True
+        stats.num_preempted_reqs += known.take_preemptions()
         reads_cache = self.has_prefix_cache and not seq.sampling_params.skip_reading_prefix_cache
         if is_first and reads_cache:
             stats.prefix_cache_queries += seq.num_prompt_tokens
             stats.prefix_cache_hits += seq.num_cached_tokens
 
-    def _read_tokens(self, updates: Iterable[SequenceUpdate], stats: IterationStats) -> None:
-        """New tokens, and the times between them. This runs for each token of the engine."""
-        tracks, latencies = self._tracks, stats.inter_token_latencies_iter
-        for seq, new_token_ids, *_ in updates:
-            track = tracks.get(seq.seq_id)
-            if track is None:
-                track = tracks[seq.seq_id] = _Track(seq, seq.metrics.num_preemptions)
-            if new_token_ids:
-                stats.num_generation_tokens += len(new_token_ids)
-                now = seq.metrics.last_token_ts or 0.0
-                if track.last_token_ts is not None:
-                    latency = now - track.last_token_ts
-                    latencies[latency] = latencies.get(latency, 0) + 1
-                elif seq.num_output_tokens == len(new_token_ids):
-                    self._take_first_token(seq, now, stats)
-                track.last_token_ts = now
-            if seq.status.finish_reason is not None:
-                stats.num_preempted_reqs += tracks.pop(seq.seq_id).take_preemptions()
+    def _read_tokens(self, updates: list[SequenceUpdate], stats: IterationStats) -> None:
+        """New tokens, and the times between them. Of the whole chapter, this alone is done for each
+        sequence of each step; hence the few calls, of C."""
+        brought = [update for update in updates if update.new_token_ids]
+        if not brought:
+            return
+        stats.num_generation_tokens = sum([len(update.new_token_ids) for update in brought])
+        seq_ids = [update.sequence.seq_id for update in brought]
+        now = brought[0].sequence.metrics.last_token_ts or 0.0  # a step's tokens come at once
+        times = Counter(map(self._last_token_ts.get, seq_ids))
+        if times.pop(None, 0):
+            for update in brought:
+                if update.sequence.seq_id not in self._last_token_ts:
+                    self._take_first_token(update, now, stats)
+        latencies = {now - last: number for last, number in times.items() if last is not None}
+        stats.inter_token_latencies_iter = latencies
+        self._last_token_ts.update(dict.fromkeys(seq_ids, now))
 
-    def _take_first_token(self, seq: Sequence, now: float, stats: IterationStats) -> None:
-        """The prompt of a sequence is computed, and there is a token."""
+    def _take_first_token(self, update: SequenceUpdate, now: float, stats: IterationStats) -> None:
+        """The first tokens of a sequence that are seen here."""
+        seq = update.sequence
+        if seq.seq_id not in self._known:  # a fork
+            self._known[seq.seq_id] = _Known(seq, seq.metrics.num_preemptions)
+        if seq.num_output_tokens > len(update.new_token_ids):
+            return  # a beam, which goes on with another one's tokens; or nobody listened before
         if not seq.always_sync:  # no beam
             stats.time_to_first_tokens_iter.append(now - arrival_of(seq.metrics))
         if not self._is_fork(seq):
@@ -171,12 +188,6 @@ class StatsCollector:
         the last ones are queued on their own.)"""
         return 0 < seq.branch <= self.num_forks
 
-    def _forget_finished(self) -> None:
-        """Forget the sequences whose end no update told: aborted ones, and beams."""
-        for seq_id, track in list(self._tracks.items()):
-            if track.sequence.status.finish_reason is not None:
-                del self._tracks[seq_id]
-
     def read_finished(self, request: RequestConsumer) -> IterationStats:
         """The lives of a request's n completions, also of those that never began. (Nothing, if the
         request is a beam search.)"""
@@ -187,11 +198,24 @@ class StatsCollector:
         reason = root.status.finish_reason or "abort"  # None: it was not queued yet
         n = root.sampling_params.n
         missing = set(range(n)) - {seq.branch for seq in sequences}
+        for seq in sequences:
+            stats.num_preempted_reqs += self._take_last_preemptions(seq)
         sequences += [root.make_branch(branch) for branch in missing]
         stats.finished_requests = [self._finish(seq, reason, now) for seq in sequences]
         stats.n_params_iter.append(n)
         stats.max_num_generation_tokens_iter.append(max(s.num_output_tokens for s in sequences))
         return stats
+
+    def _take_last_preemptions(self, seq: Sequence) -> int:
+        """The preemptions that no report tells: the sequence has ended before its next step."""
+        known = self._known.get(seq.seq_id)
+        if known is None:
+            # With tokens: it was forgotten, because it ended before the request's others did; or
+            # the report of its first token is about to come. A fork inherits the number.
+            if not seq.metrics.num_preemptions or seq.num_output_tokens or self._is_fork(seq):
+                return 0
+            known = self._known[seq.seq_id] = _Known(seq, 0, is_admitted=False)
+        return known.take_preemptions()
 
     def _finish(self, seq: Sequence, default_reason: str, now: float) -> FinishedRequestStats:
         metrics, num_tokens = seq.metrics, seq.num_output_tokens
