@@ -24,7 +24,7 @@ from typing import Any
 import engines
 import pytest
 from engines import assert_idle, change_text, fail_in_executor, finish, params, step
-from fakes import FakeExecutor, add_beam_search
+from fakes import add_beam_search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +146,7 @@ class Run:
         random, request_id = self.random, str(len(self.requests))
         prompt = [7] * random.randint(0, 12) + [random.randint(1, 40)] * random.randint(1, 8)
         n = random.choice([1, 1, 1, 2, 3])
-        stop = [random.randint(1, 40)] if random.random() < 0.3 else None
+        stop = random.sample(range(1, 41), 8) if random.random() < 0.3 else None
         some = params(n=n, seed=None, stop_token_ids=stop, max_tokens=random.randint(1, 12))
         state = self.engine.make_request(request_id, prompt, some)
         self.requests[request_id] = state
@@ -241,7 +241,10 @@ class Run:
         waited = sum((m.last_token_ts or 0) - m.queued_ts for m in moments)
         assert first.sum + inter.sum == near(waited)
         assert inter.sum == near(read("request_decode_time_seconds").sum)
-        queued, inference = read("request_queue_time_seconds"), read("request_inference_time_seconds")
+        queued, inference = (
+            read("request_queue_time_seconds"),
+            read("request_inference_time_seconds"),
+        )
         assert queued.count >= inference.count
         prefill, decode = read("request_prefill_time_seconds"), read("request_decode_time_seconds")
         assert prefill.sum + decode.sum == near(inference.sum)
@@ -302,3 +305,445 @@ def test_the_random_runs_contain_what_they_are_for() -> None:
         seen["forks"] += run.num_completions - len(run.requests)
     assert min(seen[name] for name in ("stop", "length", "abort", "error")) > 10
     assert min(seen[name] for name in ("preemptions", "hits", "failed steps", "forks")) > 10
+
+
+# -- one thing at a time --
+
+
+def test_n_completions_count_one_prompt_and_n_requests(make_engine: MakeEngine) -> None:
+    """Three completions of which two find room: the third is queued, and computes its own last
+    block of the prompt."""
+    engine = make_engine(max_num_seqs=2)
+    count(engine)
+    engine.add_request("a", list(range(1, 11)), params(n=3, max_tokens=4))
+    finish(engine)
+    assert value(engine, "request_success", "length") == 3
+    assert value(engine, "prompt_tokens") == 20
+    assert value(engine, "prompt_tokens_cached") == 8
+    assert value(engine, "generation_tokens") == 12
+    assert histogram(engine, "request_params_n").buckets["2.0"] == 0
+    assert histogram(engine, "request_params_n").buckets["5.0"] == 1
+    computed = histogram(engine, "request_prefill_kv_computed_tokens")
+    assert (computed.count, computed.sum) == (3, 12)
+
+
+def test_latency_begins_at_the_arrival_that_the_caller_tells(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    count(engine)
+    engine.add_request("a", [1, 2], params(max_tokens=3), arrival_time=time.time() - 1000)
+    finish(engine)
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert 1000 <= histogram(engine, name).sum < 1900
+    assert histogram(engine, "request_queue_time_seconds").sum < 900
+
+
+def test_a_request_that_ends_in_the_queue_has_no_prefill(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    count(engine)
+    engine.add_request("a", [1, 2], params(n=2))
+    engine.abort_request("a")
+    assert value(engine, "request_success", "abort") == 2
+    assert histogram(engine, "e2e_request_latency_seconds").count == 2
+    assert histogram(engine, "request_queue_time_seconds").count == 0
+    assert histogram(engine, "request_prefill_time_seconds").count == 0
+    assert histogram(engine, "request_params_max_tokens").sum == 20
+
+
+def test_a_consumer_that_fails_counts_as_an_error(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both of its completions, also the one that had not forked off yet."""
+    engine = make_engine()
+    count(engine)
+
+    def fail(sequence: Sequence) -> str | None:
+        raise KeyError(sequence.request_id)
+
+    change_text(monkeypatch, fail)
+    engine.add_request("a", [1, 2], params(n=2))
+    last = finish(engine)["a"]
+    assert [each.finish_reason for each in last.outputs] == ["error", "error"]
+    assert value(engine, "request_success", "error") == 2
+    num_tokens = sum(len(each.token_ids) for each in last.outputs)
+    assert histogram(engine, "request_generation_tokens").sum == num_tokens
+
+
+def test_a_beam_search_counts_tokens_and_no_request(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    count(engine)
+    add_beam_search(engine, "beams", [1, 2, 3], 2, 5)
+    finish(engine)
+    assert value(engine, "prompt_tokens") == value(engine, "prefix_cache_queries") == 3
+    assert value(engine, "generation_tokens") == 1 + 2 * 4
+    for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds"):
+        assert histogram(engine, name).count == 0
+
+
+def test_counting_may_begin_while_requests_run(make_engine: MakeEngine) -> None:
+    """Of those that run already, only what is seen is counted: no first token."""
+    engine = make_engine()
+    engine.add_request("a", [1, 2], params(max_tokens=10))
+    for _ in range(4):
+        step(engine)
+    before = engine.output_processor.requests["a"].root.num_output_tokens
+    count(engine)
+    finish(engine)
+    assert value(engine, "generation_tokens") == 10 - before
+    assert histogram(engine, "time_to_first_token_seconds").count == 0
+    assert histogram(engine, "inter_token_latency_seconds").count == 10 - before - 1
+    assert value(engine, "request_success", "length") == 1
+
+
+def test_gauges_are_read_when_they_are_asked_for(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=2, num_kv_blocks=10)
+    count(engine)
+    for name in "abcd":
+        engine.add_request(name, [1, 2, 3, 4], params())
+    assert (value(engine, "num_requests_running"), value(engine, "num_requests_waiting")) == (0, 4)
+    step(engine)
+    assert (value(engine, "num_requests_running"), value(engine, "num_requests_waiting")) == (2, 2)
+    manager = engine.block_manager
+    used = 1 - manager.num_free_blocks / manager.num_blocks
+    assert value(engine, "kv_cache_usage_perc") == pytest.approx(used)
+    assert used > 0
+    engine.scheduler.waiting[0].is_held = True
+    assert value(engine, "num_requests_waiting_by_reason", "deferred") == 1
+    assert value(engine, "num_requests_waiting_by_reason", "capacity") == 1
+    engine.scheduler.waiting[0].is_held = False
+    finish(engine)
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(make_engine: MakeEngine) -> None:
+    """No report tells of aborted ones."""
+    engine = make_engine(max_num_seqs=8)
+    manager = collect_metrics(engine, CountingStatLogger(engine))
+    for number in range(400):
+        engine.add_request(str(number), [1, 2, 3], params())
+        step(engine)
+        engine.abort_request(str(number))
+    engine.add_request("last", [1, 2], params())
+    finish(engine)
+    assert len(manager._collector._known) <= 110
+    assert len(manager._collector._last_token_ts) <= 110
+
+
+def test_the_cost_of_a_step_is_that_of_the_roofline(make_engine: MakeEngine) -> None:
+    """Every pair of a query and a key that it sees, counted one by one."""
+    engine = make_engine(max_num_batched_tokens=16)
+    count(engine)
+    pairs = keys = tokens = rows = steps = 0
+
+    def listen(report: StepReport) -> None:
+        nonlocal pairs, keys, tokens, rows, steps
+        steps += 1
+        rows += len(report.updates)
+        for item in report.scheduler_output.scheduled:
+            positions = range(item.num_computed_tokens, sum(item[1:3]))
+            pairs += sum(len(range(position + 1)) for position in positions)
+            keys += positions.stop
+            tokens += len(positions)
+
+    engine.step_listeners.append(listen)
+    for number in range(5):
+        engine.add_request(str(number), [number + 1] * (3 + 4 * number), params())
+    finish(engine)
+    costs = ModelCosts.of(engine.model_config, 4)
+    weights = steps * 4 * (costs.resident_weights + costs.head_weights)
+    matrices = 2 * (costs.layer_weights * tokens + costs.head_weights * rows)
+    expected = {
+        "flops": matrices + costs.operations_per_key * pairs,
+        "read_bytes": weights + 4 * costs.kv_numbers * keys,
+        "write_bytes": 4 * costs.kv_numbers * tokens,
+    }
+    for name, number in expected.items():
+        assert value(engine, f"estimated_{name}_per_gpu") == number
+
+
+def test_the_example_of_the_cost_of_a_step(make_engine: MakeEngine) -> None:
+    """A decode at position 9, and a chunk of 4 tokens behind 8. Two ranks have half each."""
+    engine = make_engine()
+    metrics = ModelMetrics(engine)
+    items = (ScheduledSequence(0, 9, 1, 2, []), ScheduledSequence(1, 8, 4, 2, []))
+    one = metrics.measure(SchedulerOutput(items, (), (), 5), num_sampled=1)
+    cost = metrics.costs.step(5, 1, 22, 52)
+    assert one[:2] == (cost.operations, cost.num_bytes)
+    metrics.num_ranks = 2
+    two = metrics.measure(SchedulerOutput(items, (), (), 5), num_sampled=1)
+    assert two == tuple(number // 2 for number in one)
+
+
+def test_without_the_formula_everything_else_is_counted(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bench/ can be deleted."""
+    monkeypatch.setitem(sys.modules, "nanoserve.bench.roofline", None)
+    engine = make_engine()
+    count(engine)
+    engine.add_request("a", [1, 2], params())
+    finish(engine)
+    assert value(engine, "estimated_flops_per_gpu") == 0
+    assert value(engine, "generation_tokens") == 10
+
+
+# -- loggers --
+
+
+class Keeping(StatLogger):
+    """Keeps what it receives."""
+
+    def __init__(self) -> None:
+        self.received: list[IterationStats] = []
+
+    def record(self, stats: IterationStats) -> None:
+        self.received.append(stats)
+
+
+def test_a_logger_of_ones_own_sees_steps_and_lives(make_engine: MakeEngine) -> None:
+    engine, keeping = make_engine(), Keeping()
+    manager = collect_metrics(engine, keeping)
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    finish(engine)
+    steps = [stats for stats in keeping.received if stats.num_scheduled_tokens]
+    assert [stats.num_scheduled_tokens for stats in steps] == [3, 1, 1, 1]
+    assert [len(stats.time_to_first_tokens_iter) for stats in steps] == [1, 0, 0, 0]
+    [life] = [life for stats in keeping.received for life in stats.finished_requests]
+    assert (life.request_id, life.finish_reason, life.num_generation_tokens) == ("a", "length", 4)
+    assert (life.num_prompt_tokens, life.max_tokens_param) == (3, 4)
+    manager.close()
+    engine.add_request("b", [1, 2, 3], params(max_tokens=4))
+    finish(engine)
+    assert len(keeping.received) == 5
+
+
+def test_a_logger_that_fails_costs_no_request(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged; the other loggers get their numbers."""
+
+    class Failing(StatLogger):
+        def record(self, stats: IterationStats) -> None:
+            raise KeyError("a bug in a logger")
+
+    engine = make_engine()
+    collect_metrics(engine, Failing(), CountingStatLogger(engine))
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    assert finish(engine)["a"].outputs[0].finish_reason == "length"
+    assert value(engine, "request_success", "length") == 1
+    assert "a bug in a logger" in caplog.text
+
+
+def test_an_engine_has_one_manager(make_engine: MakeEngine) -> None:
+    engine, other = make_engine(), make_engine()
+    with pytest.raises(RuntimeError, match="disable_log_stats=False"):
+        get_metrics(engine)
+    manager, keeping = collect_metrics(engine), Keeping()
+    assert collect_metrics(engine, keeping) is manager
+    assert [type(each) for each in manager.stat_loggers] == [
+        CountingStatLogger,
+        LoggingStatLogger,
+        Keeping,
+    ]
+    count(other)
+    engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+    finish(engine)
+    assert (value(engine, "generation_tokens"), value(other, "generation_tokens")) == (4, 0)
+
+
+def test_the_line_in_the_log(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock is the test's: two seconds for two requests of 3 + 4 tokens, the second with a
+    prompt that is known. Then a line of level DEBUG, because nothing was done."""
+    engine, now = make_engine(block_size=2), 50.0
+    monkeypatch.setattr("nanoserve.extras.metrics.loggers.time.monotonic", lambda: now)
+    log = LoggingStatLogger(engine, interval=2.0)
+    collect_metrics(engine, log)
+    caplog.set_level(logging.DEBUG, "nanoserve.extras.metrics")
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], params(max_tokens=4))
+        finish(engine)
+    caplog.clear()
+    now = 52.0
+    log.log()
+    log.log()
+    [first, second] = caplog.records
+    assert (first.levelname, second.levelname) == ("INFO", "DEBUG")
+    assert re.fullmatch(
+        r"2\.0 prompt tokens/s, 4\.0 output tokens/s; running 0, waiting 0; KV cache 0\.0% full, "
+        r"prefix cache hits 33\.3%; \S+ TFLOP/s, \S+ GB/s \(estimated\)",
+        first.getMessage(),
+    )
+    caplog.clear()
+    now = 53.9  # the interval is not over
+    engine.add_request("c", [1, 2, 3], params(max_tokens=4))
+    step(engine)
+    assert not caplog.records
+    now = 54.0
+    finish(engine)
+    [line] = caplog.records
+    assert "running 1" in line.getMessage()
+
+
+# -- Prometheus --
+
+
+def test_prometheus_shows_what_get_metrics_gives(make_engine: MakeEngine) -> None:
+    """Read back with prometheus-client's own parser."""
+    parser = pytest.importorskip("prometheus_client.parser")
+    engine = make_engine()
+    prometheus = PrometheusStatLogger(engine, model_name="a model")
+    collect_metrics(engine, prometheus)
+    for number in range(6):
+        engine.add_request(str(number), [number + 1] * 5, params(n=2))
+        step(engine)
+    engine.abort_request("5")
+    finish(engine)
+    text = prometheus.render().decode()
+    families = {each.name: each for each in parser.text_string_to_metric_families(text)}
+    samples = {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    for metric in get_metrics(engine):
+        labels = metric.labels.items()
+        if isinstance(metric, Counter):
+            assert families[metric.name].type == "counter"
+            assert samples.pop((f"{metric.name}_total", frozenset(labels))) == metric.value
+        elif isinstance(metric, Gauge):
+            assert families[metric.name].type == "gauge"
+            assert samples.pop((metric.name, frozenset(labels))) == metric.value
+        else:
+            assert isinstance(metric, Histogram)
+            assert families[metric.name].type == "histogram"
+            assert samples.pop((f"{metric.name}_sum", frozenset(labels))) == metric.sum
+            assert samples.pop((f"{metric.name}_count", frozenset(labels))) == metric.count
+            for border, number in metric.buckets.items():
+                key = frozenset([*labels, ("le", border)])
+                assert samples.pop((f"{metric.name}_bucket", key)) == number
+    assert samples == {}
+    assert all("a model" in m.labels.values() for m in get_metrics(engine)[:5])
+    assert prometheus.content_type.startswith("text/plain")
+
+
+def test_two_engines_have_two_registries(make_engine: MakeEngine) -> None:
+    """Or share one, if they are told to: then the label tells them apart."""
+    client = pytest.importorskip("prometheus_client")
+    one, two = make_engine(), make_engine()
+    assert PrometheusStatLogger(one).registry is not PrometheusStatLogger(two).registry
+    registry = client.CollectorRegistry()
+    PrometheusStatLogger(one, registry, model_name="one")
+    PrometheusStatLogger(two, registry, model_name="two")
+    text = client.generate_latest(registry).decode()
+    assert 'model_name="one"' in text
+    assert 'model_name="two"' in text
+    assert list(client.REGISTRY.collect()) == [
+        family for family in client.REGISTRY.collect() if not family.name.startswith("vllm:")
+    ]
+
+
+def test_borders_are_written_as_prometheus_writes_them() -> None:
+    utils = pytest.importorskip("prometheus_client.utils")
+    borders = [*token_buckets(10**8), *[b for spec in HISTOGRAMS for b in spec.buckets]]
+    assert [name_border(each) for each in borders] == [utils.floatToGoString(b) for b in borders]
+
+
+def test_only_prometheus_needs_its_package(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    engine = make_engine()
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[server\]"'):
+        PrometheusStatLogger(engine)
+    count(engine)
+    assert len(get_metrics(engine)) > 30
+
+
+# -- LLM --
+
+
+def test_an_llm_counts_if_it_is_asked_to() -> None:
+    """By vLLM's option, whose default is the same: no statistics."""
+    with LLM(num_kv_blocks=32, disable_log_stats=False) as llm:
+        [output] = llm.generate("Once upon a time", use_tqdm=False)
+        number = len(output.outputs[0].token_ids)
+        assert value(llm, "generation_tokens") == number
+        assert value(llm, "prompt_tokens") == len(output.prompt_token_ids)
+        assert [m for m in llm.get_metrics() if m.name == "vllm:num_requests_running"] == [
+            Gauge("vllm:num_requests_running", {"model_name": "nanoserve/demo", "engine": "0"}, 0.0)
+        ]
+
+
+def test_without_the_chapter_the_error_says_what_needs_it(
+    demo_llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RuntimeError, match="nothing counts"):
+        demo_llm.get_metrics()
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.metrics", None)
+    with pytest.raises(ModuleNotFoundError, match=r"LLM\.get_metrics needs nanoserve"):
+        demo_llm.get_metrics()
+    with pytest.raises(ModuleNotFoundError, match="disable_log_stats"):
+        LLM(disable_log_stats=False)
+
+
+# -- vLLM's names --
+
+VLLM = os.environ.get("VLLM_0_32", "")
+KINDS = {"_gauge_cls": GAUGES, "_counter_cls": COUNTERS, "_histogram_cls": HISTOGRAMS}
+# vLLM's metrics of what is not here, or of what it records only when it is asked to.
+LEFT_OUT = {
+    *("num_requests_kv_fetch_by_stage", "engine_sleep_state", "corrupted_requests"),
+    *("watermark_requests", "lora_requests_info", "mm_cache_queries", "mm_cache_hits"),
+    *("external_prefix_cache_queries", "external_prefix_cache_hits", "admission_rejections"),
+    *("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"),
+    "kv_block_reuse_gap_seconds",
+}
+
+
+def vllm_metrics() -> dict[str, tuple[str, str, str]]:
+    """name -> (kind, its label beside the two that all have, its family of buckets), as vLLM's
+    sources declare them."""
+    found: dict[str, tuple[str, str, str]] = {}
+    for file in ("loggers.py", "perf.py"):
+        tree = ast.parse((Path(VLLM) / "v1/metrics" / file).read_text("utf-8"))
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            name = options.get("name", "").strip("'")
+            if node.func.attr in KINDS and name.startswith("vllm:"):
+                label = re.findall(r"\+ \['(\w+)'\]", options.get("labelnames", ""))
+                buckets = options.get("buckets", "").removesuffix("_buckets")
+                kind = node.func.attr
+                name = name.removesuffix("_total") if kind == "_counter_cls" else name
+                found[name] = (kind, "".join(label), buckets)
+    return found
+
+
+@pytest.mark.skipif(not VLLM, reason="VLLM_0_32 does not say where vLLM's package is")
+def test_names_labels_and_buckets_are_those_of_vllm() -> None:
+    theirs = vllm_metrics()
+    assert "vllm:cache_config_info" in (Path(VLLM) / "v1/metrics/loggers.py").read_text("utf-8")
+    spec = importlib.util.spec_from_file_location("b", Path(VLLM) / "v1/metrics/buckets.py")
+    assert spec is not None
+    assert spec.loader is not None
+    buckets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(buckets)
+    ours: dict[str, str] = {}
+    for kind, specs in KINDS.items():
+        for each in specs:
+            ours[each.name] = kind
+            its_kind, label, family = theirs[each.name]
+            assert (kind, each.label) == (its_kind, label), each.name
+            if family:
+                borders = each.buckets or token_buckets(12345)
+                assert list(borders) == buckets.histogram_buckets(family, 12345), each.name
+    assert {name.removeprefix("vllm:") for name in theirs.keys() - ours.keys()} == LEFT_OUT
+
+
+def test_every_metric_is_given_once(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    count(engine)
+    given = Tally(metric.name for metric in get_metrics(engine))
+    specs = (*GAUGES, CACHE_CONFIG_INFO, *COUNTERS, *HISTOGRAMS)
+    assert given == {spec.name: len(spec.label_values) for spec in specs}
