@@ -11,7 +11,8 @@ The engine knows none of this: it calls its listeners. A logger of your own is a
     class Slowest(StatLogger):
         seconds = 0.0
         def record(self, stats):
-            self.seconds = max([self.seconds, *(r.e2e_latency for r in stats.finished_requests)])
+            for each in stats.finished_requests:
+                self.seconds = max(self.seconds, each.e2e_latency)
 
     collect_metrics(llm, Slowest())
 
