@@ -222,15 +222,17 @@ class LoggingStatLogger(StatLogger):
     """
 
     def __init__(self, engine: LLMEngine, interval: float = LOG_INTERVAL) -> None:
-        """interval: seconds between two lines; nothing is logged while no step runs."""
+        """interval: seconds of work between two lines. Time in which there was no request does not
+        count."""
         self.engine = engine
         self.interval = interval
+        self._is_idle = True  # no request was left after the last step
         self._recent_queries: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_WINDOW)
         self._start()
 
     def _start(self) -> None:
         """A new interval."""
-        self._since = time.monotonic()
+        self._since = self._last_step = time.monotonic()
         self._num_prompt = self._num_output = self._num_preempted = 0
         self._num_flops = self._num_bytes = 0
 
@@ -243,7 +245,16 @@ class LoggingStatLogger(StatLogger):
         self._num_bytes += perf.num_read_bytes_per_gpu + perf.num_write_bytes_per_gpu
         if stats.prefix_cache_queries:
             self._recent_queries.append((stats.prefix_cache_queries, stats.prefix_cache_hits))
-        if stats.num_scheduled_tokens and time.monotonic() - self._since >= self.interval:
+        if stats.num_scheduled_tokens:
+            self._note_step(stats.step_time)
+
+    def _note_step(self, seconds: float) -> None:
+        """A step has ended, which took so long. Log a line if it is time."""
+        now = time.monotonic()
+        if self._is_idle:
+            self._since += max(0.0, now - seconds - self._last_step)
+        self._last_step, self._is_idle = now, not self.engine.scheduler.has_unfinished()
+        if now - self._since >= self.interval:
             self.log()
 
     def log(self) -> None:

@@ -69,6 +69,7 @@ class IterationStats:
     """What one step brought, or the end of one request between two steps."""
 
     num_scheduled_tokens: int = 0
+    step_time: float = 0.0  # seconds: to decide, to compute, to update
     num_generation_tokens: int = 0
     num_prompt_tokens: int = 0  # of prompts whose first output token this step brought
     num_cached_prompt_tokens: int = 0  # of these, found in the prefix cache
@@ -114,7 +115,8 @@ class StatsCollector:
     def read_step(self, report: StepReport) -> IterationStats:
         """What a step brought."""
         output, known = report.scheduler_output, self._known
-        stats = IterationStats(output.total_num_scheduled_tokens)
+        step_time = report.schedule_time + report.execute_time + report.update_time
+        stats = IterationStats(output.total_num_scheduled_tokens, step_time)
         for seq_id in list(known) if output.is_restart else output.finished_seq_ids:
             if seq_id in known:  # finished, or preempted
                 stats.num_preempted_reqs += known[seq_id].take_preemptions()
