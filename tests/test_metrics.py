@@ -51,7 +51,7 @@ from nanoserve.extras.metrics.catalog import (
     token_buckets,
 )
 from nanoserve.extras.metrics.perf import ModelMetrics
-from nanoserve.extras.metrics.reader import name_border
+from nanoserve.extras.metrics.reader import Observations, name_border
 from nanoserve.output_processor import RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import ScheduledSequence, SchedulerOutput, Sequence
@@ -347,6 +347,23 @@ def test_a_request_that_ends_in_the_queue_has_no_prefill(make_engine: MakeEngine
     assert histogram(engine, "request_queue_time_seconds").count == 0
     assert histogram(engine, "request_prefill_time_seconds").count == 0
     assert histogram(engine, "request_params_max_tokens").sum == 20
+
+
+def test_preemptions_are_counted_when_they_happen(make_engine: MakeEngine) -> None:
+    """Those by a step that fails: with the next one that succeeds."""
+    engine = make_engine()
+    count(engine)
+    for name in "ab":
+        engine.add_request(name, [1, 2, 3], params())
+    step(engine)
+    step(engine)
+    engine.executor.fail_next_step = True
+    step(engine)
+    engine.abort_request("b")
+    step(engine)
+    step(engine)
+    assert value(engine, "num_preemptions") == 2
+    finish(engine)
 
 
 def test_a_consumer_that_fails_counts_as_an_error(
@@ -654,6 +671,21 @@ def test_two_engines_have_two_registries(make_engine: MakeEngine) -> None:
     assert 'model_name="one"' in text
     assert 'model_name="two"' in text
     assert not [f.name for f in client.REGISTRY.collect() if f.name.startswith("vllm:")]
+
+
+@given(values=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 5.0, 20.0, 21.0])))
+def test_a_histogram_is_prometheus_own(values: list[float]) -> None:
+    """A value at a border is not above it."""
+    client = pytest.importorskip("prometheus_client")
+    theirs = client.Histogram("a", "", buckets=(1.0, 2.0, 5.0, 20.0), registry=None)
+    ours = Observations((1.0, 2.0, 5.0, 20.0))
+    for each in values:
+        theirs.observe(each)
+        ours.observe(each)
+    [family] = theirs.collect()
+    samples = {(each.name, each.labels.get("le")): each.value for each in family.samples}
+    assert {("a_bucket", name): n for name, n in ours.buckets().items()}.items() <= samples.items()
+    assert samples["a_sum", None] == ours.sum
 
 
 def test_borders_are_written_as_prometheus_writes_them() -> None:

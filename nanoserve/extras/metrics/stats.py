@@ -88,12 +88,11 @@ class IterationStats:
 class _Known:
     """A sequence that was seen, and how many of its preemptions were counted."""
 
-    __slots__ = ("is_admitted", "num_preemptions", "sequence")
+    __slots__ = ("num_preemptions", "sequence")
 
-    def __init__(self, sequence: Sequence, num_preemptions: int, is_admitted: bool = True) -> None:
+    def __init__(self, sequence: Sequence, num_preemptions: int) -> None:
         self.sequence = sequence
         self.num_preemptions = num_preemptions
-        self.is_admitted = is_admitted  # a step with it was reported
 
     def take_preemptions(self) -> int:
         """How often it was preempted since the last call."""
@@ -121,8 +120,8 @@ class StatsCollector:
             if seq_id in known:  # finished, or preempted
                 stats.num_preempted_reqs += known[seq_id].take_preemptions()
         for new in output.new_sequences:
-            seq, before = report.sequences.get(new.seq_id), known.get(new.seq_id)
-            if seq is not None and not (before and before.is_admitted):
+            seq = report.sequences.get(new.seq_id)
+            if seq is not None and new.seq_id not in known:
                 self._admit(seq, len(new.token_ids) == new.num_prompt_tokens, stats)
         self._read_tokens(report.updates, stats)
         for update in report.updates:
@@ -133,7 +132,7 @@ class StatsCollector:
         if len(known) > 2 * len(self.scheduler.sequences) + 100:
             for seq_id, each in list(known.items()):  # those whose end no update told
                 if each.sequence.status.finish_reason is not None:
-                    self._forget(seq_id)
+                    stats.num_preempted_reqs += self._forget(seq_id)
         return stats
 
     def _forget(self, seq_id: int) -> int:
@@ -145,10 +144,9 @@ class StatsCollector:
     def _admit(self, seq: Sequence, is_first: bool, stats: IterationStats) -> None:
         """A sequence is seen for the first time. is_first: it has no output yet. (A fork, or one
         that ran before anybody listened, has.)"""
-        num_before = 0 if is_first else seq.metrics.num_preemptions
-        known = self._known.setdefault(seq.seq_id, _Known(seq, num_before))
-        known.is_admitted = True
+        known = _Known(seq, 0 if is_first else seq.metrics.num_preemptions)
         stats.num_preempted_reqs += known.take_preemptions()
+        self._known[seq.seq_id] = known
         reads_cache = self.has_prefix_cache and not seq.sampling_params.skip_reading_prefix_cache
         if is_first and reads_cache:
             stats.prefix_cache_queries += seq.num_prompt_tokens
@@ -213,10 +211,10 @@ class StatsCollector:
         known = self._known.get(seq.seq_id)
         if known is None:
             # With tokens: it was forgotten, because it ended before the request's others did; or
-            # the report of its first token is about to come. A fork inherits the number.
-            if not seq.metrics.num_preemptions or seq.num_output_tokens or self._is_fork(seq):
+            # the report of its first token is about to come.
+            if not seq.metrics.num_preemptions or seq.num_output_tokens:
                 return 0
-            known = self._known[seq.seq_id] = _Known(seq, 0, is_admitted=False)
+            known = self._known[seq.seq_id] = _Known(seq, 0)
         return known.take_preemptions()
 
     def _finish(self, seq: Sequence, default_reason: str, now: float) -> FinishedRequestStats:
