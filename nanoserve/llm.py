@@ -75,6 +75,7 @@ class LLM(OwnedByProcess):
         """model: None (the embedded demo model), a folder, or a Hugging Face id.
 
         chat_template: a template, or a file that holds one, that chat uses in place of the model's.
+        disable_log_stats=False, one of vLLM's options, is for get_metrics and a line in the log.
         """
         self.chat_template = load_chat_template(chat_template)
         logs_stats = options.get("disable_log_stats") is False  # vLLM's default for LLM is True

@@ -1,13 +1,16 @@
 """What does the engine do over time, and how does one see it?
 
 Metrics under vLLM's names: requests running and waiting, tokens, latencies, preemptions, hits of
-the prefix cache. Four ways to look, from one set of numbers:
+the prefix cache. Of an LLM, vLLM's way (there is a line in the log every ten seconds of work, too):
 
     llm = LLM(disable_log_stats=False)
-    llm.get_metrics()                            a list of Counter, Gauge, Histogram
-    PrometheusStatLogger(llm.engine).render()    the text that Prometheus asks a server for
-    LoggingStatLogger                            a line in the log every ten seconds of work
-    StatLogger                                   the base class of a logger of your own
+    llm.get_metrics()                  a list of Counter, Gauge and Histogram
+
+Of any engine, with the loggers of your choice, which count from then on:
+
+    prometheus = PrometheusStatLogger(engine)
+    collect_metrics(engine, prometheus, LoggingStatLogger(engine))
+    prometheus.render()                the text that Prometheus asks a server for
 
 Begin with stats.py: it says what is counted, and when.
 
@@ -16,6 +19,7 @@ Begin with stats.py: it says what is counted, and when.
     perf.py      what a step computed, and how many bytes it moved
     reader.py    the numbers, and the list that get_metrics gives
     loggers.py   who tells the numbers: log, Prometheus
+    manager.py   from the engine to the loggers; collect_metrics, get_metrics
 
 The engine knows no metrics: it has listeners for steps and for the ends of requests. Without this
 folder LLM.get_metrics has nothing to read; everything else works as before.
@@ -30,10 +34,8 @@ from nanoserve.extras.metrics.loggers import (
     LoggingStatLogger,
     PrometheusStatLogger,
     StatLogger,
-    StatLoggerManager,
-    collect_metrics,
-    get_metrics,
 )
+from nanoserve.extras.metrics.manager import StatLoggerManager, collect_metrics, get_metrics
 from nanoserve.extras.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 from nanoserve.extras.metrics.stats import FinishedRequestStats, IterationStats
 

@@ -93,7 +93,9 @@ COUNTERS = (
     ),
     # Prometheus' suffix belongs to the name in vLLM, too; it does not appear twice.
     Spec("vllm:estimated_flops_per_gpu", "Floating point operations of all steps, by formula."),
-    Spec("vllm:estimated_read_bytes_per_gpu", "Bytes of weights, keys and values read, by formula"),
+    Spec(
+        "vllm:estimated_read_bytes_per_gpu", "Bytes of weights, keys and values read, by formula."
+    ),
     Spec("vllm:estimated_write_bytes_per_gpu", "Bytes of keys and values written, by formula."),
 )
 
