@@ -31,7 +31,6 @@ vLLM: vllm/v1/metrics/stats.py.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,9 +79,9 @@ class IterationStats:
     # Seconds -> how often. In most steps all running sequences have the same.
     inter_token_latencies_iter: dict[float, int] = field(default_factory=dict)
     perf_stats: PerfStats = NO_WORK
-    finished_requests: list[FinishedRequestStats] = field(default_factory=list)
-    n_params_iter: list[int] = field(default_factory=list)
-    max_num_generation_tokens_iter: list[int] = field(default_factory=list)
+    finished_requests: tuple[FinishedRequestStats, ...] = ()
+    n_params_iter: tuple[int, ...] = ()
+    max_num_generation_tokens_iter: tuple[int, ...] = ()
 
 
 class _Known:
@@ -161,13 +160,16 @@ class StatsCollector:
         stats.num_generation_tokens = sum([len(update.new_token_ids) for update in brought])
         seq_ids = [update.sequence.seq_id for update in brought]
         now = brought[0].sequence.metrics.last_token_ts or 0.0  # a step's tokens come at once
-        times = Counter(map(self._last_token_ts.get, seq_ids))
-        if times.pop(None, 0):
+        before = list(map(self._last_token_ts.get, seq_ids))
+        if None in before:
             for update in brought:
                 if update.sequence.seq_id not in self._last_token_ts:
                     self._take_first_token(update, now, stats)
-        latencies = {now - last: number for last, number in times.items() if last is not None}
-        stats.inter_token_latencies_iter = latencies
+        for last in set(before):  # nearly always one
+            if last is not None:
+                latency = now - last
+                number = stats.inter_token_latencies_iter.get(latency, 0) + before.count(last)
+                stats.inter_token_latencies_iter[latency] = number
         self._last_token_ts.update(dict.fromkeys(seq_ids, now))
 
     def _take_first_token(self, update: SequenceUpdate, now: float, stats: IterationStats) -> None:
@@ -201,9 +203,9 @@ class StatsCollector:
         for seq in sequences:
             stats.num_preempted_reqs += self._take_last_preemptions(seq)
         sequences += [root.make_branch(branch) for branch in missing]
-        stats.finished_requests = [self._finish(seq, reason, now) for seq in sequences]
-        stats.n_params_iter.append(n)
-        stats.max_num_generation_tokens_iter.append(max(s.num_output_tokens for s in sequences))
+        stats.finished_requests = tuple(self._finish(seq, reason, now) for seq in sequences)
+        stats.n_params_iter = (n,)
+        stats.max_num_generation_tokens_iter = (max(s.num_output_tokens for s in sequences),)
         return stats
 
     def _take_last_preemptions(self, seq: Sequence) -> int:
