@@ -81,7 +81,8 @@ GROUPS = (
         "It changes no result here (trust_remote_code runs no code, and says so in the log).",
         """trust_remote_code=False|True disable_log_stats=False|True
         disable_log_requests=False|True enable_log_requests=False|True
-        aggregate_engine_logging=False|True use_tqdm_on_load=False|True
+        aggregate_engine_logging=False|True enable_mfu_metrics=False|True
+        use_tqdm_on_load=False|True
         disable_custom_all_reduce=False|True disable_async_output_proc=False|True
         use_v2_block_manager=False|True max_seq_len_to_capture=* max_context_len_to_capture=*
         prefix_caching_hash_algo=* multi_step_stream_outputs=False|True shutdown_timeout=*
@@ -223,10 +224,11 @@ GROUPS = (
     ),
     Group(
         "not there yet",
-        "metrics, traces and events",
-        "Metrics are not there yet; engine.step_listeners gets a report of each step.",
+        "traces, events, further metrics",
+        "Not there yet; LLM(disable_log_stats=False).get_metrics() has the metrics, and "
+        "engine.step_listeners gets a report of each step.",
         """otlp_traces_endpoint collect_detailed_traces kv_cache_metrics=False
-        kv_cache_metrics_sample=0.01 custom_histogram_buckets enable_mfu_metrics=False
+        kv_cache_metrics_sample=0.01 custom_histogram_buckets
         enable_layerwise_nvtx_tracing=False enable_logging_iteration_details=False
         kv_events_config profiler_config aux_output_config enable_return_routed_experts=False
         return_sampling_mask=False""",

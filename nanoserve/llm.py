@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from time import time
@@ -75,8 +76,11 @@ class LLM(OwnedByProcess):
         """model: None (the embedded demo model), a folder, or a Hugging Face id.
 
         chat_template: a template, or a file that holds one, that chat uses in place of the model's.
+        disable_log_stats=False, one of vLLM's options, is for get_metrics and a line in the log.
         """
         self.chat_template = load_chat_template(chat_template)
+        logs_stats = options.get("disable_log_stats") is False  # vLLM's default for LLM is True
+        metrics = _metrics_chapter("LLM(disable_log_stats=False)") if logs_stats else None
         self.engine = LLMEngine(
             EngineConfig(**read_options("LLM", {"model": model, **options})),
             scheduler_cls=scheduler_cls,
@@ -84,6 +88,8 @@ class LLM(OwnedByProcess):
             executor_cls=executor_cls,
             runner_cls=runner_cls,
         )
+        if metrics is not None:
+            metrics.collect_metrics(self.engine)
         self._request_counter = count()
         self._enqueued: list[RequestConsumer] = []  # wait_for_completion has not begun
 
@@ -337,6 +343,12 @@ class LLM(OwnedByProcess):
         """What the model's generation_config.json recommends."""
         return self.engine.get_default_sampling_params()
 
+    def get_metrics(self) -> list[Any]:
+        """The metrics so far, under vLLM's names: Counter, Gauge and Histogram of
+        extras/metrics/reader.py. For an LLM built with disable_log_stats=False; otherwise nothing
+        counts, and this raises RuntimeError. Any thread may call it."""
+        return _metrics_chapter("LLM.get_metrics").get_metrics(self.engine)
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -512,6 +524,16 @@ def render_conversations(
         template = load_chat_template(template)
     options = {**options, "chat_template": template}
     return [processor.render_chat(each, options, content_format) for each in conversations]
+
+
+def _metrics_chapter(user: str) -> Any:
+    """extras/metrics. Raises ModuleNotFoundError, with the name of what needs it, if it was
+    deleted."""
+    try:
+        return import_module("nanoserve.extras.metrics")
+    except ModuleNotFoundError as error:
+        message = f"{user} needs nanoserve/extras/metrics, and it is not there: {error}."
+        raise ModuleNotFoundError(message, name=error.name) from error
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:

@@ -357,6 +357,9 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.finish = finish
         self.requests: dict[str, RequestConsumer] = {}
+        # Called with the RequestConsumer of each request that has ended, in whatever way. They must
+        # not raise.
+        self.finish_listeners: list[Callable[[Any], None]] = []
         self._lock = threading.Lock()  # any thread may add a request
         self._error: BaseException | None = None  # see raise_error
 
@@ -387,7 +390,7 @@ class OutputProcessor:
                 with Caught() as caught:
                     output = request.process(its_updates)
                     if request.is_finished:
-                        self.requests.pop(request_id, None)
+                        self.end_request(request_id, SequenceStatus.FINISHED_STOPPED)
                 error = caught.error
             if error is not None:  # ends sequences that the consumer doesn't know yet, too
                 sequences = [update.sequence for update in its_updates]
@@ -431,6 +434,8 @@ class OutputProcessor:
         request = self.requests.pop(request_id, None)
         for sequence in request.sequences if request else ():
             self.finish(sequence.seq_id, status, stop_reason)
+        for tell in self.finish_listeners if request else ():
+            tell(request)
         return request
 
 
