@@ -81,7 +81,7 @@ def top_names(file: Path) -> set[str]:
 def names_bound_by(node: ast.AST) -> list[str]:
     """The names that a statement defines, and the attributes of self that it sets."""
     match node:
-        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
             return [name]
         case ast.Assign(targets=targets):
             return [name for target in targets for name in names_bound_by(target)]
