@@ -23,9 +23,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 # What applications end with, or limit time with. (All 64 would take microseconds.)
@@ -112,11 +113,22 @@ class suppress(contextlib.suppress):
 
 def is_from_signal(error: BaseException | None) -> bool:
     """Was it raised by a handler of a signal? Then one function of the traceback was given the
-    frame before it as an argument: only a handler gets the frame that it interrupts."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)] if error else []
+    frame before it as an argument: only a handler gets the frame that it interrupts. If it has
+    deleted its arguments, it is known by its code, as long as it is installed."""
+    if error is None:
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for interrupted, frame in pairwise(frames):
         for value in frame.f_locals.values():
             given = value if type(value) is tuple else (value,)  # of `lambda *args: ...`
             if any(argument is interrupted for argument in given):
                 return True
-    return False
+    codes = {frame.f_code for frame in frames}
+    return any(_code_of(_signal.getsignal(number)) in codes for number in SIGNALS)
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a function, a method, a partial of one, or an object's __call__."""
+    function = handler.func if isinstance(handler, partial) else handler
+    call = type(function).__call__ if callable(function) else None
+    return getattr(function, "__code__", None) or getattr(call, "__code__", None)

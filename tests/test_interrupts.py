@@ -36,11 +36,26 @@ def fail_once(number: int, frame: Any) -> None:
     raise TimeoutError
 
 
+def fail_without_arguments(number: int, frame: Any) -> None:
+    del number, frame
+    raise TimeoutError
+
+
 class Handler:
     def method(self, number: int, frame: Any) -> None:
         raise TimeoutError
 
     __call__ = method
+
+
+class Forgetful:
+    def method(self, number: int, frame: Any) -> None:
+        del number, frame
+        raise TimeoutError
+
+    def __call__(self, number: int, frame: Any) -> None:
+        del self, number, frame
+        raise TimeoutError
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
@@ -49,6 +64,10 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "a function of any arguments": lambda *args: fail(*args),
     "a method": Handler().method,
     "an object": Handler(),
+    "a function that deletes its arguments": fail_without_arguments,
+    "a partial that deletes them": partial(fail_without_arguments),
+    "an object that deletes them": Forgetful(),
+    "a method that deletes them": Forgetful().method,
     "a partial": partial(lambda own, number, frame: fail(number, frame), 1),
 }
 
