@@ -42,7 +42,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import RequestError, describe_error
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
@@ -175,9 +175,7 @@ class FaultSearch:
                 with engine.changing():
                     scheduler.update_from_output(step, output)
             return PROBE_SEQ_ID not in scheduler.sequences
-        except Exception as error:
-            if is_from_signal(error):
-                raise
+        except unless_signal(Exception):
             return False
         finally:
             engine.recover()

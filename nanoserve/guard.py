@@ -52,7 +52,7 @@ from nanoserve.checkpoint import check_is_file, read_bytes
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
-from nanoserve.interrupts import is_from_signal, suppress
+from nanoserve.interrupts import suppress, unless_signal
 
 SECONDS = 5  # for one text: rendered, or tokenized
 MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
@@ -174,9 +174,7 @@ class Guard:
             self._end_last = weakref.finalize(self, _end, process, self._pid)
             backend = None if self.backend is None else self.backend.to_str()
             _result(_ask(process, "start", backend))
-        except (GuardError, OSError) as error:
-            if is_from_signal(error):  # a time limit's TimeoutError is an OSError
-                raise
+        except unless_signal(GuardError, OSError) as error:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process

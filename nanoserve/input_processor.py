@@ -31,6 +31,7 @@ from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.guard import read_tokenizer
 from nanoserve.inputs import PromptType, check_request, encode, parse_prompt, pick_salt, render_chat
+from nanoserve.interrupts import unless_signal
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
@@ -45,7 +46,7 @@ def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
         return None
     try:
         tokenizer = read_tokenizer(folder)  # imports torch: not before an engine is built
-    except Exception as error:  # of many types, with one meaning: no tokenizer
+    except unless_signal(Exception) as error:  # of many types, with one meaning: no tokenizer
         raise ValueError(f"no tokenizer can be read from {folder} ({error}).") from error
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(

@@ -31,7 +31,7 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 
 logger = logging.getLogger("nanoserve")
 
@@ -309,9 +309,7 @@ def render_chat(
     messages = parse_chat_messages(messages, content_format)
     try:
         return guard.render(tokenizer, messages, options)
-    except Exception as error:  # a template may raise anything: a missing key, an odd role
-        if is_from_signal(error):
-            raise
+    except unless_signal(Exception) as error:  # a template may raise anything: a missing key, ...
         message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error
 

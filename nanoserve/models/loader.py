@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint import find_quantization
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.interrupts import unless_signal
 from nanoserve.layers import LayerConfig, Shard
 from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
@@ -103,7 +104,7 @@ def plan_model(model_config: ModelConfig, layer_config: LayerConfig) -> Model | 
     on_meta = replace(layer_config, device=torch.device("meta"))
     try:
         return build_model(model_config, 1, on_meta)  # tables of positions are not loaded
-    except (NotImplementedError, RuntimeError):
+    except unless_signal(NotImplementedError, RuntimeError):
         return None
 
 
