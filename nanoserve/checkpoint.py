@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,11 @@ MAX_CONFIG_BYTES = 2**24
 MAX_INDEX_BYTES = 2**26  # the largest known index, of a model of 10**12 weights, has about 2**24
 MAX_NESTING = 64  # lists and objects in each other; what copies or sends them is recursive
 INT32 = 2**31 - 1
+
+
+# transformers imports its parts when they are used. Two threads must not do this at once: hold this
+# lock around what imports and reads.
+transformers_lock = threading.Lock()
 
 
 class Rule(NamedTuple):

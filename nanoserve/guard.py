@@ -48,7 +48,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.checkpoint import check_is_file, read_bytes
+from nanoserve.checkpoint import check_is_file, read_bytes, transformers_lock
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
@@ -285,7 +285,8 @@ def as_schema(tool: Any) -> Any:
     """The JSON schema of a tool that is a function; any other tool as it is."""
     if not inspect.isfunction(tool) and not inspect.ismethod(tool):
         return tool
-    from transformers.utils import get_json_schema
+    with transformers_lock:
+        from transformers.utils import get_json_schema
 
     return get_json_schema(tool)
 
@@ -323,10 +324,11 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _from_pretrained(folder: Path | str) -> Any:
-    from transformers import AutoTokenizer  # imports torch, where there is one
+    with transformers_lock:
+        from transformers import AutoTokenizer  # imports torch, where there is one
 
-    # False: no question on the terminal whether the checkpoint's code may run. It may not.
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # False: no question on the terminal whether the checkpoint's code may run. It may not.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # As if it had been given: the error for a prompt that is too long says more than this warning.
     said = getattr(tokenizer, "deprecation_warnings", {})
     said["sequence-length-is-longer-than-the-specified-maximum"] = True

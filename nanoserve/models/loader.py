@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanoserve.checkpoint import find_quantization
+from nanoserve.checkpoint import find_quantization, transformers_lock
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.interrupts import unless_signal
 from nanoserve.layers import LayerConfig, Shard
@@ -67,10 +67,11 @@ def load_model(
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
-        # Imported here, because it takes seconds, and native models do not need it.
-        from nanoserve.models.transformers_fallback import load_with_transformers
+        with transformers_lock:
+            # Imported here, because it takes seconds, and native models do not need it.
+            from nanoserve.models.transformers_fallback import load_with_transformers
 
-        return load_with_transformers(config, model_config, layer_config, tensors)
+            return load_with_transformers(config, model_config, layer_config, tensors)
     plan = plan_model(model_config, layer_config)
     if plan is not None:
         if not is_dummy:
