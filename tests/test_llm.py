@@ -460,6 +460,16 @@ def test_a_bar_of_the_callers_own_decides(llm: LLM, capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
+def test_outputs_that_a_listener_has_taken(llm: LLM) -> None:
+    """generate says that they are missing, and does not claim that the request was aborted."""
+    listeners = llm.engine.step_listeners
+    listeners.append(lambda report: listeners.clear() or [llm.step() for _ in range(20)])
+    with pytest.raises(RuntimeError, match=r"aborted, or a call of step\(\) took its outputs"):
+        llm.generate([STORY], GREEDY, use_tqdm=False)
+    assert listeners == []
+    assert len(llm.generate([STORY], GREEDY, use_tqdm=False)) == 1
+
+
 def test_a_bar_needs_update_and_close_only(llm: LLM) -> None:
     seen: list[Any] = []
 
