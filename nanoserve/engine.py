@@ -55,7 +55,7 @@ from nanoserve.exceptions import (
     as_validation_error,
     brief,
 )
-from nanoserve.fault_isolation import FaultSearch
+from nanoserve.fault_isolation import FaultSearch, IdleWarning
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
@@ -153,7 +153,7 @@ class LLMEngine(OwnedByProcess):
         self._in_flight: deque[LaunchedStep] = deque()
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
         self._current: LaunchedStep | None = None  # is executed or read; None while one is decided
-        self._search = FaultSearch(self)
+        self._search, self._idle_warning = FaultSearch(self), IdleWarning(self)
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_changing = False  # the scheduler's lists: what aborts has to wait
@@ -376,6 +376,7 @@ class LLMEngine(OwnedByProcess):
         with self.changing():
             scheduler_output = self.scheduler.schedule()
         end = perf_counter()
+        self._idle_warning.note(scheduler_output.is_empty)
         if not scheduler_output.is_empty:
             self._current = LaunchedStep(scheduler_output, end - start, end)
             self._is_executing = True
