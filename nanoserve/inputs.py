@@ -237,6 +237,15 @@ def check_request(request_id: Any, priority: Any) -> int:
     return priority
 
 
+def as_request_ids(given: Any) -> list[str]:
+    """Several request ids. Raises TypeError for anything else."""
+    is_several = isinstance(given, Iterable) and not isinstance(given, BYTES)
+    request_ids = list(given) if is_several else []
+    if not is_several or not all(isinstance(each, str) for each in request_ids):
+        raise TypeError(f"request_ids must be a string, or a list of strings, got {brief(given)}.")
+    return request_ids
+
+
 def as_arrival_time(arrival_time: Any) -> float | None:
     """Seconds of time.time() at which a request came; None: now. Raises TypeError or ValueError."""
     arrival_time = as_python(arrival_time)

@@ -23,7 +23,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
+from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
@@ -94,7 +94,7 @@ class LLM(OwnedByProcess):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """The LLM that `engine_args` describe."""
-        return cls(**vars(engine_args))
+        return cls(**vars(check_engine_args(engine_args)))
 
     def __repr__(self) -> str:
         return describe_engine(self.engine, "LLM")
