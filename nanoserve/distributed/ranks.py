@@ -54,6 +54,9 @@ from nanoserve.parallel import (
 )
 
 FILES_OF_AN_ENGINE, FILES_OF_A_RANK = 32, 8  # open files and sockets of rank 0: more than it needs
+TOLD_BY_TORCHRUN = (  # in the environment of each process
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 SETTLE_TIME = 1.0  # seconds in which the first rank that failed becomes known
 # (store, rank, function that connects the ranks, device): see multiproc.worker_loop
 WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
@@ -317,6 +320,11 @@ class TorchrunRanks:
         self.parallel: ParallelState | None = None
         self.processes: list[subprocess.Popen[bytes]] = []  # all of them are torchrun's
         self.pids: dict[int, int] = {}  # rank -> process id, of the other ranks on this machine
+        if missing := [name for name in TOLD_BY_TORCHRUN if name not in os.environ]:
+            raise ValueError(
+                f"TORCHELASTIC_RUN_ID is set, as torchrun does, but {', '.join(missing)} not. "
+                "Unset it, or start the script with torchrun."
+            )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
