@@ -565,6 +565,16 @@ class EngineArgs(EngineConfig):
 AsyncEngineArgs = EngineArgs  # vLLM's has one option more, enable_log_requests: see GROUPS
 
 
+def check_engine_args(engine_args: Any) -> EngineArgs:
+    """The same EngineArgs. Raises TypeError for anything else."""
+    if not isinstance(engine_args, EngineArgs):
+        raise TypeError(
+            f"engine_args must be EngineArgs, got {brief(engine_args)}. Give "
+            "EngineArgs(model=..., ...)."
+        )
+    return engine_args
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does. vLLM's also
     reads flags from a file (--config FILE), and keys of a dict (-cc.mode 3)."""

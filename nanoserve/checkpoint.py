@@ -26,17 +26,23 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoserve.exceptions import brief
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 
 MAX_CONFIG_BYTES = 2**24
 MAX_INDEX_BYTES = 2**26  # the largest known index, of a model of 10**12 weights, has about 2**24
 MAX_NESTING = 64  # lists and objects in each other; what copies or sends them is recursive
 INT32 = 2**31 - 1
+
+
+# transformers imports its parts when they are used. Two threads must not do this at once: hold this
+# lock around what imports and reads.
+transformers_lock = threading.Lock()
 
 
 class Rule(NamedTuple):
@@ -319,9 +325,7 @@ def read_bytes(file: Path, most: int) -> bytes:
     try:
         with open(file, "rb") as stream:
             content = stream.read(most + 1)  # not its size, which may change
-    except OSError as error:
-        if is_from_signal(error):
-            raise
+    except unless_signal(OSError) as error:
         raise ValueError(f"{file} is not readable ({error}). Copy it again.") from error
     if len(content) > most:
         raise ValueError(f"{file} is not readable (it has more than {most} bytes). Copy it again.")

@@ -52,6 +52,7 @@ from nanoserve.checkpoint import (
 )
 from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python
+from nanoserve.interrupts import unless_signal
 from nanoserve.memory import check_fits, total_memory
 
 logger = logging.getLogger("nanoserve")
@@ -520,7 +521,7 @@ def resolve_folder(
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=HUB_FILES))
-    except Exception as error:  # one of the hub's many: no model
+    except unless_signal(Exception) as error:  # one of the hub's many: no model
         logger.debug("%s %r: %s", what, str(model), error)
         raise ValueError(
             f"{what} {brief(str(model))} is not a local folder, and the Hugging Face hub did not "

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanoserve.logger import init_logger
+from nanoserve.logger import init_logger, output_stream
 
 if TYPE_CHECKING:
     from nanoserve.model_runner import StepArrays
@@ -121,7 +121,13 @@ class DecodeGraphs:
         all of them take more memory than is kept for them."""
         free = _free_gpu_memory()
         shared = None
-        bar = tqdm(self.sizes[::-1], "Capturing CUDA graphs", disable=not use_tqdm, delay=1)
+        bar = tqdm(
+            self.sizes[::-1],
+            "Capturing CUDA graphs",
+            file=output_stream(),
+            disable=not use_tqdm,
+            delay=1,
+        )
         with no_garbage_collection():
             for size in bar:
                 bar.set_postfix_str(f"batch size {size}", refresh=False)

@@ -45,7 +45,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from nanoserve.arg_utils import EngineArgs, check_seams
+from nanoserve.arg_utils import EngineArgs, check_engine_args, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
@@ -55,9 +55,9 @@ from nanoserve.exceptions import (
     as_validation_error,
     brief,
 )
-from nanoserve.fault_isolation import FaultSearch
+from nanoserve.fault_isolation import FaultSearch, IdleWarning
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import PromptType, as_arrival_time, refuse_missing
+from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -153,7 +153,7 @@ class LLMEngine(OwnedByProcess):
         self._in_flight: deque[LaunchedStep] = deque()
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
         self._current: LaunchedStep | None = None  # is executed or read; None while one is decided
-        self._search = FaultSearch(self)
+        self._search, self._idle_warning = FaultSearch(self), IdleWarning(self)
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_changing = False  # the scheduler's lists: what aborts has to wait
@@ -169,7 +169,7 @@ class LLMEngine(OwnedByProcess):
     def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
         """The engine that `engine_args` describe; `seams` are the constructor's, such as
         scheduler_cls. Raises ValueError or TypeError as the constructor does."""
-        return cls(engine_args.create_engine_config(), **seams)
+        return cls(check_engine_args(engine_args).create_engine_config(), **seams)
 
     # -- requests --
 
@@ -244,7 +244,7 @@ class LLMEngine(OwnedByProcess):
 
     def abort_request(self, request_ids: str | Collection[str], index: int | None = None) -> bool:
         """End a request, or each of several, at whatever stage, and free its blocks. False if there
-        is none of this id (of these ids).
+        is none of this id (of these ids). Raises TypeError for what are no ids.
 
         With `index`, end only this one of its n completions: its output so far stays, with
         finish_reason "abort". (Ending completion 0 before the others have forked off it ends the
@@ -253,7 +253,7 @@ class LLMEngine(OwnedByProcess):
         Any thread may call this. If a step is running, the request ends when the next begins.
         """
         if not isinstance(request_ids, str):
-            return sum(self.abort_request(request_id, index) for request_id in request_ids) > 0
+            return sum(self.abort_request(each, index) for each in as_request_ids(request_ids)) > 0
         self.check_owner()
         request = self.output_processor.requests.get(request_ids)
         if request is None or (index is not None and _unfinished(request, index) is None):
@@ -376,6 +376,7 @@ class LLMEngine(OwnedByProcess):
         with self.changing():
             scheduler_output = self.scheduler.schedule()
         end = perf_counter()
+        self._idle_warning.note(scheduler_output.is_empty)
         if not scheduler_output.is_empty:
             self._current = LaunchedStep(scheduler_output, end - start, end)
             self._is_executing = True

@@ -35,6 +35,7 @@ vLLM: none. An error in EngineCore ends the engine and all requests.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -42,7 +43,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanoserve.exceptions import RequestError, describe_error
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 from nanoserve.logger import init_logger
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+IDLE_SECONDS = 5
 PROBE_SEQ_ID = -1  # no request has it
 
 
@@ -78,6 +80,33 @@ def is_unwritten(error: BaseException) -> bool:
     text = describe_error(error)
     is_torch = "aten::" in text or "not implemented for '" in text
     return isinstance(error, NotImplementedError) and not is_torch
+
+
+class IdleWarning:
+    """Warns once if steps have nothing to do for IDLE_SECONDS while requests are unfinished: a
+    scheduler or block manager of one's own may never let them run."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._idle_since: float | None = None  # inf: the warning was given
+
+    def note(self, is_empty: bool) -> None:
+        """A step was scheduled; is_empty: with nothing in it."""
+        number = self.engine.get_num_unfinished_requests()
+        if not is_empty or not number or self.engine._in_flight:
+            self._idle_since = None
+            return
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        if now - self._idle_since >= IDLE_SECONDS:
+            self._idle_since = math.inf
+            logger.warning(
+                "%d requests are unfinished, and no step has had work for %d s. "
+                "nanoserve.tools.why_waiting says what a sequence waits for; abort_request ends "
+                "a request.",
+                *(number, IDLE_SECONDS),
+            )
 
 
 class FaultSearch:
@@ -175,9 +204,7 @@ class FaultSearch:
                 with engine.changing():
                     scheduler.update_from_output(step, output)
             return PROBE_SEQ_ID not in scheduler.sequences
-        except Exception as error:
-            if is_from_signal(error):
-                raise
+        except unless_signal(Exception):
             return False
         finally:
             engine.recover()

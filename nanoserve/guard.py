@@ -48,11 +48,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.checkpoint import check_is_file, read_bytes
+from nanoserve.checkpoint import check_is_file, read_bytes, transformers_lock
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.inputs import as_python, find_content_format
-from nanoserve.interrupts import is_from_signal, suppress
+from nanoserve.interrupts import suppress, unless_signal
 
 SECONDS = 5  # for one text: rendered, or tokenized
 MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
@@ -174,9 +174,7 @@ class Guard:
             self._end_last = weakref.finalize(self, _end, process, self._pid)
             backend = None if self.backend is None else self.backend.to_str()
             _result(_ask(process, "start", backend))
-        except (GuardError, OSError) as error:
-            if is_from_signal(error):  # a time limit's TimeoutError is an OSError
-                raise
+        except unless_signal(GuardError, OSError) as error:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
@@ -287,7 +285,8 @@ def as_schema(tool: Any) -> Any:
     """The JSON schema of a tool that is a function; any other tool as it is."""
     if not inspect.isfunction(tool) and not inspect.ismethod(tool):
         return tool
-    from transformers.utils import get_json_schema
+    with transformers_lock:
+        from transformers.utils import get_json_schema
 
     return get_json_schema(tool)
 
@@ -325,10 +324,11 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def _from_pretrained(folder: Path | str) -> Any:
-    from transformers import AutoTokenizer  # imports torch, where there is one
+    with transformers_lock:
+        from transformers import AutoTokenizer  # imports torch, where there is one
 
-    # False: no question on the terminal whether the checkpoint's code may run. It may not.
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # False: no question on the terminal whether the checkpoint's code may run. It may not.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     # As if it had been given: the error for a prompt that is too long says more than this warning.
     said = getattr(tokenizer, "deprecation_warnings", {})
     said["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -26,12 +26,14 @@ import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 
 logger = logging.getLogger("nanoserve")
 
@@ -71,6 +73,8 @@ MISSING_KEYS = {  # vLLM's other keys, and what they are for
     "decoder_prompt": "encoder-decoder models",
     "token_type_ids": "cross-encoders",
 }
+BYTES = (bytes, bytearray, memoryview)  # sequences of ints, and no token ids
+MAX_ITEMS = 2**26  # of a list, an array or a tensor: more token ids than any model takes
 NAME_LIMIT = 1024  # characters of a request id or a cache salt
 MAX_CHAT_CHARACTERS = 2**24  # of all messages of a conversation
 INT64_LIMIT = 2**63 - 1
@@ -91,12 +95,38 @@ class PromptComponents(NamedTuple):
 def as_python(value: Any) -> Any:
     """The number or list that a scalar, array or tensor of NumPy or torch holds. Any other value
     stays as it is."""
-    if not hasattr(value, "tolist") or isinstance(value, type):
+    if not hasattr(value, "tolist") or isinstance(value, (type, memoryview)):
         return value
+    number = getattr(value, "numel", getattr(value, "size", 0))  # torch, NumPy
+    _check_number(number() if callable(number) else number)
     try:
         return value.tolist()
     except (NotImplementedError, RuntimeError) as error:  # a tensor without numbers, or sparse
         raise TypeError(f"{brief(value)} cannot be read as numbers ({error}).") from error
+
+
+def _check_number(number: Any) -> None:
+    """Refuse so many items that a list of them fills the memory."""
+    if isinstance(number, int) and number > MAX_ITEMS:
+        raise VLLMValidationError(
+            f"an input has {number} items; allowed: up to {MAX_ITEMS}. Shorten it."
+        )
+
+
+def _expand(values: Seq[Any]) -> list[Any]:
+    """The items of a sequence, numbers of NumPy and torch as Python's own. One of one's own may be
+    wrong about its length, or have no end."""
+    try:
+        number = len(values)
+    except OverflowError:  # range(10**30)
+        number = sys.maxsize
+    _check_number(number)
+    items = [
+        item if type(item) in (int, str) else as_python(item) for item in islice(values, number + 1)
+    ]
+    if len(items) > number:
+        raise VLLMValidationError(f"{brief(values)} has more items than its len(), {number}.")
+    return items
 
 
 def prompt_to_seq(prompts: Any) -> list[Any]:
@@ -108,12 +138,12 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     prompts = as_python(prompts)
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Seq):
+    if isinstance(prompts, BYTES) or not isinstance(prompts, Seq):
         raise TypeError(
             "prompts must be a string, token ids, a dict such as {'prompt': ...}, or a list of "
             f"these, got {brief(prompts)}."
         )
-    items = [item if type(item) in (int, str) else as_python(item) for item in prompts]
+    items = _expand(prompts)
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
@@ -126,7 +156,7 @@ def parse_prompt(prompt: Any) -> PromptComponents:
         return PromptComponents(prompt)
     if isinstance(prompt, Mapping):
         return _parse_dict(prompt)
-    if isinstance(prompt, (bytes, bytearray)) or not isinstance(prompt, Seq):
+    if isinstance(prompt, BYTES) or not isinstance(prompt, Seq):
         raise TypeError(
             "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
             f"'prompt_token_ids', got {brief(prompt)}."
@@ -207,6 +237,15 @@ def check_request(request_id: Any, priority: Any) -> int:
     return priority
 
 
+def as_request_ids(given: Any) -> list[str]:
+    """Several request ids. Raises TypeError for anything else."""
+    is_several = isinstance(given, Iterable) and not isinstance(given, BYTES)
+    request_ids = list(given) if is_several else []
+    if not is_several or not all(isinstance(each, str) for each in request_ids):
+        raise TypeError(f"request_ids must be a string, or a list of strings, got {brief(given)}.")
+    return request_ids
+
+
 def as_arrival_time(arrival_time: Any) -> float | None:
     """Seconds of time.time() at which a request came; None: now. Raises TypeError or ValueError."""
     arrival_time = as_python(arrival_time)
@@ -226,9 +265,9 @@ def as_arrival_time(arrival_time: Any) -> float | None:
 def as_token_ids(items: Any) -> list[int]:
     """A new list of Python ints. Raises TypeError for anything but a sequence of integers."""
     items = as_python(items)
-    if isinstance(items, (str, bytes, Mapping)) or not isinstance(items, Seq):
+    if isinstance(items, (str, *BYTES, Mapping)) or not isinstance(items, Seq):
         raise TypeError(f"token ids must be a list of ints, got {brief(items)}.")
-    token_ids = [item if type(item) is int else as_python(item) for item in items]
+    token_ids = _expand(items)
     for item in token_ids:
         if type(item) is not int and (isinstance(item, bool) or not isinstance(item, int)):
             raise TypeError(f"token ids must be ints, got {brief(item)} in the prompt.")
@@ -309,9 +348,7 @@ def render_chat(
     messages = parse_chat_messages(messages, content_format)
     try:
         return guard.render(tokenizer, messages, options)
-    except Exception as error:  # a template may raise anything: a missing key, an odd role
-        if is_from_signal(error):
-            raise
+    except unless_signal(Exception) as error:  # a template may raise anything: a missing key, ...
         message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error
 

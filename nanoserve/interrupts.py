@@ -3,13 +3,15 @@
 Python runs the handler of a signal in the main thread, between any two lines, and what the handler
 raises comes out of these lines: KeyboardInterrupt (Ctrl-C), the TimeoutError of a time limit, the
 SystemExit of a graceful end. It is meant for the application, so it must reach the application, and
-be no request's error. Three functions see to this:
+be no request's error. Four functions see to this:
 
     with delayed_interrupt():           # handlers wait until the lists agree again
         ...
     except Exception as error:          # whose error is it?
         if is_from_signal(error):
             raise
+    except unless_signal(OSError):      # the same in one line
+        ...
     with suppress(OSError):             # but not a time limit's TimeoutError
 
 vLLM: none. It leaves Ctrl-C and the like to the process of the API server.
@@ -20,13 +22,17 @@ from __future__ import annotations
 import _signal  # the functions behind signal's own, which make enums of numbers: 10 times slower
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
-from types import FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, TracebackType
+from typing import Any, TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
 
 # What applications end with, or limit time with. (All 64 would take microseconds.)
 NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -110,13 +116,30 @@ class suppress(contextlib.suppress):
         return not is_from_signal(error) and bool(super().__exit__(kind, error, traceback))
 
 
+def unless_signal(*kinds: type[Error]) -> tuple[type[Error], ...]:
+    """For `except unless_signal(OSError) as error:`, which leaves alone what a handler of a signal
+    has raised. (Python evaluates this when there is an error.)"""
+    return () if is_from_signal(sys.exc_info()[1]) else kinds
+
+
 def is_from_signal(error: BaseException | None) -> bool:
     """Was it raised by a handler of a signal? Then one function of the traceback was given the
-    frame before it as an argument: only a handler gets the frame that it interrupts."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)] if error else []
+    frame before it as an argument: only a handler gets the frame that it interrupts. If it has
+    deleted its arguments, it is known by its code, as long as it is installed."""
+    if error is None:
+        return False
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for interrupted, frame in pairwise(frames):
         for value in frame.f_locals.values():
             given = value if type(value) is tuple else (value,)  # of `lambda *args: ...`
             if any(argument is interrupted for argument in given):
                 return True
-    return False
+    codes = {frame.f_code for frame in frames}
+    return any(_code_of(_signal.getsignal(number)) in codes for number in SIGNALS)
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a function, a method, a partial of one, or an object's __call__."""
+    function = handler.func if isinstance(handler, partial) else handler
+    call = type(function).__call__ if callable(function) else None
+    return getattr(function, "__code__", None) or getattr(call, "__code__", None)

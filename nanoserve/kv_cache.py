@@ -26,7 +26,7 @@ from torch import Tensor
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.config import EngineConfig
 from nanoserve.cuda_graph import MEMORY_RESERVE
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.seen_tokens import allocate_seen_tokens
 from nanoserve.layers import LayerConfig
@@ -96,9 +96,7 @@ def allocate_kv_caches(
     no room for them."""
     try:
         return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
-    except (OSError, MemoryError, OverflowError, RuntimeError) as error:
-        if is_from_signal(error):
-            raise
+    except unless_signal(OSError, MemoryError, OverflowError, RuntimeError) as error:
         num_bytes = num_blocks * sum(spec.num_bytes(block_size, dtype) for spec in specs)
         raise ValueError(
             f"{num_blocks} blocks of KV cache need {num_bytes / 2**30:.1f} GiB on {device}, which "

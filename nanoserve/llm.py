@@ -24,7 +24,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.arg_utils import EngineArgs, load_chat_template, read_options
+from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, check_bool
 from nanoserve.distributed.process import OwnedByProcess
@@ -101,7 +101,7 @@ class LLM(OwnedByProcess):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
         """The LLM that `engine_args` describe."""
-        return cls(**vars(engine_args))
+        return cls(**vars(check_engine_args(engine_args)))
 
     def __repr__(self) -> str:
         return describe_engine(self.engine, "LLM")
@@ -124,7 +124,8 @@ class LLM(OwnedByProcess):
         )
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the engine; see LLMEngine.step."""
+        """Run one step of the engine; see LLMEngine.step. It returns the outputs of all requests,
+        so inside a loop over stream() it takes outputs that the loop would have got."""
         return self.engine.step()
 
     def abort_request(self, request_ids: str | Collection[str], index: int | None = None) -> bool:
@@ -168,7 +169,10 @@ class LLM(OwnedByProcess):
         requests = self._make_all(prompts, sampling_params, priority, cache_salt)
         results = self._collect(requests, use_tqdm)
         if len(results) < len(requests):
-            raise RuntimeError("a request was aborted while generate waited for it.")
+            raise RuntimeError(
+                "generate did not get the outputs of all requests: while it waited, one was "
+                "aborted, or a call of step() took its outputs (in a listener, for example)."
+            )
         return results
 
     def enqueue(
@@ -210,7 +214,8 @@ class LLM(OwnedByProcess):
     ) -> Iterator[RequestOutput]:
         """Complete every prompt; yield the new text of each step. The texts of a completion's
         outputs, joined, are its whole text. With output_kind CUMULATIVE each output has the whole
-        text so far. Leaving the loop early aborts the unfinished requests."""
+        text so far. Leaving the loop early aborts the unfinished requests. Do not call step()
+        inside the loop: it takes outputs of the stream. (generate and other streams do not.)"""
         prompts = prompt_to_seq(prompts)
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
         return self.run_requests(requests)  # a generator: queues the requests when the loop begins

@@ -32,6 +32,8 @@ import warnings
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nanoserve.interrupts import suppress, unless_signal
+
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine, StepReport
     from nanoserve.sequence import Sequence
@@ -96,18 +98,44 @@ class PlainHandler(logging.Handler):
         try:
             is_report = record.levelno < logging.WARNING
             level = "" if is_report else f" {record.levelname}"
-            stream = output_stream() if is_report else sys.stderr
+            stream = output_stream() if is_report else Lenient(sys.stderr)
             # tqdm.write prints above a progress bar instead of into it. No tqdm, no bar.
             write = sys.modules["tqdm"].tqdm.write if "tqdm" in sys.modules else print
             write(f"nanoserve{level}: {self.format(record)}", file=stream)
             stream.flush()
-        except Exception:
+        except unless_signal(Exception):
             self.handleError(record)
 
 
-def output_stream() -> TextIO:
-    """Where reports and progress bars go: stderr, in a notebook stdout."""
-    return sys.stdout if in_notebook() else sys.stderr
+def output_stream() -> Any:
+    """Where reports and progress bars go: stderr, in a notebook stdout. What cannot be written is
+    dropped (a full disk, a pipe that nobody reads, no stream at all): the work goes on."""
+    return Lenient(sys.stdout if in_notebook() else sys.stderr)
+
+
+class Lenient:
+    """A text stream without errors. Two of the same stream are equal, as tqdm compares streams."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lenient) and self._stream is other._stream
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):  # ValueError: it is closed
+            return self._stream.write(text) if self._stream else 0
+        return 0
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            if self._stream:
+                self._stream.flush()
 
 
 def in_notebook() -> bool:

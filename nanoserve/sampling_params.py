@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
 from nanoserve.exceptions import VLLMValidationError, brief, describe_error
 from nanoserve.inputs import as_python
+from nanoserve.interrupts import unless_signal
 from nanoserve.logger import warning_once
 
 logger = logging.getLogger("nanoserve")
@@ -382,7 +383,7 @@ class SamplingParams:
         if not self.skip_clone:
             try:
                 clone.extra_args = copy.deepcopy(clone.extra_args)
-            except Exception as error:  # of any type: a lock, an open file, a bug in __deepcopy__
+            except unless_signal(Exception) as error:  # of any type: a lock, an open file
                 raise TypeError(
                     f"extra_args holds a value that cannot be copied ({describe_error(error)}). "
                     "With skip_clone=True it is shared instead."

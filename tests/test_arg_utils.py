@@ -371,6 +371,13 @@ def test_engine_args_answer_for_options_that_are_not_here() -> None:
         engine_args.zzz  # noqa: B018
 
 
+@pytest.mark.parametrize("given", [None, {"model": "x"}])
+def test_what_are_no_engine_args(given: Any) -> None:
+    for cls in (LLM, LLMEngine):
+        with pytest.raises(TypeError, match="engine_args must be EngineArgs, got"):
+            cls.from_engine_args(given)
+
+
 def test_an_engine_from_engine_args() -> None:
     """The options and the seams arrive."""
 

@@ -278,6 +278,11 @@ ROPE = {"rope_theta": 1e4, "max_position_embeddings": 64, "original_max_position
         (3, {"rope_type": "default"}, "head_dim .* is 3; allowed: even"),
         (0, {"rope_type": "default"}, "is 0; allowed: even, 2 or more"),
         (8, {"rope_type": "llama3"}, "'llama3' needs 'low_freq_factor'"),
+        (
+            8,
+            {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 1},
+            "low_freq_factor 4 .* is more than high_freq_factor 1",
+        ),
         (8, {"rope_type": "longrope"}, "'longrope' needs 'short_factor'"),
         (8, {"rope_type": "longrope", "short_factor": [1.0] * 4}, "'longrope' needs 'long_factor'"),
         (8, {"rope_type": "longrope", **FACTORS}, "short_factor .* 1 entr"),

@@ -219,6 +219,19 @@ def test_without_the_tools_the_table_says_so(
     assert "nanoserve/tools/cli_chat.py is missing. Use nanoserve bench" in result.err
 
 
+def test_closed_streams_are_empty_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`nanoserve complete <&- >&-`: Python has None in their place."""
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    assert __main__.main(["help"]) == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit):
+        __main__.main(["complete"])
+    assert "no prompt: standard input is empty." in capsys.readouterr().err
+
+
 def test_a_reader_that_goes_away_is_no_error() -> None:
     """`nanoserve --help | true`."""
     reader, writer = os.pipe()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import logging
+import re
 import signal
 import sys
 import threading
@@ -236,6 +237,13 @@ def test_abort_at_any_moment(make_engine: MakeEngine, n: int, num_steps: int) ->
     assert engine.has_unfinished_requests() == bool(engine._in_flight)
     engine.add_request("a", [1], params(max_tokens=4))
     assert tokens_of(finish(engine)["a"]) == [expect([1], 4)]
+
+
+@pytest.mark.parametrize("wrong", [None, 5, [None], [5], b"x", [["a"]]])
+def test_what_are_no_request_ids(make_engine: MakeEngine, wrong: Any) -> None:
+    engine = make_engine()
+    with pytest.raises(TypeError, match=re.escape(f"a list of strings, got {wrong!r}")):
+        engine.abort_request(wrong)
 
 
 def test_abort_of_a_swapped_request(make_engine: MakeEngine) -> None:

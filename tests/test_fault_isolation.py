@@ -321,6 +321,35 @@ def test_requests_that_all_fail_alone(make_engine: MakeEngine, num_guilty: int) 
             assert outputs["other"].outputs[0].token_ids == expect([3])
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_engine_that_never_lets_a_request_run_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    """And again after it has had work meanwhile."""
+    clock, is_mute = [100.0], [True]
+    monkeypatch.setattr("nanoserve.fault_isolation.time.monotonic", lambda: clock[0])
+
+    class Mute(Scheduler):
+        def schedule(self) -> SchedulerOutput:
+            return SchedulerOutput((), (), (), 0) if is_mute[0] else super().schedule()
+
+    engine = engines.make_engine(scheduler_cls=Mute, async_scheduling=async_scheduling)
+    caplog.set_level(logging.WARNING, "nanoserve")
+    for num_warnings in (1, 2):
+        engine.step()  # nothing is unfinished
+        clock[0] += 60
+        engine.add_request("a", {"prompt_token_ids": [1]}, params())
+        for seconds, expected in ((0, -1), (4, -1), (1, 0), (60, 0)):
+            clock[0] += seconds
+            engine.step()
+            assert len(caplog.records) == num_warnings + expected
+        is_mute[0] = False
+        finish(engine)
+        is_mute[0] = True
+    assert "1 requests are unfinished" in caplog.text
+    assert "nanoserve.tools.why_waiting" in caplog.text
+
+
 def test_each_failed_step_is_in_the_log_once(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanoserve import LLM, guard
+from nanoserve.checkpoint import transformers_lock
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.guard import Guard, GuardError, is_linear, read_tokenizer
@@ -384,6 +385,22 @@ def test_a_template_that_runs_too_long(tokenizer: Any, monkeypatch: pytest.Monke
 
 
 # -- tokenizers --
+
+
+def test_one_thread_at_a_time_uses_what_transformers_imports_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = AutoTokenizer.from_pretrained
+    was_locked: list[bool] = []
+
+    def note(*args: Any, **options: Any) -> Any:
+        was_locked.append(transformers_lock.locked())
+        return read(*args, **options)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", note)
+    load_tokenizer(DEMO_MODEL, explicit=True).guard.close()
+    assert was_locked == [True]
+    assert not transformers_lock.locked()
 
 
 def test_a_long_text_is_encoded_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

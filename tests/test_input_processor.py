@@ -254,6 +254,15 @@ def test_text_needs_a_tokenizer() -> None:
             call()
 
 
+def test_memory_that_ends_while_a_tokenizer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(folder: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("nanoserve.input_processor.read_tokenizer", read)
+    with pytest.raises(ValueError, match=r"no tokenizer can be read .*\(MemoryError\)"):
+        load_tokenizer(DEMO_MODEL, explicit=True)
+
+
 def test_load_tokenizer(tmp_path: Path) -> None:
     """A folder without tokenizer files is an error only if the user named it."""
     assert load_tokenizer(tmp_path, explicit=False) is None

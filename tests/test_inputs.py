@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from nanoserve import PromptType, TextPrompt, TokensPrompt
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import VLLMClientError, VLLMError, VLLMValidationError
 from nanoserve.inputs import (
+    MAX_ITEMS,
     MISSING_KEYS,
     TEXT_PART_TYPES,
     PromptComponents,
@@ -73,6 +74,43 @@ def test_arrival_times() -> None:
 
 
 # -- one prompt --
+
+
+class Endless(Sequence[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        return 5
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        range(MAX_ITEMS + 1),
+        range(10**30),
+        np.broadcast_to(np.int64(5), MAX_ITEMS + 1),
+        torch.tensor(5).expand(MAX_ITEMS + 1),
+        Endless(),
+    ],
+    ids=["a range", "a range of no len()", "an array", "a tensor", "no end"],
+)
+def test_more_items_than_memory_holds_are_not_expanded(ids: Any) -> None:
+    for prompt in (ids, {"prompt_token_ids": ids}, [ids]):
+        with pytest.raises(VLLMValidationError, match=r"items; allowed: up to 6|more items than"):
+            [parse_prompt(each) for each in prompt_to_seq(prompt)]
+    assert parse_prompt(range(5, 8)) == PromptComponents(token_ids=IDS)
+
+
+@pytest.mark.parametrize("prompt", [b"ab", bytearray(b"ab"), memoryview(b"ab")])
+def test_bytes_are_no_token_ids(prompt: Any) -> None:
+    for function, value in (
+        (prompt_to_seq, prompt),
+        (parse_prompt, prompt),
+        (parse_prompt, {"prompt_token_ids": prompt}),
+    ):
+        with pytest.raises(TypeError, match="must be a"):
+            function(value)
 
 
 def test_text() -> None:

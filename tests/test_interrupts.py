@@ -8,14 +8,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nanoserve import LLM, SamplingParams
 from nanoserve.distributed.rank_thread import RankThread
+from nanoserve.distributed.ranks import read_failure
 from nanoserve.exceptions import Caught, VLLMValidationError, as_validation_error
 from nanoserve.inputs import render_chat
-from nanoserve.interrupts import delayed_interrupt, is_from_signal, suppress
+from nanoserve.interrupts import delayed_interrupt, is_from_signal, suppress, unless_signal
+from nanoserve.kernels import native_cpu
+from nanoserve.models.weight_files import read_slices
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +42,26 @@ def fail_once(number: int, frame: Any) -> None:
     raise TimeoutError
 
 
+def fail_without_arguments(number: int, frame: Any) -> None:
+    del number, frame
+    raise TimeoutError
+
+
 class Handler:
     def method(self, number: int, frame: Any) -> None:
         raise TimeoutError
 
     __call__ = method
+
+
+class Forgetful:
+    def method(self, number: int, frame: Any) -> None:
+        del number, frame
+        raise TimeoutError
+
+    def __call__(self, number: int, frame: Any) -> None:
+        del self, number, frame
+        raise TimeoutError
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {
@@ -49,6 +70,10 @@ HANDLERS: dict[str, Callable[..., Any]] = {
     "a function of any arguments": lambda *args: fail(*args),
     "a method": Handler().method,
     "an object": Handler(),
+    "a function that deletes its arguments": fail_without_arguments,
+    "a partial that deletes them": partial(fail_without_arguments),
+    "an object that deletes them": Forgetful(),
+    "a method that deletes them": Forgetful().method,
     "a partial": partial(lambda own, number, frame: fail(number, frame), 1),
 }
 
@@ -93,7 +118,13 @@ def test_what_a_handler_raises_is_nobody_elses_error(name: str) -> None:
         with suppress(OSError):
             signal.raise_signal(signal.SIGTERM)
 
-    for function in (encode, call, call_late, chat, ignore):
+    def catch() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except unless_signal(OSError):
+            pass
+
+    for function in (encode, call, call_late, chat, ignore, catch):
         signal.signal(signal.SIGTERM, HANDLERS[name])
         with pytest.raises(TimeoutError) as raised:
             function()
@@ -136,6 +167,62 @@ def test_other_errors_are_not_from_a_signal() -> None:
     assert not is_from_signal(None)
     with suppress(OSError):
         raise TimeoutError
+    with suppress(ValueError):
+        try:
+            raise TimeoutError
+        except unless_signal(KeyError, OSError) as error:
+            raise ValueError from error
+
+
+class TooLate(TimeoutError, RuntimeError):
+    """Of most of the types that a build expects."""
+
+
+def fail_late(number: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise TooLate
+
+
+def late(*args: Any, **options: Any) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+class Slow:
+    __deepcopy__ = late
+
+
+def load_kept() -> None:
+    native_cpu._load_kept(SimpleNamespace(glob=lambda form: [Path(__file__)]), "")  # type: ignore
+
+
+def build(**options: Any) -> Callable[[], object]:
+    return lambda: LLM(num_kv_blocks=32, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("nanoserve.input_processor.read_tokenizer", build()),
+        ("huggingface_hub.snapshot_download", build(model="nobody/nothing")),
+        ("nanoserve.models.weight_files.safe_open", lambda: list(read_slices(Path("x")))),
+        ("nanoserve.models.loader.build_model", build()),
+        ("nanoserve.models.transformers_fallback.deepcopy", build(model_impl="transformers")),
+        ("nanoserve.models.transformers_fallback.run_body", build(model_impl="transformers")),
+        ("transformers.AutoModelForCausalLM.from_config", build(model_impl="transformers")),
+        ("transformers.PreTrainedModel.from_pretrained", build(model_impl="transformers")),
+        ("pathlib.Path.mkdir", native_cpu.cache_folder),
+        ("nanoserve.kernels.native_cpu._digest", load_kept),
+        ("nanoserve.distributed.ranks.range", partial(read_failure, SimpleNamespace(), 2)),
+        ("nanoserve.distributed.ranks.start_store", build(tensor_parallel_size=2, device="cpu")),
+        ("builtins.ascii", SamplingParams(extra_args={"": Slow()}).clone),
+    ],
+)
+def test_a_time_limit_during_a_build(monkeypatch: pytest.MonkeyPatch, name: str, call: Any) -> None:
+    """It reaches the application wherever a build calls what may fail."""
+    signal.signal(signal.SIGTERM, fail_late)
+    monkeypatch.setattr(name, late, raising=False)
+    with pytest.raises(TooLate):
+        call()
 
 
 def test_handlers_wait_until_the_end_of_the_outermost_block() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import inspect
 import io
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -427,6 +429,25 @@ def test_the_progress_bar_goes_to_stderr_and_can_be_turned_off(
     assert llm.engine.step_listeners == []
 
 
+@pytest.mark.parametrize("kind", ["full", "no reader", "closed", "none"])
+def test_a_bar_that_cannot_be_drawn_does_not_end_the_work(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError if kind == "no reader" else OSError(errno.ENOSPC, "full")
+
+        flush = partialmethod(write, "")  # type: ignore[assignment]
+
+    stream = Broken()
+    if kind == "closed":
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else stream)
+    [output] = llm.generate([STORY], GREEDY)
+    assert output.outputs[0].finish_reason is not None
+    assert llm.beam_search([STORY], BeamSearchParams(2, 2), use_tqdm=True)
+
+
 def test_a_bar_of_the_callers_own_decides(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     """It gets vLLM's keyword arguments, so what it was made with stays."""
     file = io.StringIO()
@@ -437,6 +458,16 @@ def test_a_bar_of_the_callers_own_decides(llm: LLM, capfd: pytest.CaptureFixture
     llm.generate(STORY, GREEDY, use_tqdm=partial(tqdm, file=file, disable=True))
     assert file.getvalue() == ""
     assert capfd.readouterr() == ("", "")
+
+
+def test_outputs_that_a_listener_has_taken(llm: LLM) -> None:
+    """generate says that they are missing, and does not claim that the request was aborted."""
+    listeners = llm.engine.step_listeners
+    listeners.append(lambda report: listeners.clear() or [llm.step() for _ in range(20)])
+    with pytest.raises(RuntimeError, match=r"aborted, or a call of step\(\) took its outputs"):
+        llm.generate([STORY], GREEDY, use_tqdm=False)
+    assert listeners == []
+    assert len(llm.generate([STORY], GREEDY, use_tqdm=False)) == 1
 
 
 def test_a_bar_needs_update_and_close_only(llm: LLM) -> None:

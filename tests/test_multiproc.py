@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -926,3 +927,17 @@ def test_nccl_on_one_gpu(enforce_eager: bool, checkpoint: Callable[[str], Path])
         stats = llm.engine.executor.parallel.comm_stats
         assert stats.num_calls["all_reduce"] > 0
         assert stats.num_calls["broadcast"] > 0
+
+
+def test_a_failure_tells_what_both_ranks_say() -> None:
+    """A rank that could not connect has written nothing: rank 0's own error names the cause."""
+
+    def run(*args: Any) -> None:
+        raise RankError("no such interface")
+
+    executor = MultiprocExecutor.__new__(MultiprocExecutor)
+    executor.failure, executor._thread = None, cast(Any, SimpleNamespace(run=run))
+    found = SimpleNamespace(find_failure=lambda timeout: "rank 1 ended." if timeout else None)
+    executor.ranks = cast(Any, found)
+    with pytest.raises(RankError, match=r"rank 1 ended\.\nno such interface"):
+        executor._run_and_check(lambda: None)

@@ -129,12 +129,26 @@ def test_another_number_of_ranks_is_refused(
 ) -> None:
     """torchrun tells a process its rank by these environment variables."""
     told = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0}
-    for name, value in {**told, "LOCAL_WORLD_SIZE": 3}.items():
+    for name, value in {
+        **told,
+        "LOCAL_WORLD_SIZE": 3,
+        "MASTER_ADDR": "x",
+        "MASTER_PORT": 1,
+    }.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match="tensor_parallel_size is 2, but torchrun started 3"):
         LLM(checkpoint, tensor_parallel_size=2, device="cpu")
     with LLM(checkpoint, num_kv_blocks=32, device="cpu") as llm:  # each process has its own engine
         assert isinstance(llm.engine.executor, UniprocExecutor)
+
+
+def test_what_torchrun_left_over_is_named(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"TORCHELASTIC_RUN_ID is set, .* but RANK, LOCAL_RANK"):
+        LLM(checkpoint, tensor_parallel_size=2, device="cpu")
 
 
 def test_a_killed_rank_ends_the_others(checkpoint: Path, script: Path) -> None:

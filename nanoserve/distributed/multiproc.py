@@ -173,7 +173,8 @@ class MultiprocExecutor:
             if isinstance(error, OutOfStepError):
                 self.failure = self.failure or str(error)
             elif self.failure is None:  # else: it was closed meanwhile
-                self.failure = self.ranks.find_failure(timeout=EXIT_TIMEOUT) or str(error)
+                found = self.ranks.find_failure(timeout=EXIT_TIMEOUT)
+                self.failure = "\n".join(filter(None, (found, str(error))))
             raise RankError(self.failure) from error
         # An aborted nccl call raises nothing.
         self.failure = self.failure or self.ranks.find_failure(timeout=0)

@@ -21,7 +21,6 @@ vLLM: vllm/executor/multiproc_worker_utils.py (V0); vllm/v1/executor/multiproc_e
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import signal
@@ -41,7 +40,7 @@ import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
-from nanoserve.interrupts import suppress
+from nanoserve.interrupts import is_from_signal, suppress
 from nanoserve.kernels.threads import num_cores, rank_environment
 from nanoserve.parallel import (
     IDLE_TIMEOUT,
@@ -55,6 +54,9 @@ from nanoserve.parallel import (
 )
 
 FILES_OF_AN_ENGINE, FILES_OF_A_RANK = 32, 8  # open files and sockets of rank 0: more than it needs
+TOLD_BY_TORCHRUN = (  # in the environment of each process
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 SETTLE_TIME = 1.0  # seconds in which the first rank that failed becomes known
 # (store, rank, function that connects the ranks, device): see multiproc.worker_loop
 WorkerLoop = Callable[[Any, int, Callable[[], ParallelState], str], None]
@@ -64,7 +66,7 @@ def read_failure(store: dist.Store | None, world_size: int) -> str | None:
     """The traceback that a failing rank has written to the store, if there is one."""
     if store is None:  # closed
         return None
-    with contextlib.suppress(RuntimeError):  # the process that holds the store has ended
+    with suppress(RuntimeError):  # the process that holds the store has ended
         for rank in range(1, world_size):
             if store.check([f"failure/{rank}"]):
                 return f"rank {rank} failed:\n{store.get(f'failure/{rank}').decode()}"
@@ -103,7 +105,7 @@ class SpawnedRanks:
                 self.processes.append(self._spawn(rank, port))
         except BaseException as error:
             self.close()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not is_from_signal(error):
                 raise RankError(f"the other ranks could not be started: {error}.") from error
             raise
 
@@ -318,6 +320,11 @@ class TorchrunRanks:
         self.parallel: ParallelState | None = None
         self.processes: list[subprocess.Popen[bytes]] = []  # all of them are torchrun's
         self.pids: dict[int, int] = {}  # rank -> process id, of the other ranks on this machine
+        if missing := [name for name in TOLD_BY_TORCHRUN if name not in os.environ]:
+            raise ValueError(
+                f"TORCHELASTIC_RUN_ID is set, as torchrun does, but {', '.join(missing)} not. "
+                "Unset it, or start the script with torchrun."
+            )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -413,7 +420,7 @@ def announce(job_store: dist.Store, kind: str) -> dist.Store:
 
 def send_shutdown(parallel: ParallelState, job_store: dist.Store) -> None:
     """End the worker loops of rank 0's engine."""
-    with contextlib.suppress(RuntimeError):  # the other ranks have ended already
+    with suppress(RuntimeError):  # the other ranks have ended already
         job_store.add("num_open_engines", -1)
         parallel.broadcast_object(None)
     parallel.close()

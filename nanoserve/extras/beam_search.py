@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
 from nanoserve.inputs import PromptType, as_python
+from nanoserve.logger import output_stream
 from nanoserve.logprobs import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
@@ -130,7 +131,7 @@ class BeamSearchParams:
         ]
         limit = concurrency_limit or max(1, len(searches))
         starts = range(0, len(searches), limit)
-        for first in tqdm(starts, "Beam search") if use_tqdm else starts:
+        for first in tqdm(starts, "Beam search", file=output_stream()) if use_tqdm else starts:
             for _ in llm.run_requests(searches[first : first + limit]):
                 raise AssertionError("a beam search hands out no RequestOutput")
         return [search.get_output() for search in searches]

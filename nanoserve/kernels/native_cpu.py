@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import suppress, unless_signal
 from nanoserve.kernels.attention_cpu import SparseDecode, TorchBackend, as_rows
 from nanoserve.kernels.linear_cpu import RMSNormCPU
 from nanoserve.layers import QKNorm, Rope, rms_norm, rope_and_store, silu_and_mul
@@ -79,9 +79,7 @@ def load_library() -> ctypes.CDLL | None:
             )
             return None
         return library or _compile(command, name, folder)
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        if is_from_signal(error):
-            raise
+    except unless_signal(OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
             _reason(error),
@@ -96,7 +94,7 @@ def cache_folder() -> Path | None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except unless_signal(OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     is_ours = status.st_uid in (0, os.getuid())
     return folder if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
@@ -109,7 +107,7 @@ def _load_kept(folder: Path, name: str) -> ctypes.CDLL | None:
         try:
             if file.stem == f"{name}-{_digest(file.read_bytes())}":
                 return ctypes.CDLL(str(file))
-        except OSError:  # it went away, or another system with this home folder made it
+        except unless_signal(OSError):  # it went away, or is another system's (same home)
             continue
     return None
 
@@ -163,7 +161,7 @@ def _run(command: list[str]) -> None:
 def _remove_old(folder: Path) -> None:
     """Delete what earlier sources, and processes that were killed, left behind."""
     for path in folder.glob("native_cpu-*"):
-        with contextlib.suppress(OSError):  # another process may do the same
+        with suppress(OSError):  # another process may do the same
             if time.time() - path.stat().st_mtime > KEEP_FOR:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -39,6 +39,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanoserve.interrupts import unless_signal
+
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -67,7 +69,7 @@ def load_torch() -> None:
         torch.get_num_threads()  # some OpenMP libraries read their settings at the first call
     finally:
         if is_ours:
-            del os.environ["OMP_WAIT_POLICY"]
+            os.environ.pop("OMP_WAIT_POLICY", None)  # another thread may have done so
             TOLD_TO_SLEEP.append(True)
     if not FIRST_USERS:
         FIRST_USERS.append(os.getpid())
@@ -194,7 +196,7 @@ def _read(file: Path) -> str:
     """The text of a file; "" if it cannot be read."""
     try:
         return file.read_text()
-    except OSError:
+    except unless_signal(OSError):
         return ""
 
 

@@ -24,8 +24,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from nanoserve.checkpoint import find_quantization
+from nanoserve.checkpoint import find_quantization, transformers_lock
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.interrupts import unless_signal
 from nanoserve.layers import LayerConfig, Shard
 from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
@@ -66,10 +67,11 @@ def load_model(
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
-        # Imported here, because it takes seconds, and native models do not need it.
-        from nanoserve.models.transformers_fallback import load_with_transformers
+        with transformers_lock:
+            # Imported here, because it takes seconds, and native models do not need it.
+            from nanoserve.models.transformers_fallback import load_with_transformers
 
-        return load_with_transformers(config, model_config, layer_config, tensors)
+            return load_with_transformers(config, model_config, layer_config, tensors)
     plan = plan_model(model_config, layer_config)
     if plan is not None:
         if not is_dummy:
@@ -103,7 +105,7 @@ def plan_model(model_config: ModelConfig, layer_config: LayerConfig) -> Model | 
     on_meta = replace(layer_config, device=torch.device("meta"))
     try:
         return build_model(model_config, 1, on_meta)  # tables of positions are not loaded
-    except (NotImplementedError, RuntimeError):
+    except unless_signal(NotImplementedError, RuntimeError):
         return None
 
 

@@ -74,6 +74,10 @@ def _llama3_frequencies(plain: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, blend in between (Llama 3.1)."""
     turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    if low > high:
+        raise ValueError(
+            f"low_freq_factor {low} in config.json is more than high_freq_factor {high}."
+        )
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / rope["factor"]
 

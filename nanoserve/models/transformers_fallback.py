@@ -47,6 +47,7 @@ from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.checkpoint import check_common_keys
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import brief
+from nanoserve.interrupts import unless_signal
 from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
@@ -296,7 +297,7 @@ def run_probe(
         run_body(body, torch.zeros_like(positions), positions, probe, modules_with_step)
     except Unsupported:
         raise
-    except Exception as error:  # code of transformers, of any model: it may raise anything
+    except unless_signal(Exception) as error:  # any model's code: anything
         raise Unsupported(f"fails on two tokens ({type(error).__name__}: {error})") from error
     if not probe.calls:
         raise Unsupported(NO_INTERFACE)
@@ -395,7 +396,7 @@ def read_hf_config(model_cls: Any, model_config: ModelConfig) -> Any:
     check_common_keys(model_config.hf_config, file)
     try:
         return model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
-    except Exception as error:  # each family has its own checks
+    except unless_signal(Exception) as error:  # each family has its own checks
         raise ValueError(f"{file}: {reason_of(error)}.") from None
 
 
@@ -496,9 +497,9 @@ def check_sizes(
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
             plan = AutoModelForCausalLM.from_config(hf_config, attn_implementation=ATTENTION_NAME)
-    except (ImportError, NotImplementedError) as error:  # it is not config.json that is wrong
+    except unless_signal(ImportError, NotImplementedError) as error:  # config.json is right
         raise Unsupported(f"can't be built here ({error})") from error
-    except Exception as error:  # each family has its own checks
+    except unless_signal(Exception) as error:  # each family has its own checks
         if isinstance(error, KeyError) and ATTENTION_NAME in error.args:  # it has its own table
             raise Unsupported(NO_INTERFACE) from error
         file, reason = model_config.path / "config.json", reason_of(error)
@@ -539,7 +540,7 @@ def fill_checkpoint(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below instead
         )
-    except Exception as error:  # code of transformers, of any model: it may raise anything
+    except unless_signal(Exception) as error:  # any model's code: anything
         raise ValueError(
             f"transformers can't load the weights in {folder} ({type(error).__name__}: {error}). "
             "Is the download complete, and do the weights belong to config.json?"
