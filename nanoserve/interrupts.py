@@ -69,7 +69,13 @@ class _Delay:
         self.is_over = True
         if self.received:
             try:
-                signal.raise_signal(self.received.pop())
+                number = self.received.pop()
+                # Not raise_signal: asyncio's loop.add_signal_handler would see it a second time.
+                handler = _signal.getsignal(number)
+                if callable(handler):
+                    handler(number, sys._getframe())
+                else:
+                    signal.raise_signal(number)
             finally:
                 self.deliver()
 

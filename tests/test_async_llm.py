@@ -1250,3 +1250,135 @@ def test_the_texts_of_requests_beside_others_that_vanish(demo: AsyncLLM, demo_ll
         return num_finished
 
     assert asyncio.run(main()) >= 40
+
+
+# -- what a review found --
+
+
+def test_closing_an_old_iterator_spares_a_new_request_of_its_id(make: MakeAsync) -> None:
+    llm = make()
+
+    async def main() -> None:
+        old = llm.generate([1, 2, 3], params(output_kind=FINAL_ONLY), "a")
+        assert (await anext(old)).finished
+        await idle(llm)
+        new = llm.generate([4, 5], params(), "a")
+        outputs = [await anext(new)]
+        await old.aclose()
+        outputs += [output async for output in new]
+        assert outputs[-1].outputs[0].token_ids == expect([4, 5])
+
+    asyncio.run(main())
+
+
+def test_an_id_is_free_once_its_iterator_is_closed(make: MakeAsync) -> None:
+    """Although a step is running, at whose end the old request goes."""
+    llm = make(executor_cls=GatedExecutor)
+
+    async def main() -> None:
+        old = llm.generate([1, 2, 3], params(), "a")
+        first = asyncio.ensure_future(anext(old))
+        await until(gate(llm).waiting.is_set)
+        first.cancel()
+        with suppress(asyncio.CancelledError):
+            await first
+        new = asyncio.create_task(collect(llm, [4, 5], params(), "a"))
+        await asyncio.sleep(0.05)
+        gate(llm).open()
+        assert (await new)[-1].outputs[0].token_ids == expect([4, 5])
+        await idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_beam_search_ends_within_the_time_of_shutdown(make: MakeAsync) -> None:
+    llm = make(executor_cls=GatedExecutor)
+
+    async def main() -> None:
+        task = asyncio.create_task(llm.beam_search([1, 2, 3], BeamSearchParams(3, 5)))
+        await until(gate(llm).waiting.is_set)
+        ending = asyncio.create_task(asyncio.to_thread(llm.shutdown, PATIENCE))
+        await until(lambda: llm.is_stopped)
+        gate(llm).open()
+        assert (await task).sequences
+        await ending
+
+    asyncio.run(main())
+
+
+def test_an_error_within_the_time_of_shutdown_is_no_abort(make: MakeAsync) -> None:
+    llm = make(executor_cls=GatedExecutor)
+
+    async def main() -> None:
+        task = asyncio.create_task(collect(llm, [1, 2, 3], params()))
+        await until(gate(llm).waiting.is_set)
+        ending = asyncio.create_task(asyncio.to_thread(llm.shutdown, PATIENCE))
+        await until(lambda: llm.is_stopped)
+        break_executor(llm, OSError("the device is gone"))
+        gate(llm).open()
+        with pytest.raises(EngineDeadError, match="the device is gone"):
+            await task
+        await ending
+
+    asyncio.run(main())
+
+
+def test_a_shorter_shutdown_counts(make: MakeAsync) -> None:
+    """And what was asked of the thread, and never began, gets the error."""
+    llm = make(executor_cls=GatedExecutor)
+
+    async def main() -> None:
+        task = asyncio.create_task(collect(llm, [1, 2, 3], params(max_tokens=40)))
+        await until(gate(llm).waiting.is_set)
+        long = asyncio.create_task(asyncio.to_thread(llm.shutdown, 100))
+        await until(lambda: llm.is_stopped)
+        short = asyncio.create_task(asyncio.to_thread(llm.shutdown, 0))
+        await until(lambda: llm._core.stop_at < time.monotonic() + 50)
+        gate(llm).open()
+        last = (await asyncio.wait_for(task, PATIENCE))[-1].outputs[0]
+        assert last.finish_reason == "abort"
+        await asyncio.wait_for(asyncio.gather(long, short), 2 * PATIENCE)
+
+    asyncio.run(main())
+
+
+def test_pauses_stay_pauses_when_more_requests_come(make: MakeAsync) -> None:
+    calls = list[int]()
+
+    class Late(Scheduler):
+        def schedule(self) -> SchedulerOutput:
+            calls.append(len(calls))
+            return SchedulerOutput((), (), (), 0)
+
+    llm = make(scheduler_cls=Late)
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(collect(llm, [1, 2], params()))]
+        await until(lambda: len(calls) > 5)
+        tasks += [asyncio.create_task(collect(llm, [1, 2], params()))]
+        await until(lambda: llm.get_num_unfinished_requests() == 2)
+        before, start = len(calls), time.monotonic()
+        await asyncio.sleep(0.1)
+        most = (time.monotonic() - start) / module.NOT_READY_PAUSE
+        assert len(calls) - before <= most + 2
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_signal_reaches_the_event_loop_once(make: MakeAsync) -> None:
+    from nanoserve.interrupts import delayed_interrupt
+
+    async def main() -> None:
+        calls: list[int] = []
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, calls.append, 1)
+        with delayed_interrupt():
+            signal.raise_signal(signal.SIGUSR1)
+        await until(lambda: calls)
+        await asyncio.sleep(0.01)
+        loop.remove_signal_handler(signal.SIGUSR1)
+        assert calls == [1]
+
+    asyncio.run(main())

@@ -598,6 +598,7 @@ def test_the_log_counts_the_time_of_work(
     """The clock is the test's. An hour passes between two requests; a line comes after ten seconds
     of work, and says what was done in these."""
     engine, now = make_engine(), 50.0
+    caplog.clear()  # of what was said while the engine was built
     monkeypatch.setattr("nanoserve.extras.metrics.loggers.time.monotonic", lambda: now)
     collect_metrics(engine, LoggingStatLogger(engine))
     caplog.set_level(logging.INFO, "nanoserve.extras.metrics")

@@ -101,6 +101,7 @@ class RequestOutputCollector:
         self._output: RequestOutput | None = None
         self._error: BaseException | None = None
         self._is_over = False  # nothing more will be put
+        self.is_closed = False  # nobody waits; the engine may not know yet
         self._ready = asyncio.Event()
 
     # -- for the engine --
@@ -149,6 +150,7 @@ class RequestOutputCollector:
         """Add an output to the one that waits. is_over: it is the last; `error` comes behind it."""
         with self._lock:
             if self._is_over:
+                self.core.collectors.discard(self)  # it ended before `add` had noted it
                 return
             is_first = self._output is None
             if self._output is not None and output is not None and self._is_delta:
@@ -163,7 +165,7 @@ class RequestOutputCollector:
     def close(self) -> None:
         """Nobody waits any more."""
         with self._lock:
-            self._is_over, self._output = True, None
+            self._is_over, self._output, self.is_closed = True, None, True
 
     def wake(self) -> None:
         """There is something to get. Called in the event loop."""
@@ -328,7 +330,7 @@ class EngineCoreThread:
             while self._wait_for_work():
                 self._run_step()
         except BaseException as error:
-            if self.stop_at is None:
+            if self.stop_at is None or time.monotonic() < self.stop_at:  # not made by close()
                 self.error = self.error or error
                 logger.error("the engine is dead: %s", describe_error(error), exc_info=error)
         finally:
@@ -352,15 +354,18 @@ class EngineCoreThread:
 
     def _run_step(self) -> None:
         engine = self.engine
+        before = list(engine.output_processor.requests.values())
         try:
             engine.run_step()
         except Exception as error:
-            # If its requests have all ended, each with this error, the engine may serve others.
-            if isinstance(error, EngineDeadError) or engine.get_num_unfinished_requests():
+            # If its requests have all ended, each with this error, the engine may serve others:
+            # also one that came just now.
+            if isinstance(error, EngineDeadError) or any(map(engine.has_request, before)):
                 raise
         engine.take_outputs()  # of requests that somebody added to the engine itself
         if not engine.scheduler.running and engine.get_num_unfinished_requests():
-            self._wake.wait(NOT_READY_PAUSE)
+            if self._wake.wait(NOT_READY_PAUSE):
+                self._wake.clear()  # else every later pause would end at once
 
     def _run_utility(self, function: Callable[[LLMEngine], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -526,7 +531,7 @@ class AsyncLLM(OwnedByProcess):
         make = partial(self._make_request, request_id, prompt, params, tokenization_kwargs)
         request = await self._run_in(self._tokenizers, make, priority, cache_salt)
         request.root.metrics.arrival_time = arrival_time
-        return self._add(request)
+        return await self._add(request)
 
     def _make_request(
         self,
@@ -542,7 +547,12 @@ class AsyncLLM(OwnedByProcess):
         params = engine.get_default_sampling_params() if params is None else params
         return engine.make_request(request_id, prompt, params, priority, cache_salt)
 
-    def _add(self, request: RequestConsumer) -> RequestOutputCollector:
+    async def _add(self, request: RequestConsumer) -> RequestOutputCollector:
+        old = self.engine.output_processor.requests.get(request.request_id)
+        if isinstance(old, RequestOutputCollector) and old.is_closed:  # ends with this step
+            await self.call_utility(
+                lambda engine: engine.has_request(old) and engine.abort_request(old.request_id)
+            )
         self._check_alive()
         collector = RequestOutputCollector(request, self._core)
         self._core.add(collector)
@@ -561,12 +571,17 @@ class AsyncLLM(OwnedByProcess):
         self.engine.check_admission()
         make = partial(BeamSearch, request_id, prompt, params, self.engine)
         search: BeamSearch = await self._run_in(self._tokenizers, make)
-        collector = self._add(search)
+        collector = await self._add(search)
         try:
             await collector.get()
         finally:
             self._core.drop(collector)
-        return await self._run_in(self._tokenizers, search.get_output)
+        try:  # not _run_in: shutdown() lets a search end, too
+            loop = asyncio.get_running_loop()
+            pending = loop.run_in_executor(self._tokenizers, search.get_output)
+        except RuntimeError:  # the pool ended meanwhile
+            return search.get_output()
+        return await pending
 
     async def abort(self, request_id: str | Collection[str]) -> None:
         """End a request, or several. Who waits for one gets an output with finish_reason "abort".
