@@ -164,6 +164,30 @@ def test_undone_whatever_happens_inside(name: str) -> None:
     assert owner_and_function(method) is before
 
 
+def test_an_engine_that_cannot_forget_harms_no_other_and_hides_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which engine is found first is not known, so each of two fails once."""
+    with lesson.small_llm() as one, lesson.small_llm() as two:
+        for failing, other in ((one, two), (two, one)):
+            forgotten: list[str] = []
+
+            def fail() -> None:
+                raise RuntimeError("this engine cannot forget")
+
+            def forget(forgotten: list[str] = forgotten) -> None:
+                forgotten.append("the other")
+
+            monkeypatch.setattr(failing.engine, "recover", fail)
+            monkeypatch.setattr(other.engine, "recover", forget)
+            with pytest.raises(RuntimeError, match="cannot forget"), sabotage.broken("uncache"):
+                pass
+            with pytest.raises(ZeroDivisionError), sabotage.broken("uncache"):
+                raise ZeroDivisionError
+            assert forgotten == ["the other"] * 2
+            monkeypatch.undo()
+
+
 def owner_and_function(method: str) -> Any:
     """The function itself: "block_manager.BlockPool.allocate"."""
     import importlib

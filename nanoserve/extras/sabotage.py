@@ -85,6 +85,8 @@ def broken(name: str) -> Iterator[None]:
     Then the right method is back, however the block ended. All engines forget their KV blocks and
     prefix caches, in which wrong content may be; requests that are not finished are computed again.
     An engine that was built inside is to be closed inside: a mistake in its making stays in it.
+    An engine that cannot forget keeps no other one from it; its error is raised at the end, unless
+    the block ended with an error of its own.
     Raises ValueError for a name that is not known.
     """
     method, replacement = REPLACEMENTS[_find(name)]
@@ -96,6 +98,7 @@ def broken(name: str) -> Iterator[None]:
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return replacement(right, *args, **kwargs)
 
+    failures: list[Exception] = []
     setattr(owner, attribute, wrong)
     try:
         yield
@@ -103,7 +106,12 @@ def broken(name: str) -> Iterator[None]:
         setattr(owner, attribute, right)
         for engine in gc.get_objects():
             if type(engine) is LLMEngine and vars(engine).get("_is_closed") is False:
-                _forget(engine)
+                try:
+                    _forget(engine)
+                except Exception as failure:
+                    failures.append(failure)
+    if failures:  # and the block itself raised nothing
+        raise failures[0]
 
 
 def _find(name: str) -> str:
