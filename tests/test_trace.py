@@ -589,6 +589,30 @@ def test_names_and_texts_at_the_borders(tmp_path: Path) -> None:
     assert page.count("@steps@") == 2 and "</script><b>" not in page
 
 
+def test_what_stays_the_same_is_kept_once() -> None:
+    """Of three frames of one sequence, the free queue and the like change when it gets a block."""
+    engine = make_engine(num_kv_blocks=16)  # of 4 tokens
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [5] * 4, params(max_tokens=9, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    _, gets_a_block, same = recorder.steps
+    assert gets_a_block.free_queue and same.free_queue is gets_a_block.free_queue
+    assert same.contents is gets_a_block.contents and same.ref_counts is gets_a_block.ref_counts
+
+
+@pytest.mark.parametrize(("num_blocks", "has_queue"), [(256, True), (257, False)])
+def test_the_free_queue_of_a_large_cache_is_not_recorded(num_blocks: int, has_queue: bool) -> None:
+    engine = make_engine(num_kv_blocks=num_blocks)
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [5, 6, 7], params(max_tokens=2))
+    engine.step()
+    [frame] = recorder.steps
+    assert frame.num_free == num_blocks - 1
+    assert [bool(frame.free_queue), bool(frame.contents), bool(frame.ref_counts)] == [has_queue] * 3
+    assert frame.blocks[frame.sequences[0].table[0]].owners == ("A",)
+
+
 def test_a_recorder_may_come_in_the_middle() -> None:
     """The first frame knows the block table of a sequence that ends in it, and who has run."""
     engine = make_engine()

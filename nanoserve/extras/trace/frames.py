@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from nanoserve.sequence import Sequence, SequenceStatus
 
-MOST_BLOCKS = 1024  # of a KV cache whose free queue is recorded
+MOST_BLOCKS = 256  # of a KV cache whose free queue is recorded
 MOST_WAITING = 64  # sequences of a queue that are recorded
 HELD, NEW, COMING = "held", "new", "coming"
 

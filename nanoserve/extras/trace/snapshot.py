@@ -59,8 +59,9 @@ def make_view(
     )
 
 
-def pool_fields(engine: Any) -> dict[str, Any]:
-    """What a frame has of the scheduler and of the block pool, as fields of Frame."""
+def pool_fields(engine: Any, before: Frame | None = None) -> dict[str, Any]:
+    """What a frame has of the scheduler and of the block pool, as fields of Frame. What is equal in
+    the frame `before` is not kept twice."""
     scheduler, manager = engine.scheduler, engine.block_manager
     pool = manager.pool
     fields: dict[str, Any] = {
@@ -77,6 +78,9 @@ def pool_fields(engine: Any) -> dict[str, Any]:
         fields["free_queue"] = tuple(pool.free_queue)
         fields["contents"] = tuple([h and h.token_ids for h in pool.block_hashes])
         fields["ref_counts"] = tuple(pool.ref_counts)
+        for name in ("free_queue", "contents", "ref_counts"):
+            if before is not None and fields[name] == getattr(before, name):
+                fields[name] = getattr(before, name)
     return fields
 
 
