@@ -566,6 +566,28 @@ def test_every_run_can_be_played(seed: int) -> None:
         ET.fromstring(movie.to_svg(recorder.steps))
 
 
+@pytest.mark.parametrize("num_blocks", [150, 151, 200, 300])
+def test_of_a_large_cache_the_blocks_that_had_an_owner_are_drawn(num_blocks: int) -> None:
+    """`first` pushes the blocks in use to high ids; a cache of 300 has no list of its free ones."""
+    engine = make_engine(num_kv_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=512)
+    for number in range(48):
+        engine.add_request(f"first {number}", [number] * 9, params(max_tokens=1))
+    while engine.has_unfinished_requests():
+        engine.step()
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [5] * 14, params(max_tokens=3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    used = {i for f in recorder.steps for i, b in f.blocks_in_step.items() if b.owners}
+    assert max(used) >= 140
+    ids = movie.Painter(recorder.steps).block_ids
+    assert used <= set(ids) and ids == sorted(ids)
+    picture = movie.to_svg(recorder.steps)
+    remark = f"({len(ids)} of {num_blocks} blocks are drawn)"
+    assert (remark in picture) is (len(ids) < num_blocks)
+    assert len(ids) == (min(num_blocks, 150) if num_blocks <= 256 else len(used))
+
+
 def test_names_and_texts_at_the_borders(tmp_path: Path) -> None:
     """A one-token prompt is no decode; a name used again; names that are no XML; dots in a name."""
     engine = make_engine()
