@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.block_manager import BlockPool, BlockState
 from nanoserve.extras import trace
-from nanoserve.extras.trace import chrome, movie, states, style
+from nanoserve.extras.trace import chrome, movie, states, steps, style
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, chunks_of, name_of
 from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.sequence import Sequence, SequenceStatus
@@ -752,6 +752,22 @@ def test_timeline_and_timelines(story: Any, plt: Any) -> None:
     [summary] = [text for text in texts if text.startswith(f"{len(recorder.steps)} steps")]
     assert f"; {total - busy} of {total} places idle" in summary
     assert {"one", "two", "place 1", "place 3", "step"} <= set(texts)
+
+
+@pytest.mark.parametrize("more", [0, 1, 140])
+def test_a_timeline_has_a_limit_of_lanes(more: int, plt: Any) -> None:
+    engine = make_engine(num_kv_blocks=256, max_num_seqs=200, max_num_batched_tokens=256)
+    recorder = trace.Recorder(engine)
+    for number in range(steps.MOST_LANES + more):
+        engine.add_request(f"r{number}", [5], params(max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    recorder.timeline()
+    [height] = {plt.figure(number).get_figheight() for number in plt.get_fignums()}
+    texts = drawn(plt)
+    assert height < 26  # inches
+    assert f"r{steps.MOST_LANES - 1}" in texts and f"r{steps.MOST_LANES}" not in texts
+    assert [text for text in texts if text.endswith("more")] == [f"and {more} more"] * bool(more)
 
 
 def test_times(story: Any, plt: Any) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 LANE = 0.34  # inches
 MOST_IN_LEGEND = 6  # names
+MOST_LANES = 60  # of a picture
 MOST_NUMBERED = 48  # steps with a number in every lane
 PARTS = {"schedule": "#0072B2", "execute": "#C9C9C9", "update": "#E69F00"}
 
@@ -53,10 +54,13 @@ def frames_of(run: Any) -> list[Frame]:
 
 
 def timeline(title: str, run: Any) -> None:
-    """Draw a run: above, a bar for each step with its tokens; below, a lane for each sequence."""
+    """Draw a run: above, a bar for each step with its tokens; below, a lane for each sequence, for
+    the first MOST_LANES of them."""
     frames = frames_of(run)
     names = names_in(frames)
-    lanes_height = LANE * max(1, len(names)) + 0.3
+    shown, num_more = names[:MOST_LANES], len(names[MOST_LANES:])
+    rows = [*shown, *([""] if num_more else [])]
+    lanes_height = LANE * max(1, len(rows)) + 0.3
     _, (bars, lanes) = pyplot().subplots(
         2,
         1,
@@ -68,9 +72,11 @@ def timeline(title: str, run: Any) -> None:
     )
     bars.set_title(title, loc="left", fontsize=TITLE, weight="bold", color=INK)
     _draw_bars(bars, frames, names)
-    for row, name in enumerate(names):
+    for row, name in enumerate(shown):
         _draw_lane(lanes, frames, name, row)
-    _dress_lanes(lanes, frames, names)
+    if num_more:
+        label(lanes, 0.5, len(shown), f"and {num_more} more", 9, ha="left", color=FAINT)
+    _dress_lanes(lanes, frames, rows)
     show()
 
 
@@ -112,7 +118,7 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     if any(view.num_again for frame in frames for view in frame.scheduled):
         again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed again")
         handles.append(again)
-    if signs := {sign for name in names for sign in _wait_signs(frames, name)}:
+    if signs := {sign for name in names[:MOST_LANES] for sign in _wait_signs(frames, name)}:
         meanings = {"✕": "preempted", "↓": "in CPU memory", "…": "waits"}
         text = ", ".join(f"{sign} {what}" for sign, what in meanings.items() if sign in signs)
         handles.append(Patch(facecolor=WAIT, label=text))
