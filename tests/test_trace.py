@@ -842,6 +842,18 @@ except ImportError as error:
     assert done.stdout == 'pictures need matplotlib: pip install -e ".[notebooks]"\n'
 
 
+def test_tab_completion_knows_names_that_were_not_used() -> None:
+    """In a new interpreter; a module is still imported when a name of it is used."""
+    code = """
+import sys
+from nanoserve.extras import trace
+print({*trace.__all__, "HOMES"} <= set(dir(trace)), "nanoserve.extras.trace.beams" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True False\n", done.stderr
+
+
 def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user's own run in three lines."""
     assert trace.__doc__
