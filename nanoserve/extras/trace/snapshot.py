@@ -66,13 +66,10 @@ def pool_fields(engine: Any, before: Frame | None = None) -> dict[str, Any]:
     pool = manager.pool
     fields: dict[str, Any] = {
         "budget": scheduler.token_budget,
-        "max_num_seqs": scheduler.max_num_seqs,
         "block_size": manager.block_size,
         "num_blocks": pool.num_blocks,
         "num_free": pool.num_free_blocks,
         "num_waiting": len(scheduler.waiting) + len(scheduler.swapped),
-        "num_queried": manager.num_queried_tokens,
-        "num_hit": manager.num_hit_tokens,
     }
     if pool.num_blocks <= MOST_BLOCKS:
         fields["free_queue"] = tuple(pool.free_queue)
