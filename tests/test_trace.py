@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.block_manager import BlockPool, BlockState
 from nanoserve.extras import trace
-from nanoserve.extras.trace import chrome, movie, states, steps, style
+from nanoserve.extras.trace import chrome, movie, states, steps, style, timer
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, chunks_of, name_of
 from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.sequence import Sequence, SequenceStatus
@@ -779,6 +779,28 @@ def test_times(story: Any, plt: Any) -> None:
     texts = drawn(plt)
     assert {"A", "B", "C", "waits"} <= set(texts)
     assert sum("first token after" in text for text in texts) == 3
+
+
+def test_a_part_of_a_step_has_one_colour_in_all_pictures(story: Any, plt: Any) -> None:
+    from matplotlib.colors import to_hex
+
+    def colours() -> dict[str, str]:
+        handles, labels = plt.gca().get_legend_handles_labels()
+        faces = [to_hex(handle[0].get_facecolor()).upper() for handle in handles]
+        drawn(plt)
+        return dict(zip(labels, faces, strict=True))
+
+    _, recorder, _ = story
+    trace.step_times("Parts", recorder)
+    of_run = colours()
+    trace.shares("Parts", {"a step": dict.fromkeys(timer.PARTS, 1.0)})
+    of_shares = colours()
+    assert list(of_run) == ["schedule", "execute", "update"]
+    assert list(of_shares) == ["schedule", "prepare", "model", "sample", "update"]
+    assert of_run | of_shares == style.STEP_COLOURS
+    assert {part: of_shares[part] for part in of_run if part in of_shares} == {
+        part: face for part, face in of_run.items() if part != "execute"
+    }
 
 
 def test_charts(plt: Any) -> None:

@@ -21,6 +21,7 @@ from nanoserve.extras.trace.style import (
     IDLE,
     INK,
     LINE,
+    STEP_COLOURS,
     TITLE,
     WAIT,
     WIDTH,
@@ -42,7 +43,7 @@ LANE = 0.34  # inches
 MOST_IN_LEGEND = 6  # names
 MOST_LANES = 60  # of a picture
 MOST_NUMBERED = 48  # steps with a number in every lane
-PARTS = {"schedule": "#0072B2", "execute": "#C9C9C9", "update": "#E69F00"}
+TIMES = ("schedule", "execute", "update")  # of a frame
 
 
 def frames_of(run: Any) -> list[Frame]:
@@ -278,11 +279,11 @@ def step_times(title: str, run: Any) -> None:
     [ax] = panels(1, 3.0, title)
     bottoms = [0.0] * len(frames)
     places = range(1, len(frames) + 1)
-    totals = dict.fromkeys(PARTS, 0.0)
-    for part, face in PARTS.items():
+    totals = dict.fromkeys(TIMES, 0.0)
+    for part in TIMES:
         seconds = [getattr(frame, f"{part}_time") for frame in frames]
         shares = [100 * s / max(_total(f), 1e-12) for s, f in zip(seconds, frames, strict=True)]
-        ax.bar(places, shares, 0.86, bottoms, color=face, label=part)
+        ax.bar(places, shares, 0.86, bottoms, color=STEP_COLOURS[part], label=part)
         bottoms = [a + b for a, b in zip(bottoms, shares, strict=True)]
         totals[part] = sum(seconds)
     whole = max(sum(totals.values()), 1e-12)
@@ -291,7 +292,7 @@ def step_times(title: str, run: Any) -> None:
             label(ax, place, 103, str(frame.num_scheduled), 7.5, color=FAINT, va="bottom")
         label(ax, 0.3, 103, "tokens", 7.5, color=FAINT, va="bottom", ha="right")
     handles, _ = ax.get_legend_handles_labels()
-    texts = [f"{part} ({_percent(totals[part] / whole)} of the run)" for part in PARTS]
+    texts = [f"{part} ({_percent(totals[part] / whole)} of the run)" for part in TIMES]
     fig = ax.get_figure()
     fig.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     ax.set_ylim(0, 112)
