@@ -545,6 +545,18 @@ def test_the_parts_of_a_step_add_up(tiny_settings: turns.Settings) -> None:
         assert row["gpu_ms"] is None
 
 
+@pytest.mark.parametrize("gone", ["extras", "extras.trace", "extras.trace.timer"])
+def test_without_extras_the_steps_suite_says_what_is_missing(
+    gone: str, tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ValueError: `measure` leaves the suite out, and goes on with the next one."""
+    for name in list(sys.modules):
+        if f"{name}.".startswith(f"nanoserve.{gone}."):
+            monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"nanoserve/extras/trace/timer\.py, which is not here"):
+        inside.measure_steps(tiny_settings, None)  # type: ignore[arg-type]
+
+
 # -- suites that compare engines --
 
 

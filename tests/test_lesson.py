@@ -1,13 +1,8 @@
-"""What the notebooks stand on: the cast, hints by kind of mistake, sabotages that leave nothing."""
+"""What the notebooks stand on: the cast, hints by kind of mistake."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,15 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_documents import exists
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras import lesson, trace
-from nanoserve.extras.arrivals import serve
+from nanoserve.extras import lesson, sabotage
 from nanoserve.extras.trace import why
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
-TWO_BOXES = "The red box holds 7341. The blue box holds 5062. What does the red box hold?"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 
@@ -204,224 +196,21 @@ def test_an_answer_is_shown_in_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert tensor == "2.2 right: a tensor of shape (3, 4)."
 
 
-# -- sabotages --
+# -- one door for notebooks --
 
 
-def ask(llm: LLM, *turns: str, **options: Any) -> list[list[int]]:
-    """The tokens of each completion of a chat prompt, greedy unless `options` say otherwise."""
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 24, **options})
-    output = llm.generate(lesson.prompt(llm, *turns), params, use_tqdm=False)[0]
-    return [list(completion.token_ids) for completion in output.outputs]
+def test_notebooks_find_the_sabotages_here() -> None:
+    """The same objects: an entry of one table is seen through both modules."""
+    public = {name for name in vars(sabotage) if name in lesson.__all__}
+    assert {"broken", "SABOTAGES", "CASES", "replaced_method", "suspect_hints"} <= public
+    for name in public:
+        assert getattr(lesson, name) is getattr(sabotage, name)
 
 
-def after(others: list[str], *turns: str, num_blocks: int = 24, **options: Any) -> Any:
-    """A story: on a fresh engine, first these questions, then the one whose tokens count."""
-
-    def tell() -> list[list[int]]:
-        with lesson.small_llm(num_blocks, **options) as llm:
-            for question in others:
-                ask(llm, question)
-            return ask(llm, *turns)
-
-    return tell
-
-
-def three_completions() -> list[list[int]]:
-    with lesson.small_llm(96) as llm:
-        return ask(llm, "Tell me a story.", n=3, temperature=1.0, seed=4)
-
-
-def behind_a_ban() -> list[list[int]]:
-    with lesson.small_llm() as llm:
-        ask(llm, "Tell me a story.", bad_words=["Paris"])
-        return ask(llm, "C")
-
-
-def with_a_penalty() -> list[list[int]]:
-    with lesson.small_llm() as llm:
-        return ask(llm, "Name five animals.", presence_penalty=1.0)
-
-
-def back_from_the_cpu() -> list[list[int]]:
-    run = serve({"C": 1, "D": 1}, num_blocks=13, preemption_mode="swap")
-    return [[ord(letter) for letter in run.answers[name]] for name in "CD"]
-
-
-def behind_smaller_ones() -> list[list[int]]:
-    """No token changes; what changes is how long D waits."""
-    others = {"X0": 1, "X1": 2} | {f"X{i}": 3 * i - 1 for i in range(2, 8)}
-    run = serve({"D": (3, 4)} | {name: (step, 7) for name, step in others.items()}, num_blocks=12)
-    return [[*run.wait("D")]]
-
-
-def number_of_steps() -> list[list[int]]:
-    """Of a mistake that changes no token."""
-    with lesson.small_llm() as llm:
-        steps: list[Any] = []
-        llm.engine.step_listeners.append(steps.append)
-        params = SamplingParams(temperature=0, max_tokens=4)
-        llm.generate([lesson.prompt(llm, name) for name in "AB"], params, use_tqdm=False)
-        return [[len(steps)]]
-
-
-STORIES: dict[str, Callable[[], list[list[int]]]] = {
-    "uncache": after(["C", "A", "B"], "C", num_blocks=10),
-    "copy_on_write": three_completions,
-    "rope_neighbours": after([], "A"),
-    "packed_order": after([], "A"),
-    "one_sum_less": after([], "A", tensor_parallel_size=2),
-    "short_hash": after(["A"], "B"),
-    "skipped_token": after([], "A", max_num_batched_tokens=8),
-    "late_position": after([], "A"),
-    "short_memory": after([], TWO_BOXES),
-    "stale_row": behind_a_ban,
-    "swap_in": back_from_the_cpu,
-    "starve": behind_smaller_ones,
-    "forgotten_token": after([], "A"),
-    "wrong_tokens": with_a_penalty,
-    "noise_with_state": three_completions,
-    "position_as_slot": after(["C"], "A"),
-    "shifted_table": after([], "A"),
-    "late_chunk": after([], "D"),
-    "one_by_one": number_of_steps,
-    "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
-    "short_answers": after([], "Tell me a story."),
-}
-
-
-@pytest.mark.parametrize("name", lesson.SABOTAGES)
-def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
-    """Inside, the answer is another one; afterwards it is the right one again."""
-    story = STORIES[name]
-    right = story()
-    with lesson.broken(name):
-        wrong = story()
-    assert wrong != right
-    assert all(wrong)
-    assert story() == right
-
-
-@pytest.mark.parametrize("name", lesson.SABOTAGES)
-def test_an_engine_that_was_used_inside_is_right_afterwards(name: str) -> None:
-    """Blocks, prefix cache and rows are forgotten; a request that has not ended goes on."""
-    with lesson.small_llm(48, max_num_batched_tokens=8) as llm:
-        alone = [ask(llm, question) for question in "ABCD"]
-        llm.reset_prefix_cache()
-        with lesson.broken(name):
-            ask(llm, "Tell me a story.", bad_words=["Paris"])
-            for question in "ABCD":
-                ask(llm, question)
-        assert [ask(llm, question) for question in "ABCD"] == alone
-        llm.engine.block_manager.check()
-
-
-def test_a_request_that_is_running_at_the_end_goes_on() -> None:
-    with lesson.small_llm(48) as llm:
-        right = ask(llm, "D")[0]
-        llm.reset_prefix_cache()
-        llm.add_request("D", lesson.prompt(llm, "D"), GREEDY)
-        llm.step()
-        with lesson.broken("late_position"):
-            pass
-        while llm.has_unfinished_requests():
-            outputs = llm.step()
-        assert list(outputs[0].outputs[0].token_ids) == right
-
-
-@pytest.mark.parametrize("name", lesson.SABOTAGES)
-def test_undone_whatever_happens_inside(name: str) -> None:
-    method, _ = lesson.REPLACEMENTS[name]
-    module, _, dotted = method.partition(".")
-    while not (PACKAGE / f"{module}.py").exists():  # "models.decoder.Attention.forward"
-        first, _, dotted = dotted.partition(".")
-        module = f"{module}/{first}"
-    assert exists(PACKAGE / f"{module}.py", dotted)
-    assert lesson.replaced_method(name) == dotted
-    before = owner_and_function(method)
-    with lesson.broken(name):
-        assert owner_and_function(method) is not before
-    assert owner_and_function(method) is before
-    with pytest.raises(KeyboardInterrupt), lesson.broken(name), lesson.broken(name):
-        raise KeyboardInterrupt
-    assert owner_and_function(method) is before
-
-
-def owner_and_function(method: str) -> Any:
-    """The function itself: "block_manager.BlockPool.allocate"."""
-    import importlib
-
-    *module, class_name, attribute = method.split(".")
-    owner = getattr(importlib.import_module(".".join(["nanoserve", *module])), class_name)
-    return vars(owner)[attribute]
-
-
-def test_an_unknown_sabotage_is_refused_with_those_that_are_known() -> None:
-    with (
-        pytest.raises(ValueError, match=r"'uncach'; there are: uncache, .*case 5"),
-        lesson.broken("uncach"),
-    ):
-        pass
-
-
-def test_five_cases_in_five_modules() -> None:
-    assert list(lesson.CASES) == [f"case {i}" for i in range(1, 6)]
-    modules = [lesson.REPLACEMENTS[name][0].rsplit(".", 2)[0] for name in lesson.CASES.values()]
-    assert len(set(modules)) == 5
-    assert lesson.replaced_method("case 1") == lesson.replaced_method(lesson.CASES["case 1"])
-
-
-def test_every_suspect_but_the_culprit_gets_a_hint() -> None:
-    text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
-    cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
-    assert re.findall(r"(?m)^\| `(\w+\.\w+)` \|", cells) == list(lesson.SUSPECTS)
-    for case in lesson.CASES:
-        others = set(lesson.SUSPECTS) - {lesson.replaced_method(case)}
-        assert set(lesson.suspect_hints(case)) == others and len(others) == 8
-
-
-# -- notebook 11 names the tests that hold what a case breaks --
-
-
-def names_of_tests(case: str) -> list[str]:
-    """ "tests/test_x.py::test_y" of a case; in the notebook, a test stands before its file."""
-    text = (PACKAGE.parent / "notebooks" / "11_break_it.ipynb").read_text("utf-8")
-    cells = "".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
-    [cause] = re.findall(rf"The cause of {case}</summary>(.*?)</details>", cells, re.DOTALL)
-    pairs = re.findall(r"`(test_\w+)`\s+in\s+`(tests/test_\w+\.py)`", cause)
-    return [f"{file}::{name}" for name, file in pairs]
-
-
-@pytest.mark.parametrize("case", lesson.CASES)
-def test_the_tests_named_for_a_case_exist(case: str) -> None:
-    named = names_of_tests(case)
-    assert named
-    for test in named:
-        file, _, name = test.partition("::")
-        assert f"def {name}(" in (PACKAGE.parent / file).read_text("utf-8"), test
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", lesson.CASES)
-def test_the_tests_named_for_a_case_notice_it(case: str) -> None:
-    """Run in an interpreter of their own, with the sabotage in the engine, they fail."""
-    options = ("-n0", "-q", "-x", "-p", "no:cacheprovider")
-    for test in names_of_tests(case):
-        code = f"""
-import pytest
-from nanoserve.extras import lesson
-with lesson.broken({case!r}):
-    print("exit status", int(pytest.main([*{options}, {test!r}])))
-"""
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=PACKAGE.parent,
-            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.stdout.endswith("exit status 1\n"), f"{test}\n{done.stdout[-500:]}"
+def test_notebooks_find_every_name_that_they_use() -> None:
+    for notebook in (PACKAGE.parent / "notebooks").glob("*.ipynb"):
+        for name in re.findall(r"\blesson\.([A-Za-z_]+)", notebook.read_text("utf-8")):
+            assert name == "py" or name in lesson.__all__, f"{notebook.name}: lesson.{name}"
 
 
 # -- the pictures of notebook 00 --

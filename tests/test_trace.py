@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.block_manager import BlockPool, BlockState
 from nanoserve.extras import trace
-from nanoserve.extras.trace import chrome, movie, states, style
+from nanoserve.extras.trace import chrome, movie, states, steps, style, timer
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, chunks_of, name_of
 from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.sequence import Sequence, SequenceStatus
@@ -566,6 +566,29 @@ def test_every_run_can_be_played(seed: int) -> None:
         ET.fromstring(movie.to_svg(recorder.steps))
 
 
+@pytest.mark.parametrize("num_blocks", [150, 151, 200, 300])
+def test_of_a_large_cache_the_blocks_that_had_an_owner_are_drawn(num_blocks: int) -> None:
+    """`first` pushes the blocks in use to high ids; a cache of 300 has no list of its free ones."""
+    engine = make_engine(num_kv_blocks=num_blocks, max_num_seqs=80, max_num_batched_tokens=1024)
+    for number in range(75):  # 2 full blocks each: 150 that keep their content
+        prompt = [number % 30, number // 30] * 4
+        engine.add_request(f"first {number}", prompt, params(max_tokens=1))
+    while engine.has_unfinished_requests():
+        engine.step()
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [31] * 14, params(max_tokens=3, ignore_eos=True))
+    while engine.has_unfinished_requests():
+        engine.step()
+    used = {i for f in recorder.steps for i, b in f.blocks_in_step.items() if b.owners}
+    assert max(used) >= 150 or num_blocks == 150
+    ids = movie.Painter(recorder.steps).block_ids
+    assert used <= set(ids) and ids == sorted(ids)
+    picture = movie.to_svg(recorder.steps)
+    remark = f"({len(ids)} of {num_blocks} blocks are drawn)"
+    assert (remark in picture) is (len(ids) < num_blocks)
+    assert len(ids) == (min(num_blocks, 150) if num_blocks <= 256 else len(used))
+
+
 def test_names_and_texts_at_the_borders(tmp_path: Path) -> None:
     """A one-token prompt is no decode; a name used again; names that are no XML; dots in a name."""
     engine = make_engine()
@@ -587,6 +610,30 @@ def test_names_and_texts_at_the_borders(tmp_path: Path) -> None:
     page = (tmp_path / "run.html").read_text("utf-8")
     Page(page)
     assert page.count("@steps@") == 2 and "</script><b>" not in page
+
+
+def test_what_stays_the_same_is_kept_once() -> None:
+    """Of three frames of one sequence, the free queue and the like change when it gets a block."""
+    engine = make_engine(num_kv_blocks=16)  # of 4 tokens
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [5] * 4, params(max_tokens=9, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    _, gets_a_block, same = recorder.steps
+    assert gets_a_block.free_queue and same.free_queue is gets_a_block.free_queue
+    assert same.contents is gets_a_block.contents and same.ref_counts is gets_a_block.ref_counts
+
+
+@pytest.mark.parametrize(("num_blocks", "has_queue"), [(256, True), (257, False)])
+def test_the_free_queue_of_a_large_cache_is_not_recorded(num_blocks: int, has_queue: bool) -> None:
+    engine = make_engine(num_kv_blocks=num_blocks)
+    recorder = trace.Recorder(engine)
+    engine.add_request("A", [5, 6, 7], params(max_tokens=2))
+    engine.step()
+    [frame] = recorder.steps
+    assert frame.num_free == num_blocks - 1
+    assert [bool(frame.free_queue), bool(frame.contents), bool(frame.ref_counts)] == [has_queue] * 3
+    assert frame.blocks[frame.sequences[0].table[0]].owners == ("A",)
 
 
 def test_a_recorder_may_come_in_the_middle() -> None:
@@ -708,6 +755,22 @@ def test_timeline_and_timelines(story: Any, plt: Any) -> None:
     assert {"one", "two", "place 1", "place 3", "step"} <= set(texts)
 
 
+@pytest.mark.parametrize("more", [0, 1, 140])
+def test_a_timeline_has_a_limit_of_lanes(more: int, plt: Any) -> None:
+    engine = make_engine(num_kv_blocks=256, max_num_seqs=200, max_num_batched_tokens=256)
+    recorder = trace.Recorder(engine)
+    for number in range(steps.MOST_LANES + more):
+        engine.add_request(f"r{number}", [5], params(max_tokens=2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    recorder.timeline()
+    [height] = {plt.figure(number).get_figheight() for number in plt.get_fignums()}
+    texts = drawn(plt)
+    assert height < 26  # inches
+    assert f"r{steps.MOST_LANES - 1}" in texts and f"r{steps.MOST_LANES}" not in texts
+    assert [text for text in texts if text.endswith("more")] == [f"and {more} more"] * bool(more)
+
+
 def test_times(story: Any, plt: Any) -> None:
     _, recorder, outputs = story
     trace.step_times("Parts", recorder)
@@ -717,6 +780,28 @@ def test_times(story: Any, plt: Any) -> None:
     texts = drawn(plt)
     assert {"A", "B", "C", "waits"} <= set(texts)
     assert sum("first token after" in text for text in texts) == 3
+
+
+def test_a_part_of_a_step_has_one_colour_in_all_pictures(story: Any, plt: Any) -> None:
+    from matplotlib.colors import to_hex
+
+    def colours() -> dict[str, str]:
+        handles, labels = plt.gca().get_legend_handles_labels()
+        faces = [to_hex(handle[0].get_facecolor()).upper() for handle in handles]
+        drawn(plt)
+        return dict(zip(labels, faces, strict=True))
+
+    _, recorder, _ = story
+    trace.step_times("Parts", recorder)
+    of_run = colours()
+    trace.shares("Parts", {"a step": dict.fromkeys(timer.PARTS, 1.0)})
+    of_shares = colours()
+    assert list(of_run) == ["schedule", "execute", "update"]
+    assert list(of_shares) == ["schedule", "prepare", "model", "sample", "update"]
+    assert of_run | of_shares == style.STEP_COLOURS
+    assert {part: of_shares[part] for part in of_run if part in of_shares} == {
+        part: face for part, face in of_run.items() if part != "execute"
+    }
 
 
 def test_charts(plt: Any) -> None:
@@ -778,6 +863,18 @@ except ImportError as error:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == 'pictures need matplotlib: pip install -e ".[notebooks]"\n'
+
+
+def test_tab_completion_knows_names_that_were_not_used() -> None:
+    """In a new interpreter; a module is still imported when a name of it is used."""
+    code = """
+import sys
+from nanoserve.extras import trace
+print({*trace.__all__, "HOMES"} <= set(dir(trace)), "nanoserve.extras.trace.beams" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_the_example_of_the_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,8 +119,17 @@ def steps_suite(settings: Settings) -> dict[str, Any]:
 
 
 def measure_steps(settings: Settings, llm: LLM) -> dict[str, Any]:
-    """The parts of a step; on a GPU, `model` is called `launch`, because it is the time of that."""
-    from nanoserve.extras.trace.timer import StepTimer  # the one use of extras in bench
+    """The parts of a step; on a GPU, `model` is called `launch`, because it is the time of that.
+    Raises ValueError where nanoserve/extras, which can be deleted, is not there."""
+    try:
+        from nanoserve.extras.trace.timer import StepTimer  # the one use of extras in bench
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("nanoserve.extras"):
+            raise
+        raise ValueError(
+            "the parts of a step are measured by nanoserve/extras/trace/timer.py, which is not "
+            "here. Put the folder nanoserve/extras back, or choose other suites."
+        ) from None
 
     timer = StepTimer(llm, settings.device)
     run_here(llm, settings.draw_warm_up(), settings.device)

@@ -58,3 +58,8 @@ def __getattr__(name: str) -> Any:
         if name in names.split():
             return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For tab completion: also the names that were not used yet."""
+    return sorted({*globals(), *__all__})

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from nanoserve.sequence import Sequence, SequenceStatus
 
-MOST_BLOCKS = 1024  # of a KV cache whose free queue is recorded
+MOST_BLOCKS = 256  # of a KV cache whose free queue is recorded
 MOST_WAITING = 64  # sequences of a queue that are recorded
 HELD, NEW, COMING = "held", "new", "coming"
 
@@ -183,7 +183,6 @@ class Frame:
 
     number: int  # from 1; 0: not a recorded step
     budget: int  # tokens that a step may compute
-    max_num_seqs: int
     block_size: int
     num_blocks: int
     num_free: int
@@ -197,8 +196,6 @@ class Frame:
     swapped_out: tuple[tuple[int, int], ...] = ()  # (KV block, CPU block)
     swapped_in: tuple[tuple[int, int], ...] = ()  # (CPU block, KV block)
     copied: tuple[tuple[int, int], ...] = ()  # (shared block, the writer's own)
-    num_queried: int = 0  # tokens looked up in the prefix cache since the engine began,
-    num_hit: int = 0  # and found
     started: float = 0.0  # seconds of time.perf_counter()
     schedule_time: float = 0.0  # seconds; see engine.StepReport
     execute_time: float = 0.0

@@ -5,7 +5,8 @@ blocks of the KV cache with their owners. What stays the same from one step to t
 once (svg.py). The animation is made of CSS keyframes; it has colours for light and dark, and a
 still picture for readers who want no motion.
 
-Left out: runs with many requests. The first MOST_REQUESTS have a line each; all are in the blocks.
+Left out: runs with many requests, and large KV caches. The first MOST_REQUESTS requests have a line
+each; all are in the blocks. Of more than MOST_BLOCKS blocks, those that had an owner come first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ WORDS = {
         "budget": "token budget: {} of {}",
         "cache": "KV cache",
         "blocks": "{} blocks of {} tokens, {} in use",
+        "drawn": "({} of {} blocks are drawn)",
         "written": "written in this step",
         "free": "free, but still cached",
         "legend": "Top: one square for each token of the step. "
@@ -68,6 +70,7 @@ WORDS = {
         "budget": "token 预算：{} / {}",
         "cache": "KV cache",
         "blocks": "{} 个 block，每个 {} 个 token，已用 {} 个",
+        "drawn": "（画出 {1} 个 block 中的 {0} 个）",
         "written": "本步写入",
         "free": "空闲，但仍在缓存中",
         "legend": "顶部：每个方格是本步计算的一个 token。block 内：▸ 特殊 token，␣ 空格，↵ 换行。",
@@ -99,7 +102,7 @@ SHADES = {HELD: "old", NEW: "new"}  # of slots, as classes of svg.PALETTE
 WIDTH, MARGIN = 760, 16
 ROW_TOP, ROW = 60, 48  # of the requests
 GAP, BLOCK_HEIGHT, OWNER_WIDTH = 7, 29, 19
-LEGEND = 25  # height of the last line
+LEGEND, REMARK = 25, 20  # height of the last line, and of one on blocks that are not drawn
 QUICK, SLOW, LAST = 0.9, 2.8, 5.0  # seconds of a frame: nothing new, something to read, the end
 MOST_REQUESTS, MOST_BLOCKS = 12, 150
 BUDGET_LEFT, BUDGET_CELL, MOST_CELLS = 112, 26.5, 18
@@ -218,10 +221,7 @@ class Painter:
             raise ValueError("no step was recorded: attach the Recorder before the requests run.")
         first = self.scenes[0].frame
         self.block_size = first.block_size
-        used: dict[int, None] = {}
-        for scene in self.scenes:
-            used |= dict.fromkeys(scene.frame.blocks_in_step)
-        self.block_ids = sorted(used)[:MOST_BLOCKS]
+        self.block_ids = self.choose_blocks()
         self.names = list(dict.fromkeys(r.name for s in self.scenes for r in s.requests))
         self.rows = self.names[:MOST_REQUESTS]
         self.more_height = 22 if len(self.names) > len(self.rows) else 0
@@ -231,7 +231,8 @@ class Painter:
         self.cache_top = ROW_TOP + ROW * len(self.rows) + self.more_height + 37
         lines = -(-len(self.block_ids) // self.columns)
         bottom = self.cache_top + lines * (BLOCK_HEIGHT + GAP) - GAP
-        self.height = round(bottom + LEGEND + MARGIN)
+        self.is_part = len(self.block_ids) < first.num_blocks
+        self.height = round(bottom + (REMARK if self.is_part else 0) + LEGEND + MARGIN)
         self.title = title or self.words["title"].format(requests=len(self.names))
         self._drawn: dict[tuple[Block, float, float], list[tuple[int, str]]] = {}
         self.film = Film([self.seconds_of(scene) for scene in self.scenes[:-1]] + [LAST])
@@ -242,6 +243,15 @@ class Painter:
             self.draw_cache(index, scene)
             legend = text(MARGIN, self.height - MARGIN, self.words["legend"], 14, "faint")
             self.film.add(index, legend)
+
+    def choose_blocks(self) -> list[int]:
+        """The ids that are drawn: all, or MOST_BLOCKS of them, first those that had an owner."""
+        has_owner: dict[int, bool] = {}
+        for scene in self.scenes:
+            for block_id, block in scene.frame.blocks_in_step.items():
+                has_owner[block_id] = has_owner.get(block_id, False) or bool(block.owners)
+        ids = sorted(has_owner, key=lambda block_id: (not has_owner[block_id], block_id))
+        return sorted(ids[:MOST_BLOCKS])
 
     @property
     def still(self) -> int:
@@ -342,6 +352,9 @@ class Painter:
                 self._drawn[block, left, top] = self.draw_block(frame, block, left, top)
             for layer, each in self._drawn[block, left, top]:
                 film.add(index, each, layer=layer)
+        if self.is_part:
+            remark = words["drawn"].format(len(self.block_ids), frame.num_blocks)
+            film.add(index, text(MARGIN, self.height - MARGIN - LEGEND + 2, remark, 14, "faint"))
 
     def draw_block(
         self, frame: Frame, block: Block, left: float, top: float

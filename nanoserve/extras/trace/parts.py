@@ -20,16 +20,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.extras.trace.style import label, panels, show
+from nanoserve.extras.trace.style import STEP_COLOURS, label, panels, show
 from nanoserve.extras.trace.timer import PARTS, StepTimer
-
-PART_COLOURS = {
-    "schedule": "#CC79A7",
-    "prepare": "#56B4E9",
-    "model": "#DDDDDD",
-    "sample": "#E69F00",
-    "update": "#009E73",
-}
 
 
 def measure_parts(
@@ -74,9 +66,10 @@ def shares(title: str, seconds: Mapping[str, Mapping[str, float]]) -> None:
     """A horizontal bar for each entry (name -> part -> seconds), divided by the parts' shares."""
     [ax] = panels(1, 0.5 * len(seconds) + 0.9, title)
     left = [0.0] * len(seconds)
-    for part, shade in PART_COLOURS.items():
+    for part in PARTS:
         widths = [parts[part] / sum(parts.values()) for parts in seconds.values()]
-        ax.barh(range(len(left)), widths, 0.74, left, color=shade, edgecolor="white", label=part)
+        style = {"color": STEP_COLOURS[part], "edgecolor": "white", "label": part}
+        ax.barh(range(len(left)), widths, 0.74, left, **style)
         for row, width in enumerate(widths):
             if width >= 0.03:
                 label(ax, left[row] + width / 2, row, f"{width:.0%}", 8.5)

@@ -9,10 +9,12 @@ changes nothing: an engine with a Recorder makes the same tokens.
     recorder.timeline("Who ran when")     # pictures, with matplotlib
     recorder.save("run.svg")              # or run.html, run.json (Chrome and Perfetto read it)
 
-*What it costs.* About 40 microseconds a step and 4 for each sequence in it, on one CPU core: one to
-three percent of a step of the demo model. Pictures cost time only when they are drawn. Frames stay
-in memory: about 300 bytes for each sequence of a step, until the Recorder is dropped (or, with
-`last`, the last steps only).
+*What it costs.* About 20 to 40 microseconds a step and 3 to 4 for each sequence in it, on one CPU
+core: one to three percent of a step of the demo model. Pictures cost time only when they are drawn.
+Frames stay in memory until the Recorder is dropped (or, with `last`, the last steps only): about
+700 bytes a step and 160 for each sequence in it. A step that allocates or frees blocks takes 24
+bytes more for each block of the KV cache; no such lists are kept of a cache of more than 256 blocks
+(frames.MOST_BLOCKS).
 
 *What it keeps alive.* Token ids, counters, block tables and the tokenizer; no tensor, and not the
 engine: a Recorder holds a weak reference, and can draw when the engine is closed or gone.
@@ -195,7 +197,7 @@ class Recorder:
                 execute_time=times[1],
                 update_time=times[2],
                 tokens=self._tokens,
-                **pool_fields(engine),
+                **pool_fields(engine, self._frames[-1] if self._frames else None),
             )
         )
         self._remember(sequences, views)

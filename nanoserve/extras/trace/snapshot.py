@@ -59,24 +59,25 @@ def make_view(
     )
 
 
-def pool_fields(engine: Any) -> dict[str, Any]:
-    """What a frame has of the scheduler and of the block pool, as fields of Frame."""
+def pool_fields(engine: Any, before: Frame | None = None) -> dict[str, Any]:
+    """What a frame has of the scheduler and of the block pool, as fields of Frame. What is equal in
+    the frame `before` is not kept twice."""
     scheduler, manager = engine.scheduler, engine.block_manager
     pool = manager.pool
     fields: dict[str, Any] = {
         "budget": scheduler.token_budget,
-        "max_num_seqs": scheduler.max_num_seqs,
         "block_size": manager.block_size,
         "num_blocks": pool.num_blocks,
         "num_free": pool.num_free_blocks,
         "num_waiting": len(scheduler.waiting) + len(scheduler.swapped),
-        "num_queried": manager.num_queried_tokens,
-        "num_hit": manager.num_hit_tokens,
     }
     if pool.num_blocks <= MOST_BLOCKS:
         fields["free_queue"] = tuple(pool.free_queue)
         fields["contents"] = tuple([h and h.token_ids for h in pool.block_hashes])
         fields["ref_counts"] = tuple(pool.ref_counts)
+        for name in ("free_queue", "contents", "ref_counts"):
+            if before is not None and fields[name] == getattr(before, name):
+                fields[name] = getattr(before, name)
     return fields
 
 

@@ -21,6 +21,7 @@ from nanoserve.extras.trace.style import (
     IDLE,
     INK,
     LINE,
+    STEP_COLOURS,
     TITLE,
     WAIT,
     WIDTH,
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 LANE = 0.34  # inches
 MOST_IN_LEGEND = 6  # names
+MOST_LANES = 60  # of a picture
 MOST_NUMBERED = 48  # steps with a number in every lane
-PARTS = {"schedule": "#0072B2", "execute": "#C9C9C9", "update": "#E69F00"}
+TIMES = ("schedule", "execute", "update")  # of a frame
 
 
 def frames_of(run: Any) -> list[Frame]:
@@ -53,10 +55,13 @@ def frames_of(run: Any) -> list[Frame]:
 
 
 def timeline(title: str, run: Any) -> None:
-    """Draw a run: above, a bar for each step with its tokens; below, a lane for each sequence."""
+    """Draw a run: above, a bar for each step with its tokens; below, a lane for each sequence, for
+    the first MOST_LANES of them."""
     frames = frames_of(run)
     names = names_in(frames)
-    lanes_height = LANE * max(1, len(names)) + 0.3
+    shown, num_more = names[:MOST_LANES], len(names[MOST_LANES:])
+    rows = [*shown, *([""] if num_more else [])]
+    lanes_height = LANE * max(1, len(rows)) + 0.3
     _, (bars, lanes) = pyplot().subplots(
         2,
         1,
@@ -68,9 +73,11 @@ def timeline(title: str, run: Any) -> None:
     )
     bars.set_title(title, loc="left", fontsize=TITLE, weight="bold", color=INK)
     _draw_bars(bars, frames, names)
-    for row, name in enumerate(names):
+    for row, name in enumerate(shown):
         _draw_lane(lanes, frames, name, row)
-    _dress_lanes(lanes, frames, names)
+    if num_more:
+        label(lanes, 0.5, len(shown), f"and {num_more} more", 9, ha="left", color=FAINT)
+    _dress_lanes(lanes, frames, rows)
     show()
 
 
@@ -112,7 +119,7 @@ def _draw_bars(ax: Axes, frames: list[Frame], names: list[str]) -> None:
     if any(view.num_again for frame in frames for view in frame.scheduled):
         again = Patch(facecolor=LINE, edgecolor="white", hatch="////", label="computed again")
         handles.append(again)
-    if signs := {sign for name in names for sign in _wait_signs(frames, name)}:
+    if signs := {sign for name in names[:MOST_LANES] for sign in _wait_signs(frames, name)}:
         meanings = {"✕": "preempted", "↓": "in CPU memory", "…": "waits"}
         text = ", ".join(f"{sign} {what}" for sign, what in meanings.items() if sign in signs)
         handles.append(Patch(facecolor=WAIT, label=text))
@@ -272,11 +279,11 @@ def step_times(title: str, run: Any) -> None:
     [ax] = panels(1, 3.0, title)
     bottoms = [0.0] * len(frames)
     places = range(1, len(frames) + 1)
-    totals = dict.fromkeys(PARTS, 0.0)
-    for part, face in PARTS.items():
+    totals = dict.fromkeys(TIMES, 0.0)
+    for part in TIMES:
         seconds = [getattr(frame, f"{part}_time") for frame in frames]
         shares = [100 * s / max(_total(f), 1e-12) for s, f in zip(seconds, frames, strict=True)]
-        ax.bar(places, shares, 0.86, bottoms, color=face, label=part)
+        ax.bar(places, shares, 0.86, bottoms, color=STEP_COLOURS[part], label=part)
         bottoms = [a + b for a, b in zip(bottoms, shares, strict=True)]
         totals[part] = sum(seconds)
     whole = max(sum(totals.values()), 1e-12)
@@ -285,7 +292,7 @@ def step_times(title: str, run: Any) -> None:
             label(ax, place, 103, str(frame.num_scheduled), 7.5, color=FAINT, va="bottom")
         label(ax, 0.3, 103, "tokens", 7.5, color=FAINT, va="bottom", ha="right")
     handles, _ = ax.get_legend_handles_labels()
-    texts = [f"{part} ({_percent(totals[part] / whole)} of the run)" for part in PARTS]
+    texts = [f"{part} ({_percent(totals[part] / whole)} of the run)" for part in TIMES]
     fig = ax.get_figure()
     fig.legend(handles, texts, loc="outside lower center", ncols=3, frameon=False, fontsize=8.5)
     ax.set_ylim(0, 112)

@@ -26,6 +26,14 @@ SMALLEST = 7.0  # points, of every text
 TITLE = 11.5
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+STEP_COLOURS = {  # of the parts of a step's time; "execute" is prepare, model and sample together
+    "schedule": "#CC79A7",
+    "prepare": "#56B4E9",
+    "execute": "#DDDDDD",
+    "model": "#DDDDDD",
+    "sample": "#E69F00",
+    "update": "#009E73",
+}
 FILLERS = {"X": "#8A8A8A", "Y": "#B4B4B4", "Z": "#6A6A6A"}
 SHADES = (0.0, -0.55, 0.6, 0.12, -0.25)  # of branches: below 0 darker, above 0 lighter
 INK, FAINT, LINE = "#222222", "#666666", "#A6A6A6"
