@@ -174,7 +174,9 @@ class MultiprocExecutor:
                 self.failure = self.failure or str(error)
             elif self.failure is None:  # else: it was closed meanwhile
                 found = self.ranks.find_failure(timeout=EXIT_TIMEOUT)
-                self.failure = "\n".join(filter(None, (found, str(error))))
+                if found is None or "exit code" in found:  # rank 0 may have seen the cause
+                    found = "\n".join(filter(None, (found, str(error))))
+                self.failure = found
             raise RankError(self.failure) from error
         # An aborted nccl call raises nothing.
         self.failure = self.failure or self.ranks.find_failure(timeout=0)
