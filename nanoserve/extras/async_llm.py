@@ -363,9 +363,9 @@ class EngineCoreThread:
             if isinstance(error, EngineDeadError) or any(map(engine.has_request, before)):
                 raise
         engine.take_outputs()  # of requests that somebody added to the engine itself
-        if not engine.scheduler.running and engine.get_num_unfinished_requests():
-            if self._wake.wait(NOT_READY_PAUSE):
-                self._wake.clear()  # else every later pause would end at once
+        is_waiting = not engine.scheduler.running and engine.get_num_unfinished_requests()
+        if is_waiting and self._wake.wait(NOT_READY_PAUSE):
+            self._wake.clear()  # else every later pause would end at once
 
     def _run_utility(self, function: Callable[[LLMEngine], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():
