@@ -937,7 +937,9 @@ def test_a_failure_tells_what_both_ranks_say() -> None:
 
     executor = MultiprocExecutor.__new__(MultiprocExecutor)
     executor.failure, executor._thread = None, cast(Any, SimpleNamespace(run=run))
-    found = SimpleNamespace(find_failure=lambda timeout: "rank 1 ended with exit code 1." if timeout else None)
+    found = SimpleNamespace(
+        find_failure=lambda timeout: "rank 1 ended with exit code 1." if timeout else None
+    )
     executor.ranks = cast(Any, found)
     with pytest.raises(RankError, match=r"rank 1 ended with exit code 1\.\nno such interface"):
         executor._run_and_check(lambda: None)
