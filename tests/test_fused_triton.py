@@ -25,7 +25,6 @@ from attention_oracle import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
 from aot_kernels import GPUS, META, Launch, recorded, variant_of
@@ -33,6 +32,7 @@ from aot_kernels import GPUS, META, Launch, recorded, variant_of
 from nanoserve import LLM, SamplingParams, layers
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.extras.trace.launches import OperatorLog
 from nanoserve.kernels.attention_triton import GpuInfo, TritonBackend
 from nanoserve.kernels.fused_triton import (
     add_rms_norm_triton,
@@ -263,33 +263,6 @@ def test_an_engine_on_them_gives_the_same_tokens(
 # ------------------------------------------------------------------------------ how many kernels
 
 
-class CountKernels(TorchDispatchMode):
-    """Counts the operators that compute something: all but views, and memory without contents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        inputs = [storage_of(tensor) for tensor in args if isinstance(tensor, Tensor)]
-        outputs = output if isinstance(output, (list, tuple)) else [output]
-        is_view = all(storage_of(tensor) in inputs for tensor in outputs)
-        is_written = any(
-            given.alias_info is not None and given.alias_info.is_write
-            for given in function._schema.arguments
-        )
-        if (is_written or not is_view) and "empty" not in str(function):
-            self.names.append(str(function))
-        return output
-
-
-def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 @dataclass(frozen=True)
 class ModelWithoutContents:
     """A model on the meta device: its steps launch what they would launch on a GPU."""
@@ -340,7 +313,7 @@ def model_without_contents(
 def kernels_of_a_step(folder: Path, *options: Any) -> Counter[str]:
     """What a decode of 256 sequences launches on an H100, by name."""
     model = model_without_contents(folder, *options)
-    counted = CountKernels()
+    counted = OperatorLog()
     launches = model.launches(256, 256, 64, watch=counted)
     return Counter([*counted.names, *(launch.kernel.__name__ for launch in launches)])
 
@@ -404,7 +377,7 @@ def test_every_step_runs_kernels_that_were_warmed_up(
 
 def test_the_counter_sees_kernels_and_no_views() -> None:
     x = torch.zeros(4, 6)
-    with torch.inference_mode(), CountKernels() as counted:
+    with torch.inference_mode(), OperatorLog() as counted:
         x.view(-1, 3).transpose(0, 1).split(2)[0].float()  # all views: float() is x
         x.half(), x.add_(1), x.roll(1), torch.empty(3)
     assert counted.names == ["aten.to.dtype", "aten.add_.Tensor", "aten.roll.default"]

@@ -30,7 +30,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from nanoserve.exceptions import EngineDeadError
-from nanoserve.interrupts import is_from_signal
+from nanoserve.interrupts import unless_signal
 
 Result = TypeVar("Result")
 FIRST_REPORT = 5.0  # seconds of waiting; each later report after twice as many
@@ -65,9 +65,7 @@ class RankThread:
             while True:
                 try:
                     return future.result(started + seconds - time.monotonic())
-                except concurrent.futures.TimeoutError as error:
-                    if is_from_signal(error):  # the application's time limit, not ours
-                        raise
+                except unless_signal(concurrent.futures.TimeoutError):
                     if future.done():  # the exception of work(), or it ended just now
                         return future.result()
                     if not self._thread.is_alive():  # stopped before it came to this work

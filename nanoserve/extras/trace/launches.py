@@ -48,8 +48,9 @@ BLOCK_SIZE = 16
 H100 = (90, 132, 227 * 1024)  # capability, multiprocessors, bytes of shared memory of a program
 
 
-class _OperatorLog(TorchDispatchMode):
-    """Notes PyTorch's operators that compute: all but views, and memory without contents."""
+class OperatorLog(TorchDispatchMode):
+    """Notes PyTorch's operators that compute ("aten.linear.default"): all but views, and memory
+    without contents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class _OperatorLog(TorchDispatchMode):
             for given in function._schema.arguments
         )
         if (is_written or not is_view) and "empty" not in str(function):
-            self.names.append(str(function).removeprefix("aten.").split(".")[0].strip("_"))
+            self.names.append(str(function))
         return output
 
 
@@ -113,7 +114,7 @@ def list_launches(
     tables = [torch.zeros(shape, dtype=torch.int32, device=META) for shape in shapes]
     metadata = StepMetadata(ids, *tables)
     metadata = layer_config.attention.plan(metadata, BLOCK_SIZE, torch.bfloat16)
-    log = _OperatorLog()
+    log = OperatorLog()
     gpu = attention_triton.GpuInfo(*H100)
     with ExitStack() as stack:
         patch = mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
@@ -125,7 +126,7 @@ def list_launches(
         stack.enter_context(torch.inference_mode())
         stack.enter_context(log)
         model(ids, ids, caches, metadata)
-    return log.names
+    return [name.removeprefix("aten.").split(".")[0].strip("_") for name in log.names]
 
 
 def decode_cost(config: Mapping[str, Any], num_seqs: int, context: int) -> dict[str, float]:
