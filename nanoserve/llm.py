@@ -584,6 +584,10 @@ class _ProgressBar:
         what: dict[str, Any] = {"total": len(requests), "desc": "Prompts"}
         if callable(use_tqdm):
             self.bar = use_tqdm(**what, dynamic_ncols=True, postfix="")
+            if not (hasattr(self.bar, "update") and hasattr(self.bar, "close")):
+                raise TypeError(
+                    f"use_tqdm made {brief(self.bar)}; allowed: a bar with update(n) and close()."
+                )
         else:
             self.bar = tqdm(
                 **what,

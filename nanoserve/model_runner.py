@@ -130,7 +130,7 @@ class ModelRunner:
         assert config.max_model_len and config.max_num_seqs, "EngineConfig not resolved"
         self.block_size = config.block_size
         self.device = choose_device(config.device)
-        with current_device(self.device):
+        with current_device(self.device), torch.device("cpu"):  # whatever set_default_device says
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
             self.parallel = parallel or ParallelState()
             layer_config = make_layer_config(

@@ -32,8 +32,8 @@ import os
 import pickle
 import socket
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -293,8 +293,18 @@ def address_towards(host: str, port: int) -> str:
 
 
 def current_device(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which `device` is the current GPU; nothing on a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """A context in which `device` is the current GPU (nothing on a CPU), and torch.autocast of the
+    application around it is off: it would give layers a dtype that the KV cache does not have."""
+    context = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return _without_autocast(device, context) if torch.is_autocast_enabled(device.type) else context
+
+
+@contextmanager
+def _without_autocast(
+    device: torch.device, context: AbstractContextManager[object]
+) -> Iterator[None]:
+    with context, torch.autocast(device.type, enabled=False):
+        yield
 
 
 def choose_device(wanted: str) -> torch.device:

@@ -485,6 +485,25 @@ def test_a_bar_needs_update_and_close_only(llm: LLM) -> None:
 
     llm.generate([STORY, STORY], GREEDY, use_tqdm=Bar)
     assert seen == [2, 1, 1, "closed"]
+    with pytest.raises(TypeError, match=r"use_tqdm made None; allowed: a bar with update"):
+        llm.generate(STORY, GREEDY, use_tqdm=lambda **given: None)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [partial(torch.autocast, "cpu", torch.bfloat16), partial(torch.device, "meta")],
+    ids=["autocast", "default device"],
+)
+def test_modes_of_the_application_change_nothing(llm: LLM, mode: Callable[..., Any]) -> None:
+    """torch.autocast and a default device are meant for the application's own tensors."""
+    [expected] = llm.generate(STORY, GREEDY, use_tqdm=False)
+    with mode():
+        [inside] = llm.generate(STORY, GREEDY, use_tqdm=False)
+        other = LLM()
+    with other:
+        [built_inside] = other.generate(STORY, GREEDY, use_tqdm=False)
+    for output in (inside, built_inside):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_the_progress_bar_moves_before_a_request_ends(
