@@ -55,7 +55,7 @@ from nanoserve.exceptions import (
     as_validation_error,
     brief,
 )
-from nanoserve.fault_isolation import FaultSearch, IdleWarning
+from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
@@ -149,11 +149,12 @@ class LLMEngine(OwnedByProcess):
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet
+        self.claimed: set[str] = set()  # request ids whose outputs step() leaves to a loop
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
         self._current: LaunchedStep | None = None  # is executed or read; None while one is decided
-        self._search, self._idle_warning = FaultSearch(self), IdleWarning(self)
+        self._search, self._idle_watch = FaultSearch(self), IdleWatch(self)
         self._lock = threading.RLock()
         self._is_stepping = False
         self._is_changing = False  # the scheduler's lists: what aborts has to wait
@@ -309,14 +310,15 @@ class LLMEngine(OwnedByProcess):
         return self.take_outputs()
 
     def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """The outputs that wait to be handed out: all, or only those of some requests."""
+        """The outputs that wait to be handed out: those of some requests, or all others than the
+        claimed ones."""
         taken: list[RequestOutput] = []
         try:
             with self._lock:
-                outputs = self._outputs
-                ids = {o.request_id for o in outputs} if request_ids is None else request_ids
-                wanted = [output for output in outputs if output.request_id in ids]
-                others = [output for output in outputs if output.request_id not in ids]
+                unclaimed = {each.request_id for each in self._outputs} - self.claimed
+                ids = unclaimed if request_ids is None else request_ids
+                wanted = [each for each in self._outputs if each.request_id in ids]
+                others = [each for each in self._outputs if each.request_id not in ids]
                 taken, self._outputs = wanted, others
             return taken
         except BaseException:  # Ctrl-C: the outputs wait for the next call
@@ -376,7 +378,7 @@ class LLMEngine(OwnedByProcess):
         with self.changing():
             scheduler_output = self.scheduler.schedule()
         end = perf_counter()
-        self._idle_warning.note(scheduler_output.is_empty)
+        self._idle_watch.note(scheduler_output.is_empty)
         if not scheduler_output.is_empty:
             self._current = LaunchedStep(scheduler_output, end - start, end)
             self._is_executing = True

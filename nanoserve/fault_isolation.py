@@ -35,7 +35,6 @@ vLLM: none. An error in EngineCore ends the engine and all requests.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -53,7 +52,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-IDLE_SECONDS = 5
+IDLE_SECONDS = 5  # without work, until a warning
+STALL_SECONDS = 60  # until it is an error
 PROBE_SEQ_ID = -1  # no request has it
 
 
@@ -82,30 +82,38 @@ def is_unwritten(error: BaseException) -> bool:
     return isinstance(error, NotImplementedError) and not is_torch
 
 
-class IdleWarning:
-    """Warns once if steps have nothing to do for IDLE_SECONDS while requests are unfinished: a
-    scheduler or block manager of one's own may never let them run."""
+class IdleWatch:
+    """Warns if steps have nothing to do for IDLE_SECONDS while requests are unfinished, and fails
+    the step after STALL_SECONDS: a scheduler or block manager of one's own may never let them run.
+
+    A sequence that is not ready may wait longer: what it waits for has limits of its own.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        self._idle_since: float | None = None  # inf: the warning was given
+        self._idle_since: float | None = None
+        self._has_warned = False
 
     def note(self, is_empty: bool) -> None:
-        """A step was scheduled; is_empty: with nothing in it."""
+        """A step was scheduled; is_empty: with nothing in it. Raises RuntimeError."""
         number = self.engine.get_num_unfinished_requests()
         if not is_empty or not number or self.engine._in_flight:
-            self._idle_since = None
+            self._idle_since, self._has_warned = None, False
             return
         now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = now
-        if now - self._idle_since >= IDLE_SECONDS:
-            self._idle_since = math.inf
-            logger.warning(
-                "%d requests are unfinished, and no step has had work for %d s. "
-                "nanoserve.tools.why_waiting says what a sequence waits for; abort_request ends "
-                "a request.",
-                *(number, IDLE_SECONDS),
+        message = f"{number} requests are unfinished, and no step has had work for %d s. "
+        if now - self._idle_since >= IDLE_SECONDS and not self._has_warned:
+            self._has_warned = True
+            message += "nanoserve.tools.why_waiting says what a sequence waits for; "
+            logger.warning(message + "abort_request ends a request.", IDLE_SECONDS)
+        sequences = self.engine.scheduler.sequences.values()
+        if now - self._idle_since >= STALL_SECONDS and all(seq.is_ready() for seq in sequences):
+            self._idle_since = None
+            raise RuntimeError(
+                message % STALL_SECONDS + "All are ready: the scheduler or the block manager does "
+                "not let them run."
             )
 
 

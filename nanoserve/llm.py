@@ -170,8 +170,7 @@ class LLM(OwnedByProcess):
         results = self._collect(requests, use_tqdm)
         if len(results) < len(requests):
             raise RuntimeError(
-                "generate did not get the outputs of all requests: while it waited, one was "
-                "aborted, or a call of step() took its outputs (in a listener, for example)."
+                "generate did not get the outputs of all requests: one was aborted meanwhile."
             )
         return results
 
@@ -214,8 +213,7 @@ class LLM(OwnedByProcess):
     ) -> Iterator[RequestOutput]:
         """Complete every prompt; yield the new text of each step. The texts of a completion's
         outputs, joined, are its whole text. With output_kind CUMULATIVE each output has the whole
-        text so far. Leaving the loop early aborts the unfinished requests. Do not call step()
-        inside the loop: it takes outputs of the stream. (generate and other streams do not.)"""
+        text so far. Leaving the loop early aborts the unfinished requests."""
         prompts = prompt_to_seq(prompts)
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
         return self.run_requests(requests)  # a generator: queues the requests when the loop begins
@@ -459,12 +457,13 @@ class LLM(OwnedByProcess):
         """Queue these requests (unless they are queued already) and run steps until they have
         ended; yield their outputs.
 
-        Outputs of other requests wait in the engine for their own caller: step(), or another loop
-        like this one. However this loop ends, the unfinished requests are aborted.
+        Each caller gets its own outputs only, also if step() is called inside this loop, or another
+        loop like this one. However this loop ends, the unfinished requests are aborted.
         """
         engine, request_ids = self.engine, {request.request_id for request in requests}
         is_unfinished = bool(requests)
         try:
+            engine.claimed |= request_ids
             for request in () if is_queued else requests:
                 engine.add(request)
             while is_unfinished:
@@ -480,6 +479,7 @@ class LLM(OwnedByProcess):
                     for request in filter(engine.has_request, requests):
                         engine.abort_request(request.request_id)
                     engine.take_outputs(request_ids)
+                    engine.claimed -= request_ids
 
     def new_request_id(self) -> str:
         """A request id that no unfinished request has: "0", "1", ..., as vLLM's."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from nanoserve import LLM, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.exceptions import Caught, RequestError, describe_error
-from nanoserve.fault_isolation import PROBE_SEQ_ID
+from nanoserve.fault_isolation import PROBE_SEQ_ID, STALL_SECONDS
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence, SequenceStatus
 
@@ -322,10 +322,11 @@ def test_requests_that_all_fail_alone(make_engine: MakeEngine, num_guilty: int) 
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_an_engine_that_never_lets_a_request_run_says_so_once(
+def test_an_engine_that_never_lets_a_request_run_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
 ) -> None:
-    """And again after it has had work meanwhile."""
+    """A warning, once, and again after it has had work meanwhile. Later the step fails, unless the
+    request is not ready."""
     clock, is_mute = [100.0], [True]
     monkeypatch.setattr("nanoserve.fault_isolation.time.monotonic", lambda: clock[0])
 
@@ -339,7 +340,7 @@ def test_an_engine_that_never_lets_a_request_run_says_so_once(
         engine.step()  # nothing is unfinished
         clock[0] += 60
         engine.add_request("a", {"prompt_token_ids": [1]}, params())
-        for seconds, expected in ((0, -1), (4, -1), (1, 0), (60, 0)):
+        for seconds, expected in ((0, -1), (4, -1), (1, 0), (54, 0)):
             clock[0] += seconds
             engine.step()
             assert len(caplog.records) == num_warnings + expected
@@ -348,6 +349,17 @@ def test_an_engine_that_never_lets_a_request_run_says_so_once(
         is_mute[0] = True
     assert "1 requests are unfinished" in caplog.text
     assert "nanoserve.tools.why_waiting" in caplog.text
+
+    engine.add_request("b", {"prompt_token_ids": [1]}, params())
+    engine.step()
+    clock[0] += STALL_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequence, "is_ready", lambda seq: False)
+        assert engine.step() == []
+    with pytest.raises(RuntimeError, match=r"1 requests are unfinished.*All are ready"):
+        engine.step()
+    is_mute[0] = False
+    assert finish(engine)["b"].outputs[0].token_ids == expect([1])
 
 
 def test_each_failed_step_is_in_the_log_once(

@@ -460,14 +460,13 @@ def test_a_bar_of_the_callers_own_decides(llm: LLM, capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def test_outputs_that_a_listener_has_taken(llm: LLM) -> None:
-    """generate says that they are missing, and does not claim that the request was aborted."""
-    listeners = llm.engine.step_listeners
-    listeners.append(lambda report: listeners.clear() or [llm.step() for _ in range(20)])
-    with pytest.raises(RuntimeError, match=r"aborted, or a call of step\(\) took its outputs"):
-        llm.generate([STORY], GREEDY, use_tqdm=False)
-    assert listeners == []
-    assert len(llm.generate([STORY], GREEDY, use_tqdm=False)) == 1
+def test_step_takes_no_output_of_generate(llm: LLM) -> None:
+    [expected] = llm.generate([STORY], GREEDY, use_tqdm=False)
+    listeners, taken = llm.engine.step_listeners, list[RequestOutput]()
+    listeners.append(lambda report: listeners.clear() or [taken.extend(llm.step()) for _ in "20"])
+    [output] = llm.generate([STORY], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert (listeners, taken) == ([], [])
 
 
 def test_a_bar_needs_update_and_close_only(llm: LLM) -> None:
@@ -695,6 +694,19 @@ def test_two_streams_in_turn(llm: LLM) -> None:
     assert token_ids_of([second for _, second in pairs]) == expected[1][: len(pairs)]
     assert len(pairs) == min(len(tokens) for tokens in expected)
     gc.collect()
+
+
+def test_step_inside_a_stream(llm: LLM) -> None:
+    """It moves all requests on, and hands out those of nobody else."""
+    [expected] = llm.generate([STORY], GREEDY, use_tqdm=False)
+    llm.add_request("mine", STORY, GREEDY)
+    texts, mine = "", ""
+    for output in llm.stream(STORY, GREEDY):
+        texts += output.outputs[0].text
+        for other in llm.step():
+            assert other.request_id == "mine"
+            mine = other.outputs[0].text
+    assert texts == mine == expected.outputs[0].text
 
 
 def test_generate_inside_a_stream(llm: LLM) -> None:
