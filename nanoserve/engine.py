@@ -327,25 +327,27 @@ class LLMEngine(OwnedByProcess):
 
     def run_step(self) -> None:
         """Run one step; its outputs wait for take_outputs."""
-        with self._stepping():
-            self._check_open()
-            if self._is_unclean:  # a second Ctrl-C came before recover
+        self._call_alone(self._run_step)
+
+    def _run_step(self) -> None:
+        self._check_open()
+        if self._is_unclean:  # a second Ctrl-C came before recover
+            self.recover()
+        self._is_unclean, self._is_executing, self._current = True, False, None
+        try:
+            with delayed_interrupt():
+                self._drain_inbox()
+            self._search.choose_group()
+            if self.config.async_scheduling and not self._search.is_on:
+                self._run_overlapped_step()
+            else:
+                self._run_plain_step()
+        except BaseException as error:
+            if not isinstance(error, Exception) or is_from_signal(error):
                 self.recover()
-            self._is_unclean, self._is_executing, self._current = True, False, None
-            try:
-                with delayed_interrupt():
-                    self._drain_inbox()
-                self._search.choose_group()
-                if self.config.async_scheduling and not self._search.is_on:
-                    self._run_overlapped_step()
-                else:
-                    self._run_plain_step()
-            except BaseException as error:
-                if not isinstance(error, Exception) or is_from_signal(error):
-                    self.recover()
-                    raise
-                self._search.isolate(error, self._current, self._in_flight)
-            self._is_unclean = False
+                raise
+            self._search.isolate(error, self._current, self._in_flight)
+        self._is_unclean = False
 
     def _run_plain_step(self) -> None:
         """Schedule, execute, update."""
@@ -416,15 +418,17 @@ class LLMEngine(OwnedByProcess):
 
     # -- threads --
 
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
-        """Hold the lock. Raises RuntimeError if another thread is inside a step."""
+    def _call_alone(self, action: Callable[[], Any]) -> Any:
+        """action(), with the lock held. Raises RuntimeError if another thread is inside a step.
+
+        (No context manager: of two quick Ctrl-C Python would drop one while it closes a generator.)
+        """
         was_stepping: bool | None = None
         try:
             with delayed_interrupt():
                 self._acquire_lock()
                 was_stepping, self._is_stepping = self._is_stepping, True
-            yield
+            return action()
         finally:
             if was_stepping is not None:
                 self._is_stepping = was_stepping
@@ -472,9 +476,8 @@ class LLMEngine(OwnedByProcess):
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running. Raises
         RuntimeError if another thread is inside a step, or if the engine is closed."""
-        with self._stepping():
-            self._check_open()
-            return self.block_manager.reset_prefix_cache()
+        self._check_open()
+        return self._call_alone(self.block_manager.reset_prefix_cache)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""

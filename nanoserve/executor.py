@@ -36,7 +36,7 @@ import torch
 from nanoserve.attention import AttentionBackend
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.kernels.threads import (
-    limited_threads,
+    call_with_threads,
     most_threads,
     slow_threads_hint,
     thread_setters,
@@ -101,16 +101,16 @@ class UniprocExecutor:
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and return its tokens."""
-        with limited_threads(self.num_threads, self._thread_setters):
-            return self.runner.execute_model(scheduler_output)
+        action = self.runner.execute_model
+        return call_with_threads(self.num_threads, self._thread_setters, action, scheduler_output)
 
     def launch(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Start one step and return at once; result() of the PendingOutput waits for the tokens.
 
         The next step may be launched before the result of this step is read.
         """
-        with limited_threads(self.num_threads, self._thread_setters):
-            return self.runner.launch(scheduler_output)
+        action = self.runner.launch
+        return call_with_threads(self.num_threads, self._thread_setters, action, scheduler_output)
 
     def describe(self) -> str:
         """Device, dtype and attention, for the engine's first log line."""

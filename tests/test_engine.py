@@ -381,7 +381,7 @@ class Tracer:
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
-        if "nanoserve" not in code.co_filename or code.co_name == "_stepping":
+        if "nanoserve" not in code.co_filename or code.co_name == "_call_alone":
             return None
         if event == "line" and is_interruptible(code.co_filename, frame.f_lineno):
             self.lines.append((code.co_filename, frame.f_lineno))

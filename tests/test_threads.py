@@ -21,8 +21,8 @@ from nanoserve.kernels.threads import (
     NUMBER_VARIABLES,
     SMALL_MODEL,
     WAITING_VARIABLES,
+    call_with_threads,
     cpu_quota,
-    limited_threads,
     most_threads,
     num_cores,
     rank_environment,
@@ -180,8 +180,7 @@ def test_the_limit_reaches_every_library() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with limited_threads(2, thread_setters()):
-            limited = torch.__config__.parallel_info()
+        limited = call_with_threads(2, thread_setters(), torch.__config__.parallel_info)
         assert not re.findall(r"(?:omp|mkl)_get_max_threads\(\) : (?!2\n)", limited)
         assert torch.get_num_threads() == 3
     finally:

@@ -33,14 +33,14 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from nanoserve.interrupts import unless_signal
+from nanoserve.interrupts import delayed_interrupt, unless_signal
 
+Result = TypeVar("Result")
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -107,31 +107,34 @@ def most_threads(model_bytes: int) -> int | None:
     return 1 if model_bytes < SMALL_MODEL else num_cores()
 
 
-@contextmanager
-def limited_threads(number: int, setters: Seq[Callable[[int], Any]]) -> Iterator[None]:
-    """Let torch use `number` threads for what the calling thread computes in this context. setters:
+def call_with_threads(
+    number: int, setters: Seq[Callable[[int], Any]], action: Callable[..., Result], *args: Any
+) -> Result:
+    """action(*args), with `number` threads of torch for what the calling thread computes. setters:
     thread_setters(), which is looked up once because it takes a while.
 
     torch.set_num_threads would also set the default of threads that start later, so a thread whose
-    first computation falls into this context would keep `number` for ever. OpenMP and MKL can set
-    the number of the calling thread alone. Without their functions nothing is limited.
+    first computation falls into this call would keep `number` for ever. OpenMP and MKL can set the
+    number of the calling thread alone. Without their functions nothing is limited.
+
+    (No context manager: of two quick Ctrl-C Python would drop one while it closes a generator.)
     """
     import torch
 
     before = torch.get_num_threads()  # the calling thread's
     if not setters or number == before:
-        yield
-        return
+        return action(*args)
     set_openmp, *set_mkl = setters
     mkl_before: list[int] = []
     try:
         mkl_before += [set_threads(number) for set_threads in set_mkl]
         set_openmp(number)
-        yield
+        return action(*args)
     finally:
-        set_openmp(before)
-        for set_threads, threads in zip(set_mkl, mkl_before or [0], strict=False):
-            set_threads(threads)  # 0: as before the first call, no number of this thread's own
+        with delayed_interrupt():
+            set_openmp(before)
+            for set_threads, threads in zip(set_mkl, mkl_before or [0], strict=False):
+                set_threads(threads)  # 0: as before the first call, no number of this thread's own
 
 
 def thread_setters() -> tuple[Callable[[int], Any], ...]:
