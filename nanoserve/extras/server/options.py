@@ -3,7 +3,7 @@
 One declaration, of which the flags are made:
 
     FrontendArgs.max_body_size     --max-body-size 1000000     (tools/cli.py: add_fields)
-    FrontendArgs.api_key           --api-key one two           (a list)
+    FrontendArgs.api_key           --api-key one two           (a tuple)
 
 This module imports neither FastAPI nor torch: `nanoserve serve --help` needs neither.
 
@@ -16,7 +16,6 @@ vLLM: vllm/entrypoints/launchers/cli_args.py (V1).
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -27,7 +26,8 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 @dataclass(frozen=True)
 class FrontendArgs:
-    """The options of the server, under vLLM's names where it has them.
+    """The options of the server, under vLLM's names where it has them. One string may stand for a
+    tuple of one.
 
     Raises ValueError or TypeError for a value that is not allowed.
     """
@@ -35,13 +35,13 @@ class FrontendArgs:
     host: str = "127.0.0.1"  # address to listen at: this machine only; 0.0.0.0: whoever reaches it
     port: int = 8000  # 0: a free one
     uds: str | None = None  # path of a Unix domain socket, in place of host and port
-    served_model_name: Seq[str] | None = None  # names of the model; answers have the first
-    api_key: Seq[str] | None = None  # requests need one of them; VLLM_API_KEY may hold one, too
-    chat_template: str | None = (
-        None  # a Jinja template, or a file with one, in place of the model's
-    )
+    served_model_name: tuple[str, ...] = ()  # names of the model; answers have the first
+    api_key: tuple[str, ...] = ()  # requests need one of them; VLLM_API_KEY may hold one, too
+    chat_template: str | None = None  # a Jinja template, or a file with one; None: the model's
     trust_request_chat_template: bool = False  # a request may bring a chat template
-    allowed_origins: Seq[str] = ()  # pages of these origins may ask, such as http://localhost:3000
+    allowed_origins: tuple[
+        str, ...
+    ] = ()  # pages of these origins may ask, such as http://localhost:3000
     max_body_size: int = 16 << 20  # bytes that a request may have
     request_timeout: float = 60.0  # seconds in which a request has to arrive, headers and body
     limit_concurrency: int | None = None  # requests at a time, streams too; None: no limit
@@ -72,7 +72,7 @@ class FrontendArgs:
 
 
 INT, NUMBER = (int,), (int, float)
-RANGES = {
+RANGES: dict[str, tuple[tuple[type, ...], float, float]] = {
     "port": (INT, 0, 65535),
     "max_body_size": (INT, 1, 1 << 40),
     "request_timeout": (NUMBER, 0.001, 1e6),
@@ -87,7 +87,7 @@ def check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, hig
     [default] = [each.default for each in fields(FrontendArgs) if each.name == name]
     if value is None and default is None:
         return
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if isinstance(value, bool) or type(value) not in kinds:
         kind = "a number" if float in kinds else "an integer"
         raise TypeError(f"{name} must be {kind}, got {brief(value)}.")
     if not low <= value <= high:
