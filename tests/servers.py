@@ -3,6 +3,7 @@ test_server_load.py."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -105,3 +106,54 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.002)
+
+
+# -- many clients --
+
+
+async def stream(port: int, body: dict[str, Any], leave_after: int | None = None) -> list[Any]:
+    """The events of a streamed completion, [DONE] included; or of an error, its status and its
+    JSON. leave_after: go away after so many events."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = request("POST", "/v1/completions", {"stream": True, **body})
+    writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))  # no chunks: it ends at its end
+    try:
+        events: list[Any] = []
+        if leave_after == 0:
+            await writer.drain()
+            return events
+        status = int((await reader.readline()).split()[1])
+        await reader.readuntil(b"\r\n\r\n")
+        if status != 200:
+            return [status, json.loads(await reader.read())]
+        while line := await reader.readline():
+            text = line.decode().removeprefix("data: ").strip()
+            events += [text if text == "[DONE]" else json.loads(text)] if text else []
+            if leave_after is not None and len(events) >= leave_after:
+                break
+        return events
+    finally:
+        writer.transport.abort() if leave_after is not None else writer.close()
+
+
+def join(events: list[Any]) -> dict[int, tuple[str, str | None]]:
+    """(text, finish_reason) of each choice of a streamed completion that has its end."""
+    assert events[-1] == "[DONE]", events[-1]
+    choices: dict[int, tuple[str, str | None]] = {}
+    for event in events[:-1]:
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            text, reason = choices.get(choice["index"], ("", None))
+            assert reason is None, "a choice goes on after its end"
+            choices[choice["index"]] = text + choice["text"], choice["finish_reason"]
+    return choices
+
+
+def join_tokens(events: list[Any]) -> dict[int, list[int]]:
+    """The token ids of each choice of a streamed completion (with return_token_ids)."""
+    ends, token_ids = join(events), {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            token_ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert all(reason for _, reason in ends.values())
+    return token_ids
