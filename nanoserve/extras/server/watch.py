@@ -81,7 +81,7 @@ class EngineWatch:
         self._reports: deque[tuple[int, StepReport, list[int]]] = deque(maxlen=MOST_STEPS)
         self._pauses: list[float] = []  # what each watcher asks for
         self._pause = 0.0
-        self._read_key: tuple[int, ...] = ()
+        self._read_key: tuple[float, ...] = ()
         self._next_at = 0.0  # time.monotonic()
         self._lock = Lock()
 
@@ -123,14 +123,14 @@ class EngineWatch:
         steps = [step for step in state["steps"] if step["number"] > after]
         return json.dumps({**state, "steps": steps}, separators=(",", ":")).encode()
 
-    def _key(self) -> tuple[int, ...]:
+    def _key(self) -> tuple[float, ...]:
         """Changes when there is something new to see. Any thread may ask."""
         engine = self.async_llm.engine
         scheduler = engine.scheduler
         queues = map(len, (scheduler.running, scheduler.waiting, scheduler.swapped))
         num_free = engine.block_manager.num_free_blocks
         num_cached = len(engine.block_manager.pool.cached_blocks)
-        return (self.num_steps, *queues, num_free, num_cached)
+        return (self._pause, self.num_steps, *queues, num_free, num_cached)
 
     # -- in the engine's thread --
 
