@@ -71,17 +71,18 @@ def make_router(state: ServerState) -> APIRouter:
         if watch.num_watchers >= MOST_WATCHERS:
             raise HTTPError(503, f"{MOST_WATCHERS} others watch the engine: try again later.")
         no_store["X-Accel-Buffering"] = "no"  # for a proxy
-        events = stream(state, watch, pause)
+        events = stream(watch, pause)
         return StreamingResponse(events, media_type="text/event-stream", headers=no_store)
 
     return router
 
 
-async def stream(state: ServerState, watch: EngineWatch, pause: float) -> AsyncIterator[bytes]:
-    """A message when something has changed, until the client goes or the server shuts down."""
+async def stream(watch: EngineWatch, pause: float) -> AsyncIterator[bytes]:
+    """A message when something has changed, until the client goes or the engine takes no more
+    requests: then the last message is an error."""
     sent, num_sent, sent_at = None, 0, monotonic()
     with watch.listening(pause):
-        while not state.is_shutting_down:
+        while True:
             try:
                 await watch.refresh()
             except EngineDeadError as error:

@@ -110,6 +110,8 @@ class EngineWatch:
     async def refresh(self) -> None:
         """Read the engine, if something has changed and the last time is long enough ago. Raises
         EngineDeadError."""
+        if self.async_llm.errored:  # a stream must not outlive the engine
+            raise self.async_llm.dead_error
         async with self._lock:
             key = self._key()
             is_new = key != self._read_key or not self._pauses  # without a listener nobody knows
@@ -249,12 +251,14 @@ def describe_step(number: int, report: StepReport, preempted: list[int]) -> dict
     swapped_in = {destination for _, destination in step.blocks_to_swap_in}
     items, hits, names = [], [], {}
     for item in islice(step.scheduled, MOST_SEQUENCES):
-        seq, start, admitted = sequences.get(item.seq_id), item.num_computed_tokens, new.get(item.seq_id)
+        seq, admitted = sequences.get(item.seq_id), new.get(item.seq_id)
+        start = item.num_computed_tokens
         is_prefill = item.num_scheduled_tokens > 1 or seq is None or start < seq.num_prompt_tokens
         items.append([item.seq_id, item.num_scheduled_tokens, int(is_prefill)])
         if admitted is not None and seq is not None:
             names[item.seq_id] = [seq.request_id[:MOST_IN_ID], seq.branch]
-            if start and not seq.branch and swapped_in.isdisjoint(admitted.block_ids):
+            is_fork = seq.branch and start == len(admitted.token_ids) - 1
+            if start and not is_fork and swapped_in.isdisjoint(admitted.block_ids):
                 hits.append([item.seq_id, start])
     ended = (u.sequence for u in report.updates if u.sequence.status.finish_reason is not None)
     return {
