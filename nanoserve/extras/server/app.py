@@ -90,7 +90,6 @@ def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: 
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        root_path=args.root_path,
         middleware=make_middleware(state),
         exception_handlers=dict.fromkeys(HANDLED, answer),
     )

@@ -49,16 +49,23 @@ def read_frontend(parser: cli.Parser, args: argparse.Namespace) -> FrontendArgs:
     if key := os.environ.get("VLLM_API_KEY"):
         given.setdefault("api_key", key)
     try:
-        if "allowed_origins" in given:  # vLLM's way to write them: '["http://localhost:3000"]'
-            given["allowed_origins"] = [
-                origin
-                for text in given["allowed_origins"]
-                for origin in (json.loads(text) if text.startswith("[") else [text])
-            ]
+        if "allowed_origins" in given:
+            given["allowed_origins"] = read_origins(given["allowed_origins"])
         load_chat_template(given.get("chat_template"))
         return FrontendArgs(**given)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+
+
+def read_origins(words: list[str]) -> list[Any]:
+    """Several words, or vLLM's way to write them: '["http://localhost:3000"]'."""
+    origins: list[Any] = []
+    for word in words:
+        try:
+            origins += json.loads(word) if word.startswith("[") else [word]
+        except ValueError:
+            raise ValueError(f"allowed_origins {word!r} is no JSON list.") from None
+    return origins
 
 
 def read_model(parser: cli.Parser, args: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -73,18 +74,18 @@ def bind(args: FrontendArgs) -> socket.socket:
 
 
 def bind_path(path: str) -> socket.socket:
-    """A Unix domain socket. What an ended server left behind is replaced."""
+    """A Unix domain socket, for this user. One that an ended server left behind is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        is_socket = os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode)
+        if is_socket and sock.connect_ex(path) == errno.ECONNREFUSED:  # nobody listens
+            os.unlink(path)
         sock.bind(path)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE or sock.connect_ex(path) != errno.ECONNREFUSED:
-            sock.close()
-            raise
-        os.unlink(path)
-        sock.bind(path)
-    os.chmod(path, 0o600)  # for this user
-    sock.listen()
+        os.chmod(path, 0o600)
+        sock.listen()
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 
@@ -142,10 +143,10 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's sends the signal again when all is over, and so the process would end by it."""
-        if threading.current_thread() is not threading.main_thread():
+        self.loop = asyncio.get_running_loop()
+        if threading.current_thread() is not threading.main_thread():  # which has all signals
             yield
             return
-        self.loop = asyncio.get_running_loop()
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         try:
             yield
@@ -167,7 +168,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests; wait for those that run, and until they are sent."""
         timeout = 0.0 if self.num_signals > 1 else self.state.args.shutdown_timeout
-        self.loop = asyncio.get_running_loop()
         closing = asyncio.create_task(super().shutdown(sockets))  # waits for all connections
         await self.end_engine(timeout)
         await asyncio.wait([closing], timeout=LAST_CHUNKS)
@@ -181,8 +181,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. True: end."""
-        if counter % 10 == 0:
-            self.close_idle_connections()
+        self.close_idle_connections()
         return await super().on_tick(counter)
 
     def close_idle_connections(self) -> None:
