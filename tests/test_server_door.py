@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shlex
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -404,18 +401,6 @@ def test_who_reaches_it(host: str, is_public: bool) -> None:
 # -- the command --
 
 
-def serve(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """`nanoserve serve` in a process of its own."""
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(
-        [sys.executable, "-m", "nanoserve", "serve", "--port", "0", *arguments],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -483,3 +468,54 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("--api-key mine").api_key == ("mine",)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert read("").api_key == ()
+
+
+# -- what endpoints refuse --
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "Invalid JSON"),
+        (b'{"prompt": ', "Invalid JSON: EOF while parsing"),
+        (b'{"prompt": "\xff"}', "Invalid JSON: invalid unicode"),
+        (b'{"prompt": "\\ud800"}', "Invalid JSON"),
+        (b'{"prompt": ' + b"[" * 1000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"a":' * 1000 + b"1" + b"}" * 1000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "Invalid JSON: number out of range"),
+        (b"[1]", "Input should be an object"),
+        (b"null", "Input should be an object"),
+        (b'{"model": 5, "messages": [], "prompt": "a"}', "model: Input should be a valid string"),
+    ],
+)
+def test_what_is_no_request(server: Running, path: str, body: bytes, says: str) -> None:
+    answer = server.ask("POST", path, body)
+    assert answer.status == 400
+    assert says in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("model", "other", "The model 'other' does not exist"),
+        ("max_tokens", "many", "max_tokens: Input should be a valid integer. It is 'many'."),
+        ("max_tokens", -1, "max_tokens is -1"),
+        ("temperature", float("nan"), "temperature is nan"),
+        ("temperature", [1], "temperature: Input should be a valid number"),
+        ("stream", "yes", "stream: Input should be a valid boolean"),
+        ("n", 10**9, "n is 1000000000"),
+        ("stop", {"a": 1}, "stop"),
+        ("logit_bias", {"a": 1}, "logit_bias"),
+        ("temprature", 1, "Did you mean 'temperature'?"),
+        ("prompt", ["a"] * 2000, "2000 prompts"),
+        ("prompt", [1, "a"], "prompt"),
+        ("prompt", [10**6], "1000000"),
+        ("prompt", "a " * 5000, "max_model_len"),
+    ],
+)
+def test_a_wrong_field_is_named(server: Running, field: str, value: Any, says: str) -> None:
+    answer = server.ask("POST", "/v1/completions", {"prompt": "Once", field: value})
+    assert answer.status == (404 if field == "model" else 400)
+    assert says in answer.error["message"]
+    assert answer.error["param"] in (field, None)
