@@ -19,6 +19,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from servers import PATIENCE, Running, read_answer, request, running, until
 
 from nanoserve import __main__
@@ -519,3 +521,57 @@ def test_a_wrong_field_is_named(server: Running, field: str, value: Any, says: s
     assert answer.status == (404 if field == "model" else 400)
     assert says in answer.error["message"]
     assert answer.error["param"] in (field, None)
+
+
+# -- whatever the schema allows --
+
+OPERATIONS = [
+    ("POST", "/v1/completions", {"prompt": "Once"}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ("POST", "/tokenize", {"prompt": "Once"}),
+    ("POST", "/detokenize", {"tokens": [5]}),
+    ("GET", "/v1/models/{name}", None),
+]
+BIG = ("n", "best_of", "beam_width")  # to serve thousands of completions takes a while
+
+
+@pytest.fixture(scope="module")
+def schema(async_llm: AsyncLLM) -> Any:
+    schemathesis = pytest.importorskip("schemathesis")
+    return schemathesis.openapi.from_asgi("/openapi.json", build_app(async_llm))
+
+
+@pytest.mark.parametrize("max_examples", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "path", "valid"), OPERATIONS, ids=lambda value: str(value)[:30])
+def test_no_request_is_a_500(
+    schema: Any, method: str, path: str, valid: dict[str, Any] | None, max_examples: int
+) -> None:
+    """Any body that fits the schema, and many that do not quite. Also with a few of its fields in a
+    valid request: that one is often served."""
+
+    @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
+    @given(schema[path][method].as_strategy(), st.data())
+    def check(case: Any, data: st.DataObject) -> None:
+        bodies = [case.body]
+        if valid is not None and isinstance(case.body, dict) and case.body:
+            names = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
+            few = {name: case.body[name] for name in names if name != "model"}
+            few |= {name: 3 for name in BIG if isinstance(few.get(name), int) and few[name] > 3}
+            bodies.append({**valid, "max_tokens": 2, **few})
+        for case.body in bodies:
+            response = case.call()
+            assert response.status_code < 500, response.text
+            if response.status_code >= 400:
+                assert response.json()["error"]["code"] == response.status_code
+
+    check()
+
+
+def test_the_schema_has_all_operations(schema: Any) -> None:
+    """Those that are not above have no input."""
+    operations = [result.ok() for result in schema.get_all_operations()]
+    there = {(each.method.upper(), each.path) for each in operations}
+    others = there - {(method, path) for method, path, _ in OPERATIONS}
+    assert len(there) - len(others) == len(OPERATIONS)
+    assert {method for method, _ in others} == {"GET"}
+    assert not [path for _, path in others if "{" in path]
