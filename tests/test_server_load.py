@@ -171,7 +171,7 @@ def test_memory_stays_flat() -> None:
         num_objects, size = measure(server)
         asyncio.run(ask_many(server.port, 10_000))
         later_num_objects, later_size = measure(server)
-    assert later_num_objects < num_objects + 1_000
+    assert later_num_objects < num_objects + 5_000  # one for each request were 10,000
     assert later_size < size + 10e6
 
 
