@@ -179,7 +179,7 @@ GROUPS = (
     Group(
         "not there yet",
         "the HTTP server and the asynchronous engine",
-        "The server is not there yet; the engine runs in your own process.",
+        "`nanoserve serve` has flags for the server; LLM and AsyncLLM have none of it.",
         "served_model_name io_processor_plugin tokens_only=False",
     ),
     Group(
