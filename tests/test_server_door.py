@@ -541,7 +541,7 @@ def schema(async_llm: AsyncLLM) -> Any:
     return schemathesis.openapi.from_asgi("/openapi.json", build_app(async_llm))
 
 
-@pytest.mark.parametrize("max_examples", [10, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_examples", [10, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("method", "path", "valid"), OPERATIONS, ids=lambda value: str(value)[:30])
 def test_no_request_is_a_500(
     schema: Any, method: str, path: str, valid: dict[str, Any] | None, max_examples: int

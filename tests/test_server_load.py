@@ -109,12 +109,12 @@ def test_who_stays_gets_what_generate_gives() -> None:
 
 @contextmanager
 def fake_server(**options: Any) -> Iterator[Running]:
-    """A server whose model is the fake one."""
+    """A server whose model is the fake one. Without lines in the log, which pytest keeps."""
     fields = {"num_kv_blocks": 64, "block_size": 4, **options}
     config = EngineArgs(model=engines.checkpoint(VOCAB_SIZE, (EOS,)), **fields)
     with (
         AsyncLLM(config, executor_cls=FakeExecutor) as async_llm,
-        running(build_app(async_llm, served_model_name="fake")) as server,
+        running(build_app(async_llm, disable_uvicorn_access_log=True)) as server,
     ):
         yield server
 
