@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socketserver
 import subprocess
 import threading
@@ -25,9 +26,15 @@ from hypothesis import strategies as st
 from nanoserve.bench import cli, http_client, plot, report, run, servers, serving, suites, turns
 from nanoserve.bench.http_client import Exchange, Stream, send_all
 from nanoserve.bench.peers import EngineArgs
-from nanoserve.bench.process import EngineError, ServerProcess
+from nanoserve.bench.process import EngineError, EngineProcess, ServerProcess
 from nanoserve.bench.roofline import MachineLimits
-from nanoserve.bench.workload import DUMMY_MODELS, Request, draw_arrivals
+from nanoserve.bench.workload import (
+    DUMMY_MODELS,
+    Request,
+    draw_arrivals,
+    draw_requests,
+    write_dummy,
+)
 
 # -- arrivals --
 
@@ -331,6 +338,24 @@ def test_options_of_a_variant_become_flags() -> None:
     assert command[-4:] == flags
 
 
+@pytest.mark.slow
+def test_the_real_server_gives_the_tokens_of_llm_generate(tmp_path: Path) -> None:
+    pytest.importorskip("nanoserve.extras.server")
+    folder = write_dummy("qwen3-tiny", tmp_path, "float32")
+    requests = draw_requests(5, 4, 12, 320)
+    args = EngineArgs(folder=str(folder), dtype="float32", detokenize=True)
+    arrivals = [0.02 * number for number in range(5)]
+    with ServerProcess("nanoserve", threads=1) as server, EngineProcess("nanoserve") as engine:
+        assert server.build(args)["versions"]["uvicorn"]
+        engine.build(args)
+        load = server.replay(requests, arrivals)
+        expected = engine.generate(requests)["token_ids"]
+    assert [stream["token_ids"] for stream in load["streams"]] == expected
+    for stream in load["streams"]:
+        assert stream["times"][0] > 0
+        assert stream["times"] == sorted(stream["times"])
+
+
 # -- the suite --
 
 
@@ -482,6 +507,20 @@ def test_rates_and_limits_are_read() -> None:
     assert names == ["serve"], "it has a picture of its own"
     assert args.request_rates == (0.5, 2.0)
     assert dict(args.goodput) == {"ttft": 200.0, "tpot": 50.5}
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="no such signals on this system")
+def test_engines_are_ended_when_the_command_is() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def wait_for_the_end() -> None:
+        with cli.ended_by_sigterm():
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(20)
+
+    with pytest.raises(SystemExit, match="143"):
+        wait_for_the_end()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +123,24 @@ def set_threads(number: int | None) -> None:
         os.environ["OMP_WAIT_POLICY"] = "active"  # the engines inherit it; torch is loaded here
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit here, so that engines are ended, too: a process of theirs that is
+    stopped until its turn (process.py) would never see that this one is gone."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it runs them
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, and return 0. A command line that cannot be measured ends with status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -129,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     from nanoserve.bench import plot, run
 
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with ended_by_sigterm(), tempfile.TemporaryDirectory() as scratch:
             result = run.measure(args, arguments, Path(scratch))
         if args.plot:
             plot.draw(result, args.plot)

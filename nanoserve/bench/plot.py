@@ -125,6 +125,7 @@ def draw_ttft(axes: Any, rows: list[dict[str, Any]], limits: dict[str, float]) -
         axes.axhline(limits["ttft"], color="#444444", linewidth=1, linestyle=":", label="limit")
     axes.set(xlabel="requests per second that arrive", ylabel="milliseconds", yscale="log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
     axes.grid(alpha=0.25)
     axes.set_title("Time to first token", fontsize=10)
     axes.legend(frameon=False, fontsize=8)

@@ -155,13 +155,13 @@ COLUMNS: dict[str, Columns] = {
         "done/s": ("requests_per_second", ".2f"),
         "output tok/s": ("tokens_per_second", ".0f"),
         "TTFT p50 ms": ("ttft_ms.p50", ".0f"),
-        "p90": ("ttft_ms.p90", ".0f"),
-        "p99": ("ttft_ms.p99", ".0f"),
+        "TTFT p90": ("ttft_ms.p90", ".0f"),
+        "TTFT p99": ("ttft_ms.p99", ".0f"),
         "ITL p50 ms": ("itl_ms.p50", ".1f"),
-        "p90 ": ("itl_ms.p90", ".1f"),
-        "p99 ": ("itl_ms.p99", ".1f"),
+        "ITL p90": ("itl_ms.p90", ".1f"),
+        "ITL p99": ("itl_ms.p99", ".1f"),
         "E2EL p50 ms": ("e2el_ms.p50", ".0f"),
-        "p99  ": ("e2el_ms.p99", ".0f"),
+        "E2EL p99": ("e2el_ms.p99", ".0f"),
         "goodput/s": ("goodput", ".2f"),
         "in the limits": ("good_share", ".0%"),
         "client CPU": ("client_cpu", ".0%"),
@@ -218,7 +218,7 @@ def format_suite(name: str, suite: dict[str, Any]) -> str:
     lines.append(format_table(rows, COLUMNS.get(name) or columns_of(rows)))
     for key in suite:  # further tables
         if columns := COLUMNS.get(f"{name}.{key}"):
-            lines.append(format_table(suite[key], columns))
+            lines.append("\n" + format_table(suite[key], columns))
     for row in [
         *rows,
         *suite.get("servers", []),
