@@ -760,7 +760,7 @@ def test_a_suite_that_cannot_run_is_left_out(
 def test_the_command_line_names_every_suite() -> None:
     """cli.py, which imports no torch, has a list of its own."""
     assert (*run.SUITES, "gpu") == cli.SUITE_NAMES
-    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "parallel"}
+    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "parallel", "serve"}
 
 
 @pytest.mark.parametrize(
@@ -849,7 +849,7 @@ def fake_result(**changes: Any) -> dict[str, Any]:
 def test_a_picture_is_refused_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="this run has neither"):
+    with pytest.raises(ValueError, match="this run has none of them"):
         plot.draw(fake_result(), tmp_path / "x.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):

@@ -2,6 +2,7 @@
 
     workload.py   which model, which requests: the same for every engine
     suites.py     throughput, batch sizes, latency: engines compared
+    serving.py    serve: HTTP servers compared
     inside.py     prefix caching, the parts of a step, ranks: one engine, looked into
     parallel.py   what each rank of a toy model holds, sends and takes
     control.py    scheduler and memory: the control plane alone
@@ -9,6 +10,7 @@
     roofline.py   the limits of the machine: bytes / bandwidth, operations / rate
     turns.py      how several engines are measured in turns
     peers.py      the engines under one interface; runs inside each engine's own process
+    servers.py    the HTTP servers under the same interface; with http_client.py
     process.py    starts such a process and talks to it
     report.py     the tables on the terminal
     plot.py       the pictures (needs matplotlib)

@@ -16,17 +16,21 @@ measured bandwidth and operation rate of this machine allow. On a busy machine, 
 say nothing: see the range.
 
 Suites: throughput, batch, latency, batching, chunked, prefix, scheduler, memory, steps, kernel,
-parallel; `gpu` is throughput, batch, batching, chunked, steps and kernel in nano-vllm's published
-workload (Qwen3-0.6B's shape, 256 requests).
+parallel, serve; `gpu` is throughput, batch, batching, chunked, steps and kernel in nano-vllm's
+published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,10 +44,12 @@ from nanoserve.kernels.threads import WAITING_VARIABLES, load_torch
 
 Values = dict[str, Any]
 
+SERVICE_LEVELS = ("ttft", "tpot", "e2el")  # times that can be limited, by vLLM's names
+
 # The names of run.py's SUITES; "gpu" stands for several.
 SUITE_NAMES = (
     "throughput", "batch", "latency", "batching", "chunked", "prefix", "scheduler", "memory",
-    "steps", "kernel", "parallel", "gpu",
+    "steps", "kernel", "parallel", "serve", "gpu",
 )  # fmt: skip
 
 
@@ -55,8 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("suites", nargs="*", type=suite, metavar="SUITE", help="the same as --suite")
     add("--suite", type=names_of("suite", SUITE_NAMES), metavar="SUITE,...",
-        help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, parallel "
-        "and gpu)")  # fmt: skip
+        help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, parallel, "
+        "serve and gpu)")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
@@ -78,13 +84,28 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-sizes", type=numbers, help="of the batch suite (default: 1,2,4,8,16,32)")
     add("--hf-batch-sizes", type=numbers, default=(32, 8), help="static batches of the peer hf")
     add("--prefix-len", type=int, default=512, help="shared tokens of the prefix suite")
+    add(
+        "--request-rates",
+        type=rates,
+        metavar="RATE,...",
+        default=(),
+        help="requests per second of the serve suite (default: by the speed of LLM.generate)",
+    )
+    add("--goodput", type=service_level, nargs="+", metavar="NAME:MS", default=[],
+        help="limits of the serve suite: ttft, tpot and e2el in ms, such as ttft:200 tpot:50 "
+        "(default: by the latencies without load)")  # fmt: skip
     add("--temperature", type=float, help="default: 0, in the gpu suite 0.6")
     add("--threads", type=int, help="of every engine's CPU work (default: each one's own choice)")
     add("--repeat", type=int, help="rounds; medians are shown (default: 3)")
     add("--seed", type=int, default=0, help="of the requests and of random weights")
     add("--json", type=new_file, help="write the result to this file")
     add("--note", default="", help="a remark to keep with the result, such as: busy machine")
-    add("--plot", type=picture, help="draw the result to this file (adds batch and steps)")
+    add(
+        "--plot",
+        type=picture,
+        help="draw the result to this file (adds batch and steps if no "
+        "suite of the run has a picture)",
+    )
     return parser
 
 
@@ -102,6 +123,24 @@ def set_threads(number: int | None) -> None:
         os.environ["OMP_WAIT_POLICY"] = "active"  # the engines inherit it; torch is loaded here
 
 
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit here, so that engines are ended, too: a process of theirs that is
+    stopped until its turn (process.py) would never see that this one is gone."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers, and only it runs them
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, and return 0. A command line that cannot be measured ends with status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -111,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     from nanoserve.bench import plot, run
 
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with ended_by_sigterm(), tempfile.TemporaryDirectory() as scratch:
             result = run.measure(args, arguments, Path(scratch))
         if args.plot:
             plot.draw(result, args.plot)
@@ -171,6 +210,29 @@ def variant(text: str) -> tuple[str, Values]:
 def numbers(text: str) -> tuple[int, ...]:
     """ "1,2,4" -> (1, 2, 4)."""
     return tuple(int(number) for number in text.split(","))
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """ "0.5,2" -> (0.5, 2.0)."""
+    found = tuple(float(number) for number in text.split(","))
+    if not all(0 < rate < math.inf for rate in found):
+        raise argparse.ArgumentTypeError(f"{text!r} has a rate that is not above 0.")
+    return found
+
+
+def service_level(text: str) -> tuple[str, float]:
+    """ "ttft:200" -> ("ttft", 200.0)."""
+    name, _, value = text.partition(":")
+    try:
+        limit = float(value)
+    except ValueError:
+        limit = 0.0
+    if name not in SERVICE_LEVELS or not limit > 0:
+        allowed = ", ".join(SERVICE_LEVELS)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME:MS, with a name of {allowed} and a time in ms above 0."
+        )
+    return name, limit
 
 
 def new_file(text: str) -> Path:

@@ -14,7 +14,7 @@ All engines get the same checkpoint, prompts, lengths and dtype, and run each re
 asked for. The settings that one engine needs of its own stand in its `engine_args`: a comparison is
 only worth what its settings are.
 
-Left out: engines behind an HTTP server. All are used as a library, offline.
+All are used as a library, offline; servers.py has those behind an HTTP server.
 
 vLLM: vllm/benchmarks/throughput.py has backends vllm, hf and mii, in one process.
 """
@@ -47,6 +47,7 @@ class EngineArgs:
     device: str = "cpu"
     temperature: float = 0.0
     max_model_len: int = 1024
+    detokenize: bool = False  # make text, too
     num_requests: int = 256  # at most, at once
     batch_size: int = 32  # of transformers' static batches
     llm_options: dict[str, Any] = field(default_factory=dict)  # of a variant of nanoserve
@@ -64,6 +65,7 @@ class OfflineLLM:
         package = importlib.import_module(self.module)
         self.sampling_params_cls = package.SamplingParams
         self.temperature = args.temperature
+        self.detokenize = args.detokenize
         self.llm = package.LLM(args.folder, **options)
 
     def engine_args(self, args: EngineArgs) -> dict[str, Any]:
@@ -72,7 +74,10 @@ class OfflineLLM:
 
     def sampling_params(self, length: int) -> Any:
         return self.sampling_params_cls(
-            temperature=self.temperature, max_tokens=length, ignore_eos=True, detokenize=False
+            temperature=self.temperature,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=self.detokenize,
         )
 
     def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
@@ -308,8 +313,8 @@ class Unusable(Exception):
 class Server:
     """Answers one request after another, with the engine that the first request builds."""
 
-    def __init__(self, name: str) -> None:
-        self.engine_cls = PEERS[name]
+    def __init__(self, engine_cls: Any) -> None:
+        self.engine_cls = engine_cls
         self.engine: Any = None
 
     def build(self, **arguments: Any) -> dict[str, Any]:
@@ -360,8 +365,7 @@ def end_process_group() -> None:
     os._exit(0)
 
 
-def main() -> None:
-    server = Server(sys.argv[1])
+def main(server: Server) -> None:
     with own_stdout() as answers:
         for line in sys.stdin:
             request = json.loads(line)
@@ -379,4 +383,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     del sys.path[0]  # this folder: its modules could hide an engine's own
-    main()
+    main(Server(PEERS[sys.argv[1]]))

@@ -1,4 +1,5 @@
-"""The pictures of one result: throughput by batch size, the parts of a step's time, the roofline.
+"""The pictures of one result: throughput by batch size, the parts of a step's time, the roofline,
+latency and goodput by the rate of requests.
 
     python bench.py --plot speed.png
 
@@ -14,6 +15,7 @@ from typing import Any
 
 from nanoserve.bench.report import STEP_PARTS
 
+SUITES = ("batch", "steps", "serve")  # that have pictures
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#a463f2", "#97bbf5", "#9c6b4e")
 
 
@@ -32,8 +34,12 @@ def draw(result: dict[str, Any], file: Path) -> None:
     if "batch" in suites:
         rows = [row for row in suites["batch"]["rows"] if row["engine"] == "nanoserve"]
         panels.append(partial(draw_roofline, rows=rows, limits=result["limits"]))
+    if "serve" in suites:
+        rows = suites["serve"]["rows"]
+        panels.append(partial(draw_ttft, rows=rows, limits=suites["serve"]["limits_ms"]))
+        panels.append(partial(draw_goodput, rows=rows))
     if not panels:
-        raise ValueError("--plot draws the suites batch and steps; this run has neither.")
+        raise ValueError(f"--plot draws the suites {', '.join(SUITES)}; this run has none of them.")
     figure = Figure(figsize=(5.6 * len(panels), 4.6), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         panel(axes)
@@ -106,3 +112,43 @@ def draw_roofline(axes: Any, rows: list[dict[str, Any]], limits: dict[str, float
     axes.set_xlabel("operations per byte (prefill and decode together)")
     axes.set_ylabel("GFLOP/s")
     axes.set_title("Roofline: nanoserve, by requests at once", fontsize=10)
+
+
+def draw_ttft(axes: Any, rows: list[dict[str, Any]], limits: dict[str, float]) -> None:
+    """Time to first token over the rate of requests: p50 as a line, p99 as a dashed one."""
+    for (engine, points), colour in zip(by_rate(rows).items(), COLOURS, strict=False):
+        for percent, style in (("p50", "-"), ("p99", "--")):
+            times = [row["ttft_ms"][percent] for row in points.values()]
+            label = f"{engine}, {percent}"
+            axes.plot(list(points), times, style, marker="o", color=colour, label=label)
+    if "ttft" in limits:
+        axes.axhline(limits["ttft"], color="#444444", linewidth=1, linestyle=":", label="limit")
+    axes.set(xlabel="requests per second that arrive", ylabel="milliseconds", yscale="log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.grid(alpha=0.25)
+    axes.set_title("Time to first token", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_goodput(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Requests per second that are answered within the limits, over the rate of requests."""
+    lines = by_rate(rows)
+    for (engine, points), colour in zip(lines.items(), COLOURS, strict=False):
+        goodput = [row["goodput"] for row in points.values()]
+        axes.plot(list(points), goodput, marker="o", color=colour, label=engine)
+    highest = max(rate for points in lines.values() for rate in points)
+    axes.plot([0, highest], [0, highest], color="#444444", linewidth=1, linestyle=":")
+    axes.set(xlabel="requests per second that arrive", ylabel="requests per second in the limits")
+    axes.grid(alpha=0.25)
+    axes.set_title("Goodput", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def by_rate(rows: list[dict[str, Any]]) -> dict[str, dict[float, dict[str, Any]]]:
+    """engine -> {rate: row}, without the loads that have no rate."""
+    lines: dict[str, dict[float, dict[str, Any]]] = {}
+    for row in rows:
+        if row["rate"] is not None:
+            lines.setdefault(row["engine"], {})[row["rate"]] = row
+    return lines

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanoserve.bench import peers
+from nanoserve.bench import peers, servers
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.workload import Request
 
@@ -34,6 +34,8 @@ class EngineError(RuntimeError):
 class EngineProcess:
     """One engine in a process of its own. Close it, or use it in a `with`."""
 
+    script = peers.__file__
+
     def __init__(
         self,
         name: str,
@@ -42,8 +44,8 @@ class EngineProcess:
         folder: str | None = None,
         threads: int | None = None,
     ) -> None:
-        """name: one of peers.PEERS. python: its interpreter (None: this one). folder: a checkout to
-        import the engine from. threads: for its CPU work (None: the engine's own choice)."""
+        """name: an engine of `script`. python: its interpreter (None: this one). folder: a checkout
+        to import the engine from. threads: for its CPU work (None: the engine's own choice)."""
         self.name = name
         path = [str(ROOT), folder or "", os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
@@ -51,7 +53,7 @@ class EngineProcess:
             environment["OMP_NUM_THREADS"] = str(threads)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [python or sys.executable, peers.__file__, name],
+            [python or sys.executable, self.script, name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -91,9 +93,7 @@ class EngineProcess:
         prompts = [request.prompt for request in requests]
         lengths = [request.num_output for request in requests]
         answer = self.call("generate", prompts=prompts, lengths=lengths)
-        got = [len(tokens) for tokens in answer["token_ids"]]
-        if got != lengths:
-            raise EngineError(f"{self.name}: asked for {lengths} tokens, got {got}.")
+        self._check_lengths(lengths, answer["token_ids"])
         return answer
 
     def stream(self, request: Request) -> dict[str, Any]:
@@ -109,6 +109,11 @@ class EngineProcess:
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
+
+    def _check_lengths(self, lengths: list[int], token_ids: list[list[int]]) -> None:
+        got = [len(tokens) for tokens in token_ids]
+        if got != lengths:
+            raise EngineError(f"{self.name}: asked for {lengths} tokens, got {got}.")
 
     def _last_output(self) -> str:
         """The last three lines that the process has printed."""
@@ -127,3 +132,25 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class ServerProcess(EngineProcess):
+    """An engine behind its own HTTP server: the process is the client, and has the server's
+    processes in its process group. Raises ValueError on a system without process groups, where
+    they would be left behind."""
+
+    script = servers.__file__
+
+    def __init__(self, name: str, **options: Any) -> None:
+        if not hasattr(os, "killpg"):
+            raise ValueError("servers are measured on Linux and macOS only: no process groups here")
+        super().__init__(name, **options)
+
+    def replay(self, requests: list[Request], arrivals: list[float]) -> dict[str, Any]:
+        """Send each request at its arrival, in seconds from now. Returns the fields of
+        http_client.Load."""
+        prompts = [request.prompt for request in requests]
+        lengths = [request.num_output for request in requests]
+        load = self.call("replay", prompts=prompts, lengths=lengths, arrivals=arrivals)
+        self._check_lengths(lengths, [stream["token_ids"] for stream in load["streams"]])
+        return load

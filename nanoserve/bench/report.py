@@ -149,6 +149,32 @@ COLUMNS: dict[str, Columns] = {
         **{part: (f"parts_ms.{part}", ".2f") for part in STEP_PARTS},
         "GPU": ("gpu_ms", ".2f"),
     },
+    "serve": {
+        "engine": ("engine", ""),
+        "requests/s": ("load", ""),
+        "done/s": ("requests_per_second", ".2f"),
+        "output tok/s": ("tokens_per_second", ".0f"),
+        "TTFT p50 ms": ("ttft_ms.p50", ".0f"),
+        "TTFT p90": ("ttft_ms.p90", ".0f"),
+        "TTFT p99": ("ttft_ms.p99", ".0f"),
+        "ITL p50 ms": ("itl_ms.p50", ".1f"),
+        "ITL p90": ("itl_ms.p90", ".1f"),
+        "ITL p99": ("itl_ms.p99", ".1f"),
+        "E2EL p50 ms": ("e2el_ms.p50", ".0f"),
+        "E2EL p99": ("e2el_ms.p99", ".0f"),
+        "goodput/s": ("goodput", ".2f"),
+        "in the limits": ("good_share", ".0%"),
+        "client CPU": ("client_cpu", ".0%"),
+        "nanoserve is": ("nanoserve_is", ".2f"),
+    },
+    "serve.servers": {
+        "all at once": ("engine", ""),
+        "output tok/s": ("tokens_per_second", ".0f"),
+        "nanoserve is": ("nanoserve_is", ".2f"),
+        "same tokens": ("same_tokens", ".0%"),
+        "saturation tok/s": ("most_tokens_per_second", ".0f"),
+        "most goodput/s": ("most_goodput", ".2f"),
+    },
     "kernel": {
         "case": ("case", ""),
         "by": ("implementation", ""),
@@ -178,6 +204,8 @@ WORKLOADS = {
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "
     "{max_model_len}",
+    "serve": "{num_requests} requests in each load, {lengths[0]} to {lengths[1]} tokens in and "
+    "out, {num_output_tokens} output tokens; limits of goodput: {limits}",
     "kernel": "{dtype} {note}",
 }
 
@@ -188,7 +216,13 @@ def format_suite(name: str, suite: dict[str, Any]) -> str:
     said = {key: in_words(each) if isinstance(each, dict) else each for key, each in suite.items()}
     lines = [f"== {name} ==", WORKLOADS.get(name, "").format(**said)]
     lines.append(format_table(rows, COLUMNS.get(name) or columns_of(rows)))
-    for row in rows:  # half of the differences between engines are settings
+    for key in suite:  # further tables
+        if columns := COLUMNS.get(f"{name}.{key}"):
+            lines.append("\n" + format_table(suite[key], columns))
+    for row in [
+        *rows,
+        *suite.get("servers", []),
+    ]:  # half of the differences between engines are settings
         if "description" in row:
             about = f"{row['description']}; started in {row['start_seconds']:.0f} s"
             lines.append(f"{row['engine']}: {about}")

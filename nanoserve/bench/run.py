@@ -20,7 +20,17 @@ from typing import Any
 
 import torch
 
-from nanoserve.bench import claims, control, inside, kernels, policies, report, suites
+from nanoserve.bench import (
+    claims,
+    control,
+    inside,
+    kernels,
+    plot,
+    policies,
+    report,
+    serving,
+    suites,
+)
 from nanoserve.bench.peers import PEER_NAMES
 from nanoserve.bench.roofline import measure_limits
 from nanoserve.bench.turns import Settings
@@ -42,6 +52,7 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "steps": inside.steps_suite,
     "kernel": kernels.kernel_suite,
     "parallel": inside.parallel_suite,
+    "serve": serving.serve_suite,
 }
 DEFAULT_SUITES = (
     "throughput", "latency", "batching", "chunked", "prefix", "scheduler", "memory", "steps",
@@ -129,7 +140,9 @@ def fill_in(args: argparse.Namespace) -> tuple[list[str], bool]:
     for option, value in defaults.items():
         if getattr(args, option) is None:
             setattr(args, option, value)
-    names = [*(given or DEFAULT_SUITES), *(("batch", "steps") if args.plot else ())]
+    names = [*(given or DEFAULT_SUITES)]
+    if args.plot and not {*names, *(GPU_SUITES if is_gpu_suite else ())} & {*plot.SUITES}:
+        names += ["batch", "steps"]
     for i, name in enumerate(names):
         if name == "gpu":
             names[i : i + 1] = GPU_SUITES
@@ -155,6 +168,7 @@ def make_settings(args: argparse.Namespace, scratch: Path) -> Settings:
         "compare": tuple(name for name in args.compare if name != "none"),
         "variants": dict(args.variants),
         "peer_python": dict(args.peer_python),
+        "goodput": dict(args.goodput),
         # At the end, since it takes seconds.
         "limits": measure_limits(torch.device(args.device), getattr(torch, args.dtype)),
     }

@@ -160,10 +160,10 @@ def latency_suite(settings: Settings) -> dict[str, Any]:
     }
 
 
-def percentiles(values: list[float]) -> dict[str, float]:
+def percentiles(values: list[float], percents: tuple[int, ...] = (50, 99)) -> dict[str, float]:
     """p50 and p99: the least value that so many percent of all values do not exceed."""
     ordered = sorted(values)
     return {
         f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
-        for percent in (50, 99)
+        for percent in percents
     }

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from nanoserve import LLM
 from nanoserve.bench.peers import EngineArgs
-from nanoserve.bench.process import EngineError, EngineProcess
+from nanoserve.bench.process import EngineError, EngineProcess, ServerProcess
 from nanoserve.bench.roofline import MachineLimits, ModelCosts
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.config import ModelConfig
@@ -63,6 +63,8 @@ class Settings:
     repeat: int = 3
     seed: int = 0
     temperature: float = 0.0
+    request_rates: tuple[float, ...] = ()  # requests per second; none: from the speed measured
+    goodput: dict[str, float] = field(default_factory=dict)  # limits in ms; none: likewise
     threads: int | None = None
     use_tqdm: bool = True
 
@@ -139,8 +141,9 @@ class EngineSpec(NamedTuple):
     """One row of a comparison."""
 
     label: str
-    name: str  # in peers.PEERS
+    name: str  # in peers.PEERS or servers.SERVERS
     options: dict[str, Any]  # of EngineArgs
+    is_server: bool = False
 
 
 def engine_specs(settings: Settings, hf_batch_sizes: tuple[int, ...]) -> list[EngineSpec]:
@@ -196,7 +199,8 @@ def run_in_turns(settings: Settings, specs: list[EngineSpec], job: Job, title: s
 
 
 def start(settings: Settings, spec: EngineSpec) -> EngineProcess:
-    return EngineProcess(
+    process_cls = ServerProcess if spec.is_server else EngineProcess
+    return process_cls(
         spec.name,
         python=settings.peer_python.get(spec.name),
         folder=settings.nano_vllm if spec.name == "nano-vllm" else None,

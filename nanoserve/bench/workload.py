@@ -93,12 +93,12 @@ def write_dummy(name: str, folder: Path, dtype: str, seed: int = 0) -> Path:
     that exists already is kept.
 
     Each layer is a safetensors file of its own, so that an 8B model is never in memory as a whole.
-    The tokenizer knows no word; it is there because nano-vllm cannot start without one. Raises
-    ValueError for a name that DUMMY_MODELS does not have.
+    In its tokenizer each token id is a word (5: "w5"), so that text has to be made as from a real
+    one. Raises ValueError for a name that DUMMY_MODELS does not have.
     """
     import torch
     from safetensors.torch import save_file
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name not in DUMMY_MODELS:
@@ -110,7 +110,10 @@ def write_dummy(name: str, folder: Path, dtype: str, seed: int = 0) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     _write_json(target / "config.json", {**DUMMY_MODELS[name], "torch_dtype": dtype})
     _write_json(target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(target / "tokenizer.json"))
+    words = {f"w{number}": number for number in range(DUMMY_MODELS[name]["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(target / "tokenizer.json"))
     with torch.device("meta"):  # names and shapes, no memory
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
     generator = torch.Generator().manual_seed(seed)
@@ -164,6 +167,17 @@ def draw_requests(
         rng = Random(f"{seed} {round_}")
         prompts = [[rng.randint(0, last_id) for _ in prompt] for prompt in prompts]
     return [Request(prompt, length) for prompt, length in zip(prompts, outputs, strict=True)]
+
+
+def draw_arrivals(number: int, seed: int = 0, round_: int = 0) -> list[float]:
+    """When `number` requests arrive at a rate of 1, in order: seconds from the start. Divided by a
+    rate, they arrive at that rate.
+
+    They are a Poisson process: given how many requests arrive in a time, each one's moment is
+    uniform in it, and independent of the others'.
+    """
+    rng = Random(f"arrivals {seed} {round_}")
+    return sorted(rng.uniform(0, number) for _ in range(number))
 
 
 def draw_shared_prefix(
