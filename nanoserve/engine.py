@@ -149,7 +149,7 @@ class LLMEngine(OwnedByProcess):
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet
-        self.claimed: set[str] = set()  # request ids whose outputs step() leaves to a loop
+        self.claims: list[set[str]] = []  # request ids whose outputs step() leaves to a loop
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
@@ -310,12 +310,12 @@ class LLMEngine(OwnedByProcess):
         return self.take_outputs()
 
     def take_outputs(self, request_ids: Collection[str] | None = None) -> list[RequestOutput]:
-        """The outputs that wait to be handed out: those of some requests, or all others than the
-        claimed ones."""
+        """The outputs that wait to be handed out: those of some requests, or all that no
+        loop has claimed."""
         taken: list[RequestOutput] = []
         try:
             with self._lock:
-                unclaimed = {each.request_id for each in self._outputs} - self.claimed
+                unclaimed = {each.request_id for each in self._outputs}.difference(*self.claims)
                 ids = unclaimed if request_ids is None else request_ids
                 wanted = [each for each in self._outputs if each.request_id in ids]
                 others = [each for each in self._outputs if each.request_id not in ids]

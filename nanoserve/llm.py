@@ -461,9 +461,10 @@ class LLM(OwnedByProcess):
         loop like this one. However this loop ends, the unfinished requests are aborted.
         """
         engine, request_ids = self.engine, {request.request_id for request in requests}
+        claim = set(request_ids)
         is_unfinished = bool(requests)
         try:
-            engine.claimed |= request_ids
+            engine.claims.append(claim)
             for request in () if is_queued else requests:
                 engine.add(request)
             while is_unfinished:
@@ -474,12 +475,13 @@ class LLM(OwnedByProcess):
                 is_unfinished = any(engine.has_request(request) for request in requests)
                 yield from outputs
         finally:
+            claim.clear()  # first: a Ctrl-C here may leave the requests to step()
             if engine.is_owner:  # a forked child runs this, too, when its copy of the loop ends
                 with delayed_interrupt():
                     for request in filter(engine.has_request, requests):
                         engine.abort_request(request.request_id)
                     engine.take_outputs(request_ids)
-                    engine.claimed -= request_ids
+                    engine.claims[:] = filter(None, engine.claims)
 
     def new_request_id(self) -> str:
         """A request id that no unfinished request has: "0", "1", ..., as vLLM's."""

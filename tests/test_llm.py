@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -707,6 +708,21 @@ def test_step_inside_a_stream(llm: LLM) -> None:
             assert other.request_id == "mine"
             mine = other.outputs[0].text
     assert texts == mine == expected.outputs[0].text
+
+
+def test_a_loop_that_ctrl_c_ends_twice_leaves_its_requests_to_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [expected] = llm.generate([STORY], GREEDY, use_tqdm=False)
+    stream = llm.stream(STORY, GREEDY)
+    tokens = list(next(stream).outputs[0].token_ids)
+    with monkeypatch.context() as patch:
+        patch.setattr("nanoserve.llm.delayed_interrupt", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    while llm.has_unfinished_requests():
+        tokens += [token for output in llm.step() for token in output.outputs[0].token_ids]
+    assert tokens == expected.outputs[0].token_ids
 
 
 def test_generate_inside_a_stream(llm: LLM) -> None:
