@@ -8,11 +8,14 @@ environment variable VLLM_0_32 says where they are.
 from __future__ import annotations
 
 import ast
+import asyncio
+import http.server
 import importlib.util
 import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Callable
@@ -24,13 +27,14 @@ from typing import Any
 import engines
 import pytest
 from engines import assert_idle, change_text, fail_in_executor, finish, params, step
-from fakes import add_beam_search
+from fakes import FakeExecutor, add_beam_search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve import LLM, LLMEngine, RequestOutput
+from nanoserve import LLM, EngineArgs, LLMEngine, RequestOutput
 from nanoserve.bench.roofline import ModelCosts
 from nanoserve.engine import StepReport
+from nanoserve.exceptions import QueueOverflowError
 from nanoserve.extras.metrics import (
     Counter,
     CountingStatLogger,
@@ -40,10 +44,12 @@ from nanoserve.extras.metrics import (
     LoggingStatLogger,
     PrometheusStatLogger,
     StatLogger,
+    TracingStatLogger,
     collect_metrics,
     get_metrics,
 )
 from nanoserve.extras.metrics.catalog import (
+    ADMISSION_REJECTIONS,
     CACHE_CONFIG_INFO,
     COUNTERS,
     GAUGES,
@@ -349,6 +355,24 @@ def test_a_request_that_ends_in_the_queue_has_no_prefill(make_engine: MakeEngine
     assert histogram(engine, "request_params_max_tokens").sum == 20
 
 
+def test_requests_that_are_refused(make_engine: MakeEngine) -> None:
+    """Because so many wait already. Each counts once, and by nothing else."""
+    engine = make_engine(max_num_waiting=1)
+    engine.add_request("a", [1], params())
+    with pytest.raises(QueueOverflowError):
+        engine.add_request("before anybody counts", [1], params())
+    count(engine)
+    for _ in range(2):
+        with pytest.raises(QueueOverflowError):
+            engine.add_request("b", [1], params())
+    finish(engine)
+    [rejections] = [m for m in get_metrics(engine) if m.name == "vllm:admission_rejections"]
+    assert rejections.labels.keys() == {"model_name", "reason"}
+    assert rejections.labels["reason"] == "max_num_waiting"
+    assert rejections.value == 2
+    assert histogram(engine, "e2e_request_latency_seconds").count == 1
+
+
 def test_preemptions_are_counted_when_they_happen(make_engine: MakeEngine) -> None:
     """Those by a step that fails: with the next one that succeeds."""
     engine = make_engine()
@@ -618,6 +642,46 @@ def test_the_log_counts_the_time_of_work(
     assert "1.0 output tokens/s" in first.getMessage()
 
 
+# -- AsyncLLM --
+
+
+def make_async_llm(**options: Any) -> Any:
+    chapter = pytest.importorskip("nanoserve.extras.async_llm")
+    model = engines.checkpoint(engines.VOCAB_SIZE, (engines.EOS,))
+    config = EngineArgs(model=model, num_kv_blocks=64, block_size=4, max_num_waiting=8)
+    return chapter.AsyncLLM(config, executor_cls=FakeExecutor, **options)
+
+
+def test_requests_of_an_async_llm() -> None:
+    """Each counts once, however it ends: by itself, by abort, with an error, because its stream
+    was closed, or by shutdown."""
+    llm = make_async_llm(disable_log_stats=False)
+    fail_in_executor(llm.engine, "bad", num_output_tokens=2)
+    tokens: list[int] = []
+
+    async def read(name: str, prompt: list[int], **fields: Any) -> None:
+        async for output in llm.generate(prompt, params(**fields), name):
+            if output.finished:
+                tokens.extend(len(each.token_ids) for each in output.outputs)
+
+    async def main() -> None:
+        await asyncio.gather(read("a", [1, 2, 3], n=2), read("bad", [4, 5]))
+        await llm.pause_generation()
+        llm._core.drop(await llm.add_request("closed", [1, 2], params()))
+        await llm.add_request("b", [1], params())
+        await llm.add_request("c", [1], params())
+        await llm.abort("b")
+        await asyncio.to_thread(llm.shutdown)
+
+    asyncio.run(main())
+    reasons = ("stop", "length", "abort", "error")
+    assert [value(llm, "request_success", reason) for reason in reasons] == [0, 2, 3, 1]
+    assert histogram(llm, "e2e_request_latency_seconds").count == 6
+    assert histogram(llm, "request_params_n").count == 5
+    assert value(llm, "generation_tokens") == sum(tokens) == 22
+    assert histogram(llm, "request_generation_tokens").sum == 22
+
+
 # -- Prometheus --
 
 
@@ -706,6 +770,118 @@ def test_only_prometheus_needs_its_package(
     assert len(get_metrics(engine)) > 30
 
 
+# -- traces --
+
+
+@pytest.fixture
+def spans() -> Any:
+    """A provider that keeps its spans, and a function that reads them."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    memory = importlib.import_module(f"{export.__name__}.in_memory_span_exporter")
+    provider, exporter = sdk.TracerProvider(), memory.InMemorySpanExporter()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    return provider, exporter.get_finished_spans
+
+
+TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
+
+
+def test_a_span_for_each_completion(spans: Any) -> None:
+    """In the caller's trace, with what the metrics say."""
+    provider, read = spans
+    keeping = Keeping()
+    make_tracing = partial(TracingStatLogger, tracer_provider=provider)
+    llm = make_async_llm(stat_loggers=[make_tracing, lambda engine: keeping])
+    headers = {"Traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+
+    async def main() -> None:
+        assert await llm.is_tracing_enabled()
+        await llm.pause_generation()
+        fields = params(n=2, max_tokens=4, top_p=0.9, temperature=0.5)
+        early = time.time() - 100
+        await llm.add_request("a", [1, 2, 3], fields, early, trace_headers=headers)
+        await llm.add_request("b", [1, 2], params(max_tokens=3, temperature=0))
+        await llm.add_request("c", [1, 2], params())
+        await llm.abort("c")
+        await llm.resume_generation()
+        await llm.wait_for_requests_to_drain(5)
+
+    asyncio.run(main())
+    llm.shutdown()
+    aborted, b, *both = sorted(read(), key=lambda span: span.attributes["gen_ai.latency.e2e"])
+    lives = [life for stats in keeping.received for life in stats.finished_requests]
+    assert Tally(life.request_id for life in lives) == {"a": 2, "b": 1, "c": 1}
+    for span in both:
+        assert (span.name, span.kind.name) == ("llm_request", "SERVER")
+        assert (span.context.trace_id, span.parent.span_id) == (TRACE, PARENT)
+        seconds = (span.end_time - span.start_time) / 1e9
+        assert seconds == pytest.approx(span.attributes["gen_ai.latency.e2e"], abs=1e-3)
+        assert 100 <= span.attributes["gen_ai.latency.time_to_first_token"] <= seconds
+        assert {name: span.attributes[f"gen_ai.{name}"] for name in GIVEN} == GIVEN
+    assert b.attributes["gen_ai.request.id"] == "b"
+    assert b.parent is None
+    assert "gen_ai.request.temperature" not in b.attributes
+    assert aborted.attributes["gen_ai.usage.completion_tokens"] == 0
+    assert "gen_ai.latency.time_in_queue" not in aborted.attributes
+
+
+GIVEN = {
+    "request.id": "a",
+    "request.n": 2,
+    "request.top_p": 0.9,
+    "request.temperature": 0.5,
+    "request.max_tokens": 4,
+    "usage.prompt_tokens": 3,
+    "usage.completion_tokens": 4,
+}
+
+
+def test_only_traces_need_opentelemetry(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[tracing\]"'):
+        TracingStatLogger(make_engine(), "http://localhost:4317")
+
+
+def test_spans_are_sent(
+    make_engine: MakeEngine, spans: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a collector that speaks OTLP over HTTP: here a server of one request."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.path, body))
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        server.timeout = 10
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "none")
+        engine = make_engine()
+        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        tracing = TracingStatLogger(engine, url)
+        collect_metrics(engine, tracing)
+        engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+        finish(engine)
+        tracing.tracer_provider.shutdown()
+        thread.join(10)
+    [(path, body)] = received
+    assert path == "/v1/traces"
+    assert b"llm_request" in body
+    assert b"gen_ai.usage.completion_tokens" in body
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier pigeon")
+    with pytest.raises(ValueError, match="allowed: grpc, http/protobuf"):
+        TracingStatLogger(engine, url)
+
+
 # -- LLM --
 
 
@@ -741,7 +917,7 @@ KINDS = {"_gauge_cls": GAUGES, "_counter_cls": COUNTERS, "_histogram_cls": HISTO
 LEFT_OUT = {
     *("num_requests_kv_fetch_by_stage", "engine_sleep_state", "corrupted_requests"),
     *("watermark_requests", "lora_requests_info", "mm_cache_queries", "mm_cache_hits"),
-    *("external_prefix_cache_queries", "external_prefix_cache_hits", "admission_rejections"),
+    *("external_prefix_cache_queries", "external_prefix_cache_hits"),
     *("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"),
     "kv_block_reuse_gap_seconds",
 }
@@ -760,6 +936,7 @@ def vllm_metrics() -> dict[str, tuple[str, str, str]]:
             name = options.get("name", "").strip("'")
             if node.func.attr in KINDS and name.startswith("vllm:"):
                 label = re.findall(r"\+ \['(\w+)'\]", options.get("labelnames", ""))
+                label += re.findall(r"^\['model_name', '(\w+)'\]$", options.get("labelnames", ""))
                 buckets = options.get("buckets", "").removesuffix("_buckets")
                 kind = node.func.attr
                 name = name.removesuffix("_total") if kind == "_counter_cls" else name
@@ -777,7 +954,7 @@ def test_names_labels_and_buckets_are_those_of_vllm() -> None:
     buckets = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(buckets)
     ours: dict[str, str] = {}
-    for kind, specs in KINDS.items():
+    for kind, specs in {**KINDS, "_counter_cls": (*COUNTERS, ADMISSION_REJECTIONS)}.items():
         for each in specs:
             ours[each.name] = kind
             its_kind, label, family = theirs[each.name]
@@ -792,5 +969,5 @@ def test_every_metric_is_given_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     count(engine)
     given = Tally(metric.name for metric in get_metrics(engine))
-    specs = (*GAUGES, CACHE_CONFIG_INFO, *COUNTERS, *HISTOGRAMS)
+    specs = (*GAUGES, CACHE_CONFIG_INFO, ADMISSION_REJECTIONS, *COUNTERS, *HISTOGRAMS)
     assert given == {spec.name: len(spec.label_values) for spec in specs}

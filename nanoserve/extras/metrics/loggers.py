@@ -31,7 +31,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import DEMO_NAME
-from nanoserve.extras.metrics.catalog import CACHE_CONFIG_INFO, COUNTERS, GAUGES, HISTOGRAMS
+from nanoserve.extras.metrics.catalog import (
+    ADMISSION_REJECTIONS,
+    CACHE_CONFIG_INFO,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+)
 from nanoserve.extras.metrics.reader import Counter, Gauge, Histogram, Metric, Numbers
 from nanoserve.extras.metrics.stats import IterationStats
 from nanoserve.logger import init_logger
@@ -66,6 +72,7 @@ class CountingStatLogger(StatLogger):
         self.labels = {"model_name": name, "engine": "0"}
         max_model_len = engine.config.max_model_len or engine.model_config.max_model_len
         self.numbers = Numbers(self.labels, max_model_len)
+        self._num_rejected_before = engine.num_rejected
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_scheduled_tokens:
@@ -122,7 +129,10 @@ class CountingStatLogger(StatLogger):
 
     def get_metrics(self) -> list[Metric]:
         """Every metric as it is now. Any thread may call this."""
-        return [*self._read_gauges(), *self.numbers.read()]
+        spec, num_rejected = ADMISSION_REJECTIONS, self.engine.num_rejected
+        labels = {"model_name": self.labels["model_name"], spec.label: spec.label_values[0]}
+        rejections = Counter(spec.name, labels, num_rejected - self._num_rejected_before)
+        return [*self._read_gauges(), rejections, *self.numbers.read()]
 
     def _read_gauges(self) -> Iterator[Gauge]:
         """The state of the engine, in the order of catalog.GAUGES."""
@@ -189,7 +199,8 @@ class PrometheusStatLogger(CountingStatLogger):
     def collect(self) -> Iterator[Any]:
         """The metrics as prometheus-client's families: the registry calls this."""
         core = self._client.metrics_core
-        helps = {s.name: s.help for s in (*GAUGES, CACHE_CONFIG_INFO, *COUNTERS, *HISTOGRAMS)}
+        single = (CACHE_CONFIG_INFO, ADMISSION_REJECTIONS)
+        helps = {spec.name: spec.help for spec in (*GAUGES, *single, *COUNTERS, *HISTOGRAMS)}
         families: dict[str, Any] = {}
         kinds = {
             Gauge: core.GaugeMetricFamily,
