@@ -41,11 +41,7 @@ COMMANDS = {
     "complete": Command(
         "nanoserve.tools.cli_complete", "complete prompts (`generate` is the same command)"
     ),
-    "serve": Command(
-        "nanoserve.extras.server",
-        "answer requests of OpenAI's API over HTTP",
-        if_missing="is planned, and not there yet",
-    ),
+    "serve": Command("nanoserve.extras.server", "answer requests of OpenAI's API over HTTP"),
     "bench": Command("nanoserve.bench.cli", "measure speed, beside peers and the roofline"),
     "doctor": Command("nanoserve.tools.doctor", "what would a run here use, and does it work?"),
 }

@@ -188,7 +188,9 @@ def test_a_command_registers_itself_by_its_file(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without its file a command is one sentence; with the file its main() is called."""
-    command = __main__.COMMANDS["serve"]._replace(module="new_chapter")
+    command = __main__.COMMANDS["serve"]._replace(
+        module="new_chapter", if_missing="is planned, and not there yet"
+    )
     monkeypatch.setitem(__main__.COMMANDS, "serve", command)
     result = run("serve", "--port", "80")
     assert (result.status, result.out) == (1, "")
@@ -216,7 +218,7 @@ def test_without_the_tools_the_table_says_so(
     assert "nanoserve/tools/cli_chat.py is missing" in result.out
     result = run("chat")
     assert result.status == 1
-    assert "nanoserve/tools/cli_chat.py is missing. Use nanoserve bench" in result.err
+    assert "nanoserve/tools/cli_chat.py is missing. Use nanoserve serve, bench" in result.err
 
 
 def test_closed_streams_are_empty_ones(

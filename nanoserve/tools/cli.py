@@ -1,4 +1,5 @@
-"""What the commands `chat` and `complete` share: flags, the engine, the terminal.
+"""What the commands `chat` and `complete` share: flags, the engine, the terminal. `serve` has the
+flags, too.
 
 Each flag comes from the one declaration of an option:
 
@@ -32,7 +33,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.arg_utils import EngineArgs, FlexibleArgumentParser
@@ -103,13 +104,22 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
         "Not given: what the model's generation_config.json recommends, else the default.",
     )
     EngineArgs.add_cli_args(parser)
-    hints, comments = get_type_hints(SamplingParams), read_comments(SamplingParams)
-    for each in fields(SamplingParams):
+    add_fields(group, SamplingParams, "sampling_", (*without, *NO_FLAG, *MISSING), **defaults)
+
+
+def add_fields(
+    group: argparse._ArgumentGroup, cls: Any, prefix: str, without: Seq[str] = (), **defaults: Any
+) -> None:
+    """Flags for the fields of a dataclass. Their values are in args.<prefix>NAME, None if not
+    given."""
+    hints, comments = get_type_hints(cls), read_comments(cls)
+    for each in fields(cls):
         how = flag_of(hints[each.name])
-        if how is None or each.name in (*without, *NO_FLAG, *MISSING):
+        if how is None or each.name in without:
             continue
-        flag, dest = to_flag(each.name), f"sampling_{each.name}"
-        action = group.add_argument(flag, dest=dest, default=None, **how)
+        action = group.add_argument(
+            to_flag(each.name), dest=prefix + each.name, default=None, **how
+        )
         default = defaults.get(each.name, each.default)
         text = f"{comments.get(each.name, '')} (default: {default})"
         action.help = text.replace("%", "%%")  # %(...)s is argparse's
@@ -123,13 +133,17 @@ def flag_of(hint: Any) -> dict[str, Any] | None:
             return {"action": argparse.BooleanOptionalAction}
         if kind in (int, float):
             return {"type": kind, "metavar": kind.__name__.upper()}
+        if get_origin(kind) is Literal:
+            return {"choices": get_args(kind)}
         item = (get_args(kind) or (None,))[0]
         if get_origin(kind) is Seq and item in (int, str):
             metavar = "ID" if item is int else "TEXT"
             return {"type": item, "action": "append", "metavar": metavar}
+        if get_origin(kind) is tuple and item is str:
+            return {"nargs": "+", "action": "extend", "metavar": "TEXT"}
         if get_origin(kind) is Mapping and item is int:
             return {"type": id_and_value, "action": "append", "metavar": "ID=VALUE"}
-    return None
+    return {"metavar": "TEXT"} if str in kinds else None
 
 
 def id_and_value(text: str) -> tuple[int, float]:

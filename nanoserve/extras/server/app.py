@@ -1,0 +1,131 @@
+"""Which parts make up the server, and what do they share?
+
+    build_app(async_llm)
+        middleware.py      X-Request-Id, CORS, errors, API key, body
+        errors.py          what the handlers of exceptions answer
+        completions.py  chat.py  utilities.py  page.py
+                           one router each; make_router(state) gets the ServerState
+
+The result is an ASGI application, for `nanoserve serve` (launcher.py) as for any other ASGI server,
+and for tests without a socket. It does not own the AsyncLLM: who builds it shuts it down.
+
+FastAPI's own pages of documentation are switched off: they load scripts from another server.
+/openapi.json has the schema.
+
+vLLM: vllm/entrypoints/launchers/app.py, api_server/app_state.py, api_server/routers.py (V1);
+vllm/entrypoints/openai/api_server.py (V0).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+from nanoserve import __version__
+from nanoserve.extras.async_llm import AsyncLLM
+from nanoserve.extras.metrics import PrometheusStatLogger, collect_metrics
+from nanoserve.extras.server.errors import error_response
+from nanoserve.extras.server.middleware import (
+    AuthenticationMiddleware,
+    BodyMiddleware,
+    ErrorMiddleware,
+    XRequestIdMiddleware,
+)
+from nanoserve.extras.server.options import FrontendArgs
+
+ROUTERS = ("completions", "chat", "utilities", "page")
+
+
+@dataclass
+class ServerState:
+    """What the endpoints share."""
+
+    async_llm: AsyncLLM
+    args: FrontendArgs
+    model_names: list[str]  # the first is the one that answers name
+    metrics: PrometheusStatLogger
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+    num_requests: int = 0  # being served, from the first byte of the body to the last of the answer
+
+    @property
+    def max_logprobs(self) -> int:
+        """The most logprobs that a request may ask for; -1: all."""
+        return self.async_llm.config.max_logprobs
+
+    @property
+    def trust_request_chat_template(self) -> bool:
+        """May a request bring a template of its own?"""
+        return self.args.trust_request_chat_template
+
+    @property
+    def is_shutting_down(self) -> bool:
+        """Does the engine take no more requests?"""
+        return self.async_llm.errored
+
+
+def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: Any) -> FastAPI:
+    """The server as an ASGI application; app.state.server is its ServerState.
+
+    options: fields of FrontendArgs, if `args` is not given. Those about the socket are the
+    launcher's. Raises ValueError or TypeError for a wrong one.
+    """
+    args = args or FrontendArgs(**options)
+    default = "demo" if async_llm.config.model is None else str(async_llm.config.model)
+    model_names = list(args.served_model_name or [default])
+    metrics = PrometheusStatLogger(async_llm.engine, model_name=model_names[0])
+    collect_metrics(async_llm, metrics)
+    state = ServerState(async_llm, args, model_names, metrics)
+    app = FastAPI(
+        title="nanoserve",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        middleware=make_middleware(state),
+        exception_handlers=dict.fromkeys(HANDLED, answer),
+    )
+    app.state.server = state
+    for name in ROUTERS:
+        if find_spec(f"nanoserve.extras.server.{name}"):
+            module = import_module(f"nanoserve.extras.server.{name}")
+            app.include_router(module.make_router(state))
+    return app
+
+
+# HTTPException and RequestValidationError have handlers in FastAPI, with another shape of errors.
+# All else passes to ErrorMiddleware.
+HANDLED = (HTTPException, RequestValidationError)
+
+
+async def answer(request: Request, error: Exception) -> JSONResponse:
+    """The handler of exceptions."""
+    return error_response(error)
+
+
+def make_middleware(state: ServerState) -> list[Middleware]:
+    """From the outside to the inside. Answers to other origins have their headers whatever
+    happens."""
+    args = state.args
+    layers = [Middleware(XRequestIdMiddleware)]
+    if args.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=args.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        )
+    layers.append(Middleware(ErrorMiddleware))
+    if args.api_key:
+        layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
+    return [*layers, Middleware(BodyMiddleware, state=state)]

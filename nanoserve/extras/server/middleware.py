@@ -1,0 +1,198 @@
+"""What is checked before an endpoint sees a request?
+
+From the outside to the inside; each is an ASGI application around the next:
+
+    XRequestIdMiddleware        the answer gets X-Request-Id: the client's own, or a random one
+    ErrorMiddleware             whatever fails inside is a 500 in OpenAI's shape
+    AuthenticationMiddleware    401 without one of the API keys
+    BodyMiddleware              503 while shutting down, 413 too large, 408 too slow, 400 no JSON;
+                                the endpoint gets its body in one piece
+
+A body is read completely before the endpoint begins, so a client that sends slowly costs a socket
+and no thread, and at most max_body_size bytes. Nothing here looks at the answer's chunks.
+
+vLLM: vllm/entrypoints/serve/middleware/ (V1). It has no limit of the body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoserve.exceptions import brief
+from nanoserve.extras.server.errors import (
+    ENGINE_DEAD,
+    RETRY_AFTER,
+    SHUTTING_DOWN,
+    HTTPError,
+    error_response,
+)
+from nanoserve.logger import init_logger
+
+if TYPE_CHECKING:
+    from nanoserve.extras.server.app import ServerState
+
+logger = init_logger(__name__)
+
+# Without a key: what probes and scrapers read, and the page, which asks for the key itself.
+OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
+MAX_ID_LENGTH = 200  # of X-Request-Id
+
+
+class ClientGone(Exception):
+    """The connection ended while the request arrived. Nobody reads an answer."""
+
+
+class XRequestIdMiddleware:
+    """Gives each answer a name that the client's log and a bug report can have in common. An
+    endpoint finds it in scope["state"]["request_id"]."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")[:MAX_ID_LENGTH]
+        request_id = given or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = given or None
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        return await self.app(scope, receive, send_with_id)
+
+
+class ErrorMiddleware:
+    """Answers what fails inside. If the answer has begun, the connection ends without its end, so
+    that the client does not take it for complete."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_noted)
+        except ClientGone:
+            pass
+        except Exception as error:
+            if scope["type"] != "http" or has_begun:
+                raise
+            await error_response(error)(scope, receive, send)
+
+
+class AuthenticationMiddleware:
+    """Refuses requests without one of the API keys, but for OPEN_PATHS. (vLLM guards /v1 alone, and
+    leaves /tokenize open.)"""
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self.app = app
+        self.api_keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS:
+            self.check(Headers(scope=scope).get("authorization", ""))
+        await self.app(scope, receive, send)
+
+    def check(self, authorization: str) -> None:
+        """Raise HTTPError 401 unless it is "Bearer <one of the keys>". It takes as long for a
+        nearly right key as for a wrong one."""
+        scheme, _, key = authorization.partition(" ")
+        given = key.strip().encode("latin-1")  # as headers are decoded
+        is_right = [hmac.compare_digest(given, each) for each in self.api_keys]
+        if scheme.lower() != "bearer" or not any(is_right):
+            raise HTTPError(
+                401,
+                "the header Authorization must be 'Bearer KEY' with a key of this server.",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+class BodyMiddleware:
+    """Reads the body of a POST, within limits, and gives it to the endpoint in one piece.
+
+    Invariant: state.num_requests is the number of requests that are inside.
+    """
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self.app = app
+        self.state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return await self.app(scope, receive, send)
+        self.check_admission()
+        self.state.num_requests += 1
+        try:
+            body = await self.read(Headers(scope=scope), receive)
+            messages = [{"type": "http.request", "body": body, "more_body": False}]
+            del body  # the endpoint may free it
+
+            async def receive_body() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self.app(scope, receive_body, send)
+        finally:
+            self.state.num_requests -= 1
+
+    def check_admission(self) -> None:
+        """Raise HTTPError 503 if no request is served now."""
+        state, limit = self.state, self.state.args.limit_concurrency
+        if state.async_llm.errored:
+            why = ENGINE_DEAD if state.async_llm.dead_error.__cause__ else SHUTTING_DOWN
+            raise HTTPError(503, why)
+        if limit is not None and state.num_requests >= limit:
+            message = f"{limit} requests are being served already (limit_concurrency)."
+            raise HTTPError(503, message, headers=RETRY_AFTER)
+
+    async def read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body. Raises HTTPError 400, 408 or 413, ClientGone."""
+        args = self.state.args
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length[:20]) > args.max_body_size:
+            raise self.too_large(f"{length[:20]} bytes")
+        try:
+            body = await asyncio.wait_for(self.read_chunks(receive), args.request_timeout)
+        except asyncio.TimeoutError:
+            seconds = args.request_timeout
+            raise HTTPError(408, f"the body did not arrive within {seconds} seconds.") from None
+        media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if body and media_type != "application/json":
+            raise HTTPError(
+                400, f"the header Content-Type is {brief(media_type)}; allowed: application/json."
+            )
+        return body
+
+    async def read_chunks(self, receive: Receive) -> bytes:
+        chunks, size, has_more = [], 0, True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self.state.args.max_body_size:
+                raise self.too_large("more")
+            has_more = message.get("more_body", False)
+        return b"".join(chunks)
+
+    def too_large(self, size: str) -> HTTPError:
+        limit = self.state.args.max_body_size
+        return HTTPError(
+            413, f"a body may have {limit} bytes (max_body_size); this one has {size}."
+        )

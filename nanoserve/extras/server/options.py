@@ -1,0 +1,106 @@
+"""What can be set about the server, beside its engine?
+
+One declaration, of which the flags are made:
+
+    FrontendArgs.max_body_size     --max-body-size 1000000     (tools/cli.py: add_fields)
+    FrontendArgs.api_key           --api-key one two           (a tuple)
+
+This module imports neither FastAPI nor torch: `nanoserve serve --help` needs neither.
+
+Left out: several API servers in front of one engine (api_server_count), tool and reasoning parsers,
+LoRA modules, request logs, a gRPC server.
+
+vLLM: vllm/entrypoints/launchers/cli_args.py (V1).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from nanoserve.exceptions import brief
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+
+
+@dataclass(frozen=True)
+class FrontendArgs:
+    """The options of the server, under vLLM's names where it has them. One string may stand for a
+    tuple of one.
+
+    Raises ValueError or TypeError for a value that is not allowed.
+    """
+
+    host: str = "127.0.0.1"  # address to listen at: this machine only; 0.0.0.0: whoever reaches it
+    port: int = 8000  # 0: a free one
+    uds: str | None = None  # path of a Unix domain socket, in place of host and port
+    served_model_name: tuple[str, ...] = ()  # names of the model; answers have the first
+    api_key: tuple[str, ...] = ()  # requests need one of them; VLLM_API_KEY may hold one, too
+    chat_template: str | None = None  # a Jinja template, or a file with one; None: the model's
+    trust_request_chat_template: bool = False  # a request may bring a chat template
+    allowed_origins: tuple[
+        str, ...
+    ] = ()  # pages of these origins may ask, such as http://localhost:3000
+    max_body_size: int = 16 << 20  # bytes that a request may have
+    request_timeout: float = 60.0  # seconds in which a request has to arrive, headers and body
+    limit_concurrency: int | None = None  # requests at a time, streams too; None: no limit
+    shutdown_timeout: float = 5.0  # seconds for running requests after SIGTERM or Ctrl-C
+    uvicorn_log_level: LogLevel = "info"  # what is logged of HTTP
+    disable_uvicorn_access_log: bool = False  # no line for each request
+    ssl_keyfile: str | None = None  # with ssl_certfile: HTTPS
+    ssl_certfile: str | None = None  # with ssl_keyfile: HTTPS
+    root_path: str = ""  # the path under which a proxy shows this server
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            object.__setattr__(self, name, as_strings(name, getattr(self, name)))
+        for name, (kinds, low, high) in RANGES.items():
+            check_number(name, getattr(self, name), kinds, low, high)
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("HTTPS needs both ssl_keyfile and ssl_certfile; one was given.")
+
+    @property
+    def is_public(self) -> bool:
+        """Can other machines reach it?"""
+        if self.uds is not None or self.host == "localhost":
+            return False
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return True
+
+
+INT, NUMBER = (int,), (int, float)
+RANGES: dict[str, tuple[tuple[type, ...], float, float]] = {
+    "port": (INT, 0, 65535),
+    "max_body_size": (INT, 1, 1 << 40),
+    "request_timeout": (NUMBER, 0.001, 1e6),
+    "limit_concurrency": (INT, 1, 1 << 40),
+    "shutdown_timeout": (NUMBER, 0, 1e6),
+}
+
+
+def check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, high: float) -> None:
+    """Raise ValueError or TypeError unless it is a number between low and high, or None by
+    default."""
+    [default] = [each.default for each in fields(FrontendArgs) if each.name == name]
+    if value is None and default is None:
+        return
+    if isinstance(value, bool) or type(value) not in kinds:
+        kind = "a number" if float in kinds else "an integer"
+        raise TypeError(f"{name} must be {kind}, got {brief(value)}.")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {brief(value)}; allowed: {low} to {high}.")
+
+
+def as_strings(name: str, value: Any) -> tuple[str, ...]:
+    """One string or several, as a tuple. Raises TypeError for anything else, ValueError for an
+    empty string: an API key that is empty would protect nothing."""
+    values = (value,) if isinstance(value, str) else tuple(value or ())
+    for each in values:
+        if not isinstance(each, str):
+            raise TypeError(f"{name} must be strings, got {brief(each)}.")
+        if not each:
+            raise ValueError(f"{name} holds an empty string. Give a text, or leave it out.")
+    return values

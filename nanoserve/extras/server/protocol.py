@@ -1,0 +1,582 @@
+"""What may a client ask for, and what does it get?
+
+    {"prompt": "Once", "max_tokens": 5, "top_k": 3, "min_tokens": 9}       bytes
+    -> read_request: CompletionRequest              is it JSON? the type of each field
+    -> to_sampling_params: SamplingParams           min_tokens is 9, more than max_tokens 5
+
+Each field has OpenAI's name, or vLLM's if OpenAI has none. Plain fields are checked here. Lists and
+dicts are checked by those who use them (SamplingParams, inputs.py): they stop at the first bad
+item, and a list may have a million. Types are strict, as OpenAI's are: "5" is no number. (vLLM
+takes it for one.)
+
+What about a name that is no field? vLLM ignores it and says so in its debug log, which no client
+sees. That is right for fields of other servers: some clients send them to every server. But a
+client that misspells `temperature` gets other answers than it asked for. So there are three cases.
+A name that is nearly one of ours is refused: "did you mean temperature?". One of vLLM's or OpenAI's
+that would change the answer, and that nanoserve does not have, is refused (REFUSED). Any other is
+ignored, with a line in the log.
+
+Requests are pydantic models. Answers are dicts, and the types below say what is in them: a stream
+writes thousands of chunks a second, and to build a model for each would cost more than the rest.
+
+Left out: images and audio, structured output, and calls of tools as a model writes them.
+
+vLLM: vllm/entrypoints/openai/protocol.py (V0); vllm/entrypoints/openai/: completion/protocol.py,
+chat_completion/protocol.py; vllm/entrypoints/serve/: engine/protocol.py, tokenize/protocol.py (V1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import BaseModel, ConfigDict, WithJsonSchema
+from typing_extensions import NotRequired, TypedDict
+
+from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.extras.beam_search import BeamSearchParams
+from nanoserve.inputs import prompt_to_seq
+from nanoserve.logger import init_logger, warning_once
+from nanoserve.sampling_params import FIELDS, MISSING, RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
+Json = dict[str, Any]
+
+MAX_PROMPTS = 1024  # of one request: vLLM's limit
+MAX_UNKNOWN = 64  # names of one request that are no fields
+
+# Types of fields that are checked where they are used. Clients read the schema.
+TEXT: Json = {"type": "string"}
+INT: Json = {"type": "integer", "minimum": 0}
+OBJECT: Json = {"type": "object"}
+NULL: Json = {"type": "null"}
+BIAS: Json = {"type": "object", "additionalProperties": {"type": "number"}}
+
+
+def _list_of(schema: Json) -> Json:
+    return {"type": "array", "items": schema}
+
+
+Prompt = Annotated[
+    Any,
+    WithJsonSchema({"anyOf": [TEXT, _list_of(TEXT), _list_of(INT), _list_of(_list_of(INT)), NULL]}),
+]
+Object = Annotated[Any, WithJsonSchema({"anyOf": [OBJECT, NULL]})]
+Objects = Annotated[Any, WithJsonSchema({"anyOf": [_list_of(OBJECT), NULL]})]
+Texts = Annotated[Any, WithJsonSchema({"anyOf": [_list_of(TEXT), NULL]})]
+TextOrTexts = Annotated[Any, WithJsonSchema({"anyOf": [TEXT, _list_of(TEXT), NULL]})]
+TextOrObject = Annotated[Any, WithJsonSchema({"anyOf": [TEXT, OBJECT, NULL]})]
+TokenIds = Annotated[Any, WithJsonSchema({"anyOf": [_list_of(INT), NULL]})]
+LogitBias = Annotated[Any, WithJsonSchema({"anyOf": [BIAS, NULL]})]
+
+# Fields of OpenAI's API and of vLLM that change nothing in the answers of a text model.
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls", "prediction", "verbosity", "session_id"),
+    *("include_reasoning", "return_token_offsets", "mm_payload", "return_mm_kwargs"),
+}
+# Fields that would change the answer: the values that change nothing, and what to do.
+# (SamplingParams refuses those of its MISSING.)
+Refusal = tuple[tuple[Any, ...], str]
+NO_GRAMMAR: Refusal = ((None,), "nanoserve has no structured output yet; leave it out")
+NO_MEDIA: Refusal = ((None, {}), "nanoserve takes text and token ids only; leave it out")
+NO_TRANSFER: Refusal = (
+    (None,),
+    "nanoserve does not hand its KV cache to other engines; leave it out",
+)
+NO_CUT: Refusal = ((None,), "prompts are never cut; give the last token ids as the prompt")
+REFUSED: dict[str, Refusal] = {
+    "suffix": ((None, ""), "no model here fills in the middle; leave it out"),
+    "prompt_embeds": NO_MEDIA,
+    "mm_processor_kwargs": NO_MEDIA,
+    "media_io_kwargs": NO_MEDIA,
+    "audio": NO_MEDIA,
+    "modalities": ((None, ["text"]), "nanoserve answers with text only; leave it out"),
+    "truncate_prompt_tokens": NO_CUT,
+    "truncation_side": NO_CUT,
+    "early_stopping": ((None, False), "a beam search has its own rule for the end; leave it out"),
+    "kv_transfer_params": NO_TRANSFER,
+    "ec_transfer_params": NO_TRANSFER,
+    "functions": ((None,), "OpenAI has replaced it by tools; use them"),
+    "function_call": ((None, "none"), "OpenAI has replaced it by tool_choice; use that"),
+    "structured_outputs": NO_GRAMMAR,
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_GRAMMAR),
+}
+
+
+# -- requests --
+
+
+class OpenAIBaseModel(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    def check(self) -> None:
+        """Raise ValueError for a field that is refused by its name, or by what stands beside it."""
+        extra, unknown = self.model_extra or {}, []
+        for name, value in extra.items():
+            if name in REFUSED and value not in REFUSED[name][0]:
+                _raise(name, value, f"{name} is {brief(value)}, and {REFUSED[name][1]}.")
+            if name not in REFUSED and name not in IGNORED and name not in MISSING:
+                unknown.append(name)
+        if len(unknown) > MAX_UNKNOWN:
+            message = f"{len(unknown)} fields are not known; allowed: up to {MAX_UNKNOWN}."
+            _raise(unknown[0], None, f"{message} The first is {brief(unknown[0])}.")
+        known = [*type(self).model_fields, *IGNORED, *REFUSED, *MISSING] if unknown else []
+        for name in unknown:
+            near = find_similar(name, known)
+            if near is not None:
+                _raise(name, None, f"there is no field {brief(name)}. Did you mean {near!r}?")
+        if unknown:
+            text = "requests have fields that are not known here: they are ignored. "
+            warning_once(logger, text + "NANOSERVE_LOGGING_LEVEL=DEBUG names them.")
+            logger.debug("ignored fields of a request: %s", brief(unknown))
+
+
+def find_similar(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant: of ten letters, one may be wrong or missing."""
+    plain = _plain(name)
+    for each in known:
+        other = _plain(each)
+        if abs(len(plain) - len(other)) <= 2 and (
+            plain == other or SequenceMatcher(None, plain, other).ratio() >= 0.9
+        ):
+            return each
+    return None
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _raise(name: str, value: Any, message: str) -> NoReturn:
+    raise VLLMValidationError(message, parameter=name, value=value)
+
+
+def _refuse(name: str, value: Any, allowed: str) -> NoReturn:
+    _raise(name, value, f"{name} is {brief(value)}; allowed: {allowed}.")
+
+
+class StreamOptions(OpenAIBaseModel):
+    """What a stream sends beside the tokens."""
+
+    include_usage: bool | None = False  # a last chunk with the numbers of tokens
+    continuous_usage_stats: bool | None = False  # and in every chunk the numbers so far
+    include_obfuscation: bool | None = False  # OpenAI's; changes nothing here
+
+
+class GenerationRequest(OpenAIBaseModel):
+    """What completions and chat completions have in common. None: the model's own recommendation,
+    if it has one, else OpenAI's default."""
+
+    model: str | None = None  # a name of /v1/models; None: the model that is served
+    n: int | None = 1  # completions of each prompt
+    best_of: int | None = None  # of so many completions, the n likeliest are given
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: LogitBias = None
+    allowed_token_ids: TokenIds = None
+    bad_words: Texts = None
+    seed: int | None = None
+    stop: TextOrTexts = None
+    stop_token_ids: TokenIds = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    min_tokens: int | None = 0
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = False  # n is the number of beams; see BEAM_FIELDS
+    length_penalty: float | None = 1.0  # of a beam search
+    echo: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: Object = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs "token_id:12", not the text
+    add_special_tokens: bool | None = True  # the tokenizer's own, such as BOS
+    priority: int | None = 0  # low is early, if the scheduling policy is "priority"
+    cache_salt: str | None = None
+    request_id: str | None = None  # of the answer's id; the header X-Request-Id comes first
+    vllm_xargs: Object = None  # SamplingParams.extra_args
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is not None:
+            self.stream_options.check()
+            if not self.stream:
+                _raise("stream_options", None, "stream_options are for stream=true only.")
+        if self.stream and self.prompt_logprobs:
+            _refuse("prompt_logprobs", self.prompt_logprobs, "None or 0 if stream is true")
+        if self.best_of is not None and self.best_of < self.num_choices:
+            _refuse("best_of", self.best_of, f"n ({self.num_choices}) or more")
+        if self.stream and self.num_samples > self.num_choices:
+            _refuse("best_of", self.best_of, f"n ({self.num_choices}) if stream is true")
+        kind = self.response_format
+        if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
+            allowed = "{'type': 'text'}, as nanoserve has no structured output yet"
+            _refuse("response_format", kind, allowed)
+        if self.use_beam_search:
+            self.check_beam_search()
+
+    def check_beam_search(self) -> None:
+        """Raise ValueError for fields that a beam search does not know."""
+        fields = type(self).model_fields
+        for name in (*SHARED, "best_of", "stream"):
+            value = getattr(self, name)
+            if name not in BEAM_FIELDS and value is not None and value != fields[name].default:
+                _raise(name, value, f"{name} is {brief(value)}: not with use_beam_search.")
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt that the client gets."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of each prompt that the engine makes."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Logprobs of each token that the client gets, beside the token's own; None: none."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As num_logprobs, of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    def to_sampling_params(
+        self, recommended: Mapping[str, Any], max_tokens: int | None
+    ) -> SamplingParams:
+        """recommended: the model's generation_config.json. Raises ValueError or TypeError."""
+        default = SamplingParams.from_generation_config(recommended)
+        params = {name: getattr(default, name) for name in RECOMMENDED}
+        params |= {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
+        extra = self.model_extra or {}
+        params |= {name: extra[name] for name in MISSING if name in extra}
+        params |= {"n": self.num_samples, "logprobs": self.num_logprobs, "max_tokens": max_tokens}
+        params["prompt_logprobs"] = self.num_prompt_logprobs
+        if self.num_samples > self.num_choices and self.num_logprobs is None:
+            params["logprobs"] = 0  # to know which are the likeliest
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        return SamplingParams.from_optional(**params, extra_args=self.vllm_xargs, output_kind=kind)
+
+    def to_beam_search_params(self, max_tokens: int) -> BeamSearchParams:
+        """Raises ValueError."""
+        given = {name: getattr(self, name) for name in BEAM_FIELDS if name != "n"}
+        given = {name: value for name, value in given.items() if value is not None}
+        return BeamSearchParams(self.num_choices, max_tokens, **given)
+
+
+# The fields of which generation_config.json may have another default.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SHARED = tuple(name for name in FIELDS if name in GenerationRequest.model_fields)
+BEAM_FIELDS = (
+    *("n", "ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output"),
+    "skip_special_tokens",
+)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions: go on where the prompt ends."""
+
+    prompt: Prompt = None  # a text, token ids, or a list of either
+    max_tokens: int | None = 16  # None: 16, too, as in vLLM; 0: with echo only
+    logprobs: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            _refuse("max_tokens", 0, "1 or more, or 0 with echo")
+        if self.use_beam_search and self.echo and self.logprobs is not None:
+            _raise("echo", True, "echo with logprobs: not with use_beam_search.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        shows_prompt = self.echo and self.prompt_logprobs is None
+        return self.logprobs if shows_prompt else self.prompt_logprobs
+
+    @property
+    def prompts(self) -> list[Any]:
+        """One entry for each prompt: a string or a list of token ids. Raises ValueError or
+        TypeError."""
+        if self.prompt is None or self.prompt == "":
+            _raise("prompt", None, "there is no prompt. Give a text, token ids, or a list of them.")
+        if isinstance(self.prompt, dict):
+            raise TypeError(f"prompt must be a text or a list, got {brief(self.prompt)}.")
+        prompts = prompt_to_seq(self.prompt)
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            _raise("prompt", None, f"{len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}.")
+        for prompt in prompts:
+            if not isinstance(prompt, (str, list)):
+                raise TypeError(f"a prompt must be a text or token ids, got {brief(prompt)}.")
+        return prompts
+
+
+class ChatTemplateFields(OpenAIBaseModel):
+    """A conversation, and how a chat template makes a prompt of it."""
+
+    messages: Objects
+    tools: Objects = None
+    documents: Objects = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None  # None: unless continue_final_message
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False  # beside those of the template
+    chat_template: str | None = None  # for servers with --trust-request-chat-template
+    chat_template_kwargs: Object = None
+
+    def check(self) -> None:
+        super().check()
+        if self.add_generation_prompt and self.continue_final_message:
+            message = "continue_final_message and add_generation_prompt exclude each other."
+            _raise("continue_final_message", True, message)
+        if self.tools is not None:
+            check_tools(self.tools)
+        kwargs = self.chat_template_kwargs
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise TypeError(f"chat_template_kwargs must be an object, got {brief(kwargs)}.")
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+
+def check_tools(tools: Any) -> None:
+    """Raise ValueError for what are no tools in OpenAI's form."""
+    if not isinstance(tools, list) or not tools:
+        _refuse("tools", tools, "a list of at least one tool, or leave it out")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            allowed = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+            _raise("tools", tool, f"tools holds {brief(tool)}; allowed: {allowed}.")
+
+
+class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
+    """POST /v1/chat/completions: answer the last message of a conversation."""
+
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None  # its older name; None: as many as fit
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    add_special_tokens: bool | None = False  # beside those of the template
+    tool_choice: TextOrObject = None
+    return_prompt_text: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            _refuse("top_logprobs", self.top_logprobs, "0, unless logprobs is true")
+        if self.tool_choice not in (None, "none"):
+            allowed = "'none', or leave it out: the model's call of a tool stays text here"
+            _refuse("tool_choice", self.tool_choice, allowed)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """max_completion_tokens, or max_tokens."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(ChatTemplateFields):
+    """POST /tokenize: of a prompt, or of messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Objects = None
+    add_special_tokens: bool | None = None  # None: for a prompt yes, for messages no
+    return_token_strs: bool | None = False  # the tokens as the vocabulary writes them, too
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            _raise("prompt", None, "give either prompt (a text) or messages (a conversation).")
+
+
+class DetokenizeRequest(OpenAIBaseModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+Request = TypeVar("Request", bound=OpenAIBaseModel)
+
+
+def read_request(cls: type[Request], body: bytes) -> Request:
+    """The request in a body. Raises pydantic.ValidationError, ValueError or TypeError."""
+    request = cls.model_validate_json(body)
+    request.check()
+    return request
+
+
+# -- answers --
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int  # of the prompt tokens, those whose KV came from the prefix cache
+
+
+class Usage(TypedDict):
+    """Numbers of tokens, over all prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+
+
+class CompletionLogprobs(TypedDict):
+    """One entry for each token; None for the first token of an echoed prompt."""
+
+    text_offset: list[int]  # characters of the tokens before it
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]  # of the token itself and of the likeliest
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per prompt token; None for the first
+
+
+class Choice(TypedDict):
+    """What the choices of all answers have. In a stream: what is new since the last chunk."""
+
+    index: int  # prompt i, its completion j: i * n + j
+    finish_reason: str | None  # "stop", "length", "abort"; None while the stream goes on
+    stop_reason: int | str | None  # the stop string or stop token id; None for an EOS token
+    token_ids: NotRequired[list[int]]  # if return_token_ids
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: NotRequired[list[int]]  # if return_token_ids
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]  # of the text in UTF-8
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]  # likeliest first
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatLogprob]  # one for each token
+
+
+class ChatMessage(TypedDict):
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ChatChoice(Choice):
+    message: NotRequired[ChatMessage]
+    delta: NotRequired[ChatMessage]  # in a stream, in place of `message`
+    logprobs: ChatLogprobs | None
+
+
+class Answer(TypedDict):
+    """What both kinds of completion have. In a stream: one chunk."""
+
+    id: str
+    object: str
+    created: int  # seconds since 1970
+    model: str
+    system_fingerprint: NotRequired[str]  # the same for as long as the same seed gives the same
+    usage: NotRequired[Usage]
+
+
+class CompletionResponse(Answer):
+    choices: list[CompletionChoice]
+
+
+class ChatCompletionResponse(Answer):
+    choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]  # if return_prompt_text
+
+
+class TokenizeResponse(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: str
+    data: list[ModelCard]
+
+
+class ErrorInfo(TypedDict):
+    message: str
+    type: str
+    param: str | None  # the field that is wrong
+    code: int  # the HTTP status
+
+
+class ErrorResponse(TypedDict):
+    error: ErrorInfo
+
+
+def describe_post(cls: type[OpenAIBaseModel], answer: Any, streams: bool = False) -> Json:
+    """What /openapi.json says about an endpoint that reads its body itself: keyword arguments of
+    APIRouter.post."""
+    schema = cls.model_json_schema()
+    parts = schema.pop("$defs", {})
+    for field in schema["properties"].values():  # each part is used once: it stands in its place
+        for option in field.get("anyOf", ()):
+            option.update(parts.get(option.pop("$ref", "").rpartition("/")[2], {}))
+    ok: Json = {"model": answer}
+    if streams:
+        ok["content"] = {"text/event-stream": {}}
+    return {
+        "openapi_extra": {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
+        },
+        "responses": {200: ok, "4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
+    }
