@@ -12,6 +12,7 @@ import asyncio
 import http.server
 import importlib.util
 import logging
+import math
 import os
 import re
 import sys
@@ -750,6 +751,31 @@ def test_a_histogram_is_prometheus_own(values: list[float]) -> None:
     samples = {(each.name, each.labels.get("le")): each.value for each in family.samples}
     assert {("a_bucket", name): n for name, n in ours.buckets().items()}.items() <= samples.items()
     assert samples["a_sum", None] == ours.sum
+
+
+@given(
+    values=st.lists(st.floats(0, 30), min_size=1),
+    q=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_a_quantile_lies_in_its_bucket(values: list[float], q: float) -> None:
+    borders = (1.0, 2.0, 5.0, 20.0)
+    seen = Observations(borders)
+    for each in values:
+        seen.observe(each)
+    found = Histogram("a", {}, len(values), seen.sum, seen.buckets()).quantile(q)
+    rank = max(1, math.ceil(q * len(values) - 1e-9))
+    right = sorted(values)[rank - 1]
+    ends = [0.0, *borders]
+    low = max(end for end in ends if end < right or end == 0.0)
+    high = min([end for end in ends if end >= right and end > 0] or [20.0])
+    assert low <= found <= high
+
+
+def test_the_example_of_a_quantile() -> None:
+    """The third of four is the first of two in the bucket from 1 to 2."""
+    buckets = {"1.0": 2, "2.0": 4, "+Inf": 4}
+    assert Histogram("a", {}, 4, 5.0, buckets).quantile(0.75) == 1.5
+    assert math.isnan(Histogram("a", {}, 0, 0.0, dict.fromkeys(buckets, 0)).quantile(0.5))
 
 
 def test_borders_are_written_as_prometheus_writes_them() -> None:
