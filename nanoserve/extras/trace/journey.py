@@ -74,13 +74,13 @@ def watch(methods: Iterable[str] = CALL_CHAIN) -> Iterator[list[Visit]]:
     """Record the calls of these methods, "module.Class.method" of nanoserve, by all threads, until
     the `with` block ends."""
     visits, running, undo = list[Visit](), threading.local(), []
-    for method in methods:
-        *module, class_name, attribute = method.split(".")
-        owner = getattr(importlib.import_module(".".join(["nanoserve", *module])), class_name)
-        right = inspect.getattr_static(owner, attribute)
-        undo.append((owner, attribute, right, attribute in vars(owner)))
-        setattr(owner, attribute, _noted(right, f"{class_name}.{attribute}", visits, running))
     try:
+        for method in methods:
+            *module, class_name, attribute = method.split(".")
+            owner = getattr(importlib.import_module(".".join(["nanoserve", *module])), class_name)
+            right = inspect.getattr_static(owner, attribute)
+            undo.append((owner, attribute, right, attribute in vars(owner)))
+            setattr(owner, attribute, _noted(right, f"{class_name}.{attribute}", visits, running))
         yield visits
     finally:
         for owner, attribute, right, is_own in reversed(undo):
