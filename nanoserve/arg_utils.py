@@ -177,10 +177,16 @@ GROUPS = (
         "tokenizer_pool_type=ray tokenizer_pool_extra_config renderer_num_workers=1",
     ),
     Group(
-        "not there yet",
-        "the HTTP server and the asynchronous engine",
-        "The server is not there yet; the engine runs in your own process.",
-        "served_model_name io_processor_plugin tokens_only=False",
+        "other name",
+        "the HTTP server",
+        "It is an option of the server: `nanoserve serve --served-model-name NAME`.",
+        "served_model_name",
+    ),
+    Group(
+        "left out",
+        "plugins of the HTTP server, and its endpoint for token ids alone",
+        "The server has OpenAI's endpoints; /v1/completions takes token ids, too.",
+        "io_processor_plugin tokens_only=False",
     ),
     Group(
         "not there yet",

@@ -1,7 +1,7 @@
 """A headless Chromium for tests of pages, driven over the DevTools protocol.
 
-Chromium reads commands from its file descriptor 3 and writes answers to 4 (--remote-debugging-pipe),
-each a JSON object and a zero byte. So nothing but the standard library is needed, and no port.
+With --remote-debugging-pipe, Chromium reads commands from its file descriptor 3 and writes answers
+to 4, each a JSON object and a zero byte. So the standard library is enough, and no port is open.
 
     with Browser() as browser:
         page = browser.open("http://127.0.0.1:8000/")
@@ -22,7 +22,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
 PATIENCE = 20.0  # seconds for what takes milliseconds
 FLAGS = (
     "--headless=new",
@@ -120,7 +122,7 @@ class Browser:
         page.resize(width, height)
         page.set_dark(dark)
         page.call("Page.navigate", url=url)
-        page.wait_for(f"location.href !== 'about:blank' && document.readyState === 'complete'")
+        page.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
         return page
 
 
@@ -170,9 +172,7 @@ class Page:
         """A click with the mouse in the middle of an element."""
         x, y = self.middle_of(selector)
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def point(self, x: float, y: float) -> None:
         """Move the mouse."""

@@ -3,13 +3,18 @@ test_server_load.py."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
@@ -17,6 +22,7 @@ from fastapi import FastAPI
 from nanoserve.extras.server.launcher import Server, bind
 from nanoserve.extras.server.options import FrontendArgs
 
+ROOT = Path(__file__).parent.parent
 PATIENCE = 20.0  # seconds for what takes much less; no test waits for them
 
 
@@ -42,12 +48,10 @@ class Answer(NamedTuple):
         return error
 
 
-class Running(NamedTuple):
-    """A server that listens."""
+class Client:
+    """Asks a server."""
 
     port: int
-    server: Server
-    thread: threading.Thread
 
     def connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
@@ -61,6 +65,62 @@ class Running(NamedTuple):
         with self.connect() as sock:
             sock.sendall(request(method, path, body, headers))
             return read_answer(sock)
+
+
+class Running(Client):
+    """A server in a thread of this process."""
+
+    def __init__(self, port: int, server: Server) -> None:
+        self.port, self.server = port, server
+
+
+class Command(Client):
+    """`nanoserve serve` in a process of its own, on a free port. Its log is in `lines`."""
+
+    def __init__(self, *arguments: str) -> None:
+        words = (sys.executable, "-m", "nanoserve", "serve", "--port", "0", *arguments)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            words, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        until(lambda: any("is served at" in line for line in self.lines) or not self.is_running)
+        [line] = [line for line in self.lines if "is served at" in line]
+        self.port = int(line.split("(")[0].rpartition(":")[2])
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip())
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that it has started (Linux)."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        """Its exit status."""
+        status = self.process.wait(PATIENCE)
+        self._reader.join(PATIENCE)
+        return status
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(PATIENCE)
 
 
 def request(
@@ -92,7 +152,7 @@ def running(app: FastAPI) -> Iterator[Running]:
     thread.start()
     try:
         until(lambda: server.started)
-        yield Running(sock.getsockname()[1], server, thread)
+        yield Running(sock.getsockname()[1], server)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
@@ -105,3 +165,61 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.002)
+
+
+# -- many clients --
+
+
+async def stream(
+    port: int,
+    body: dict[str, Any],
+    leave_after: int | None = None,
+    on_begin: Callable[[], Any] = lambda: None,
+) -> list[Any]:
+    """The events of a streamed completion, [DONE] included. If it is no stream, the status and the
+    JSON. leave_after: go away after so many events. on_begin: called after the first event."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    data = request("POST", "/v1/completions", {"stream": True, **body})
+    writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))  # no chunks: it ends at its end
+    try:
+        events: list[Any] = []
+        if leave_after == 0:
+            await writer.drain()
+            return events
+        status = int((await reader.readline()).split()[1])
+        headers = await reader.readuntil(b"\r\n\r\n")
+        if b"event-stream" not in headers:
+            return [status, json.loads(await reader.read())]
+        while line := await reader.readline():
+            text = line.decode().removeprefix("data: ").strip()
+            events += [text if text == "[DONE]" else json.loads(text)] if text else []
+            if len(events) == 1 and text:
+                on_begin()
+            if leave_after is not None and len(events) >= leave_after:
+                break
+        return events
+    finally:
+        writer.transport.abort() if leave_after is not None else writer.close()
+
+
+def join(events: list[Any]) -> dict[int, tuple[str, str | None]]:
+    """(text, finish_reason) of each choice of a streamed completion that has its end."""
+    assert events[-1] == "[DONE]", events[-1]
+    choices: dict[int, tuple[str, str | None]] = {}
+    for event in events[:-1]:
+        assert "error" not in event, event
+        for choice in event["choices"]:
+            text, reason = choices.get(choice["index"], ("", None))
+            assert reason is None, "a choice goes on after its end"
+            choices[choice["index"]] = text + choice["text"], choice["finish_reason"]
+    return choices
+
+
+def join_tokens(events: list[Any]) -> dict[int, list[int]]:
+    """The token ids of each choice of a streamed completion (with return_token_ids)."""
+    ends, token_ids = join(events), {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            token_ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+    assert all(reason for _, reason in ends.values())
+    return token_ids

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shlex
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +19,8 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from servers import PATIENCE, Running, read_answer, request, running, until
 
 from nanoserve import __main__
@@ -404,18 +403,6 @@ def test_who_reaches_it(host: str, is_public: bool) -> None:
 # -- the command --
 
 
-def serve(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """`nanoserve serve` in a process of its own."""
-    root = Path(__file__).parent.parent
-    return subprocess.Popen(
-        [sys.executable, "-m", "nanoserve", "serve", "--port", "0", *arguments],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root), **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -483,3 +470,108 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("--api-key mine").api_key == ("mine",)
     monkeypatch.setenv("VLLM_API_KEY", "")
     assert read("").api_key == ()
+
+
+# -- what endpoints refuse --
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "Invalid JSON"),
+        (b'{"prompt": ', "Invalid JSON: EOF while parsing"),
+        (b'{"prompt": "\xff"}', "Invalid JSON: invalid unicode"),
+        (b'{"prompt": "\\ud800"}', "Invalid JSON"),
+        (b'{"prompt": ' + b"[" * 1000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"a":' * 1000 + b"1" + b"}" * 1000, "Invalid JSON: recursion limit exceeded"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "Invalid JSON: number out of range"),
+        (b"[1]", "Input should be an object"),
+        (b"null", "Input should be an object"),
+        (b'{"model": 5, "messages": [], "prompt": "a"}', "model: Input should be a valid string"),
+    ],
+)
+def test_what_is_no_request(server: Running, path: str, body: bytes, says: str) -> None:
+    answer = server.ask("POST", path, body)
+    assert answer.status == 400
+    assert says in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("model", "other", "The model 'other' does not exist"),
+        ("max_tokens", "many", "max_tokens: Input should be a valid integer. It is 'many'."),
+        ("max_tokens", -1, "max_tokens is -1"),
+        ("temperature", float("nan"), "temperature is nan"),
+        ("temperature", [1], "temperature: Input should be a valid number"),
+        ("stream", "yes", "stream: Input should be a valid boolean"),
+        ("n", 10**9, "n is 1000000000"),
+        ("stop", {"a": 1}, "stop"),
+        ("logit_bias", {"a": 1}, "logit_bias"),
+        ("temprature", 1, "Did you mean 'temperature'?"),
+        ("prompt", ["a"] * 2000, "2000 prompts"),
+        ("prompt", [1, "a"], "prompt"),
+        ("prompt", [10**6], "1000000"),
+        ("prompt", "a " * 5000, "max_model_len"),
+    ],
+)
+def test_a_wrong_field_is_named(server: Running, field: str, value: Any, says: str) -> None:
+    answer = server.ask("POST", "/v1/completions", {"prompt": "Once", field: value})
+    assert answer.status == (404 if field == "model" else 400)
+    assert says in answer.error["message"]
+    assert answer.error["param"] in (field, None)
+
+
+# -- whatever the schema allows --
+
+OPERATIONS = [
+    ("POST", "/v1/completions", {"prompt": "Once"}),
+    ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ("POST", "/tokenize", {"prompt": "Once"}),
+    ("POST", "/detokenize", {"tokens": [5]}),
+    ("GET", "/v1/models/{name}", None),
+]
+BIG = ("n", "best_of", "beam_width")  # to serve thousands of completions takes a while
+
+
+@pytest.fixture(scope="module")
+def schema(async_llm: AsyncLLM) -> Any:
+    schemathesis = pytest.importorskip("schemathesis")
+    return schemathesis.openapi.from_asgi("/openapi.json", build_app(async_llm))
+
+
+@pytest.mark.parametrize("max_examples", [10, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "path", "valid"), OPERATIONS, ids=lambda value: str(value)[:30])
+def test_no_request_is_a_500(
+    schema: Any, method: str, path: str, valid: dict[str, Any] | None, max_examples: int
+) -> None:
+    """Any body that fits the schema, and many that do not quite. Also with a few of its fields in a
+    valid request: that one is often served."""
+
+    @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
+    @given(schema[path][method].as_strategy(), st.data())
+    def check(case: Any, data: st.DataObject) -> None:
+        bodies = [case.body]
+        if valid is not None and isinstance(case.body, dict) and case.body:
+            names = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
+            few = {name: case.body[name] for name in names if name != "model"}
+            few |= {name: 3 for name in BIG if isinstance(few.get(name), int) and few[name] > 3}
+            bodies.append({**valid, "max_tokens": 2, **few})
+        for case.body in bodies:
+            response = case.call()
+            assert response.status_code < 500, response.text
+            if response.status_code >= 400:
+                assert response.json()["error"]["code"] == response.status_code
+
+    check()
+
+
+def test_the_schema_has_all_operations(schema: Any) -> None:
+    """Those that are not above have no input."""
+    operations = [result.ok() for result in schema.get_all_operations()]
+    there = {(each.method.upper(), each.path) for each in operations}
+    others = there - {(method, path) for method, path, _ in OPERATIONS}
+    assert len(there) - len(others) == len(OPERATIONS)
+    assert {method for method, _ in others} == {"GET"}
+    assert not [path for _, path in others if "{" in path]

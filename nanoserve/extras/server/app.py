@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -34,6 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanoserve import __version__
 from nanoserve.extras.async_llm import AsyncLLM
 from nanoserve.extras.metrics import PrometheusStatLogger, collect_metrics
+from nanoserve.extras.server import chat, completions, page, utilities
 from nanoserve.extras.server.errors import error_response
 from nanoserve.extras.server.middleware import (
     AuthenticationMiddleware,
@@ -42,8 +41,6 @@ from nanoserve.extras.server.middleware import (
     XRequestIdMiddleware,
 )
 from nanoserve.extras.server.options import FrontendArgs
-
-ROUTERS = ("completions", "chat", "utilities", "page")
 
 
 @dataclass
@@ -94,10 +91,8 @@ def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: 
         exception_handlers=dict.fromkeys(HANDLED, answer),
     )
     app.state.server = state
-    for name in ROUTERS:
-        if find_spec(f"nanoserve.extras.server.{name}"):
-            module = import_module(f"nanoserve.extras.server.{name}")
-            app.include_router(module.make_router(state))
+    for module in (completions, chat, utilities, page):
+        app.include_router(module.make_router(state))
     return app
 
 

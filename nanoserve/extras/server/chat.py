@@ -26,14 +26,9 @@ from fastapi import APIRouter, Request, Response
 
 from nanoserve.exceptions import VLLMValidationError
 from nanoserve.extras.server.protocol import (
-    ChatChoice,
     ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatLogprob,
-    ChatLogprobs,
     ChatTemplateFields,
     Json,
-    TopLogprob,
     describe_post,
 )
 from nanoserve.extras.server.reply import (
@@ -42,6 +37,12 @@ from nanoserve.extras.server.reply import (
     reply,
     to_prompt_logprobs,
     top_logprobs,
+)
+from nanoserve.extras.server.responses import (
+    ChatCompletionResponse,
+    ChatLogprob,
+    ChatLogprobs,
+    TopLogprob,
 )
 from nanoserve.inputs import parse_chat_messages
 from nanoserve.logprobs import Logprob
@@ -131,7 +132,7 @@ class ChatReply(Reply[ChatCompletionRequest]):
             for delta in ({"role": self.role, "content": ""}, {"content": self.echoed}):
                 if delta.get("role") or self.echoed:
                     choice: Json = {"index": index, "delta": delta}
-                    choice |= {"logprobs": None, "finish_reason": None}
+                    choice |= {"logprobs": None, "finish_reason": None, "stop_reason": None}
                     chunks.append(self.to_chunk(0, choice))
         chunks[0] |= self.describe_prompt(output)
         return chunks
@@ -147,20 +148,18 @@ class ChatReply(Reply[ChatCompletionRequest]):
             found["prompt_logprobs"] = to_prompt_logprobs(output.prompt_logprobs)
         return found
 
-    def to_choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> ChatChoice:
+    def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         request = self.request
-        choice: ChatChoice = {
+        kind, message = "message", {"role": self.role, "content": self.echoed + completion.text}
+        if request.stream:
+            kind, message = "delta", {"content": completion.text}
+        choice: Json = {
             "index": index,
+            kind: message,
             "logprobs": None,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
-        if request.stream:
-            choice["delta"] = {"content": completion.text}
-        else:
-            choice["message"] = {"role": self.role, "content": self.echoed + completion.text}
         if request.logprobs:
             choice["logprobs"] = self.to_logprobs(completion)
         if request.return_token_ids:

@@ -24,19 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from nanoserve.extras.server.protocol import (
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-    CompletionResponse,
-    describe_post,
-)
+from nanoserve.extras.server.protocol import CompletionRequest, describe_post
 from nanoserve.extras.server.reply import (
     Reply,
     clip_logprob,
     reply,
     to_prompt_logprobs,
     top_logprobs,
+)
+from nanoserve.extras.server.responses import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionResponse,
 )
 from nanoserve.logprobs import Logprob
 from nanoserve.output_processor import CompletionOutput, RequestOutput

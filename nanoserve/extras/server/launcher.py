@@ -112,7 +112,10 @@ def describe_address(args: FrontendArgs, sock: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, with an end of its own, and a limit for requests that do not arrive."""
+    """uvicorn's server, with an end of its own, and a limit for requests that do not arrive.
+
+    Invariant: when it has ended, the engine has, too.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         self.state: ServerState = app.state.server

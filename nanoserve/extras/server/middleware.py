@@ -21,7 +21,6 @@ import hmac
 import uuid
 from typing import TYPE_CHECKING
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -88,8 +87,8 @@ class ErrorMiddleware:
 
         try:
             await self.app(scope, receive, send_noted)
-        except ClientGone:
-            pass
+        except (ClientGone, asyncio.CancelledError):
+            pass  # nobody reads an answer: cancelled is what is left when the server ends
         except Exception as error:
             if scope["type"] != "http" or has_begun:
                 raise
@@ -105,7 +104,8 @@ class AuthenticationMiddleware:
         self.api_keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and get_route_path(scope) not in OPEN_PATHS:
+        root = scope.get("root_path", "")
+        if scope["type"] == "http" and scope["path"] not in {root + path for path in OPEN_PATHS}:
             self.check(Headers(scope=scope).get("authorization", ""))
         await self.app(scope, receive, send)
 

@@ -42,7 +42,7 @@ class FrontendArgs:
     allowed_origins: tuple[
         str, ...
     ] = ()  # pages of these origins may ask, such as http://localhost:3000
-    max_body_size: int = 16 << 20  # bytes that a request may have
+    max_body_size: int = 4 << 20  # bytes of a request; to read a large one holds up all others
     request_timeout: float = 60.0  # seconds in which a request has to arrive, headers and body
     limit_concurrency: int | None = None  # requests at a time, streams too; None: no limit
     shutdown_timeout: float = 5.0  # seconds for running requests after SIGTERM or Ctrl-C

@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response, StreamingResponse
@@ -80,7 +80,8 @@ def make_router(state: ServerState) -> APIRouter:
 async def stream(watch: EngineWatch, pause: float) -> AsyncIterator[bytes]:
     """A message when something has changed, until the client goes or the engine takes no more
     requests: then the last message is an error."""
-    sent, num_sent, sent_at = None, 0, monotonic()
+    sent: dict[str, Any] | None = None
+    num_sent, sent_at = 0, monotonic()
     with watch.listening(pause):
         while True:
             try:
@@ -89,8 +90,9 @@ async def stream(watch: EngineWatch, pause: float) -> AsyncIterator[bytes]:
                 yield b"data: " + json.dumps(describe(error)).encode() + b"\n\n"
                 return
             if watch.state is not sent:
-                yield b"data: " + watch.message(num_sent) + b"\n\n"
-                sent, num_sent, sent_at = watch.state, watch.state["num_steps"], monotonic()
+                sent, message = watch.state, watch.message(num_sent)
+                num_sent, sent_at = sent["num_steps"], monotonic()
+                yield b"data: " + message + b"\n\n"
             elif monotonic() - sent_at > LONGEST_SILENCE:
                 yield b": nothing new\n\n"
                 sent_at = monotonic()

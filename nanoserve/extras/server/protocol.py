@@ -1,4 +1,4 @@
-"""What may a client ask for, and what does it get?
+"""What may a client ask for?
 
     {"prompt": "Once", "max_tokens": 5, "top_k": 3, "min_tokens": 9}       bytes
     -> read_request: CompletionRequest              is it JSON? the type of each field
@@ -16,9 +16,6 @@ A name that is nearly one of ours is refused: "did you mean temperature?". One o
 that would change the answer, and that nanoserve does not have, is refused (REFUSED). Any other is
 ignored, with a line in the log.
 
-Requests are pydantic models. Answers are dicts, and the types below say what is in them: a stream
-writes thousands of chunks a second, and to build a model for each would cost more than the rest.
-
 Left out: images and audio, structured output, and calls of tools as a model writes them.
 
 vLLM: vllm/entrypoints/openai/protocol.py (V0); vllm/entrypoints/openai/: completion/protocol.py,
@@ -32,10 +29,10 @@ from difflib import SequenceMatcher
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
-from typing_extensions import NotRequired, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.beam_search import BeamSearchParams
+from nanoserve.extras.server.responses import ErrorResponse
 from nanoserve.inputs import prompt_to_seq
 from nanoserve.logger import init_logger, warning_once
 from nanoserve.sampling_params import FIELDS, MISSING, RequestOutputKind, SamplingParams
@@ -267,6 +264,8 @@ class GenerationRequest(OpenAIBaseModel):
         params["prompt_logprobs"] = self.num_prompt_logprobs
         if self.num_samples > self.num_choices and self.num_logprobs is None:
             params["logprobs"] = 0  # to know which are the likeliest
+        if params["temperature"] == 0:
+            params["n"] = self.num_choices  # best_of: they are all the same
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         return SamplingParams.from_optional(**params, extra_args=self.vllm_xargs, output_kind=kind)
 
@@ -427,140 +426,6 @@ def read_request(cls: type[Request], body: bytes) -> Request:
     request = cls.model_validate_json(body)
     request.check()
     return request
-
-
-# -- answers --
-
-
-class PromptTokensDetails(TypedDict):
-    cached_tokens: int  # of the prompt tokens, those whose KV came from the prefix cache
-
-
-class Usage(TypedDict):
-    """Numbers of tokens, over all prompts and choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: NotRequired[PromptTokensDetails]
-
-
-class CompletionLogprobs(TypedDict):
-    """One entry for each token; None for the first token of an echoed prompt."""
-
-    text_offset: list[int]  # characters of the tokens before it
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]  # of the token itself and of the likeliest
-
-
-class PromptLogprob(TypedDict):
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
-PromptLogprobs = list[dict[int, PromptLogprob] | None]  # per prompt token; None for the first
-
-
-class Choice(TypedDict):
-    """What the choices of all answers have. In a stream: what is new since the last chunk."""
-
-    index: int  # prompt i, its completion j: i * n + j
-    finish_reason: str | None  # "stop", "length", "abort"; None while the stream goes on
-    stop_reason: int | str | None  # the stop string or stop token id; None for an EOS token
-    token_ids: NotRequired[list[int]]  # if return_token_ids
-
-
-class CompletionChoice(Choice):
-    text: str
-    logprobs: CompletionLogprobs | None
-    prompt_token_ids: NotRequired[list[int]]  # if return_token_ids
-    prompt_logprobs: NotRequired[PromptLogprobs]
-
-
-class TopLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]  # of the text in UTF-8
-
-
-class ChatLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]  # likeliest first
-
-
-class ChatLogprobs(TypedDict):
-    content: list[ChatLogprob]  # one for each token
-
-
-class ChatMessage(TypedDict):
-    role: NotRequired[str]
-    content: NotRequired[str]
-
-
-class ChatChoice(Choice):
-    message: NotRequired[ChatMessage]
-    delta: NotRequired[ChatMessage]  # in a stream, in place of `message`
-    logprobs: ChatLogprobs | None
-
-
-class Answer(TypedDict):
-    """What both kinds of completion have. In a stream: one chunk."""
-
-    id: str
-    object: str
-    created: int  # seconds since 1970
-    model: str
-    system_fingerprint: NotRequired[str]  # the same for as long as the same seed gives the same
-    usage: NotRequired[Usage]
-
-
-class CompletionResponse(Answer):
-    choices: list[CompletionChoice]
-
-
-class ChatCompletionResponse(Answer):
-    choices: list[ChatChoice]
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_text: NotRequired[str]  # if return_prompt_text
-
-
-class TokenizeResponse(TypedDict):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
-class DetokenizeResponse(TypedDict):
-    prompt: str
-
-
-class ModelCard(TypedDict):
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: int
-
-
-class ModelList(TypedDict):
-    object: str
-    data: list[ModelCard]
-
-
-class ErrorInfo(TypedDict):
-    message: str
-    type: str
-    param: str | None  # the field that is wrong
-    code: int  # the HTTP status
-
-
-class ErrorResponse(TypedDict):
-    error: ErrorInfo
 
 
 def describe_post(cls: type[OpenAIBaseModel], answer: Any, streams: bool = False) -> Json:

@@ -36,15 +36,8 @@ from starlette.responses import Response
 from nanoserve import __version__
 from nanoserve.extras.beam_search import BeamSearchSequence
 from nanoserve.extras.server.errors import HTTPError, describe
-from nanoserve.extras.server.protocol import (
-    GenerationRequest,
-    Json,
-    OpenAIBaseModel,
-    PromptLogprob,
-    PromptLogprobs,
-    Usage,
-    read_request,
-)
+from nanoserve.extras.server.protocol import GenerationRequest, Json, OpenAIBaseModel, read_request
+from nanoserve.extras.server.responses import PromptLogprob, PromptLogprobs, Usage
 from nanoserve.extras.server.streaming import (
     DONE,
     EngineRequests,

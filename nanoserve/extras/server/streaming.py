@@ -125,13 +125,10 @@ class EngineRequests:
 
     async def final_outputs(self) -> list[RequestOutput]:
         """Wait for the end of all. Raises HTTPError 500 if one failed, EngineDeadError."""
-        outputs = []
-        for collector in self.collectors:  # they all run meanwhile
-            output = last = await collector.get()
-            while last is not None and not last.finished:
-                output, last = last, await collector.get()
-            outputs.append(check_output(last or output))
-        return outputs
+        last: dict[int, RequestOutput] = {}
+        async for index, output in self.outputs():
+            last[index] = output
+        return [check_output(last.get(index)) for index in range(len(self.collectors))]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(index of the prompt, output), as they come. Raises as final_outputs does."""

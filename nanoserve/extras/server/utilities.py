@@ -24,17 +24,15 @@ from nanoserve import __version__
 from nanoserve.exceptions import EngineDeadError, as_validation_error, brief
 from nanoserve.extras.server.chat import render
 from nanoserve.extras.server.errors import HTTPError
-from nanoserve.extras.server.protocol import (
-    DetokenizeRequest,
+from nanoserve.extras.server.protocol import DetokenizeRequest, TokenizeRequest, describe_post
+from nanoserve.extras.server.reply import read_body
+from nanoserve.extras.server.responses import (
     DetokenizeResponse,
     ErrorResponse,
     ModelCard,
     ModelList,
-    TokenizeRequest,
     TokenizeResponse,
-    describe_post,
 )
-from nanoserve.extras.server.reply import read_body
 from nanoserve.extras.server.streaming import JsonResponse
 from nanoserve.inputs import as_token_ids
 

@@ -66,6 +66,7 @@ class EngineWatch:
         engine = async_llm.engine
         has_template = async_llm.chat_template or getattr(engine.tokenizer, "chat_template", None)
         self._fixed = {
+            "created": time.time(),  # tells this engine from one that follows it at this address
             "model": model_name,
             "has_chat_template": bool(has_template),
             "block_size": engine.block_manager.block_size,
