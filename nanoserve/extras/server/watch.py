@@ -79,7 +79,9 @@ class EngineWatch:
         self.num_steps = 0  # that were watched
         self.num_generation_tokens = 0  # that these steps brought
         # Not read yet. Two threads use it: each replaces it as a whole.
-        self._reports: deque[tuple[int, StepReport, list[int]]] = deque(maxlen=MOST_STEPS)
+        self._reports: deque[tuple[int, StepReport, list[int], list[Sequence]]] = deque(
+            maxlen=MOST_STEPS
+        )
         self._pauses: list[float] = []  # what each watcher asks for
         self._pause = 0.0
         self._read_key: tuple[float, ...] = ()
@@ -144,7 +146,9 @@ class EngineWatch:
         dropped = report.scheduler_output.finished_seq_ids
         sequences = self.async_llm.engine.scheduler.sequences
         preempted = [seq_id for seq_id in dropped if seq_id in sequences]
-        self._reports.append((self.num_steps, report, preempted))
+        # Sequences live on: in a moment nobody knows in which step they ended.
+        ended = [u.sequence for u in report.updates if u.sequence.status.finish_reason is not None]
+        self._reports.append((self.num_steps, report, preempted, ended))
         if self._pause:
             time.sleep(self._pause)
 
@@ -245,7 +249,9 @@ def describe_sequence(seq: Sequence, manager: BlockManager) -> dict[str, Any]:
     }
 
 
-def describe_step(number: int, report: StepReport, preempted: list[int]) -> dict[str, Any]:
+def describe_step(
+    number: int, report: StepReport, preempted: list[int], ended: list[Sequence]
+) -> dict[str, Any]:
     """What a step did. "items" are [seq_id, tokens, is it part of a prefill?]."""
     step, sequences = report.scheduler_output, report.sequences
     new = {each.seq_id: each for each in step.new_sequences}
@@ -261,7 +267,6 @@ def describe_step(number: int, report: StepReport, preempted: list[int]) -> dict
             is_fork = seq.branch and start == len(admitted.token_ids) - 1
             if start and not is_fork and swapped_in.isdisjoint(admitted.block_ids):
                 hits.append([item.seq_id, start])
-    ended = (u.sequence for u in report.updates if u.sequence.status.finish_reason is not None)
     return {
         "number": number,
         "num_seqs": len(step.scheduled),
