@@ -36,6 +36,7 @@ from nanoserve import LLM, EngineArgs, LLMEngine, RequestOutput
 from nanoserve.bench.roofline import ModelCosts
 from nanoserve.engine import StepReport
 from nanoserve.exceptions import QueueOverflowError
+from nanoserve.extras import lesson
 from nanoserve.extras.metrics import (
     Counter,
     CountingStatLogger,
@@ -860,6 +861,20 @@ GIVEN = {
     "usage.prompt_tokens": 3,
     "usage.completion_tokens": 4,
 }
+
+
+def test_headers_of_http_name_the_trace() -> None:
+    pytest.importorskip("fastapi", reason='the server needs pip install -e ".[server]"')
+    keeping = Keeping()
+    with lesson.SmallServer(stat_loggers=[lambda engine: keeping]) as server:
+        fields = {"prompt": "Once", "max_tokens": 1}
+        server.send("/v1/completions", fields, Traceparent="00-1-2-01", Tracestate="a=b")
+        server.send("/v1/completions", fields, Other="header")
+    lives = [life for stats in keeping.received for life in stats.finished_requests]
+    assert [life.trace_headers or {} for life in lives] == [
+        {"traceparent": "00-1-2-01", "tracestate": "a=b"},
+        {},
+    ]
 
 
 def test_only_traces_need_opentelemetry(

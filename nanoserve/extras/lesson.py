@@ -103,9 +103,9 @@ class SmallServer:
     "X-Request-Id: A" has the name A in the engine, too.
     """
 
-    def __init__(self, num_blocks: int = 24, **options: Any) -> None:
-        """num_blocks and options: those of small_llm. Raises ImportError if FastAPI or uvicorn is
-        not installed."""
+    def __init__(self, num_blocks: int = 24, *, stat_loggers: Any = None, **options: Any) -> None:
+        """num_blocks and options: those of small_llm. stat_loggers: see AsyncLLM. Raises
+        ImportError if FastAPI or uvicorn is not installed."""
         from nanoserve.arg_utils import EngineArgs
         from nanoserve.extras.async_llm import AsyncLLM
         from nanoserve.extras.server import launcher
@@ -116,7 +116,7 @@ class SmallServer:
         quiet = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "error"}
         args = FrontendArgs(port=0, shutdown_timeout=0.0, **quiet)  # type: ignore[arg-type]
         with quietly():
-            self.llm = AsyncLLM(EngineArgs(**{**small, **options}))
+            self.llm = AsyncLLM(EngineArgs(**{**small, **options}), stat_loggers=stat_loggers)
         make_request = self.llm.engine.make_request
 
         def make_named(request_id: str, *arguments: Any) -> Any:
