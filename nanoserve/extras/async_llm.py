@@ -559,10 +559,12 @@ class AsyncLLM(OwnedByProcess):
             options.pop(name, None)
         return cls(vllm_config, **options)
 
-    def __getattr__(self, name: str) -> Any:
-        """Only for what is missing: say why."""
-        reason = f": {LEFT_OUT[name]}" if name in LEFT_OUT else "."
-        raise AttributeError(f"AsyncLLM has no attribute {name!r}{reason}", name=name, obj=self)
+    if not TYPE_CHECKING:  # to a type checker, what is missing stays missing
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what is missing: say why."""
+            reason = f": {LEFT_OUT[name]}" if name in LEFT_OUT else "."
+            raise AttributeError(f"AsyncLLM has no attribute {name!r}{reason}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return describe_engine(self.engine, "AsyncLLM")
