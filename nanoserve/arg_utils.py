@@ -231,8 +231,9 @@ GROUPS = (
     Group(
         "not there yet",
         "traces, events, further metrics",
-        "Not there yet; LLM(disable_log_stats=False).get_metrics() has the metrics, and "
-        "engine.step_listeners gets a report of each step.",
+        "Not there yet; LLM(disable_log_stats=False).get_metrics() has the metrics, "
+        "extras.metrics.TracingStatLogger sends OpenTelemetry's traces, and engine.step_listeners "
+        "gets a report of each step.",
         """otlp_traces_endpoint collect_detailed_traces kv_cache_metrics=False
         kv_cache_metrics_sample=0.01 custom_histogram_buckets
         enable_layerwise_nvtx_tracing=False enable_logging_iteration_details=False
@@ -523,12 +524,16 @@ class EngineArgs(EngineConfig):
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         super().__init__(**read_options("EngineArgs", {"model": model, **options}))
+        if "disable_log_stats" in options:  # LLM and AsyncLLM ask for it
+            self.__dict__["disable_log_stats"] = options["disable_log_stats"]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Change one option; the others and `value` are checked together."""
         changed = read_options("EngineArgs", {name: value})
-        new = EngineConfig(**{**vars(self), **changed})
+        new = EngineConfig(**{**vars(self.create_engine_config()), **changed})
         self.__dict__.update({each: getattr(new, each) for each in changed})
+        if name == "disable_log_stats":
+            self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> Any:
         """An option under another name (ALIASES). vLLM's other options have the value that is

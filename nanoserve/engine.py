@@ -161,6 +161,7 @@ class LLMEngine(OwnedByProcess):
         self._is_unclean = False  # a step began and did not end
         self._is_executing = False  # the executor runs: it may call code of the users
         self._is_closed = False
+        self.num_rejected = 0  # requests that check_admission refused
         log_startup(self)
 
     def __repr__(self) -> str:
@@ -236,6 +237,7 @@ class LLMEngine(OwnedByProcess):
         if most is not None:
             running = {seq.request_id for seq in list(self.scheduler.running)}
             if self.get_num_unfinished_requests() - len(running) >= most:
+                self.num_rejected += 1
                 raise QueueOverflowError(most)
 
     def _queue(self, request: RequestConsumer) -> None:
@@ -398,8 +400,7 @@ class LLMEngine(OwnedByProcess):
             outputs = self.output_processor.process_outputs(updates)
             self._outputs += outputs
             self.output_processor.raise_error()
-        execute_time, update_time = executed_at - step.launched_at, perf_counter() - executed_at
-        times = (step.schedule_time, execute_time, update_time)
+        times = step.schedule_time, executed_at - step.launched_at, perf_counter() - executed_at
         report = StepReport(scheduler_output, updates, known, *times)
         for listener in self.step_listeners[:]:
             with Caught() as caught:

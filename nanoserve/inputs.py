@@ -309,6 +309,20 @@ def check_text_length(tokenizer: Any, text: str, most: int, what: str) -> None:
         size *= 4
 
 
+def as_trace_headers(trace_headers: Any) -> Mapping[str, str] | None:
+    """HTTP headers that name the trace of the caller, such as "traceparent". Raises TypeError for
+    anything but None and a mapping of strings."""
+    is_mapping = isinstance(trace_headers, Mapping)
+    if trace_headers is None or (
+        is_mapping and all(isinstance(s, str) for pair in trace_headers.items() for s in pair)
+    ):
+        return trace_headers
+    raise TypeError(
+        f"trace_headers must be None or a dict of strings, got {brief(trace_headers)}. Give the "
+        "headers of the request, such as {'traceparent': '00-...'}."
+    )
+
+
 def refuse_missing(call: str, **given: Any) -> None:
     """Raise ValueError if an argument of vLLM that nanoserve has no use for is neither None nor
     empty."""

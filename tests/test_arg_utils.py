@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
+import pickle
 import re
 from collections import Counter
 from dataclasses import asdict, fields
@@ -357,6 +359,21 @@ def test_engine_args_can_be_changed() -> None:
         engine_args.max_num_seq = 5
     changes = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 32, "dtype": "float16"}
     assert engine_args == EngineArgs(max_num_seqs=8, **changes)
+
+
+def test_engine_args_remember_that_statistics_are_wanted() -> None:
+    """An option that is no setting of the engine: LLM and AsyncLLM read it."""
+    pytest.importorskip("nanoserve.extras.metrics")
+    said = EngineArgs(num_kv_blocks=32, disable_log_stats=False)
+    later = EngineArgs(num_kv_blocks=32)
+    later.disable_log_stats = False
+    for each in (later, copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
+        each.max_num_seqs = 4
+        with LLM.from_engine_args(each) as llm:
+            assert llm.get_metrics()
+    said.disable_log_stats = True
+    with LLM.from_engine_args(said) as llm, pytest.raises(RuntimeError, match="nothing counts"):
+        llm.get_metrics()
 
 
 def test_engine_args_answer_for_options_that_are_not_here() -> None:

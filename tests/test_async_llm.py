@@ -3,6 +3,7 @@ few on the demo model, for the text."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
 import json
@@ -183,8 +184,8 @@ def test_a_slow_caller_misses_nothing(make: MakeAsync, kind: RequestOutputKind, 
         await until(lambda: not llm.get_num_unfinished_requests())
         output = await collector.get()
         assert output is not None
-        assert await collector.get() is None
-        assert await collector.get() is None
+        for _ in range(2):
+            assert await asyncio.wait_for(collector.get(), PATIENCE) is None
         return output
 
     output = asyncio.run(main())
@@ -613,6 +614,43 @@ def test_a_request_is_refused(make: MakeAsync) -> None:
     asyncio.run(main())
 
 
+def test_two_requests_for_one_place(make: MakeAsync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The place is looked for, and taken, before another thread looks."""
+    llm = make(executor_cls=GatedExecutor, max_num_waiting=1)
+    check = llm.engine.check_admission
+    refused: list[BaseException] = []
+
+    async def main() -> None:
+        running = asyncio.create_task(collect(llm, [1, 2], params()))
+        await until(gate(llm).waiting.is_set)
+        requests = [llm.engine.make_request(str(i), [1, 2], params()) for i in range(2)]
+        first, second = [module.RequestOutputCollector(each, llm._core) for each in requests]
+
+        def add_second() -> None:
+            with pytest.raises(QueueOverflowError) as caught:
+                llm._core.add(second)
+            refused.append(caught.value)
+
+        other = threading.Thread(target=add_second)
+
+        def look_and_be_overtaken() -> None:
+            monkeypatch.setattr(llm.engine, "check_admission", check)
+            check()
+            other.start()
+            other.join(0.05)  # it waits for the lock: this time passes always
+
+        monkeypatch.setattr(llm.engine, "check_admission", look_and_be_overtaken)
+        llm._core.add(first)
+        await asyncio.to_thread(other.join, PATIENCE)
+        assert refused
+        assert llm.engine.num_rejected == 1
+        gate(llm).open()
+        await running
+        await idle(llm)
+
+    asyncio.run(main())
+
+
 def test_an_id_is_for_one_request_at_a_time(make: MakeAsync) -> None:
     llm = make(executor_cls=GatedExecutor)
 
@@ -733,6 +771,19 @@ def test_an_idle_engine_waits_for_an_event(make: MakeAsync) -> None:
 # -- threads and event loops --
 
 
+def test_requests_of_the_engine_itself(make: MakeAsync) -> None:
+    """Nobody takes their outputs, which must not keep the thread busy."""
+    llm = make()
+
+    async def main() -> None:
+        llm.engine.add_request("a", [1, 2, 3], params())
+        assert (await collect(llm, [4, 5], params()))[-1].outputs[0].token_ids == expect([4, 5])
+        await idle(llm)
+
+    asyncio.run(main())
+    assert llm.engine.take_outputs() == []
+
+
 def test_one_event_loop_after_another(make: MakeAsync) -> None:
     llm = make()
     for i in range(3):
@@ -806,7 +857,128 @@ def test_a_function_between_two_steps(make: MakeAsync) -> None:
     asyncio.run(main())
 
 
+def test_the_prefix_cache_of_running_requests(make: MakeAsync) -> None:
+    """They are preempted; their tokens are the same."""
+    llm = make(executor_cls=GatedExecutor)
+    outputs: list[RequestOutput] = []
+
+    async def read_all() -> None:
+        async for output in llm.generate([1, 2, 3, 4, 5], params(max_tokens=20)):
+            outputs.append(output)
+
+    async def main() -> None:
+        task = asyncio.create_task(read_all())
+        gate(llm).permits.release(6)
+        await until(lambda: not gate(llm).permits._value and gate(llm).waiting.is_set())
+        is_reset = asyncio.create_task(llm.reset_prefix_cache(True, reset_connector=True))
+        await until(lambda: llm._core._utilities or is_reset.done())
+        gate(llm).permits.release()
+        assert await is_reset is True
+        gate(llm).open()
+        await task
+        await idle(llm)
+
+    asyncio.run(main())
+    assert outputs[-1].outputs[0].token_ids == expect([1, 2, 3, 4, 5], 20)
+    assert outputs[-1].metrics is not None
+    assert outputs[-1].metrics.num_preemptions == 1
+
+
+@pytest.mark.parametrize("clear_cache", [False, True])
+@pytest.mark.parametrize("mode", ["abort", "keep"])
+def test_a_pause(make: MakeAsync, mode: str, clear_cache: bool) -> None:
+    """No step begins. What was running ends or goes on later, what comes meanwhile waits."""
+    llm = make(executor_cls=GatedExecutor)
+
+    async def main() -> None:
+        with pytest.raises(VLLMValidationError, match="wait_for_requests_to_drain"):
+            await llm.pause_generation(mode="wait")
+        first = asyncio.create_task(collect(llm, [1, 2, 3], params(max_tokens=30)))
+        gate(llm).permits.release(4)
+        await until(lambda: not gate(llm).permits._value and gate(llm).waiting.is_set())
+        assert not await llm.is_paused()
+        pause = asyncio.create_task(llm.pause_generation(mode=mode, clear_cache=clear_cache))
+        await until(lambda: llm._core._utilities or pause.done())
+        gate(llm).open()
+        await pause
+        num_launched = llm.engine.executor.num_launched
+        assert await llm.is_paused()
+        second = asyncio.create_task(collect(llm, [4, 5], params()))
+        await until(lambda: llm.get_num_unfinished_requests() == 1 + (mode == "keep"))
+        assert await llm.call_utility(lambda engine: engine.executor.num_launched) == num_launched
+        with pytest.raises(TimeoutError, match="left"):
+            await llm.wait_for_requests_to_drain(0)
+        if clear_cache:
+            manager = llm.engine.block_manager
+            assert manager.num_free_blocks == manager.num_blocks
+        await llm.resume_generation()
+        await asyncio.wait_for(llm.wait_for_requests_to_drain(), PATIENCE)
+        assert (await second)[-1].outputs[0].token_ids == expect([4, 5])
+        last = (await first)[-1].outputs[0]
+        expected = expect([1, 2, 3], 30)
+        assert last.finish_reason == ("abort" if mode == "abort" else "length")
+        assert last.token_ids == expected[: len(last.token_ids)]
+        assert not await llm.is_paused()
+        await idle(llm)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [0, PATIENCE])
+def test_shutdown_ends_a_pause(make: MakeAsync, timeout: float) -> None:
+    llm = make()
+
+    async def main() -> None:
+        await llm.pause_generation()
+        task = asyncio.create_task(collect(llm, [1, 2, 3], params()))
+        await until(llm.get_num_unfinished_requests)
+        await asyncio.to_thread(llm.shutdown, timeout)
+        last = (await asyncio.wait_for(task, PATIENCE))[-1].outputs[0]
+        assert last.token_ids == (expect([1, 2, 3]) if timeout else [])
+
+    asyncio.run(main())
+
+
 # -- the end --
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_an_engine_that_is_closed_by_hand(make: MakeAsync, has_begun: bool) -> None:
+    """It serves nobody, and says so."""
+    llm = make()
+
+    async def main() -> None:
+        if has_begun:
+            await collect(llm, [1], params())
+        llm.engine.close()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await llm.check_health()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await collect(llm, [1], params())
+
+    asyncio.run(main())
+
+
+def test_wrong_arguments(make: MakeAsync) -> None:
+    """They change nothing: the AsyncLLM still works."""
+    llm = make()
+    for timeout in ("a", True, [1]):
+        with pytest.raises(TypeError, match="timeout must be"):
+            llm.shutdown(timeout)  # type: ignore[arg-type]
+    for number in (-1, float("nan")):
+        with pytest.raises(VLLMValidationError, match="timeout is"):
+            llm.shutdown(number)
+
+    async def main() -> None:
+        for request_ids in (None, 5, [1], b"a"):
+            with pytest.raises(TypeError, match="request_ids must be"):
+                await llm.abort(request_ids)  # type: ignore[arg-type]
+        for headers in ("traceparent", {"a": 1}, [("a", "b")]):
+            with pytest.raises(TypeError, match="trace_headers must be"):
+                await anext(llm.generate([1, 2], trace_headers=headers))  # type: ignore[arg-type]
+        assert (await collect(llm, [4, 5], params()))[-1].outputs[0].token_ids == expect([4, 5])
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
@@ -887,9 +1059,12 @@ def test_shutdown_while_a_step_hangs(make: MakeAsync, monkeypatch: pytest.Monkey
     async def main() -> None:
         task = asyncio.create_task(collect(llm, [1, 2, 3], params()))
         await until(gate(llm).waiting.is_set)
+        asked = asyncio.create_task(llm.call_utility(lambda engine: None))
+        await until(lambda: llm._core._utilities)
         await asyncio.to_thread(llm.shutdown)
-        with pytest.raises(EngineDeadError, match="did not end"):
-            await task
+        for waiting in (task, asked):  # also what was to be called between two steps
+            with pytest.raises(EngineDeadError, match="did not end"):
+                await asyncio.wait_for(waiting, PATIENCE)
         gate(llm).open()
         await until(lambda: not threads_of(llm))
 
@@ -955,6 +1130,79 @@ def test_names_of_vllm() -> None:
         patch.setitem(sys.modules, "nanoserve.extras.async_llm", None)
         with pytest.raises(AttributeError, match=r"extras/async_llm.py was deleted"):
             nanoserve.AsyncLLMEngine  # noqa: B018
+
+
+def test_the_ways_of_vllm_to_build_one() -> None:
+    """Their arguments are taken; what they ask for is there, or the error says what is."""
+    metrics = pytest.importorskip("nanoserve.extras.metrics")
+    fields = {"model": engines.checkpoint(VOCAB_SIZE, (EOS,)), "num_kv_blocks": 64}
+    seams = {"executor_cls": FakeExecutor}
+
+    def kinds(llm: AsyncLLM) -> list[type]:
+        llm.shutdown()
+        return [type(one) for each in llm._stat_logger_managers() for one in each.stat_loggers]
+
+    both = [metrics.CountingStatLogger, metrics.LoggingStatLogger]
+    own = type("Own", (metrics.CountingStatLogger,), {})
+    build = AsyncLLM.from_engine_args
+    assert kinds(build(EngineArgs(**fields), True, "API_SERVER", None, **seams)) == []
+    counted = EngineArgs(disable_log_stats=False, **fields)
+    assert kinds(build(counted, **seams)) == both
+    assert kinds(build(counted, stat_loggers=[own], **seams)) == [*both, own]
+    assert kinds(build(EngineArgs(**fields), stat_loggers=[own], **seams)) == [own]
+    assert kinds(build(counted, disable_log_stats=True, **seams)) == []
+    config = counted.create_engine_config()
+    llm = AsyncLLM.from_vllm_config(config, usage_context=1, disable_log_stats=False, **seams)
+    assert llm.vllm_config is llm.config
+    assert kinds(llm) == both
+    with pytest.raises(TypeError, match="engine_args must be EngineArgs"):
+        build("a model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="stat_loggers must be"):
+        build(counted, stat_loggers=metrics.LoggingStatLogger)  # type: ignore[arg-type]
+
+
+def test_what_is_asked_of_the_statistics(make: MakeAsync, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("nanoserve.extras.metrics")
+    silent, llm = make(), make(disable_log_stats=False)
+
+    async def main() -> None:
+        await silent.do_log_stats()
+        await collect(llm, [1, 2, 3], params())
+        await idle(llm)
+        caplog.clear()
+        with caplog.at_level("INFO", "nanoserve"):
+            await llm.do_log_stats()
+        assert "output tokens/s" in caplog.text
+        assert not await llm.is_tracing_enabled()
+        assert await llm.get_supported_tasks() == ("generate",)
+        assert await llm.get_model_config() is llm.model_config
+        assert await llm.get_vllm_config() is llm.config
+        llm.check_admission(n=2, request_id="a")
+
+    asyncio.run(main())
+
+
+VLLM = os.environ.get("VLLM_0_32", "")
+
+
+def test_what_is_left_out_has_a_reason(make: MakeAsync) -> None:
+    llm = make()
+    for name, reason in module.LEFT_OUT.items():
+        assert not hasattr(llm, name)
+        with pytest.raises(AttributeError, match=f"no attribute '{name}': "):
+            getattr(llm, name)
+        assert reason.endswith(".")
+    with pytest.raises(AttributeError, match=r"no attribute 'encodes'\.$"):
+        llm.encodes  # noqa: B018
+
+
+@pytest.mark.skipif(not VLLM, reason="VLLM_0_32 does not say where vLLM's package is")
+def test_every_name_of_vllms_class_is_known() -> None:
+    tree = ast.parse((Path(VLLM) / "v1/engine/async_llm.py").read_text("utf-8"))
+    [theirs] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "AsyncLLM"]
+    functions = [n for n in theirs.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    names = {each.name for each in functions if not each.name.startswith("_")}
+    assert {name for name in names if not hasattr(AsyncLLM, name)} == module.LEFT_OUT.keys()
 
 
 # -- text --

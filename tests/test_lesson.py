@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,47 @@ def test_a_small_llm_says_nothing_and_obeys(capfd: pytest.CaptureFixture[str]) -
         manager, config = llm.engine.block_manager, llm.engine.config
         assert (manager.num_blocks, manager.block_size, config.max_num_seqs) == (7, 2, 3)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def server() -> Iterator[lesson.SmallServer]:
+    pytest.importorskip("fastapi", reason='needs pip install -e ".[server]"')
+    with lesson.SmallServer() as server:
+        yield server
+    assert not server._thread.is_alive()
+    assert server.llm.is_stopped
+
+
+def test_a_small_server_runs_single_steps(
+    server: lesson.SmallServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Over HTTP, and paused while a client waits, whose going away is noticed."""
+    llm = server.llm
+    assert server.send("/health").status == 200
+    assert server.send("/v1/completions", {"prompt": 5.5}).status == 400
+    server.pause()
+    fields = {"prompt": lesson.CAST["A"], "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    kept, left = server.open_stream("A", fields), server.open_stream("B", fields)
+    for number in (2, 1):
+        server.step(number)
+        assert server.run(llm.is_paused())
+    running = llm.engine.scheduler.running
+    assert {seq.request_id: seq.num_output_tokens for seq in running} == {"A": 3, "B": 3}
+    left.close()
+    server.wait_for(lambda: not llm.engine.is_unfinished("B"))
+    server.resume()
+    assert b"[DONE]" in kept.getresponse().read()
+    assert llm.get_num_unfinished_requests() == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_small_server_waits_with_a_limit(
+    server: lesson.SmallServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lesson, "RUN_TIMEOUT", 0.02)
+    with pytest.raises(TimeoutError, match="not true"):
+        server.wait_for(lambda: False)
+    monkeypatch.undo()
 
 
 def test_a_prompt_has_turns(demo_llm: LLM) -> None:

@@ -8,11 +8,15 @@ environment variable VLLM_0_32 says where they are.
 from __future__ import annotations
 
 import ast
+import asyncio
+import http.server
 import importlib.util
 import logging
+import math
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Callable
@@ -24,13 +28,15 @@ from typing import Any
 import engines
 import pytest
 from engines import assert_idle, change_text, fail_in_executor, finish, params, step
-from fakes import add_beam_search
+from fakes import FakeExecutor, add_beam_search
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve import LLM, LLMEngine, RequestOutput
+from nanoserve import LLM, EngineArgs, LLMEngine, RequestOutput
 from nanoserve.bench.roofline import ModelCosts
 from nanoserve.engine import StepReport
+from nanoserve.exceptions import QueueOverflowError
+from nanoserve.extras import lesson
 from nanoserve.extras.metrics import (
     Counter,
     CountingStatLogger,
@@ -40,10 +46,12 @@ from nanoserve.extras.metrics import (
     LoggingStatLogger,
     PrometheusStatLogger,
     StatLogger,
+    TracingStatLogger,
     collect_metrics,
     get_metrics,
 )
 from nanoserve.extras.metrics.catalog import (
+    ADMISSION_REJECTIONS,
     CACHE_CONFIG_INFO,
     COUNTERS,
     GAUGES,
@@ -349,6 +357,24 @@ def test_a_request_that_ends_in_the_queue_has_no_prefill(make_engine: MakeEngine
     assert histogram(engine, "request_params_max_tokens").sum == 20
 
 
+def test_requests_that_are_refused(make_engine: MakeEngine) -> None:
+    """Because so many wait already. Each counts once, and by nothing else."""
+    engine = make_engine(max_num_waiting=1)
+    engine.add_request("a", [1], params())
+    with pytest.raises(QueueOverflowError):
+        engine.add_request("before anybody counts", [1], params())
+    count(engine)
+    for _ in range(2):
+        with pytest.raises(QueueOverflowError):
+            engine.add_request("b", [1], params())
+    finish(engine)
+    [rejections] = [m for m in get_metrics(engine) if m.name == "vllm:admission_rejections"]
+    assert rejections.labels.keys() == {"model_name", "reason"}
+    assert rejections.labels["reason"] == "max_num_waiting"
+    assert rejections.value == 2
+    assert histogram(engine, "e2e_request_latency_seconds").count == 1
+
+
 def test_preemptions_are_counted_when_they_happen(make_engine: MakeEngine) -> None:
     """Those by a step that fails: with the next one that succeeds."""
     engine = make_engine()
@@ -618,6 +644,46 @@ def test_the_log_counts_the_time_of_work(
     assert "1.0 output tokens/s" in first.getMessage()
 
 
+# -- AsyncLLM --
+
+
+def make_async_llm(**options: Any) -> Any:
+    chapter = pytest.importorskip("nanoserve.extras.async_llm")
+    model = engines.checkpoint(engines.VOCAB_SIZE, (engines.EOS,))
+    config = EngineArgs(model=model, num_kv_blocks=64, block_size=4, max_num_waiting=8)
+    return chapter.AsyncLLM(config, executor_cls=FakeExecutor, **options)
+
+
+def test_requests_of_an_async_llm() -> None:
+    """Each counts once, however it ends: by itself, by abort, with an error, because its stream
+    was closed, or by shutdown."""
+    llm = make_async_llm(disable_log_stats=False)
+    fail_in_executor(llm.engine, "bad", num_output_tokens=2)
+    tokens: list[int] = []
+
+    async def read(name: str, prompt: list[int], **fields: Any) -> None:
+        async for output in llm.generate(prompt, params(**fields), name):
+            if output.finished:
+                tokens.extend(len(each.token_ids) for each in output.outputs)
+
+    async def main() -> None:
+        await asyncio.gather(read("a", [1, 2, 3], n=2), read("bad", [4, 5]))
+        await llm.pause_generation()
+        llm._core.drop(await llm.add_request("closed", [1, 2], params()))
+        await llm.add_request("b", [1], params())
+        await llm.add_request("c", [1], params())
+        await llm.abort("b")
+        await asyncio.to_thread(llm.shutdown)
+
+    asyncio.run(main())
+    reasons = ("stop", "length", "abort", "error")
+    assert [value(llm, "request_success", reason) for reason in reasons] == [0, 2, 3, 1]
+    assert histogram(llm, "e2e_request_latency_seconds").count == 6
+    assert histogram(llm, "request_params_n").count == 5
+    assert value(llm, "generation_tokens") == sum(tokens) == 22
+    assert histogram(llm, "request_generation_tokens").sum == 22
+
+
 # -- Prometheus --
 
 
@@ -661,16 +727,15 @@ def test_prometheus_shows_what_get_metrics_gives(make_engine: MakeEngine) -> Non
 
 
 def test_two_engines_have_two_registries(make_engine: MakeEngine) -> None:
-    """Or share one, if they are told to: then the label tells them apart."""
+    """One registry tells of one engine: the text would have each metric twice."""
     client = pytest.importorskip("prometheus_client")
     one, two = make_engine(), make_engine()
     assert PrometheusStatLogger(one).registry is not PrometheusStatLogger(two).registry
     registry = client.CollectorRegistry()
     PrometheusStatLogger(one, registry, model_name="one")
-    PrometheusStatLogger(two, registry, model_name="two")
-    text = client.generate_latest(registry).decode()
-    assert 'model_name="one"' in text
-    assert 'model_name="two"' in text
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        PrometheusStatLogger(two, registry, model_name="two")
+    assert b'model_name="one"' in client.generate_latest(registry)
     assert not [f.name for f in client.REGISTRY.collect() if f.name.startswith("vllm:")]
 
 
@@ -687,6 +752,31 @@ def test_a_histogram_is_prometheus_own(values: list[float]) -> None:
     samples = {(each.name, each.labels.get("le")): each.value for each in family.samples}
     assert {("a_bucket", name): n for name, n in ours.buckets().items()}.items() <= samples.items()
     assert samples["a_sum", None] == ours.sum
+
+
+@given(
+    values=st.lists(st.floats(0, 30), min_size=1),
+    q=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_a_quantile_lies_in_its_bucket(values: list[float], q: float) -> None:
+    borders = (1.0, 2.0, 5.0, 20.0)
+    seen = Observations(borders)
+    for each in values:
+        seen.observe(each)
+    found = Histogram("a", {}, len(values), seen.sum, seen.buckets()).quantile(q)
+    rank = max(1, math.ceil(q * len(values) - 1e-9))
+    right = sorted(values)[rank - 1]
+    ends = [0.0, *borders]
+    low = max(end for end in ends if end < right or end == 0.0)
+    high = min([end for end in ends if end >= right and end > 0] or [20.0])
+    assert low <= found <= high
+
+
+def test_the_example_of_a_quantile() -> None:
+    """The third of four is the first of two in the bucket from 1 to 2."""
+    buckets = {"1.0": 2, "2.0": 4, "+Inf": 4}
+    assert Histogram("a", {}, 4, 5.0, buckets).quantile(0.75) == 1.5
+    assert math.isnan(Histogram("a", {}, 0, 0.0, dict.fromkeys(buckets, 0)).quantile(0.5))
 
 
 def test_borders_are_written_as_prometheus_writes_them() -> None:
@@ -706,12 +796,139 @@ def test_only_prometheus_needs_its_package(
     assert len(get_metrics(engine)) > 30
 
 
+# -- traces --
+
+
+@pytest.fixture
+def spans() -> Any:
+    """A provider that keeps its spans, and a function that reads them."""
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    memory = importlib.import_module(f"{export.__name__}.in_memory_span_exporter")
+    provider, exporter = sdk.TracerProvider(), memory.InMemorySpanExporter()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    return provider, exporter.get_finished_spans
+
+
+TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
+
+
+def test_a_span_for_each_completion(spans: Any) -> None:
+    """In the caller's trace, with what the metrics say."""
+    provider, read = spans
+    keeping = Keeping()
+    make_tracing = partial(TracingStatLogger, tracer_provider=provider)
+    llm = make_async_llm(stat_loggers=[make_tracing, lambda engine: keeping])
+    headers = {"Traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01"}
+
+    async def main() -> None:
+        assert await llm.is_tracing_enabled()
+        await llm.pause_generation()
+        fields = params(n=2, max_tokens=4, top_p=0.9, temperature=0.5)
+        early = time.time() - 100
+        await llm.add_request("a", [1, 2, 3], fields, early, trace_headers=headers)
+        await llm.add_request("b", [1, 2], params(max_tokens=3, temperature=0))
+        await llm.add_request("c", [1, 2], params())
+        await llm.abort("c")
+        await llm.resume_generation()
+        await llm.wait_for_requests_to_drain(5)
+
+    asyncio.run(main())
+    llm.shutdown()
+    aborted, b, *both = sorted(read(), key=lambda span: span.attributes["gen_ai.latency.e2e"])
+    lives = [life for stats in keeping.received for life in stats.finished_requests]
+    assert Tally(life.request_id for life in lives) == {"a": 2, "b": 1, "c": 1}
+    for span in both:
+        assert (span.name, span.kind.name) == ("llm_request", "SERVER")
+        assert (span.context.trace_id, span.parent.span_id) == (TRACE, PARENT)
+        seconds = (span.end_time - span.start_time) / 1e9
+        assert seconds == pytest.approx(span.attributes["gen_ai.latency.e2e"], abs=1e-3)
+        assert 100 <= span.attributes["gen_ai.latency.time_to_first_token"] <= seconds
+        assert {name: span.attributes[f"gen_ai.{name}"] for name in GIVEN} == GIVEN
+    assert b.attributes["gen_ai.request.id"] == "b"
+    assert b.parent is None
+    assert "gen_ai.request.temperature" not in b.attributes
+    assert aborted.attributes["gen_ai.usage.completion_tokens"] == 0
+    assert "gen_ai.latency.time_in_queue" not in aborted.attributes
+
+
+GIVEN = {
+    "request.id": "a",
+    "request.n": 2,
+    "request.top_p": 0.9,
+    "request.temperature": 0.5,
+    "request.max_tokens": 4,
+    "usage.prompt_tokens": 3,
+    "usage.completion_tokens": 4,
+}
+
+
+def test_headers_of_http_name_the_trace() -> None:
+    pytest.importorskip("fastapi", reason='the server needs pip install -e ".[server]"')
+    keeping = Keeping()
+    with lesson.SmallServer(stat_loggers=[lambda engine: keeping]) as server:
+        fields = {"prompt": "Once", "max_tokens": 1}
+        server.send("/v1/completions", fields, Traceparent="00-1-2-01", Tracestate="a=b")
+        server.send("/v1/completions", fields, Other="header")
+    lives = [life for stats in keeping.received for life in stats.finished_requests]
+    assert [life.trace_headers or {} for life in lives] == [
+        {"traceparent": "00-1-2-01", "tracestate": "a=b"},
+        {},
+    ]
+
+
+def test_only_traces_need_opentelemetry(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    with pytest.raises(ModuleNotFoundError, match=r'pip install -e "\.\[tracing\]"'):
+        TracingStatLogger(make_engine(), "http://localhost:4317")
+
+
+def test_spans_are_sent(
+    make_engine: MakeEngine, spans: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To a collector that speaks OTLP over HTTP: here a server of one request."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    received: list[tuple[str, bytes]] = []
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            received.append((self.path, body))
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        server.timeout = 10
+        thread.start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_COMPRESSION", "none")
+        engine = make_engine()
+        url = f"http://127.0.0.1:{server.server_port}/v1/traces"
+        tracing = TracingStatLogger(engine, url)
+        collect_metrics(engine, tracing)
+        engine.add_request("a", [1, 2, 3], params(max_tokens=4))
+        finish(engine)
+        tracing.tracer_provider.shutdown()
+        thread.join(10)
+    [(path, body)] = received
+    assert path == "/v1/traces"
+    assert b"llm_request" in body
+    assert b"gen_ai.usage.completion_tokens" in body
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier pigeon")
+    with pytest.raises(ValueError, match="allowed: grpc, http/protobuf"):
+        TracingStatLogger(engine, url)
+
+
 # -- LLM --
 
 
 def test_an_llm_counts_if_it_is_asked_to() -> None:
     """By vLLM's option, whose default is the same: no statistics."""
     with LLM(num_kv_blocks=32, disable_log_stats=False) as llm:
+        collect_metrics(llm, PrometheusStatLogger(llm), CountingStatLogger(llm))
         [output] = llm.generate("Once upon a time", use_tqdm=False)
         number = len(output.outputs[0].token_ids)
         assert value(llm, "generation_tokens") == number
@@ -741,7 +958,7 @@ KINDS = {"_gauge_cls": GAUGES, "_counter_cls": COUNTERS, "_histogram_cls": HISTO
 LEFT_OUT = {
     *("num_requests_kv_fetch_by_stage", "engine_sleep_state", "corrupted_requests"),
     *("watermark_requests", "lora_requests_info", "mm_cache_queries", "mm_cache_hits"),
-    *("external_prefix_cache_queries", "external_prefix_cache_hits", "admission_rejections"),
+    *("external_prefix_cache_queries", "external_prefix_cache_hits"),
     *("kv_block_lifetime_seconds", "kv_block_idle_before_evict_seconds"),
     "kv_block_reuse_gap_seconds",
 }
@@ -760,6 +977,7 @@ def vllm_metrics() -> dict[str, tuple[str, str, str]]:
             name = options.get("name", "").strip("'")
             if node.func.attr in KINDS and name.startswith("vllm:"):
                 label = re.findall(r"\+ \['(\w+)'\]", options.get("labelnames", ""))
+                label += re.findall(r"^\['model_name', '(\w+)'\]$", options.get("labelnames", ""))
                 buckets = options.get("buckets", "").removesuffix("_buckets")
                 kind = node.func.attr
                 name = name.removesuffix("_total") if kind == "_counter_cls" else name
@@ -777,7 +995,7 @@ def test_names_labels_and_buckets_are_those_of_vllm() -> None:
     buckets = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(buckets)
     ours: dict[str, str] = {}
-    for kind, specs in KINDS.items():
+    for kind, specs in {**KINDS, "_counter_cls": (*COUNTERS, ADMISSION_REJECTIONS)}.items():
         for each in specs:
             ours[each.name] = kind
             its_kind, label, family = theirs[each.name]
@@ -792,5 +1010,5 @@ def test_every_metric_is_given_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     count(engine)
     given = Tally(metric.name for metric in get_metrics(engine))
-    specs = (*GAUGES, CACHE_CONFIG_INFO, *COUNTERS, *HISTOGRAMS)
+    specs = (*GAUGES, CACHE_CONFIG_INFO, ADMISSION_REJECTIONS, *COUNTERS, *HISTOGRAMS)
     assert given == {spec.name: len(spec.label_values) for spec in specs}

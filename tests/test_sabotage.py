@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from test_documents import exists
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, EngineArgs, SamplingParams
 from nanoserve.extras import lesson, sabotage, trace
 from nanoserve.extras.arrivals import serve
 
@@ -82,6 +83,23 @@ def number_of_steps() -> list[list[int]]:
         return [[len(steps)]]
 
 
+def after_a_client_left() -> list[list[int]]:
+    """No token changes; what changes is how many requests the engine has."""
+    pytest.importorskip("fastapi", reason='needs pip install -e ".[server]"')
+    from nanoserve.extras.async_llm import AsyncLLM
+    from nanoserve.extras.server.streaming import EngineRequests
+
+    async def main() -> list[list[int]]:
+        await llm.pause_generation()
+        requests = EngineRequests(llm, "A")
+        await requests.add(lesson.CAST["A"], GREEDY, True)
+        await requests.abort()
+        return [[1 + llm.get_num_unfinished_requests()]]
+
+    with AsyncLLM(EngineArgs(num_kv_blocks=24, block_size=4)) as llm:
+        return asyncio.run(main())
+
+
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "uncache": after(["C", "A", "B"], "C", num_blocks=10),
     "copy_on_write": three_completions,
@@ -104,6 +122,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "one_by_one": number_of_steps,
     "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
     "short_answers": after([], "Tell me a story."),
+    "deaf": after_a_client_left,
 }
 
 

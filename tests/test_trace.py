@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import weakref
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -31,6 +32,7 @@ from nanoserve.extras import trace
 from nanoserve.extras.trace import chrome, movie, states, steps, style, timer
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, chunks_of, name_of
 from nanoserve.extras.trace.snapshot import snapshot
+from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence, SequenceStatus
 
 NAMES = "ABCDEFGH"
@@ -696,6 +698,43 @@ def labels_out_of_range(figure: Any) -> list[Any]:
             off = [tick for tick in ticks if not low <= tick.get_loc() <= high or not axes.axison]
             found += [label for tick in off for label in (tick.label1, tick.label2)]
     return found
+
+
+def test_the_calls_of_a_request(plt: Any) -> None:
+    """Who was called by whom, in which thread; afterwards nothing is watched."""
+    engine = make_engine()
+    before = [vars(Scheduler)["schedule"], vars(LLMEngine)["run_step"]]
+    names = [
+        *("engine.LLMEngine.run_step", "engine.LLMEngine.add_request"),
+        *("scheduler.Scheduler.schedule", "block_manager.BlockManager.append"),
+        *("scheduler.Scheduler.update_from_output", "extras.async_llm.AsyncLLM.add_request"),
+    ]
+    with trace.watch(names) as calls:
+        engine.add_request("A", [1, 2, 3], params(max_tokens=2))
+        thread = threading.Thread(target=engine.step, name="another thread")
+        thread.start()
+        thread.join()
+        engine.step()
+    assert [vars(Scheduler)["schedule"], vars(LLMEngine)["run_step"]] == before
+    first, *steps = calls
+    assert (first.name, first.depth, first.thread) == ("LLMEngine.add_request", 0, "MainThread")
+    each = [("LLMEngine.run_step", 0), ("Scheduler.schedule", 1), ("BlockManager.append", 2)]
+    each += [("Scheduler.update_from_output", 1)]
+    assert [(call.name, call.depth) for call in steps] == each * 2
+    assert [call.thread for call in steps] == ["another thread"] * 4 + ["MainThread"] * 4
+    assert sorted(calls, key=lambda call: call.moment) == calls
+    again = trace.Visit(steps[-1].moment, "MainThread", "Scheduler.update_from_output", 1)
+    trace.call_chain("one request", [*calls, again])
+    texts = drawn(plt)
+    assert {"MainThread", "another thread", "ms", "0.0"} <= set(texts)
+    assert "Scheduler.update_from_output  × 2" in texts
+    trace.call_chain("nothing", [])
+    assert drawn(plt) == ["nothing", "ms"]
+    with pytest.raises(AttributeError), trace.watch([*names, "engine.LLMEngine.run_steps"]):
+        pass
+    with pytest.raises(ZeroDivisionError), trace.watch():
+        raise ZeroDivisionError
+    assert not hasattr(LLMEngine.run_step, "__wrapped__")
 
 
 def test_block_map(story: Any, plt: Any) -> None:

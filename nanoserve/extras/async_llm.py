@@ -46,19 +46,33 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.arg_utils import EngineArgs, load_chat_template
+from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
 from nanoserve.engine import LLMEngine, StepReport
-from nanoserve.exceptions import Caught, EngineDeadError, as_validation_error, describe_error
-from nanoserve.inputs import Message, PromptType, as_arrival_time, refuse_missing
+from nanoserve.exceptions import (
+    Caught,
+    EngineDeadError,
+    VLLMValidationError,
+    as_validation_error,
+    brief,
+    describe_error,
+)
+from nanoserve.inputs import (
+    Message,
+    PromptType,
+    as_arrival_time,
+    as_trace_headers,
+    refuse_missing,
+)
 from nanoserve.interrupts import delayed_interrupt
 from nanoserve.llm import render_conversations, tokenize_prompts
 from nanoserve.logger import describe_engine, init_logger
@@ -73,11 +87,51 @@ from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
 if TYPE_CHECKING:
     from nanoserve.extras.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanoserve.extras.metrics import StatLogger
 
 logger = init_logger(__name__)
 Result = TypeVar("Result")
 NOT_READY_PAUSE = 0.001  # seconds between two looks at requests of which none can run yet
 NUM_TOKENIZERS = 4  # threads
+DRAIN_PAUSE = 0.01  # seconds between two looks of wait_for_requests_to_drain
+LOADED_ONCE = "The weights are those of the checkpoint; build a new AsyncLLM for others."
+NO_LORA = "LoRA adapters are not there yet."
+NOT_ASLEEP = "Memory is held until shutdown(); pause_generation() stops the steps."
+# Public names of vLLM's AsyncLLM that are not here: what to use, or why not.
+LEFT_OUT = {
+    "encode": "There are no pooling models; generate completes prompts.",
+    "start_profile": "extras.trace.Recorder writes a Chrome trace of all steps.",
+    "stop_profile": "extras.trace.Recorder writes a Chrome trace of all steps.",
+    "collective_rpc": "A class of your own goes into runner_cls; call_utility(function) runs "
+    "function(engine) between two steps.",
+    "get_num_queued_tokens": "max_num_waiting limits the queue, in requests.",
+    "sleep": NOT_ASLEEP,
+    "wake_up": NOT_ASLEEP,
+    "is_sleeping": NOT_ASLEEP,
+    "release_kv_cache_memory": NOT_ASLEEP,
+    "checkpoint_prepare": NOT_ASLEEP,
+    "checkpoint_restore": NOT_ASLEEP,
+    "reset_mm_cache": "Prompts are text or token ids.",
+    "reset_encoder_cache": "Prompts are text or token ids.",
+    "add_lora": NO_LORA,
+    "remove_lora": NO_LORA,
+    "list_loras": NO_LORA,
+    "pin_lora": NO_LORA,
+    "init_weight_transfer_engine": LOADED_ONCE,
+    "shutdown_weight_transfer_engine": LOADED_ONCE,
+    "start_weight_update": LOADED_ONCE,
+    "start_draft_weight_update": LOADED_ONCE,
+    "update_weights": LOADED_ONCE,
+    "finish_weight_update": LOADED_ONCE,
+    "update_weight_version": LOADED_ONCE,
+    "get_weight_version": LOADED_ONCE,
+    "compute_weight_checksums": LOADED_ONCE,
+    "notify_kv_transfer_request_rejected": "The KV cache stays on its device.",
+    "get_kv_event_sources": "step_listeners get a report of each step.",
+    "scale_elastic_ep": "The number of ranks is tensor_parallel_size, from start to end.",
+    "handle_fault": "check_health() says whether the engine lives.",
+    "get_status": "check_health() says whether the engine lives.",
+}
 
 
 class RequestOutputCollector:
@@ -88,8 +142,14 @@ class RequestOutputCollector:
     event loop in which the collector was made; the other methods are for any thread.
     """
 
-    def __init__(self, request: RequestConsumer, core: EngineCoreThread) -> None:
+    def __init__(
+        self,
+        request: RequestConsumer,
+        core: EngineCoreThread,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.request = request
+        self.trace_headers = trace_headers
         self.request_id = request.request_id
         self.core = core
         self.loop = asyncio.get_running_loop()
@@ -223,6 +283,7 @@ class EngineCoreThread:
         self.changed: deque[RequestOutputCollector] = deque()  # whose task has to be woken
         self.error: BaseException | None = None  # why the engine is dead
         self.stop_at: float | None = None  # time.monotonic() when shutdown() aborts what is left
+        self.is_paused = False  # no step begins
         self._is_over = False  # no step runs any more
         self._utilities: deque[tuple[Callable[[LLMEngine], Any], Future[Any]]] = deque()
         self._wake = threading.Event()
@@ -234,7 +295,8 @@ class EngineCoreThread:
     @property
     def is_alive(self) -> bool:
         """Are new requests taken?"""
-        return self.error is None and self.stop_at is None and not self._is_over
+        is_ending = self.stop_at is not None or self._is_over or self.engine._is_closed
+        return self.error is None and not is_ending
 
     @property
     def dead_error(self) -> EngineDeadError:
@@ -345,10 +407,11 @@ class EngineCoreThread:
             self.wake_tasks()
             if self.error is not None:
                 raise self.error
-            if self.engine.has_unfinished_requests():
-                return self.stop_at is None or time.monotonic() < self.stop_at
-            if self.stop_at is not None:
-                return False
+            has_work = self.engine.has_unfinished_requests()
+            if self.stop_at is not None:  # a pause ends here
+                return has_work and time.monotonic() < self.stop_at
+            if has_work and not self.is_paused:
+                return True
             self._wake.wait()
             self._wake.clear()
 
@@ -440,14 +503,31 @@ class AsyncLLM(OwnedByProcess):
         config: EngineConfig | EngineArgs | None = None,
         *,
         chat_template: str | Path | None = None,
+        disable_log_stats: bool | None = None,
+        stat_loggers: Collection[Callable[[LLMEngine], StatLogger]] | None = None,
         **seams: Any,
     ) -> None:
         """config: None is the embedded demo model. chat_template: what LLM's is. seams: those of
-        LLMEngine, such as scheduler_cls. Raises ValueError or TypeError as LLMEngine does."""
+        LLMEngine, such as scheduler_cls.
+
+        disable_log_stats=False: count for get_metrics and log a line every ten seconds of work, as
+        LLM does; None: what EngineArgs say. stat_loggers: classes, or functions of the engine,
+        whose loggers count too: [PrometheusStatLogger]. Raises ValueError or TypeError as LLMEngine
+        does.
+        """
         if isinstance(config, EngineArgs):
+            if disable_log_stats is None:
+                disable_log_stats = vars(config).get("disable_log_stats")
             config = config.create_engine_config()
+        check_stat_loggers(stat_loggers)
         self.chat_template = load_chat_template(chat_template)
         self.engine = LLMEngine(config or EngineConfig(), **seams)
+        if stat_loggers or disable_log_stats is False:
+            metrics = import_module("nanoserve.extras.metrics")
+            loggers = [make(self.engine) for make in stat_loggers or ()]
+            if disable_log_stats is False:
+                metrics.collect_metrics(self.engine)
+            metrics.collect_metrics(self.engine, *loggers)
         self._core = EngineCoreThread(self.engine)
         # Two pools, because a template may take seconds, and templates wait for each other anyway.
         workers = min(NUM_TOKENIZERS, os.cpu_count() or 1)
@@ -459,9 +539,32 @@ class AsyncLLM(OwnedByProcess):
         )
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> AsyncLLM:
-        """The AsyncLLM that `engine_args` describe; `options` are the constructor's others."""
-        return cls(engine_args, **options)
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Collection[Callable[[LLMEngine], StatLogger]] | None = None,
+        **options: Any,
+    ) -> AsyncLLM:
+        """The AsyncLLM that `engine_args` describe; `options` are the constructor's others. As in
+        vLLM, start_engine_loop changes nothing: the loop starts with the first request. Nothing is
+        reported to anybody, whatever usage_context says."""
+        return cls(check_engine_args(engine_args), stat_loggers=stat_loggers, **options)
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: EngineConfig, **options: Any) -> AsyncLLM:
+        """The AsyncLLM of an EngineConfig; `options` are those of from_engine_args."""
+        for name in ("start_engine_loop", "usage_context", "enable_log_requests"):
+            options.pop(name, None)
+        return cls(vllm_config, **options)
+
+    if not TYPE_CHECKING:  # to a type checker, what is missing stays missing
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what is missing: say why."""
+            reason = f": {LEFT_OUT[name]}" if name in LEFT_OUT else "."
+            raise AttributeError(f"AsyncLLM has no attribute {name!r}{reason}", name=name, obj=self)
 
     def __repr__(self) -> str:
         return describe_engine(self.engine, "AsyncLLM")
@@ -476,7 +579,7 @@ class AsyncLLM(OwnedByProcess):
         *,
         lora_request: None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -485,7 +588,8 @@ class AsyncLLM(OwnedByProcess):
         sampling_params.output_kind says what an output holds: all tokens so far (CUMULATIVE), those
         since the last output (DELTA), or nothing before the end (FINAL_ONLY). None: the model's own
         recommendation. request_id: None is a random one. priority, cache_salt and
-        tokenization_kwargs are those of LLM.generate; lora_request and trace_headers: None.
+        tokenization_kwargs are those of LLM.generate; lora_request: None. trace_headers: of the
+        caller's trace, to which a TracingStatLogger adds (extras/metrics/tracing.py).
 
         Nothing happens before the first output is asked for. Leaving the loop, or cancelling the
         task, aborts the request. Raises ValueError or TypeError if the request can never be served,
@@ -516,7 +620,7 @@ class AsyncLLM(OwnedByProcess):
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         *,
         cache_salt: str | None = None,
@@ -524,14 +628,14 @@ class AsyncLLM(OwnedByProcess):
         """Queue a request; `get` of what is returned waits for its outputs. What generate does
         first, and for those only who see to it that abort() is called when nobody waits. Raises
         what generate raises."""
-        refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
+        refuse_missing("add_request", lora_request=lora_request)
         arrival_time = as_arrival_time(arrival_time) or time.time()
-        self._check_alive()
-        self.engine.check_admission()  # here too: a server that is busy tokenizes nothing in vain
+        trace_headers = as_trace_headers(trace_headers)
+        self.check_admission()  # here too: a server that is busy tokenizes nothing in vain
         make = partial(self._make_request, request_id, prompt, params, tokenization_kwargs)
         request = await self._run_in(self._tokenizers, make, priority, cache_salt)
         request.root.metrics.arrival_time = arrival_time
-        return await self._add(request)
+        return await self._add(request, trace_headers)
 
     def _make_request(
         self,
@@ -547,14 +651,16 @@ class AsyncLLM(OwnedByProcess):
         params = engine.get_default_sampling_params() if params is None else params
         return engine.make_request(request_id, prompt, params, priority, cache_salt)
 
-    async def _add(self, request: RequestConsumer) -> RequestOutputCollector:
+    async def _add(
+        self, request: RequestConsumer, trace_headers: Mapping[str, str] | None = None
+    ) -> RequestOutputCollector:
         old = self.engine.output_processor.requests.get(request.request_id)
         if isinstance(old, RequestOutputCollector) and old.is_closed:  # ends with this step
             await self.call_utility(
                 lambda engine: engine.has_request(old) and engine.abort_request(old.request_id)
             )
         self._check_alive()
-        collector = RequestOutputCollector(request, self._core)
+        collector = RequestOutputCollector(request, self._core, trace_headers)
         self._core.add(collector)
         return collector
 
@@ -567,8 +673,7 @@ class AsyncLLM(OwnedByProcess):
         from nanoserve.extras.beam_search import BeamSearch
 
         request_id = uuid.uuid4().hex if request_id is None else request_id
-        self._check_alive()
-        self.engine.check_admission()
+        self.check_admission()
         make = partial(BeamSearch, request_id, prompt, params, self.engine)
         search: BeamSearch = await self._run_in(self._tokenizers, make)
         collector = await self._add(search)
@@ -658,9 +763,88 @@ class AsyncLLM(OwnedByProcess):
         self.check_owner()
         return await asyncio.wrap_future(self._core.call_utility(function))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running."""
-        return await self.call_utility(LLMEngine.reset_prefix_cache)
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache. False, and no change, while requests are running; with
+        reset_running_requests they are preempted, and their tokens computed again. (There is no
+        connector, so that nothing is to be reset there.)"""
+
+        def reset(engine: LLMEngine) -> bool:
+            if reset_running_requests:
+                engine.recover()  # every sequence waits, and no block is held
+            return engine.reset_prefix_cache()
+
+        return await self.call_utility(reset)
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Begin no step before resume_generation(); new requests wait. mode "abort": unfinished
+        requests get their last output; "keep": they go on later. clear_cache: empty the prefix
+        cache, too; the tokens of requests that are kept are computed again. shutdown() ends a
+        pause."""
+        if mode not in ("abort", "keep"):
+            raise VLLMValidationError(
+                f"mode is {brief(mode)}; allowed: 'abort', 'keep'. In place of vLLM's 'wait', "
+                "await wait_for_requests_to_drain() before.",
+                parameter="mode",
+                value=mode,
+            )
+
+        def pause(engine: LLMEngine) -> None:
+            self._core.is_paused = True
+            if mode == "abort":
+                engine.abort_request(list(engine.output_processor.requests))
+            if clear_cache:
+                engine.recover()  # every sequence waits, and no block is held
+                engine.reset_prefix_cache()
+
+        await self.call_utility(pause)
+
+    async def resume_generation(self) -> None:
+        """End a pause."""
+
+        def resume(engine: LLMEngine) -> None:
+            self._core.is_paused = False
+
+        await self.call_utility(resume)
+
+    async def is_paused(self) -> bool:
+        """Has pause_generation() been called, and resume_generation() not?"""
+        return self._core.is_paused
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Return when no request is unfinished. Raises TimeoutError after so many seconds."""
+        deadline = time.monotonic() + drain_timeout
+        while self.get_num_unfinished_requests():
+            if time.monotonic() > deadline:
+                number = self.get_num_unfinished_requests()
+                raise TimeoutError(f"after {drain_timeout} seconds {number} requests are left.")
+            await asyncio.sleep(DRAIN_PAUSE)
+
+    async def do_log_stats(self) -> None:
+        """Let the stat loggers log a line now, if there are any."""
+        for manager in self._stat_logger_managers():
+            manager.log()
+
+    async def is_tracing_enabled(self) -> bool:
+        """Does a TracingStatLogger listen?"""
+        loggers = [one for each in self._stat_logger_managers() for one in each.stat_loggers]
+        return any(hasattr(stat_logger, "tracer") for stat_logger in loggers)
+
+    def _stat_logger_managers(self) -> list[Any]:
+        """Of extras/metrics, if its metrics are collected."""
+        return [each for each in self.step_listeners[:] if hasattr(each, "stat_loggers")]
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the model can be asked for."""
+        return ("generate",)
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Raise what would be raised for the next request, before it is looked at:
+        QueueOverflowError if max_num_waiting requests wait, EngineDeadError. (A request with n
+        completions waits as one.)"""
+        self._check_alive()
+        self.engine.check_admission()
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if no request would be served: a step failed and no request was the
@@ -678,8 +862,9 @@ class AsyncLLM(OwnedByProcess):
         hangs. In a coroutine use `await asyncio.to_thread(async_llm.shutdown, timeout)`, so that
         the tasks get their last outputs meanwhile.
         """
+        seconds = as_timeout(timeout)
         if self.is_owner:
-            _shutdown(self._core, (self._tokenizers, self._renderers), timeout or 0.0)
+            _shutdown(self._core, (self._tokenizers, self._renderers), seconds)
 
     def __enter__(self) -> AsyncLLM:
         return self
@@ -716,6 +901,19 @@ class AsyncLLM(OwnedByProcess):
         return self.engine.config
 
     @property
+    def vllm_config(self) -> EngineConfig:
+        """The same, under vLLM's name."""
+        return self.engine.config
+
+    async def get_vllm_config(self) -> EngineConfig:
+        """V0's way to ask."""
+        return self.engine.config
+
+    async def get_model_config(self) -> ModelConfig:
+        """V0's way to ask."""
+        return self.engine.model_config
+
+    @property
     def model_config(self) -> ModelConfig:
         return self.engine.model_config
 
@@ -748,3 +946,28 @@ def _shutdown(core: EngineCoreThread, pools: Iterable[ThreadPoolExecutor], timeo
     finally:
         for pool in pools:
             pool.shutdown(wait=False)
+
+
+def check_stat_loggers(stat_loggers: Any) -> None:
+    """Raise TypeError for anything but functions that make stat loggers."""
+    given = [] if stat_loggers is None else stat_loggers
+    if not isinstance(given, (list, tuple)) or not all(map(callable, given)):
+        raise TypeError(
+            f"stat_loggers must be a list of classes or functions, got {brief(stat_loggers)}. Each "
+            "is called with the engine and returns a StatLogger: [PrometheusStatLogger]."
+        )
+
+
+def as_timeout(timeout: Any) -> float:
+    """Seconds; None: 0. Raises TypeError or ValueError."""
+    if timeout is None:
+        return 0.0
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be None or a number of seconds, got {brief(timeout)}.")
+    if not timeout >= 0:
+        raise VLLMValidationError(
+            f"timeout is {timeout}; allowed: None, or seconds from 0 on.",
+            parameter="timeout",
+            value=timeout,
+        )
+    return timeout

@@ -1,6 +1,7 @@
 """What do the notebooks need beside the engine? Four requests, questions with checks.
 
     llm = lesson.small_llm()                          # a KV cache that fits into a picture
+    server = lesson.SmallServer()                     # the same behind HTTP, to be watched
     llm.add_request("A", lesson.prompt(llm, "A"))     # one of the four requests of all notebooks
     lesson.check("Q2.1", guess, len(free_queue))      # compares a guess with the live engine
     with lesson.broken("uncache"):                    # the engine with one mistake in it
@@ -17,15 +18,22 @@ Left out: scores, and answers that are kept for the next session.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
+import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from enum import Enum
+from http.client import HTTPConnection
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 # First of all: it loads torch so that waiting threads sleep (nanoserve/kernels/threads.py).
 from nanoserve.extras.sabotage import (
@@ -49,6 +57,7 @@ __all__ = [
     "REPLACEMENTS",
     "SABOTAGES",
     "SUSPECTS",
+    "SmallServer",
     "WithoutOneSum",
     "broken",
     "check",
@@ -65,6 +74,7 @@ CAST = {
     "C": "What is the capital of France?",
     "D": "Remember: The red box holds 7341. What does the red box hold?",
 }
+RUN_TIMEOUT = 60.0  # seconds for what a notebook waits for
 TOLERANCE = 1e-3  # of floats, relative; also absolute, as a share of the largest number of a tensor
 
 # -- engines --
@@ -83,6 +93,112 @@ def small_llm(num_blocks: int = 24, **options: Any) -> LLM:
     small = {"num_kv_blocks": num_blocks, "block_size": 4, "max_num_seqs": 4, "device": "cpu"}
     with quietly():
         return LLM(**{**small, **options})
+
+
+class SmallServer:
+    """`nanoserve serve` with the demo model, in a thread of this process, so that a notebook can
+    watch the engine while clients talk HTTP to it. `with SmallServer() as server:`, or close() it.
+
+    url: "http://127.0.0.1:" and a free port. llm: the AsyncLLM. A request with the header
+    "X-Request-Id: A" has the name A in the engine, too.
+    """
+
+    def __init__(self, num_blocks: int = 24, *, stat_loggers: Any = None, **options: Any) -> None:
+        """num_blocks and options: those of small_llm. stat_loggers: see AsyncLLM. Raises
+        ImportError if FastAPI or uvicorn is not installed."""
+        from nanoserve.arg_utils import EngineArgs
+        from nanoserve.extras.async_llm import AsyncLLM
+        from nanoserve.extras.server import launcher
+        from nanoserve.extras.server.app import build_app
+        from nanoserve.extras.server.options import FrontendArgs
+
+        small = {"num_kv_blocks": num_blocks, "block_size": 4, "max_num_seqs": 4, "device": "cpu"}
+        quiet = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "error"}
+        args = FrontendArgs(port=0, shutdown_timeout=0.0, **quiet)  # type: ignore[arg-type]
+        with quietly():
+            self.llm = AsyncLLM(EngineArgs(**{**small, **options}), stat_loggers=stat_loggers)
+        make_request = self.llm.engine.make_request
+
+        def make_named(request_id: str, *arguments: Any) -> Any:
+            name = re.fullmatch(r"(?:chat)?cmpl-(\w{1,9})-\w{8}-0", request_id)
+            return make_request(name[1] if name else request_id, *arguments)
+
+        vars(self.llm.engine)["make_request"] = make_named
+        self._socket = launcher.bind(args)
+        self.url = launcher.describe_address(args, self._socket)
+        self._server = launcher.Server(build_app(self.llm, args))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="event loop", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._server.serve(sockets=[self._socket]))
+
+    def send(self, path: str, fields: dict[str, Any] | None = None, **headers: str) -> Any:
+        """POST `fields` as JSON, or GET without. What is returned has status, headers and read(),
+        also if it is an error."""
+        body = None if fields is None else json.dumps(fields).encode()
+        request = Request(self.url + path, body, {"Content-Type": "application/json", **headers})
+        try:
+            return urlopen(request, timeout=RUN_TIMEOUT)
+        except HTTPError as error:
+            return error
+
+    def open_stream(self, name: str, fields: dict[str, Any]) -> HTTPConnection:
+        """Ask for a stream and read nothing. Returns when the engine has the request; close() of
+        what is returned goes away."""
+        client = HTTPConnection(self.url.removeprefix("http://"), timeout=RUN_TIMEOUT)
+        headers = {"Content-Type": "application/json", "X-Request-Id": name}
+        body = json.dumps({**fields, "stream": True})
+        client.request("POST", "/v1/completions", body, headers)
+        self.wait_for(lambda: self.llm.engine.is_unfinished(name))
+        return client
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the server's event loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(RUN_TIMEOUT)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until `condition()` is true. Raises TimeoutError."""
+        deadline = time.monotonic() + RUN_TIMEOUT
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not true after {RUN_TIMEOUT:.0f} seconds.")
+            time.sleep(0.002)
+
+    def pause(self) -> None:
+        """Begin no more steps, until step() or resume(). Requests may come meanwhile."""
+        self.run(self.llm.pause_generation(mode="keep", clear_cache=False))
+
+    def step(self, number: int = 1) -> None:
+        """Run so many steps of a paused engine."""
+        listeners, reports = self.llm.step_listeners, list[Any]()
+
+        def count(report: Any) -> None:
+            reports.append(report)
+            if len(reports) == number:
+                self.llm._core.is_paused = True
+                listeners.remove(count)
+
+        listeners.append(count)
+        self.resume()
+        self.wait_for(lambda: len(reports) == number)
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.run(self.llm.resume_generation())
+
+    def close(self) -> None:
+        """End the server and the engine. Streams get their last chunk."""
+        self._server.should_exit = True
+        self._thread.join(RUN_TIMEOUT)
+
+    def __enter__(self) -> SmallServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def prompt(llm: LLM, *turns: str) -> list[int]:

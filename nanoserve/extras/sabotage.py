@@ -1,4 +1,4 @@
-"""What does an engine with one mistake do? Twenty-one sabotages, for notebooks and tests.
+"""What does an engine with one mistake do? Twenty-two sabotages, for notebooks and tests.
 
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...                                           # and a right one again
@@ -394,3 +394,12 @@ def _halve_max_tokens(right: Any, processor: Any, *arguments: Any) -> Any:
     seq = right(processor, *arguments)
     seq.max_tokens = -(-seq.max_tokens // 2)
     return seq
+
+
+@_sabotage(
+    "deaf",
+    "extras.server.streaming.EngineRequests.abort",
+    "a request whose client has gone away is computed to its end, for nobody",
+)
+async def _abort_nothing(right: Any, requests: Any) -> None:
+    pass

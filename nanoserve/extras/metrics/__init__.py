@@ -19,12 +19,11 @@ Begin with stats.py: it says what is counted, and when.
     perf.py      what a step computed, and how many bytes it moved
     reader.py    the numbers, and the list that get_metrics gives
     loggers.py   who tells the numbers: log, Prometheus
+    tracing.py   one more logger: a span of OpenTelemetry for each request
     manager.py   from the engine to the loggers; collect_metrics, get_metrics
 
 The engine knows no metrics: it has listeners for steps and for the ends of requests. Without this
 folder LLM.get_metrics has nothing to read; everything else works as before.
-
-Left out: traces of single requests (OpenTelemetry). RequestOutput.metrics has their moments.
 
 vLLM: vllm/engine/metrics.py (V0); vllm/v1/metrics/: loggers.py, stats.py, reader.py, perf.py (V1).
 """
@@ -38,6 +37,7 @@ from nanoserve.extras.metrics.loggers import (
 from nanoserve.extras.metrics.manager import StatLoggerManager, collect_metrics, get_metrics
 from nanoserve.extras.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
 from nanoserve.extras.metrics.stats import FinishedRequestStats, IterationStats
+from nanoserve.extras.metrics.tracing import TracingStatLogger
 
 __all__ = [
     "Counter",
@@ -51,6 +51,7 @@ __all__ = [
     "PrometheusStatLogger",
     "StatLogger",
     "StatLoggerManager",
+    "TracingStatLogger",
     "Vector",
     "collect_metrics",
     "get_metrics",

@@ -66,6 +66,14 @@ GAUGES = (
 # Its labels are the settings of the KV cache and the engine, nothing else; its value is 1.
 CACHE_CONFIG_INFO = Spec("vllm:cache_config_info", "Settings of the KV cache.")
 
+# Counted by the engine itself, at its door. Its labels are model_name and reason.
+ADMISSION_REJECTIONS = Spec(
+    "vllm:admission_rejections",
+    "Requests that were refused because so many wait already, by the option that says so.",
+    "reason",
+    ("max_num_waiting",),  # vLLM's are max_num_queued_reqs and max_num_queued_tokens
+)
+
 COUNTERS = (
     Spec("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
     Spec("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),

@@ -31,7 +31,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import DEMO_NAME
-from nanoserve.extras.metrics.catalog import CACHE_CONFIG_INFO, COUNTERS, GAUGES, HISTOGRAMS
+from nanoserve.extras.metrics.catalog import (
+    ADMISSION_REJECTIONS,
+    CACHE_CONFIG_INFO,
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+)
 from nanoserve.extras.metrics.reader import Counter, Gauge, Histogram, Metric, Numbers
 from nanoserve.extras.metrics.stats import IterationStats
 from nanoserve.logger import init_logger
@@ -59,13 +65,16 @@ class StatLogger:
 class CountingStatLogger(StatLogger):
     """All numbers since it was made."""
 
-    def __init__(self, engine: LLMEngine, model_name: str | None = None) -> None:
-        """model_name: the label; None: the name that the engine was built with."""
-        self.engine = engine
+    def __init__(self, llm: Any, model_name: str | None = None) -> None:
+        """llm: an LLM, an AsyncLLM or an LLMEngine. model_name: the label; None: the name that the
+        engine was built with."""
+        self.engine: LLMEngine = getattr(llm, "engine", llm)
+        engine = self.engine
         name = model_name or str(engine.config.model or DEMO_NAME.as_posix())
         self.labels = {"model_name": name, "engine": "0"}
         max_model_len = engine.config.max_model_len or engine.model_config.max_model_len
         self.numbers = Numbers(self.labels, max_model_len)
+        self._num_rejected_before = engine.num_rejected
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_scheduled_tokens:
@@ -122,7 +131,10 @@ class CountingStatLogger(StatLogger):
 
     def get_metrics(self) -> list[Metric]:
         """Every metric as it is now. Any thread may call this."""
-        return [*self._read_gauges(), *self.numbers.read()]
+        spec, num_rejected = ADMISSION_REJECTIONS, self.engine.num_rejected
+        labels = {"model_name": self.labels["model_name"], spec.label: spec.label_values[0]}
+        rejections = Counter(spec.name, labels, num_rejected - self._num_rejected_before)
+        return [*self._read_gauges(), rejections, *self.numbers.read()]
 
     def _read_gauges(self) -> Iterator[Gauge]:
         """The state of the engine, in the order of catalog.GAUGES."""
@@ -163,17 +175,16 @@ class EngineState:
 class PrometheusStatLogger(CountingStatLogger):
     """The numbers for Prometheus. Needs prometheus-client (`pip install -e ".[server]"`)."""
 
-    def __init__(
-        self, engine: LLMEngine, registry: Any = None, model_name: str | None = None
-    ) -> None:
+    def __init__(self, llm: Any, registry: Any = None, model_name: str | None = None) -> None:
         """registry: a prometheus_client.CollectorRegistry that asks this logger, too; None: one of
-        its own. Raises ModuleNotFoundError if prometheus-client is not installed."""
+        its own. Raises ModuleNotFoundError if prometheus-client is not installed, ValueError if the
+        registry has these metrics of another engine: a text tells each metric once."""
         try:
             self._client = import_module("prometheus_client")
         except ModuleNotFoundError as error:
             message = 'Prometheus metrics need prometheus-client: pip install -e ".[server]".'
             raise ModuleNotFoundError(message, name="prometheus_client") from error
-        super().__init__(engine, model_name)
+        super().__init__(llm, model_name)
         self.registry = self._client.CollectorRegistry() if registry is None else registry
         self.registry.register(self)
 
@@ -186,10 +197,15 @@ class PrometheusStatLogger(CountingStatLogger):
         """All metrics in Prometheus' text format."""
         return self._client.generate_latest(self.registry)
 
+    def describe(self) -> Iterator[Any]:
+        """The names that are taken: the registry calls this, once."""
+        return self.collect()
+
     def collect(self) -> Iterator[Any]:
         """The metrics as prometheus-client's families: the registry calls this."""
         core = self._client.metrics_core
-        helps = {s.name: s.help for s in (*GAUGES, CACHE_CONFIG_INFO, *COUNTERS, *HISTOGRAMS)}
+        single = (CACHE_CONFIG_INFO, ADMISSION_REJECTIONS)
+        helps = {spec.name: spec.help for spec in (*GAUGES, *single, *COUNTERS, *HISTOGRAMS)}
         families: dict[str, Any] = {}
         kinds = {
             Gauge: core.GaugeMetricFamily,
@@ -217,10 +233,10 @@ class LoggingStatLogger(StatLogger):
     Prompt tokens are those that were computed, not found in the prefix cache.
     """
 
-    def __init__(self, engine: LLMEngine, interval: float = LOG_INTERVAL) -> None:
+    def __init__(self, llm: Any, interval: float = LOG_INTERVAL) -> None:
         """interval: seconds of work between two lines. Time in which there was no request does not
         count."""
-        self.engine = engine
+        self.engine: LLMEngine = getattr(llm, "engine", llm)
         self.interval = interval
         self._is_idle = True  # no request was left after the last step
         self._recent_queries: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_WINDOW)

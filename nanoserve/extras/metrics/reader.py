@@ -15,6 +15,7 @@ vLLM: vllm/v1/metrics/reader.py.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,20 @@ class Histogram(Metric):
     count: int
     sum: float
     buckets: dict[str, int]
+
+    def quantile(self, q: float) -> float:
+        """The value that a share `q` of the observations does not exceed, as Prometheus' function
+        histogram_quantile estimates it: the observations of a bucket are spread evenly in it, and
+        those above the last border are at it. NaN if there are none."""
+        if not self.count:
+            return math.nan
+        rank, lower, num_below = q * self.count, 0.0, 0
+        for name, number in self.buckets.items():
+            if number >= rank and number > num_below:
+                inside = (rank - num_below) / (number - num_below)
+                return lower if name == "+Inf" else lower + inside * (float(name) - lower)
+            lower, num_below = float(name), number
+        return lower
 
 
 class Observations:

@@ -31,11 +31,13 @@ vLLM: vllm/v1/metrics/stats.py.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoserve.extras.metrics.perf import ModelMetrics, PerfStats
 from nanoserve.output_processor import RequestConsumer, RequestState
+from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence, SequenceUpdate
 
 if TYPE_CHECKING:
@@ -55,6 +57,9 @@ class FinishedRequestStats:
     num_generation_tokens: int
     num_preemptions: int
     max_tokens_param: int | None
+    sampling_params: SamplingParams
+    trace_headers: Mapping[str, str] | None = None  # of the caller's trace
+    time_to_first_token: float | None = None
     queued_time: float | None = None
     prefill_time: float | None = None
     inference_time: float | None = None
@@ -194,16 +199,19 @@ class StatsCollector:
         """The lives of a request's n completions, also of those that never began. (Nothing, if the
         request is a beam search.)"""
         stats, now = IterationStats(), time.monotonic()
-        if not isinstance(request, RequestState):
+        state = getattr(request, "request", request)  # of an AsyncLLM: behind a collector
+        if not isinstance(state, RequestState):
             return stats
-        root, sequences = request.root, request.sequences
+        root, sequences = state.root, state.sequences
         reason = root.status.finish_reason or "abort"  # None: it was not queued yet
         n = root.sampling_params.n
         missing = set(range(n)) - {seq.branch for seq in sequences}
         for seq in sequences:
             stats.num_preempted_reqs += self._take_last_preemptions(seq)
         sequences += [root.make_branch(branch) for branch in missing]
-        stats.finished_requests = tuple(self._finish(seq, reason, now) for seq in sequences)
+        headers = getattr(request, "trace_headers", None)
+        lives = [self._finish(seq, reason, now, headers) for seq in sequences]
+        stats.finished_requests = tuple(lives)
         stats.n_params_iter = (n,)
         stats.max_num_generation_tokens_iter = (max(s.num_output_tokens for s in sequences),)
         return stats
@@ -219,7 +227,9 @@ class StatsCollector:
             known = self._known[seq.seq_id] = _Known(seq, 0)
         return known.take_preemptions()
 
-    def _finish(self, seq: Sequence, default_reason: str, now: float) -> FinishedRequestStats:
+    def _finish(
+        self, seq: Sequence, default_reason: str, now: float, headers: Mapping[str, str] | None
+    ) -> FinishedRequestStats:
         metrics, num_tokens = seq.metrics, seq.num_output_tokens
         stats = FinishedRequestStats(
             request_id=seq.request_id,
@@ -229,10 +239,13 @@ class StatsCollector:
             num_generation_tokens=num_tokens,
             num_preemptions=metrics.num_preemptions,
             max_tokens_param=seq.sampling_params.max_tokens,
+            sampling_params=seq.sampling_params,
+            trace_headers=headers,
             queued_time=metrics.queue_time,
         )
         scheduled, first, last = metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts
         if num_tokens and scheduled is not None and first is not None and last is not None:
+            stats.time_to_first_token = first - arrival_of(metrics)
             stats.prefill_time = first - scheduled
             stats.inference_time = last - scheduled
             stats.decode_time = last - first

@@ -58,6 +58,7 @@ AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
 
 LONG_BODY = 2**16  # bytes: a longer one is read in a thread
 SMALLEST_LOGPROB = -9999.0  # JSON has no -inf; vLLM's
+TRACE_HEADERS = ("traceparent", "tracestate")  # W3C's; see extras/metrics/tracing.py
 GONE = 499  # the status of an answer that nobody reads
 
 
@@ -84,7 +85,9 @@ async def reply(
 ) -> Response:
     """What an endpoint does."""
     request, request_id = await read_body(state, raw_request, request_cls)
-    making = reply_cls(state, request, request_id).respond()
+    sent = raw_request.headers
+    trace_headers = {name: sent[name] for name in TRACE_HEADERS if name in sent}
+    making = reply_cls(state, request, request_id, trace_headers).respond()
     response = await until_gone(raw_request.receive, making)
     return response or Response(status_code=GONE)
 
@@ -101,11 +104,16 @@ class Reply(ABC, Generic[AnyGeneration]):
     chunk_object: str  # that of a stream
 
     def __init__(
-        self, state: ServerState, request: AnyGeneration, request_id: str | None = None
+        self,
+        state: ServerState,
+        request: AnyGeneration,
+        request_id: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> None:
-        """request_id: the client's X-Request-Id."""
+        """request_id: the client's X-Request-Id. trace_headers: of the client's trace."""
         self.state = state
         self.request = request
+        self.trace_headers = trace_headers
         self.async_llm = state.async_llm
         self.tokenizer = state.async_llm.tokenizer
         name = request_id or request.request_id or uuid.uuid4().hex
@@ -173,6 +181,7 @@ class Reply(ABC, Generic[AnyGeneration]):
                 bool(request.add_special_tokens),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
+                trace_headers=self.trace_headers,
             )
 
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:

@@ -40,6 +40,7 @@ HOMES = {
     "model": """hidden_states layer_words packed_weights placements rank_weights rope_pairs
         two_matrices""",
     "messages": "listen conversation",  # what ranks say to each other
+    "journey": "watch call_chain CALL_CHAIN Visit",  # the functions that a request passes
     "sampling": "token_path filters stages streams frequencies surprise perplexity TokenPath",
     "beams": "beam_tree beam_blocks BeamTree",
     "parts": "measure_parts recorded_parts shares print_operators",  # where the time of a step goes
