@@ -385,6 +385,21 @@ def test_can_swap_counts_the_blocks_of_the_other_pool() -> None:
     assert not manager.can_swap_in(seq)
 
 
+def test_slots_of_rejected_drafts_are_swapped_too() -> None:
+    """A sequence of 6 tokens holds 3 blocks: 4 drafts were computed behind it, and rejected."""
+    manager = BlockManager(4, BLOCK_SIZE, num_cpu_blocks=4)
+    seq = admit(manager, 0, "abcd ef")
+    manager.append(seq, 4)
+    manager.check()
+    manager.swap_out(seq)
+    other = admit(manager, 1, "ghij k")
+    assert not manager.can_swap_in(seq), "2 blocks are free, and 3 must come back"
+    manager.free(other)
+    assert manager.can_swap_in(seq)
+    manager.swap_in(seq)
+    manager.check()
+
+
 # -- check() --
 
 

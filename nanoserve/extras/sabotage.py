@@ -244,8 +244,10 @@ def _hash_without_last_token(right: Any, table: Any, parent: Any, token_ids: Any
     "the last token of each chunk of a prompt counts as computed, but no step computes it",
     case="case 2",
 )
-def _leave_out_the_last(right: Any, scheduler: Any, seq: Any, num_tokens: int, step: Any) -> None:
-    right(scheduler, seq, num_tokens, step)
+def _leave_out_the_last(
+    right: Any, scheduler: Any, seq: Any, num_tokens: int, step: Any, *drafts: Any
+) -> None:
+    right(scheduler, seq, num_tokens, step, *drafts)
     if num_tokens > 1 and seq.num_computed_tokens < seq.num_tokens:  # a chunk with more behind it
         item = step.scheduled[-1]
         step.scheduled[-1] = item._replace(num_scheduled_tokens=num_tokens - 1)
