@@ -42,9 +42,17 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from torch import Tensor
+
+from nanoserve.extras.speculative.proposer import Proposer
+from nanoserve.sequence import ModelOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from nanoserve.extras.speculative.config import SpeculativeConfig
+    from nanoserve.model_runner import ModelRunner, StepInputs
 
 ROOT = 0  # the state of the empty string
 NONE = -1  # no state, no token
@@ -248,57 +256,76 @@ class OutputCache:
 class Request:
     """A running request: its tokens in an automaton of its own, its output in one of the cache."""
 
-    def __init__(self, max_depth: int, outputs: SuffixAutomaton | None) -> None:
-        self.own, self.text = SuffixAutomaton(max_depth), Text()
-        self.outputs, self.output = outputs, Text()
+    def __init__(self, cache: OutputCache, salt: Salt, first_output: int) -> None:
+        """The output begins with token number `first_output`."""
+        self.own, self.text = SuffixAutomaton(cache.max_depth), Text()
+        self.outputs, self.output = cache.add_request(salt), Text()
+        self.salt = salt
         self.num_tokens = 0  # seen so far
+        self.first_output = first_output
 
-    def append(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+    def append(self, token_ids: Iterable[int]) -> None:
         """More tokens, of the prompt or of the output."""
-        for position, token in enumerate(token_ids, start=self.num_tokens):
+        for token in token_ids:
             self.own.append(self.text, token)
-            if self.outputs is not None and position >= num_prompt_tokens:
+            if self.outputs is not None and self.num_tokens >= self.first_output:
                 self.outputs.append(self.output, token)
-        self.num_tokens += len(token_ids)
+            self.num_tokens += 1
 
 
-class SuffixDecodingProposer:
+class SuffixDecodingProposer(Proposer):
     """Drafts what followed the last tokens of a request before."""
 
-    def __init__(
-        self,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10000,
-        max_spec_factor: float = 1.0,
-        min_token_prob: float = 0.1,
-    ) -> None:
-        self.max_depth = max_tree_depth
-        self.min_token_prob = min_token_prob
-        depths = range(max_tree_depth + 1)
-        self.limits = [min(int(max_spec_factor * m), max_tree_depth - m) for m in depths]
-        self.cache = OutputCache(max_cached_requests, max_tree_depth)
+    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        super().__init__(runner, config)
+        depth = self.max_depth = config.suffix_decoding_max_tree_depth
+        factor = config.suffix_decoding_max_spec_factor
+        self.limits = [min(int(factor * m), depth - m) for m in range(depth + 1)]
+        self.cache = OutputCache(config.suffix_decoding_max_cached_requests, depth)
         self.requests: dict[int, Request] = {}  # by seq_id
 
-    def draft(
+    def propose(
         self,
-        seq_id: int,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        salt: Salt,
-        max_drafts: int,
-    ) -> tuple[int, ...]:
-        """At most `max_drafts` drafts behind `token_ids` [num_tokens], the prompt and the output of
-        a sequence. The first call reads all of them, a later one those that are new."""
-        request = self.requests.get(seq_id)
-        if request is None:
-            request = Request(self.max_depth, self.cache.add_request(salt))
-            self.requests[seq_id] = request
-        request.append(token_ids[request.num_tokens :].tolist(), num_prompt_tokens)
-        limits = [min(limit, max_drafts) for limit in self.limits]
+        scheduler_output: SchedulerOutput,
+        inputs: StepInputs,
+        hidden: Tensor,
+        output: ModelOutput,
+    ) -> dict[int, tuple[int, ...]]:
+        self.update_requests(scheduler_output)
+        batch, drafts = self.runner.batch, {}
+        for item in scheduler_output.scheduled:
+            if item.seq_id in output.sampled_token_ids:
+                row = batch.row_of[item.seq_id]
+                token_ids = batch.token_ids[row, : batch.num_tokens[row]]
+                if found := self.draft(item.seq_id, token_ids, self.limit(item)):
+                    drafts[item.seq_id] = found
+        return drafts
+
+    def update_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Forget who is gone, and note who is new. A sequence that was preempted comes back as a
+        new one; what it has said by then is in the cache already, and so is what a branch has said
+        before it forked off."""
+        if scheduler_output.is_restart:
+            self.requests.clear()
+        for seq_id in scheduler_output.finished_seq_ids:
+            self.requests.pop(seq_id, None)
+        for new in scheduler_output.new_sequences:
+            self.requests[new.seq_id] = Request(self.cache, new.cache_salt, len(new.token_ids))
+
+    def draft(self, seq_id: int, token_ids: np.ndarray, most: int) -> tuple[int, ...]:
+        """At most `most` drafts behind `token_ids` [num_tokens], the prompt and the output of a
+        sequence. The first call that asks for drafts reads all of them, a later one the new ones.
+        """
+        request = self.requests[seq_id]
+        if not (most or request.num_tokens):
+            return ()
+        request.append(token_ids[request.num_tokens :].tolist())
+        limits = [min(limit, most) for limit in self.limits]
         places = [(request.own, (request.own.find(request.text), request.text.num_tokens))]
         last = token_ids[-self.max_depth :].tolist()
-        places += [(outputs, outputs.match(last)) for outputs in self.cache.get(salt)]
+        places += [(outputs, outputs.match(last)) for outputs in self.cache.get(request.salt)]
         drafts = [
-            automaton.speculate(*place, limits, self.min_token_prob) for automaton, place in places
+            automaton.speculate(*place, limits, self.config.suffix_decoding_min_token_prob)
+            for automaton, place in places
         ]
         return max(drafts, key=lambda draft: draft.score).token_ids
