@@ -126,7 +126,9 @@ def compare(
     of all methods."""
     found: dict[tuple[str, int], list[dict[str, Decoded]]] = {}
     for round_ in settings.progress(range(WARM_UP, settings.repeat), f"spec: {name}"):
-        sizes = settings.batch_sizes if round_ != WARM_UP else settings.batch_sizes[-1:]
+        sizes, length = settings.batch_sizes, num_output
+        if round_ == WARM_UP:
+            sizes, length = sizes[-1:], 8
         number = sum(size * num_batches(size) for size in sizes)
         for kind in kinds:
             if (kind, round_) not in prompts:
@@ -135,7 +137,7 @@ def compare(
             for size in sizes:
                 batches = [list(islice(left, size)) for _ in range(num_batches(size))]
                 both = {
-                    label: decode_all(llms[label], batches, settings, kind, num_output)
+                    label: decode_all(llms[label], batches, settings, kind, length)
                     for label in (("plain", name) if round_ % 2 else (name, "plain"))
                 }
                 if round_ != WARM_UP:
