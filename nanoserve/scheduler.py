@@ -245,7 +245,7 @@ class Scheduler:
         lookahead = num_slots = 0
         if is_last and self.speculation is not None:
             lookahead, num_slots = self.speculation.choose_lookahead(self, seq, num_tokens)
-        first_new, new_ids = self.block_manager.append(seq, num_tokens, num_slots)
+        first_new, new_ids = self.block_manager.append(seq, num_tokens + num_slots)
         item = ScheduledSequence(
             seq.seq_id, start, num_tokens, first_new, new_ids, drafts, lookahead
         )
