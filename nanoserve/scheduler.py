@@ -459,4 +459,5 @@ def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:
         seed=seq.seed,
         branch=seq.branch,
         num_samples=1 + seq.num_pending_forks,
+        cache_salt=seq.cache_salt,
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_speculative import SETTINGS, assert_same_outputs, generate, plain_outputs
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.extras.speculative.suffix import Draft, OutputCache, SuffixAutomaton, Text
@@ -159,6 +160,11 @@ def test_outputs_of_another_salt_are_not_found() -> None:
 
 # -- in an engine --
 
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 STORY = "Tell me a story about a fox named Mia."
 
 
@@ -187,18 +193,24 @@ def test_an_earlier_answer_is_found_by_requests_with_its_salt(demo_llm: LLM) -> 
         assert len(llm.engine.executor.runner.proposer.requests) == 1, "who has ended is forgotten"
 
 
-@pytest.mark.parametrize("method", ["strict", "standard"])
-def test_preempted_and_forked_sequences_get_their_tokens(demo_llm: LLM, method: str) -> None:
-    """Blocks for two of six sequences: they come back, and look into the cache again."""
-    questions = [STORY, "Count from 3 to 20."]
-    config = {"method": "suffix", "rejection_sample_method": method}
+@pytest.mark.parametrize("name", [slow("roomy"), "recompute", slow("swap")])
+def test_the_outputs_of_plain_decoding(name: str) -> None:
+    """Sequences that fork or were preempted come back as new ones, and look into the cache."""
+    with LLM(**SETTINGS[name], speculative_config={"method": "suffix"}) as llm:
+        outputs = generate(llm)
+        assert_same_outputs(outputs, plain_outputs())
+        assert num_accepted(outputs) > 100
+        llm.engine.block_manager.check()
+
+
+def test_rejection_sampling_of_preempted_and_forked_sequences() -> None:
+    """Other tokens than those of plain decoding, and as many."""
+    config = {"method": "suffix", "rejection_sample_method": "standard"}
     with LLM(
         speculative_config=config, device="cpu", block_size=4, num_kv_blocks=50, max_model_len=128
     ) as llm:
-        outputs = ask(llm, questions, n=3, temperature=0.7)
-        assert len(tokens_of(outputs)) == 6
-        if method == "strict":
-            assert tokens_of(outputs) == tokens_of(ask(demo_llm, questions, n=3, temperature=0.7))
+        outputs = ask(llm, [STORY, "Count from 3 to 20."], n=3, temperature=0.7, ignore_eos=True)
+        assert list(map(len, tokens_of(outputs))) == [60] * 6
         assert sum(output.metrics.num_preemptions for output in outputs if output.metrics)
         assert num_accepted(outputs)
         llm.engine.block_manager.check()
