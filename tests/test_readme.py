@@ -290,7 +290,13 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
         symbols = spans(ours)
         assert symbols, module
         assert missing([f"{module}.{symbol}" for symbol in symbols]) == []
-    folders = ("bench", "tools.soak", "extras.metrics", "extras.trace")  # one row each
+    folders = (
+        "bench",
+        "tools.soak",
+        "extras.metrics",
+        "extras.speculative",
+        "extras.trace",
+    )  # one row each
     files = {m for m in MODULES - FOLDERS if not m.startswith(tuple(f"{f}." for f in folders))}
     assert set(modules) == {*files, *folders}
     assert set(modules[: len(table(part(read(INSIDE), "reading-map")))]) == DOZEN
