@@ -291,9 +291,8 @@ class BlockManager:
         if last > first and self.enable_prefix_caching:  # rare in decodes
             last = min(last, seq.num_tokens // self.block_size)
             blocks = self.block_tables[seq.seq_id][first:last]
-            for block_id, block_hash in zip(
-                blocks, self._hashes_of(seq, last)[first:last], strict=True
-            ):
+            hashes = self._hashes_of(seq, last)[first:last]
+            for block_id, block_hash in zip(blocks, hashes, strict=True):
                 self.pool.cache(block_id, block_hash)
 
     def copy_on_write(self, seq: Sequence) -> bool:
