@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_speculative import SETTINGS, assert_same_outputs, generate, plain_outputs
 
 from nanoserve import LLM, RequestOutput, SamplingParams
-from nanoserve.extras.speculative.suffix import Draft, OutputCache, SuffixAutomaton, Text
+from nanoserve.extras.speculative.suffix import Draft, OutputCache, Request, SuffixAutomaton, Text
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=3)
 
@@ -156,6 +156,18 @@ def test_outputs_of_another_salt_are_not_found() -> None:
     assert [part.match([1, 2])[1] for part in cache.get("a")] == [2]
     assert [part.match([1, 2])[1] for part in cache.get(None)] == [0]
     assert cache.get("b") == []
+
+
+def test_only_a_request_with_an_output_takes_a_place_in_the_cache() -> None:
+    """Beams, say, are many, and draft nothing."""
+    cache = OutputCache(2, 4)
+    requests = [Request(cache, None, first_output=2) for _ in range(9)]
+    requests[0].append([1])
+    assert not cache.generations
+    requests[0].append([2, 3, 4])
+    requests[0].append([5])
+    [outputs] = cache.get(None)
+    assert (cache.num_newest, outputs.match([2, 3, 4, 5])[1], outputs.match([2])[1]) == (1, 3, 0)
 
 
 # -- in an engine --

@@ -259,18 +259,23 @@ class Request:
     def __init__(self, cache: OutputCache, salt: Salt, first_output: int) -> None:
         """The output begins with token number `first_output`."""
         self.own, self.text = SuffixAutomaton(cache.max_depth), Text()
-        self.outputs, self.output = cache.add_request(salt), Text()
-        self.salt = salt
+        self.cache, self.salt = cache, salt
+        self.outputs: SuffixAutomaton | None = None  # from the first token of output on
+        self.output = Text()
         self.num_tokens = 0  # seen so far
         self.first_output = first_output
 
-    def append(self, token_ids: Iterable[int]) -> None:
+    def append(self, token_ids: list[int]) -> None:
         """More tokens, of the prompt or of the output."""
         for token in token_ids:
             self.own.append(self.text, token)
-            if self.outputs is not None and self.num_tokens >= self.first_output:
+        output = token_ids[max(0, self.first_output - self.num_tokens) :]
+        self.num_tokens += len(token_ids)
+        if output and self.outputs is None:
+            self.outputs = self.cache.add_request(self.salt)
+        if self.outputs is not None:
+            for token in output:
                 self.outputs.append(self.output, token)
-            self.num_tokens += 1
 
 
 class SuffixDecodingProposer(Proposer):
