@@ -308,8 +308,9 @@ class Scheduler:
             seq.metrics.num_drafts += 1
             seq.metrics.num_draft_tokens += number
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
-        drafts = output.draft_token_ids.get(seq.seq_id, ())
-        seq.spec_token_ids = drafts[: item.num_lookahead_tokens]
+        drafts, num_left = output.draft_token_ids.get(seq.seq_id, ()), seq.max_tokens - 1
+        most = min(item.num_lookahead_tokens, num_left - seq.num_output_tokens)
+        seq.spec_token_ids = drafts[: max(0, most)]
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""

@@ -103,8 +103,8 @@ def test_an_empty_step() -> None:
 
 def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
     engine = FakeEngine()
-    tokens = {"stop_token_ids": frozenset({1}), "bad_word_ids": ((8, 9),)}
-    seq = engine.add([5, 6, 7], n=3, seed=11, cache_salt="a", **tokens)
+    fields = {"stop_token_ids": frozenset({1}), "bad_word_ids": ((8, 9),), "cache_salt": "mine"}
+    seq = engine.add([5, 6, 7], n=3, seed=11, **fields)
     [new] = engine.scheduler.schedule().new_sequences
     assert new._asdict() == {
         "seq_id": seq.seq_id,
@@ -112,11 +112,12 @@ def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
         "num_prompt_tokens": 3,
         "block_ids": (),
         "sampling_params": seq.sampling_params,
-        **tokens,
+        "stop_token_ids": frozenset({1}),
+        "bad_word_ids": ((8, 9),),
         "seed": 11,
         "branch": 0,
         "num_samples": 3,
-        "cache_salt": "a",
+        "cache_salt": "mine",
     }
 
 

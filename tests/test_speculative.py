@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 import test_async_scheduling
 import test_scheduler
+import torch
 from engines import EOS, VOCAB_SIZE, change_text, expect, finish, make_engine, params
 from fakes import add_beam_search, next_token
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, EngineArgs, SamplingParams
 from nanoserve.engine import StepReport
 
 config = pytest.importorskip("nanoserve.extras.speculative.config")
@@ -99,41 +100,42 @@ speculation = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+WHATEVER = settings(
+    max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+)
+AT_LENGTH = settings(WHATEVER, max_examples=800)
+control_plane_histories = given(
     options=test_scheduler.engine_options(),
     speculation=speculation,
     adversary=st.sampled_from(ADVERSARIES),
     requests=st.lists(test_scheduler.requests, min_size=1, max_size=9),
     disturbances=st.lists(test_scheduler.disturbances, max_size=4),
 )
-def test_same_tokens_and_no_block_lost_in_the_control_plane(
-    options: dict[str, Any], speculation: dict[str, Any], adversary: Adversary, **drawn: Any
-) -> None:
-    """Chunks, both preemptions, forks, priorities, aborts, failing steps, the prefix cache."""
-    history = test_scheduler.History({**options, "speculative_config": speculation}, **drawn)
-    draft_with(adversary, history.engine.executor)
-    history.play()
-    event(f"accepted: {any(seq.metrics.num_accepted_tokens for seq in history.sequences)}")
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+engine_histories = given(
     options=test_async_scheduling.engine_options(),
     speculation=speculation,
     adversary=st.sampled_from(ADVERSARIES),
     arrivals=st.lists(test_async_scheduling.ARRIVALS, min_size=1, max_size=10),
     troubles=st.lists(test_async_scheduling.TROUBLE, max_size=6),
 )
-def test_same_tokens_and_no_block_lost_in_the_engine(
+
+
+def play_in_the_control_plane(
+    options: dict[str, Any], speculation: dict[str, Any], adversary: Adversary, **drawn: Any
+) -> None:
+    history = test_scheduler.History({**options, "speculative_config": speculation}, **drawn)
+    draft_with(adversary, history.engine.executor)
+    history.play()
+    event(f"accepted: {any(seq.metrics.num_accepted_tokens for seq in history.sequences)}")
+
+
+def play_in_the_engine(
     options: dict[str, Any],
     speculation: dict[str, Any],
     adversary: Adversary,
     arrivals: list[Any],
     troubles: list[tuple[int, str, int]],
 ) -> None:
-    """Deltas, beam searches, requests that fail, and the search for them; after each step, every
-    block that the prefix cache can find holds the tokens that it is found by."""
     engine = make_engine(**options, speculative_config=speculation)
     draft_with(adversary, engine.executor)
     workload = test_async_scheduling.Workload(engine)
@@ -141,6 +143,35 @@ def test_same_tokens_and_no_block_lost_in_the_engine(
         change_text(monkeypatch, workload.find_stop)
         workload.play(arrivals, {step: (what, number) for step, what, number in troubles})
     workload.check_results()
+
+
+@WHATEVER
+@control_plane_histories
+def test_same_tokens_and_no_block_lost_in_the_control_plane(**drawn: Any) -> None:
+    """Chunks, both preemptions, forks, priorities, aborts, failing steps, the prefix cache."""
+    play_in_the_control_plane(**drawn)
+
+
+@WHATEVER
+@engine_histories
+def test_same_tokens_and_no_block_lost_in_the_engine(**drawn: Any) -> None:
+    """Deltas, beam searches, requests that fail, and the search for them; after each step, every
+    block that the prefix cache can find holds the tokens that it is found by."""
+    play_in_the_engine(**drawn)
+
+
+@pytest.mark.slow
+@AT_LENGTH
+@control_plane_histories
+def test_many_histories_of_the_control_plane(**drawn: Any) -> None:
+    play_in_the_control_plane(**drawn)
+
+
+@pytest.mark.slow
+@AT_LENGTH
+@engine_histories
+def test_many_histories_of_the_engine(**drawn: Any) -> None:
+    play_in_the_engine(**drawn)
 
 
 def speculating_engine(adversary: Adversary = oracle, **options: Any) -> Any:
@@ -402,12 +433,235 @@ def assert_same_outputs(outputs: list[Any], plain: list[Any]) -> None:
                         )
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("adversary", [oracle, every_third_wrong, stop_tokens])
+@pytest.mark.parametrize(
+    ("name", "adversary"), [("roomy", stop_tokens), ("recompute", every_third_wrong)]
+)
 def test_the_outputs_of_plain_decoding(name: str, adversary: Adversary) -> None:
     """Greedy and sampled, with whatever else a request may ask for, on engines of all kinds."""
+    check_outputs(name, adversary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("adversary", [oracle, every_third_wrong, stop_tokens])
+def test_more_outputs_of_plain_decoding(name: str, adversary: Adversary) -> None:
+    check_outputs(name, adversary)
+
+
+def check_outputs(name: str, adversary: Adversary) -> None:
     with LLM(**SETTINGS[name], speculative_config=NGRAM) as llm:
         draft_for_demo(llm, adversary)
         assert_same_outputs(generate(llm), plain_outputs())
         llm.engine.block_manager.check()
         assert llm.engine.block_manager.num_free_blocks == llm.engine.executor.num_kv_blocks
+
+
+@lru_cache(maxsize=1)
+def speculating_llm() -> LLM:
+    """N-grams on the demo model, for tests that leave it as they found it."""
+    return LLM(num_kv_blocks=300, speculative_config=NGRAM)
+
+
+def test_n_grams_save_steps_where_a_text_repeats_itself() -> None:
+    llm = speculating_llm()
+    wanted = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    [output] = llm.generate("a b c d a b c d a b c d a b", wanted, use_tqdm=False)
+    with LLM(num_kv_blocks=32) as plain:
+        [expected] = plain.generate("a b c d a b c d a b c d a b", wanted, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert output.metrics.num_accepted_tokens > 20
+
+
+@pytest.mark.slow
+def test_through_transformers() -> None:
+    with LLM(num_kv_blocks=64, model_impl="transformers", speculative_config=NGRAM) as llm:
+        draft_for_demo(llm, every_third_wrong)
+        fields = [REQUESTS[0], REQUESTS[1]]
+        outputs = llm.generate(
+            [PROMPTS[0]] * 2, [SamplingParams(**each) for each in fields], use_tqdm=False
+        )
+    assert_same_outputs(outputs, plain_outputs()[:2])
+    assert all(output.metrics.num_accepted_tokens for output in outputs)
+
+
+@pytest.mark.slow
+def test_on_two_ranks() -> None:
+    """The other rank learns which drafts were accepted."""
+    with LLM(num_kv_blocks=300, tensor_parallel_size=2, speculative_config=NGRAM) as llm:
+        draft_for_demo(llm, every_third_wrong)
+        assert_same_outputs(generate(llm), plain_outputs())
+
+
+def test_an_error_behind_accepted_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits are NaN at one position, which a draft reaches before its time: the request gets
+    the tokens before it, then ends; another one in the same steps is served."""
+    llm = speculating_llm()
+    runner = llm.engine.executor.runner
+    futures = Future_()
+    plain = [plain_outputs()[0], plain_outputs()[len(REQUESTS)]]
+    broken = len(plain[0].prompt_token_ids) + 7  # no token can be sampled at this position
+    works = runner._sample_on_rank_0
+
+    def sample(logits: Any, rows: Any, branches: Any, positions: Any) -> Any:
+        is_broken = (positions == broken) & (runner.batch.seq_ids[rows] == victim)
+        logits = logits.masked_fill(torch.from_numpy(is_broken)[:, None], torch.nan)
+        return works(logits, rows, branches, positions)
+
+    monkeypatch.setattr(runner, "_sample_on_rank_0", sample)
+    monkeypatch.setattr(
+        runner.proposer,
+        "propose_one",
+        lambda seq_id, token_ids, most: futures.of(token_ids.tolist(), most),
+    )
+    for i, output in enumerate(plain):
+        llm.add_request(str(i), output.prompt_token_ids, SamplingParams(**GREEDY))
+    victim = llm.engine.output_processor.requests["0"].root.seq_id  # type: ignore[attr-defined]
+    last: dict[str, Any] = {}
+    while llm.has_unfinished_requests():
+        last |= {output.request_id: output.outputs[0] for output in llm.step()}
+    assert last["0"].finish_reason == "error"
+    assert last["0"].token_ids == plain[0].outputs[0].token_ids[:7]
+    assert last["1"].token_ids == plain[1].outputs[0].token_ids
+    llm.engine.block_manager.check()
+
+
+def test_other_random_numbers_for_rejection_sampling() -> None:
+    """With rejection_sample_method "standard", greedy requests have the tokens of plain decoding;
+    requests that sample have others of the same distribution (test_rejection.py)."""
+    pytest.importorskip("nanoserve.extras.speculative.rejection")
+    options = {**NGRAM, "rejection_sample_method": "standard"}
+    with LLM(num_kv_blocks=300, speculative_config=options) as llm:
+        draft_for_demo(llm, every_third_wrong)
+        outputs = generate(llm)
+        greedy = [i for i, each in enumerate(REQUESTS * len(PROMPTS)) if not each["temperature"]]
+        assert_same_outputs([outputs[i] for i in greedy], [plain_outputs()[i] for i in greedy])
+        assert any(output.metrics.num_accepted_tokens for output in outputs)
+        llm.engine.block_manager.check()
+
+
+# -- metrics --
+
+
+def test_metrics_of_drafts() -> None:
+    """vLLM's names; in Prometheus one number for each position."""
+    metrics = pytest.importorskip("nanoserve.extras.metrics")
+    engine = speculating_engine(lambda future, known, most: [*future(2), 0, 0][:most])
+    metrics.collect_metrics(engine)
+    engine.add_request("a", [1, 2, 3], params(max_tokens=10))
+    [output] = finish(engine).values()
+    prefix = "vllm:spec_decode_"
+    found = {each.name: each for each in metrics.get_metrics(engine) if prefix in each.name}
+    numbers = [
+        found[f"{prefix}num_{name}"].value for name in ("drafts", "draft_tokens", "accepted_tokens")
+    ]
+    mine = output.metrics
+    assert numbers == [mine.num_drafts, mine.num_draft_tokens, mine.num_accepted_tokens]
+    assert numbers == [3, 10, 6]
+    assert found[f"{prefix}num_accepted_tokens_per_pos"].values == [3, 3, 0, 0]
+    pytest.importorskip("prometheus_client")
+    text = metrics.PrometheusStatLogger(engine).render().decode()
+    assert 'num_accepted_tokens_per_pos_total{engine="0",model_name=' in text
+    assert 'position="3"' in text
+
+
+def test_no_metrics_of_drafts_without_them() -> None:
+    metrics = pytest.importorskip("nanoserve.extras.metrics")
+    engine = make_engine()
+    metrics.collect_metrics(engine)
+    assert not [each for each in metrics.get_metrics(engine) if "spec_decode" in each.name]
+
+
+# -- n-grams --
+
+
+def longest_earliest_match(token_ids: list[int], least: int, longest: int) -> int | None:
+    """The definition: try every length and every place."""
+    for length in range(min(longest, len(token_ids) - 1), least - 1, -1):
+        wanted = token_ids[len(token_ids) - length :]
+        for end in range(length, len(token_ids)):
+            if token_ids[end - length : end] == wanted:
+                return end
+    return None
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 2), min_size=1, max_size=24),
+    least=st.integers(1, 4),
+    more=st.integers(0, 3),
+)
+@example(token_ids=[1, 2, 3, 9, 2, 3], least=1, more=2)
+@example(token_ids=[5], least=1, more=0)
+@example(token_ids=[5, 5, 5, 5], least=2, more=2)
+def test_which_n_gram_is_found(token_ids: list[int], least: int, more: int) -> None:
+    """The longest match; of these the earliest, as in vLLM. A match may overlap the end."""
+    found = proposer.find_ngram(np.array(token_ids, np.int32), least, least + more)
+    assert found == longest_earliest_match(token_ids, least, least + more)
+
+
+# -- options --
+
+
+def test_options() -> None:
+    read = SpeculativeConfig.read
+    assert read('{"method": "ngram", "num_speculative_tokens": 3}') == read(
+        {"method": "ngram", "num_speculative_tokens": 3, "model": None, "revision": None}
+    )
+    assert read(None) is read({}) is read("") is None
+    lookup = [(4, None), (None, 3), (None, None), (5, 2)]
+    for (most, least), resolved in zip(lookup, [(4, 4), (3, 3), (5, 5), (5, 2)], strict=True):
+        options = {**NGRAM, "prompt_lookup_max": most, "prompt_lookup_min": least}
+        spec = read(options)
+        assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == resolved
+    assert read({"method": "suffix"}).num_speculative_tokens == 24
+    table = read({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]})
+    assert [table.num_tokens_for(size) for size in (1, 4, 5, 9, 10)] == [3, 3, 0, 0, 4]
+    args = EngineArgs(speculative_config=NGRAM)
+    assert EngineArgs(**vars(args)).speculative_config == read(NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("given_", "error", "message"),
+    [
+        ("{", ValueError, "not JSON"),
+        (3, TypeError, "must be a dict"),
+        ({"method": "n-gram"}, ValueError, "allowed: ngram, suffix, draft_model"),
+        ({"method": "ngram"}, ValueError, "num_speculative_tokens is 0; allowed: 1 to 1000"),
+        ({**NGRAM, "num_speculative_tokens": "3"}, TypeError, "must be an int"),
+        ({**NGRAM, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, ValueError, "Lower the first"),
+        ({**NGRAM, "promt_lookup_max": 2}, TypeError, "Did you mean 'prompt_lookup_max'"),
+        ({**NGRAM, "quantization": "fp8"}, ValueError, "allowed here: None"),
+        ({**NGRAM, "draft_tensor_parallel_size": 2}, ValueError, "allowed here: None or 1"),
+        ({**NGRAM, "rejection_sample_method": "block"}, ValueError, "strict, standard"),
+        ({"method": "eagle", "num_speculative_tokens": 2}, ValueError, "needs a model"),
+        ({**NGRAM, "num_speculative_tokens_per_batch_size": [1]}, ValueError, "list of"),
+    ],
+)
+def test_bad_options(given_: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EngineArgs(speculative_config=given_)
+
+
+def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposer, "Parrot", Parrot, raising=False)
+    name = f"{proposer.__name__}.Parrot"
+    options = {"method": "custom_class", "model": name, "num_speculative_tokens": 2}
+    wanted = SamplingParams(temperature=0, max_tokens=6)
+    with LLM(num_kv_blocks=32, speculative_config=options) as llm:
+        [output] = llm.generate("Once", wanted, use_tqdm=False)
+        assert output.metrics.num_drafts
+    with pytest.raises(ValueError, match=r"no\.such\.Class.*cannot be imported"):
+        LLM(num_kv_blocks=32, speculative_config={**options, "model": "no.such.Class"})
+
+
+class Parrot(proposer.TokenProposer):  # type: ignore[name-defined, misc]
+    """The example of the module."""
+
+    def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> list[int]:
+        return token_ids[-1:].tolist() * most
+
+
+def test_without_the_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "nanoserve.extras.speculative.config", None)
+    with pytest.raises(ValueError, match=r"needs nanoserve/extras/speculative.*Leave"):
+        EngineArgs(speculative_config=NGRAM)
+    assert EngineArgs().speculative_config is None
