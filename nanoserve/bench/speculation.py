@@ -46,6 +46,7 @@ from nanoserve.bench.workload import QUESTIONS, draw_questions
 from nanoserve.config import resolve_folder
 
 DEMO = "nanoserve/demo"
+MEDUSA_HEADS = 4  # of the demo model, one for each draft
 OWN_TEXT = "own text"
 MIN_REQUESTS = 8  # of a measurement: small batches come one after the other
 Prompts = list[list[int]]
@@ -111,6 +112,8 @@ def configs_of(num_speculative_tokens: int, is_demo: bool) -> dict[str, dict[str
     if is_demo:
         for method, folder in (("draft_model", "draft"), ("medusa", "medusa"), ("eagle", "eagle")):
             configs[method] = {"method": method, "model": f"{DEMO}/{folder}", **number}
+        heads = min(num_speculative_tokens, MEDUSA_HEADS)
+        configs["medusa"]["num_speculative_tokens"] = heads
     return configs
 
 
