@@ -540,7 +540,7 @@ def test_drafts_save_steps_and_change_no_token(
     found = [(row["method"], row["prompts"], row["batch"]) for row in result["rows"]]
     assert found == [(name, "own text", size) for name in ("ngram", "suffix") for size in (1, 2)]
     for row in result["rows"]:
-        assert row["same_tokens"]
+        assert row["same_tokens"] == 1
         assert row["acceptance_rate"] is None or 0 <= row["acceptance_rate"] <= 1
         assert 1 <= row["tokens_per_step"] <= (row["mean_length"] or 1)
         assert row["speed_up"] > 0
@@ -559,7 +559,7 @@ def test_the_demo_model_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) ->
     )  # fmt: skip
     rows = {row["prompts"]: row for row in speculation.spec_suite(demo, num_output=24)["rows"]}
     assert list(rows) == list(QUESTIONS)
-    assert all(row["same_tokens"] for row in rows.values())
+    assert all(row["same_tokens"] == 1 for row in rows.values())
     assert rows["copying"]["tokens_per_step"] > 2 > rows["stories"]["tokens_per_step"]
 
 

@@ -137,7 +137,7 @@ COLUMNS: dict[str, Columns] = {
         "accepted": ("acceptance_rate", ".0%"),
         "mean length": ("mean_length", ".2f"),
         "tokens per step": ("tokens_per_step", ".2f"),
-        "same tokens": ("same_tokens", ""),
+        "same tokens": ("same_tokens", ".0%"),
     },
     "scheduler": {
         "running": ("num_running", "d"),
