@@ -29,6 +29,7 @@ from nanoserve.bench import (
     policies,
     report,
     serving,
+    speculation,
     suites,
 )
 from nanoserve.bench.peers import PEER_NAMES
@@ -47,6 +48,7 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "batching": policies.batching_suite,
     "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
+    "spec": speculation.spec_suite,
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
     "steps": inside.steps_suite,
