@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -118,7 +119,7 @@ REQUESTS = [
     (chat("Count from 3 to 14."), params(temperature=0.9, top_p=0.95, n=3)),
     (chat("Make a JSON record: name Bodiga, age 12, pet parrot, colour blue."), params(logprobs=1)),
     (chat("Tell me a story."), params(temperature=1.0, seed=3)),
-    (chat("Repeat after me: sun moon 4821 tree fox happy"), params(min_tokens=24, n=2)),
+    (chat("Repeat after me: sun moon 4821 tree fox happy"), params(min_tokens=24, temperature=0.8, n=2)),
     ("Once upon a time there was a girl", params(temperature=0.7, top_k=20, ignore_eos=True)),
 ]
 ROOMY = {"num_kv_blocks": 512, "max_num_batched_tokens": 2048}

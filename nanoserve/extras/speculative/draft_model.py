@@ -22,7 +22,8 @@ the first pass after the next step writes over these, too.
 with its temperature, its filters, and the very random number that the target will have at this
 position (random numbers are functions of seed, branch and position). Two models that agree on the
 probabilities draw the same token. So a draft model that is the target itself is always right, also
-for requests that sample. Greedy requests, and all with "greedy", get the likeliest token.
+for requests that sample. Greedy requests, and all with "greedy", get the likeliest token. What a
+request forbids is forbidden here, too (only that of bad words the last drafts are not known).
 
 Drafts are made on rank 0, by a whole draft model; the other ranks get them with the next step. A
 draft model that was made for shorter sequences than the target guesses worse behind their length.
@@ -48,17 +49,17 @@ from nanoserve.attention import KVCache
 from nanoserve.checkpoint import MAX_INDEX_BYTES, read_json
 from nanoserve.config import ModelConfig, resolve_folder
 from nanoserve.extras.speculative.proposer import Proposer
-from nanoserve.kernels.sampling import choose_tokens
+from nanoserve.kernels.sampling import choose_tokens, compute_probs
 from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState
-from nanoserve.sampler import compute_probs
+from nanoserve.sampler import apply_constraints
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
-    from nanoserve.config import SpeculativeConfig
+    from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.model_runner import ModelRunner, StepInputs
 
 
@@ -71,8 +72,6 @@ class ModelProposer(Proposer):
         target."""
         super().__init__(runner, config)
         self.is_probabilistic = config.draft_sample_method == "probabilistic"
-        # Of the drafts of the last step, by seq_id: what they were drawn from.
-        self.draft_probs: dict[int, Tensor] = {}
         self._drafts: list[tuple[np.ndarray, Tensor]] = []  # (row of each, token of each)
         self._probs: dict[int, list[Tensor]] = defaultdict(list)  # row -> of each of its drafts
 
@@ -80,12 +79,12 @@ class ModelProposer(Proposer):
         """The next draft of each row of `logits` [num_rows, vocab_size], which is its draft number
         `ahead`, from 0: [num_rows] int64."""
         batch = self.runner.batch
+        positions = batch.num_tokens[rows] + ahead
+        sampling = batch.make_sampling_batch(rows, batch.branches[rows], positions)
+        logits = apply_constraints(logits.float(), sampling)
         if not self.is_probabilistic:
             token_ids = logits.argmax(dim=-1)
         else:
-            positions = batch.num_tokens[rows] + ahead
-            sampling = batch.make_sampling_batch(rows, batch.branches[rows], positions)
-            logits = logits.float()
             token_ids = choose_tokens(logits, sampling).token_ids
             if self.config.rejection_sample_method == "standard" and not sampling.is_greedy:
                 probs = compute_probs(logits, sampling)
@@ -118,6 +117,9 @@ class ModelProposer(Proposer):
     def rows_of(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
         return np.array([self.runner.batch.row_of[item.seq_id] for item in scheduled], np.int64)
 
+    def send(self, index: np.ndarray) -> Tensor:
+        return self.runner.staging.send(index=index)["index"]
+
 
 class DraftModelProposer(ModelProposer):
     """Drafts from a model that has keys and values of its own."""
@@ -140,7 +142,6 @@ class DraftModelProposer(ModelProposer):
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.model.kv_cache_specs()
 
-    @torch.inference_mode()
     def propose(
         self,
         scheduler_output: SchedulerOutput,
@@ -201,9 +202,9 @@ class DraftModelProposer(ModelProposer):
         if token_ids is None and self.shift:
             known = runner.batch.token_ids[arrays.token_rows, arrays.positions + self.shift]
             arrays = replace(arrays, input_ids=known.astype(np.int64))
-        step = runner._send(arrays, None)
+        step = runner.send_step(arrays)
         token_ids = step.tensors.input_ids if token_ids is None else token_ids
-        return self.run_model(token_ids, step, runner.kv_caches[runner.num_layers :], states)
+        return self.run_model(token_ids, step, runner.kv_caches[runner.num_model_layers :], states)
 
     def run_model(
         self, token_ids: Tensor, step: StepInputs, kv_caches: list[KVCache], states: Tensor
@@ -213,9 +214,6 @@ class DraftModelProposer(ModelProposer):
     def compute_logits(self, states: Tensor) -> Tensor:
         """[num_rows, hidden] -> [num_rows, vocab_size]."""
         return self.model.compute_logits(states)
-
-    def send(self, index: np.ndarray) -> Tensor:
-        return self.runner.staging.send(index=index)["index"]
 
 
 def whole(layer_config: LayerConfig) -> LayerConfig:

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -48,7 +47,7 @@ from nanoserve.models.weight_files import find_files, read_headers
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from nanoserve.config import SpeculativeConfig
+    from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.model_runner import ModelRunner, StepInputs
 
 # What config.json may say, beside the keys that all models have.
@@ -162,7 +161,6 @@ class MedusaProposer(ModelProposer):
         build, layer_config = partial(MedusaModel, medusa), whole(runner.layer_config)
         self.model = build_and_fill(build, runner.config, folder, tensors, layer_config)
 
-    @torch.inference_mode()
     def propose(
         self,
         scheduler_output: SchedulerOutput,
