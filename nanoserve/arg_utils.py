@@ -54,7 +54,7 @@ SEAMS = {
     ),
     "block_manager_cls": (
         "nanoserve.block_manager.BlockManager",
-        "allocate append can_allocate can_append can_swap_in can_swap_out fork free "
+        "allocate append cache_blocks can_allocate can_append can_swap_in can_swap_out fork free "
         "get_cached_blocks reset reset_prefix_cache swap_in swap_out take_copies",
     ),
     "executor_cls": ("nanoserve.executor.UniprocExecutor", "close describe execute_model"),
@@ -203,13 +203,13 @@ GROUPS = (
         kv_cache_dtype_skip_layers calculate_kv_scales=False""",
     ),
     Group(
-        "not there yet",
-        "speculative decoding",
-        "Speculative decoding is not there yet. Greedy output would be the same without it.",
-        """speculative_config spec_method spec_model spec_tokens speculative_model
-        num_speculative_tokens speculative_model_quantization
-        speculative_draft_tensor_parallel_size speculative_disable_mqa_scorer=False
-        speculative_max_model_len speculative_disable_by_batch_size ngram_prompt_lookup_max
+        "other name",
+        "speculative decoding, option by option",
+        "Give all of it as speculative_config, such as {'method': 'ngram', "
+        "'num_speculative_tokens': 3}.",
+        """spec_method spec_model spec_tokens speculative_model num_speculative_tokens
+        speculative_model_quantization speculative_draft_tensor_parallel_size
+        speculative_disable_mqa_scorer=False speculative_max_model_len speculative_disable_by_batch_size ngram_prompt_lookup_max
         ngram_prompt_lookup_min spec_decoding_acceptance_method=rejection_sampler
         typical_acceptance_sampler_posterior_threshold
         typical_acceptance_sampler_posterior_alpha
@@ -407,7 +407,6 @@ SHORT_FLAGS = {
     "data_parallel_external_lb": "-dpe",
     "data_parallel_multi_port_external_lb": "-dpm",
     "enable_expert_parallel": "-ep",
-    "speculative_config": "-sc",
     "diffusion_config": "-dc",
     "compilation_config": "-cc",
     "attention_config": "-ac",

@@ -18,6 +18,7 @@ cache is what free blocks still hold.
 *When can a block be found?* From the moment when the block is allocated for tokens that the coming
 step will compute. Every layer stores keys and values before it attends, so even two requests of one
 step can share the block. If the step fails, the content is unknown, and `reset` forgets everything.
+A block that holds drafts is not found before they are accepted (`cache_blocks`).
 
 *Which sequence may write into a shared block?* None. Branches of a request share the blocks of
 their prompt. Full blocks are never written again. Before a branch writes into a partly filled
@@ -244,8 +245,10 @@ class BlockManager:
         return len(self.block_tables[seq.seq_id]) <= self.cpu_pool.num_free_blocks
 
     def can_swap_in(self, seq: Sequence) -> bool:
-        """Do the free blocks hold all known tokens of a swapped sequence?"""
-        return self.num_blocks_for(seq.num_tokens) <= self.pool.num_free_blocks
+        """Do the free blocks hold all known tokens of a swapped sequence, and all that was swapped
+        out? (That may be more: slots of rejected drafts.)"""
+        num_blocks = max(self.num_blocks_for(seq.num_tokens), len(self.swapped_tables[seq.seq_id]))
+        return num_blocks <= self.pool.num_free_blocks
 
     def _must_copy(self, seq: Sequence) -> bool:
         """True if the next token of `seq` goes into a partly filled block that others share."""
@@ -265,8 +268,11 @@ class BlockManager:
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 
-    def append(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
-        """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append was True.
+    def append(
+        self, seq: Sequence, num_new_tokens: int, num_lookahead_tokens: int = 0
+    ) -> tuple[int, list[int]]:
+        """Give `seq` blocks for its next `num_new_tokens` tokens and for `num_lookahead_tokens`
+        positions behind them, where a proposer writes; after can_append was True for their sum.
 
         Returns (index, block ids): the runner writes these ids into the block table of `seq` from
         this index on. A block that these tokens fill can be found by its hash at once. Only a block
@@ -275,17 +281,22 @@ class BlockManager:
         block_table = self.block_tables[seq.seq_id]
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
         first_new = len(block_table) - self.copy_on_write(seq)
-        num_new = self.num_blocks_for(end) - len(block_table)
+        num_new = self.num_blocks_for(end + num_lookahead_tokens) - len(block_table)
         block_table += [self.pool.allocate() for _ in range(num_new)]
-        size = self.block_size
-        if self.enable_prefix_caching and end // size > (start - 1) // size:  # rare in decodes
-            # From start - 1: the block of the token before may have been filled in flight.
-            first, last = max(start - 1, 0) // size, min(end, seq.num_tokens) // size
+        # From start - 1: the block of the token before may have been filled in flight.
+        self.cache_blocks(seq, max(start - 1, 0), end)
+        return first_new, block_table[first_new:]
+
+    def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
+        """Let the blocks be found that the known ones of the tokens [start, end) fill."""
+        first, last = start // self.block_size, end // self.block_size
+        if last > first and self.enable_prefix_caching:  # rare in decodes
+            last = min(last, seq.num_tokens // self.block_size)
+            blocks = self.block_tables[seq.seq_id][first:last]
             for block_id, block_hash in zip(
-                block_table[first:last], self._hashes_of(seq, last)[first:last], strict=True
+                blocks, self._hashes_of(seq, last)[first:last], strict=True
             ):
                 self.pool.cache(block_id, block_hash)
-        return first_new, block_table[first_new:]
 
     def copy_on_write(self, seq: Sequence) -> bool:
         """Before `seq` writes: replace its last block by a copy of its own, if the block is shared.

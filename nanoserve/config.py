@@ -34,6 +34,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -169,7 +170,7 @@ ALIASES = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "device_memory_utilization": "gpu_memory_utilization",
 }
-SHORT_FLAGS = {"tensor_parallel_size": "-tp"}  # as in vLLM
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "speculative_config": "-sc"}  # as in vLLM
 # Whose flags take 1k (1000), 1K (1024), ... as in vLLM.
 WITH_SUFFIX = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -253,7 +254,11 @@ class EngineConfig:
     """Never use CUDA graphs (a CPU never does)."""
     async_scheduling: bool = False
     """Launch a step before the tokens of the last one are read: the same tokens, known one step()
-    later."""
+    later. (With speculative_config, each step is read first.)"""
+    speculative_config: Any = None
+    """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, or its
+    JSON, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. The keys are in
+    extras/speculative/config.py."""
     max_logprobs: int = 20
     """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
@@ -270,6 +275,9 @@ class EngineConfig:
             if each.kind is not Any:  # a number of NumPy or torch becomes Python's
                 object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
             each.check(getattr(self, each.name))
+        if self.speculative_config is not None:
+            speculative_config = _read_speculative_config(self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculative_config)
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
@@ -286,6 +294,17 @@ class EngineConfig:
                 f"max_num_batched_tokens is {budget}, less than max_num_seqs {seqs}: each running "
                 "sequence needs a token a step. Raise the first or lower the second."
             )
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        """Tokens of a sequence in a decode step: 1, and with k drafts up to 1 + k."""
+        speculation = self.speculative_config
+        return (1,) if speculation is None else (1, 1 + speculation.num_speculative_tokens)
+
+    def make_proposer(self, runner: Any) -> Any:
+        """What drafts tokens beside the model of this runner; None: nothing does."""
+        is_there = self.speculative_config is not None and runner.parallel.rank == 0
+        return self.speculative_config.make_proposer(runner) if is_there else None
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -342,6 +361,18 @@ class EngineConfig:
         )
         _check_tables(resolved, model.head_dim)
         return resolved
+
+
+def _read_speculative_config(value: Any) -> Any:
+    """The SpeculativeConfig of the chapter, from a dict or JSON."""
+    try:
+        chapter = import_module("nanoserve.extras.speculative.config")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"speculative_config needs nanoserve/extras/speculative, and it is not there: {error}. "
+            "Leave speculative_config out."
+        ) from error
+    return chapter.SpeculativeConfig.read(value)
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

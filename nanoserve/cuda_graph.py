@@ -16,6 +16,10 @@ launches, with the same grid sizes and the same addresses. So
     sequences   1   2   3   4   5 ... 8   9 ... 16
     graph       1   2   4   4   8     8   16    16        and so on in steps of 8, then of 16
 
+With speculative decoding, a sequence of a decode step brings up to 1 + k tokens. Then there is a
+second graph for each batch size, for 1 + k tokens of each sequence. It runs a step in which they
+bring fewer, too: padding tokens stand behind the last sequence.
+
 Steps that hold part of a prompt run without a graph ("eagerly"): their kernels are long, and their
 shapes differ from step to step. All graphs of an engine share one memory pool, because no two of
 them run at the same time, and are recorded on one stream. The largest graph is recorded first. Each
@@ -101,39 +105,53 @@ class CudaGraph:
         self._graph.replay()
 
 
-class DecodeGraphs:
-    """Graphs of decode steps for the batch sizes `sizes`.
+class GraphShape(NamedTuple):
+    """What a graph was recorded for."""
 
-    Invariant: `outputs[size]`, in the first `size` rows of `hidden`, holds the hidden states of the
-    last replay if that was for `size`.
+    num_seqs: int
+    query_len: int = 1  # tokens of each sequence
+
+
+class DecodeGraphs:
+    """Graphs of decode steps for the batch sizes `sizes`, with `query_lens` tokens a sequence.
+
+    Invariant: `outputs[shape]`, in the first rows of `hidden`, holds the hidden states of the last
+    replay if that was of `shape`.
     """
 
-    def __init__(self, max_num_seqs: int, graph_cls: Callable[[Any], Graph]) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        graph_cls: Callable[[Any], Graph],
+        query_lens: tuple[int, ...] = (1,),
+    ) -> None:
         self.sizes = choose_sizes(max_num_seqs)
+        self.query_lens = query_lens  # in ascending order
         self.graph_cls = graph_cls
-        self.graphs: dict[int, Graph] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.hidden: Tensor | None = None  # [the largest size, hidden]
+        self.graphs: dict[GraphShape, Graph] = {}
+        self.outputs: dict[GraphShape, Tensor] = {}
+        self.hidden: Tensor | None = None  # [tokens of the largest shape, hidden]
         self.num_bytes = 0  # of GPU memory, for all graphs
 
-    def capture(self, make_forward: Callable[[int], Forward], use_tqdm: bool = True) -> None:
-        """Record a graph of make_forward(size) for every size, the largest first. Logs a warning if
-        all of them take more memory than is kept for them."""
+    def capture(self, make_forward: Callable[[GraphShape], Forward], use_tqdm: bool = True) -> None:
+        """Record a graph of make_forward(shape) for every shape, the largest first. Logs a warning
+        if all of them take more memory than is kept for them."""
         free = _free_gpu_memory()
         shared = None
+        shapes = [GraphShape(size, length) for length in self.query_lens for size in self.sizes]
         bar = tqdm(
-            self.sizes[::-1],
+            shapes[::-1],
             "Capturing CUDA graphs",
             file=output_stream(),
             disable=not use_tqdm,
             delay=1,
         )
         with no_garbage_collection():
-            for size in bar:
-                bar.set_postfix_str(f"batch size {size}", refresh=False)
+            for shape in bar:
+                bar.set_postfix_str(f"batch size {shape.num_seqs}", refresh=False)
                 graph = self.graph_cls(shared)
-                self.outputs[size] = graph.capture(self._keep_output(make_forward(size)))
-                self.graphs[size] = graph
+                self.outputs[shape] = graph.capture(self._keep_output(make_forward(shape)))
+                self.graphs[shape] = graph
                 shared = graph.shared
         self.num_bytes = max(0, free - _free_gpu_memory())
         if self.num_bytes > MEMORY_RESERVE:
@@ -158,15 +176,20 @@ class DecodeGraphs:
 
         return run
 
-    def choose_size(self, num_seqs: int) -> int | None:
-        """The smallest size that holds `num_seqs` sequences; None if no size does."""
-        index = bisect_left(self.sizes, num_seqs)
-        return self.sizes[index] if index < len(self.sizes) else None
+    def choose_shape(self, query_start_loc: np.ndarray) -> GraphShape | None:
+        """The smallest shape that holds a step's sequences and the tokens of each; None if none
+        does: the step holds part of a prompt."""
+        num_seqs, num_tokens = len(query_start_loc) - 1, int(query_start_loc[-1])
+        longest = 1 if num_tokens == num_seqs else int(np.diff(query_start_loc).max())
+        size, length = bisect_left(self.sizes, num_seqs), bisect_left(self.query_lens, longest)
+        if size == len(self.sizes) or length == len(self.query_lens):
+            return None
+        return GraphShape(self.sizes[size], self.query_lens[length])
 
-    def replay(self, size: int) -> Tensor:
-        """Run the graph of this size on the present inputs; return the hidden states."""
-        self.graphs[size].replay()
-        return self.outputs[size]
+    def replay(self, shape: GraphShape) -> Tensor:
+        """Run the graph of this shape on the present inputs; return the hidden states."""
+        self.graphs[shape].replay()
+        return self.outputs[shape]
 
 
 def choose_sizes(max_num_seqs: int) -> list[int]:
@@ -194,17 +217,18 @@ def _free_gpu_memory() -> int:
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
-def pad_step(arrays: StepArrays[np.ndarray], num_seqs: int) -> StepArrays[np.ndarray]:
-    """A decode step of `num_seqs` sequences. The added ones have no query, and no slot to store."""
-    number = num_seqs - len(arrays.seq_lens)
+def pad_step(arrays: StepArrays[np.ndarray], shape: GraphShape) -> StepArrays[np.ndarray]:
+    """A decode step of this shape. The added sequences have no query, the added tokens no slot."""
+    num_seqs = shape.num_seqs - len(arrays.seq_lens)
+    num_tokens = shape.num_seqs * shape.query_len - len(arrays.input_ids)
     return replace(
         arrays,
-        input_ids=pad(arrays.input_ids, number),
-        positions=pad(arrays.positions, number),
-        token_rows=pad(arrays.token_rows, number),
-        slot_mapping=pad(arrays.slot_mapping, number, -1),
-        query_start_loc=pad(arrays.query_start_loc, number, int(arrays.query_start_loc[-1])),
-        seq_lens=pad(arrays.seq_lens, number),
+        input_ids=pad(arrays.input_ids, num_tokens),
+        positions=pad(arrays.positions, num_tokens),
+        token_rows=pad(arrays.token_rows, num_tokens),
+        slot_mapping=pad(arrays.slot_mapping, num_tokens, -1),
+        query_start_loc=pad(arrays.query_start_loc, num_seqs, int(arrays.query_start_loc[-1])),
+        seq_lens=pad(arrays.seq_lens, num_seqs),
     )
 
 

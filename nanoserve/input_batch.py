@@ -167,12 +167,15 @@ class InputBatch:
             self.free_rows.append(row)
 
     def write_blocks(self, row: int, item: ScheduledSequence) -> None:
-        """Write new block ids where the scheduler says."""
+        """Write new block ids where the scheduler says, and drafts behind the known tokens."""
         end = item.first_new_block + len(item.new_block_ids)
         self.block_tables[row, item.first_new_block : end] = item.new_block_ids
+        start = self.num_tokens[row]
+        self.token_ids[row, start : start + len(item.draft_token_ids)] = item.draft_token_ids
 
     def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
         """Append to each row the token that the device is sampling for it; return the positions.
+        (With drafts, more tokens may come: `accept` appends them.)
 
         The id of that token is not known yet, so a placeholder holds its position. A row of
         max_model_len tokens is full: its last token is never a model input, and is not stored.
@@ -186,36 +189,42 @@ class InputBatch:
         return positions
 
     def fill_placeholder(self, row: int, position: int, token_id: int) -> None:
-        """Write the sampled token over its placeholder."""
+        """Write the sampled token over its placeholder, or behind it an accepted draft."""
         if position < self.token_ids.shape[1]:
             self.token_ids[row, position] = token_id
 
-    def get_output_token_ids(self, row: int) -> np.ndarray:
-        """[num_output_tokens]; the last ones may be placeholders."""
-        return self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]]
+    def get_output_token_ids(self, row: int, end: int | None = None) -> np.ndarray:
+        """[num_output_tokens], those before position `end`; the last ones may be placeholders."""
+        start, all_ = self.num_prompt_tokens[row], self.num_tokens[row]
+        return self.token_ids[row, start : all_ if end is None else end]
 
-    def make_sampling_batch(self, rows: np.ndarray, branches: np.ndarray) -> SamplingBatch:
+    def make_sampling_batch(
+        self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray | None = None
+    ) -> SamplingBatch:
         """The sampling parameters of `rows`, one entry for each row of the logits.
 
-        A row that is about to fork appears n times, each time with the number of another branch.
+        A row that is about to fork appears n times, each time with the number of another branch. A
+        row with k drafts appears 1 + k times, with the positions of the tokens to sample, for which
+        the drafts count as output. positions: None for the row's next token.
         """
         row_list = rows.tolist()
+        positions = self.num_tokens[rows] if positions is None else positions
         with_state = [(i, row) for i, row in enumerate(row_list) if row in self.logit_states]
-        temperature = self.temperature[rows]
-        is_greedy = bool((temperature < GREEDY_TEMPERATURE).all())
+        is_greedy = bool((self.temperature[rows] < GREEDY_TEMPERATURE).all())
         return SamplingBatch(
-            **({} if is_greedy else self._make_filters(rows, branches, temperature)),
+            **({} if is_greedy else self._make_filters(rows, branches, positions)),
             is_greedy=is_greedy,
             num_logprobs=tuple(self.num_logprobs[row] for row in row_list),
-            **(self._make_constraints(with_state) if with_state else {}),
+            **(self._make_constraints(with_state, positions) if with_state else {}),
         )
 
     def _make_filters(
-        self, rows: np.ndarray, branches: np.ndarray, temperature: np.ndarray
+        self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
     ) -> dict[str, Any]:
         """The parameters of a random draw."""
-        top_k, top_p, min_p = self.top_k[rows], self.top_p[rows], self.min_p[rows]
-        noise = uniform_noise(self.seeds[rows], branches, self.num_tokens[rows])
+        temperature, top_k = self.temperature[rows], self.top_k[rows]
+        top_p, min_p = self.top_p[rows], self.min_p[rows]
+        noise = uniform_noise(self.seeds[rows], branches, positions)
         drawn_rows = (temperature >= GREEDY_TEMPERATURE).nonzero()[0]
         arrays = {"temperature": temperature, "uniform": noise}
         arrays |= {"drawn_rows": drawn_rows} if len(drawn_rows) < len(rows) else {}
@@ -225,10 +234,12 @@ class InputBatch:
         max_top_k = top_k[(top_k < self.vocab_size) | (top_p < 1)].max(initial=0)
         return {**self.staging.send(**arrays), "max_top_k": int(max_top_k)}
 
-    def _make_constraints(self, rows_with_state: list[LogitsRow]) -> dict[str, Any]:
+    def _make_constraints(
+        self, rows_with_state: list[LogitsRow], positions: np.ndarray
+    ) -> dict[str, Any]:
         return {
             "mask": self._make_mask(rows_with_state),
-            "edits": self._make_edits(rows_with_state),
+            "edits": self._make_edits(rows_with_state, positions),
             "processors": self._make_processors(rows_with_state),
             "penalties": self._make_penalties(rows_with_state),
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
@@ -252,11 +263,14 @@ class InputBatch:
             state.is_forbidden = everything.index_fill_(0, allowed, False)
         return state.is_forbidden
 
-    def _make_edits(self, rows_with_state: list[LogitsRow]) -> LogitEdits | None:
+    def _make_edits(
+        self, rows_with_state: list[LogitsRow], positions: np.ndarray
+    ) -> LogitEdits | None:
+        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
         edits = [
             (np.full(len(ids), logits_row), ids, values)
-            for logits_row, row in rows_with_state
-            for ids, values in self.logit_states[row].get_edits(self.get_output_token_ids(row))
+            for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)
+            for ids, values in self.logit_states[row].get_edits(output)
         ]
         logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
         if not len(values):

@@ -130,15 +130,20 @@ def index_on(numbers: list[int], device: torch.device) -> Tensor:
 
 
 def determine_num_kv_blocks(
-    config: EngineConfig, model: ProfiledModel, layer_config: LayerConfig
+    config: EngineConfig,
+    model: ProfiledModel,
+    layer_config: LayerConfig,
+    specs: list[KVCacheSpec] | None = None,
 ) -> int:
-    """How many KV blocks every rank allocates: as many as fit on the rank with the least memory.
+    """How many KV blocks of `specs` every rank allocates: as many as fit on the rank with the least
+    memory.
 
     On a GPU the kernels are warmed up first. Then, unless the user has set the size of the cache,
     the largest step is profiled, and memory is kept for CUDA graphs.
     """
     is_user_set = bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
     dtype, device, parallel = layer_config.dtype, layer_config.device, layer_config.parallel
+    specs = model.kv_cache_specs() if specs is None else specs
     other_bytes = 0
     if device.type == "cuda":
         warm_up(config, model, layer_config)
@@ -146,9 +151,8 @@ def determine_num_kv_blocks(
             other_bytes = profile_memory(config, model, layer_config)
             has_graphs = layer_config.attention.supports_cuda_graphs and model.supports_cuda_graphs
             other_bytes += MEMORY_RESERVE if has_graphs and not config.enforce_eager else 0
-    specs, num_local_ranks = model.kv_cache_specs(), parallel.num_local_ranks
     return parallel.all_reduce_min(
-        num_blocks_that_fit(config, specs, dtype, device, other_bytes, num_local_ranks)
+        num_blocks_that_fit(config, specs, dtype, device, other_bytes, parallel.num_local_ranks)
     )
 
 
@@ -222,7 +226,7 @@ def profile_run(config: EngineConfig, model: ProfiledModel, layer_config: LayerC
     vocab_size = model.compute_logits(dummy_forward(config, model, layer_config, [1], 1)).shape[1]
     seen = allocate_seen_tokens(config.max_num_seqs, length, vocab_size, layer_config.device)
     hidden = dummy_forward(config, model, layer_config, lengths, max_blocks)
-    num_rows = min(config.max_num_seqs, budget)
+    num_rows = min(config.max_num_seqs * config.query_lens[-1], budget)
     logits = model.compute_logits(hidden[:num_rows])
     if layer_config.parallel.rank:
         return

@@ -47,7 +47,7 @@ from torch import Tensor
 from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, pad_step
+from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, GraphShape, pad_step
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
@@ -90,8 +90,8 @@ class StepArrays(Generic[Array]):
     query_start_loc: Array  # [num_seqs + 1] int32
     seq_lens: Array  # [num_seqs] int32
     block_table: Array  # [num_seqs, max_blocks] int32
-    sampled_rows: Array  # [num_sampled] int64: rows that get a token sampled in this step
-    last_tokens: Array  # [num_sampled] int64: where in the step their last tokens are
+    sampled_rows: Array  # [num_logits] int64: rows that get a token sampled; with k drafts 1 + k
+    logits_indices: Array  # [num_logits] int64: where in the step the tokens before those are
 
     def to_device(self, staging: StagingBuffer) -> StepArrays[Tensor]:
         """The same fields as tensors, in one copy."""
@@ -105,7 +105,7 @@ class StepInputs(NamedTuple):
     arrays: StepArrays[np.ndarray]
     tensors: StepArrays[Tensor]
     metadata: StepMetadata
-    graph_size: int | None = None  # run as the graph of this size
+    graph_shape: GraphShape | None = None  # run as the graph of this shape
 
 
 class ModelRunner:
@@ -136,10 +136,12 @@ class ModelRunner:
             layer_config = make_layer_config(
                 self.device, self.dtype, self.parallel, attention_backend, config.custom_ops
             )
+            self.config, self.model_config, self.layer_config = config, model_config, layer_config
             self.backend = layer_config.attention
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
+            self.proposer = config.make_proposer(self)  # of drafts; None: nothing is drafted
             self._allocate_kv_caches(config, layer_config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
             self.batch = InputBatch(
@@ -158,13 +160,16 @@ class ModelRunner:
                 self.graph_block_table = torch.zeros(
                     self.batch.block_tables.shape, dtype=torch.int32, device=self.device
                 )
-                self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls)
+                self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls, config.query_lens)
                 self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
 
     def _allocate_kv_caches(self, config: EngineConfig, layer_config: LayerConfig) -> None:
-        """As many blocks as fit on the device, and the blocks to swap to on the CPU."""
-        self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config)
+        """As many blocks as fit on the device, and the blocks to swap to on the CPU. The caches of
+        the model's layers come first, then those of the proposer's."""
         specs = self.model.kv_cache_specs()
+        self.num_model_layers = len(specs)
+        specs += self.proposer.kv_cache_specs() if self.proposer else []
+        self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config, specs)
         self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
@@ -201,7 +206,10 @@ class ModelRunner:
             rows = self.update_batch(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
-            return self.sample(scheduler_output.scheduled, inputs, hidden)
+            pending = self.sample(scheduler_output.scheduled, inputs, hidden)
+            if self.proposer is None:
+                return pending
+            return self.proposer.follow(pending, scheduler_output, inputs, hidden)
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
@@ -214,7 +222,7 @@ class ModelRunner:
             self.batch.add(new)
         rows = [self.batch.row_of[item.seq_id] for item in scheduler_output.scheduled]
         for row, item in zip(rows, scheduler_output.scheduled, strict=True):
-            if item.new_block_ids:
+            if item.new_block_ids or item.draft_token_ids:
                 self.batch.write_blocks(row, item)
         return np.array(rows, np.int64)
 
@@ -223,10 +231,8 @@ class ModelRunner:
     ) -> StepInputs:
         """Send the step to the device. `rows` are the scheduled sequences' rows."""
         arrays = self.gather_arrays(scheduled, rows)
-        graph_size = None
-        if self.graphs and len(arrays.input_ids) == len(rows):  # one token each
-            graph_size = self.graphs.choose_size(len(rows))
-        return self._send(arrays, graph_size)
+        shape = self.graphs.choose_shape(arrays.query_start_loc) if self.graphs else None
+        return self.send_step(arrays, shape)
 
     def gather_arrays(
         self, scheduled: tuple[ScheduledSequence, ...], rows: np.ndarray
@@ -245,7 +251,7 @@ class ModelRunner:
         blocks = batch.block_tables[token_rows, positions // self.block_size]
         slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
-        is_sampled = seq_lens >= batch.num_tokens[rows]
+        is_sampled = positions >= batch.num_tokens[token_rows] - 1  # the last known, and drafts
         return StepArrays(
             input_ids=batch.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
@@ -254,34 +260,36 @@ class ModelRunner:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_table=batch.block_tables[rows, :max_blocks],
-            sampled_rows=rows[is_sampled],
-            last_tokens=query_start_loc[1:][is_sampled].astype(np.int64) - 1,
+            sampled_rows=token_rows[is_sampled],
+            logits_indices=is_sampled.nonzero()[0],
         )
 
-    def _send(self, arrays: StepArrays[np.ndarray], graph_size: int | None) -> StepInputs:
-        """Send a step, padded to `graph_size` sequences if it runs as a graph."""
-        if graph_size is None:
+    def send_step(
+        self, arrays: StepArrays[np.ndarray], shape: GraphShape | None = None
+    ) -> StepInputs:
+        """Send a step, padded to the `shape` of its graph if it runs as one."""
+        if shape is None:
             tensors = arrays.to_device(self.staging)
             block_table = tensors.block_table
         else:
-            tensors = pad_step(arrays, graph_size).to_device(self.staging)
+            tensors = pad_step(arrays, shape).to_device(self.staging)
             num_seqs, max_blocks = tensors.block_table.shape
             self.graph_block_table[:num_seqs, :max_blocks] = tensors.block_table
-            block_table = self.graph_block_table[:graph_size]
+            block_table = self.graph_block_table[: shape.num_seqs]
         metadata = StepMetadata(
             slot_mapping=tensors.slot_mapping,
             block_table=block_table,
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
         )
-        if graph_size is None or self.backend.supports_cuda_graphs:
+        if shape is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.dtype)
-        return StepInputs(arrays, tensors, metadata, graph_size)
+        return StepInputs(arrays, tensors, metadata, shape)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [num_tokens, hidden]. Each layer stores the step's keys and values."""
-        if self.graphs and inputs.graph_size is not None:
-            return self.graphs.replay(inputs.graph_size)
+        if self.graphs and inputs.graph_shape is not None:
+            return self.graphs.replay(inputs.graph_shape)
         has_placeholders = bool((inputs.arrays.input_ids == PLACEHOLDER).any())
         return self.run_model(inputs, has_placeholders)
 
@@ -291,17 +299,18 @@ class ModelRunner:
         if has_placeholders:
             last_sampled = self.batch.last_sampled_token_ids.index_select(0, tensors.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
-        return self.model(input_ids, tensors.positions, self.kv_caches, inputs.metadata)
+        kv_caches = self.kv_caches[: self.num_model_layers]
+        return self.model(input_ids, tensors.positions, kv_caches, inputs.metadata)
 
     @torch.inference_mode()
-    def make_decode_forward(self, size: int) -> Forward:
-        """The forward pass of a decode step of `size` sequences, for a graph to capture.
+    def make_decode_forward(self, shape: GraphShape) -> Forward:
+        """The forward pass of a decode step of this shape, for a graph to capture.
 
         It is captured on a step without sequences: all of its rows are padding.
         """
         self.staging.begin_step()
         arrays = self.gather_arrays((), np.empty(0, np.int64))
-        inputs = self._send(arrays, graph_size=size)
+        inputs = self.send_step(arrays, shape)
         return torch.inference_mode()(functools.partial(self.run_model, inputs, True))
 
     def sample(
@@ -317,11 +326,12 @@ class ModelRunner:
         prompt_logprobs = self._gather_prompt_logprobs(scheduled, inputs, hidden)
         rows = inputs.arrays.sampled_rows
         if not len(rows):
-            return PendingOutput(self.batch, [], None, prompt_logprobs)
+            return PendingOutput(self.batch, [], None, prompt_logprobs, {})
+        positions = inputs.arrays.positions[inputs.arrays.logits_indices] + 1  # to be sampled
         num_samples = self.batch.num_samples[rows]
         sample_rows = rows.repeat(num_samples)
         firsts = num_samples.cumsum() - num_samples  # where each sequence's samples begin
-        logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.last_tokens))
+        logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         first_samples: Tensor | slice = slice(None)
         if len(sample_rows) > len(rows):
             sent = self.staging.send(repeats=num_samples, firsts=firsts)
@@ -331,16 +341,26 @@ class ModelRunner:
         branch_offsets = np.arange(len(sample_rows)) - firsts.repeat(num_samples)
         branches = self.batch.branches[sample_rows] + branch_offsets
         seq_ids = self.batch.seq_ids[sample_rows].tolist()
-        sampled = self._sample_on_rank_0(logits, sample_rows, branches)
+        positions = positions.repeat(num_samples)
+        sampled = self._sample_on_rank_0(logits, sample_rows, branches, positions)
         # Below 0: no token is possible. Any will do.
         token_ids = sampled.token_ids[first_samples].clamp(min=0)
         self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
-        positions = self.batch.append_placeholders(rows).repeat(num_samples).tolist()
-        samples = list(zip(seq_ids, positions, strict=True))
-        return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
+        self.batch.append_placeholders(rows)
+        samples = list(zip(seq_ids, positions.tolist(), strict=True))
+        drafts = {
+            item.seq_id: (item.first_draft, item.draft_token_ids)
+            for item in scheduled
+            if item.draft_token_ids
+        }
+        return PendingOutput(self.batch, samples, sampled, prompt_logprobs, drafts)
 
     def _sample_on_rank_0(
-        self, logits: Tensor, sample_rows: np.ndarray, branches: np.ndarray
+        self,
+        logits: Tensor,
+        sample_rows: np.ndarray,
+        branches: np.ndarray,
+        positions: np.ndarray,
     ) -> SampledTokens:
         """Sample on rank 0, which has the logits, and broadcast the token ids.
 
@@ -352,8 +372,11 @@ class ModelRunner:
         if self.parallel.rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, {}, {})
         try:
-            batch = self.batch.make_sampling_batch(sample_rows, branches)
-            sampled = sampler.sample(logits, batch, choose_tokens)
+            batch = self.batch.make_sampling_batch(sample_rows, branches, positions)
+            choose = choose_tokens
+            if self.proposer is not None:
+                choose = self.proposer.make_choose(sample_rows, branches, positions)
+            sampled = sampler.sample(logits, batch, choose)
             token_ids = sampled.token_ids
             return sampled
         finally:
@@ -410,8 +433,10 @@ class PendingOutput:
         samples: list[tuple[int, int]],  # (seq_id, position) of each sampled token
         sampled: SampledTokens | None,
         prompt_logprobs: list[PromptLogprobsTensors],
+        drafts: dict[int, tuple[int, tuple[int, ...]]],  # seq_id -> where they begin, and they
     ) -> None:
         """Start the copies to the CPU: after the step's own work, before that of any later step."""
+        self.drafts = drafts
         self._batch = batch
         self._samples = samples
         self._sampled = sampled.map(copy_to_host) if sampled else None
@@ -433,20 +458,26 @@ class PendingOutput:
         if self._sampled is None:
             return result
         output = self._sampled.to_host()
-        result.errors.update((self._samples[row][0], e) for row, e in output.errors.items())
         samples = zip(self._samples, output.token_ids, output.logprobs, strict=True)
-        for (seq_id, position), token_id, token_logprobs in samples:
-            if seq_id in result.errors:
+        for i, ((seq_id, position), token_id, token_logprobs) in enumerate(samples):
+            before = result.sampled_token_ids.get(seq_id, ())
+            start, drafts = self.drafts.get(seq_id, (position, ()))
+            if drafts and before != drafts[: position - start]:
+                continue  # an earlier draft of this sequence is not what was sampled
+            if i in output.errors:
+                if not (drafts and before):  # else it is the next step's error
+                    result.errors[seq_id] = output.errors[i]
                 continue
             logprobs = () if token_logprobs is None else (token_logprobs,)
-            if seq_id in result.sampled_token_ids:  # a branch that forks off
+            if before and not drafts:  # a branch that forks off
                 others = result.forks.get(seq_id, ())
                 result.forks[seq_id] = (*others, ForkSample(token_id, logprobs))
                 continue
             row = self._batch.row_of.get(seq_id)
             if row is not None:  # else the sequence has finished, or was preempted, meanwhile
                 self._batch.fill_placeholder(row, position, token_id)
-            result.sampled_token_ids[seq_id] = (token_id,)
+                self._batch.num_tokens[row] += bool(before)
+            result.sampled_token_ids[seq_id] = (*before, token_id)
             if logprobs:
-                result.logprobs[seq_id] = logprobs
+                result.logprobs[seq_id] = (*result.logprobs.get(seq_id, ()), *logprobs)
         return result

@@ -11,8 +11,8 @@ long. With a byte-level tokenizer:
     new text     ""    ""    "你"   ""       "好"        no "�" ever reaches the user
 
 A stop string can be found in the text only, so the scheduler learns from here that the sequence has
-finished. Text that may be the beginning of a stop string is held back too, if the
-output is to end before it.
+finished. If the step has brought more tokens behind it (accepted drafts), nobody gets them. Text
+that may be the beginning of a stop string is held back too, if the output is to end before it.
 
 Left out: tokenizers that are not backed by the `tokenizers` library.
 
@@ -174,28 +174,32 @@ class BranchState:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
-    def append(self, new_token_ids: tuple[int, ...]) -> str | None:
-        """Detokenize new tokens. Returns the stop string that ends the text, if there is one."""
+    def append(self, update: SequenceUpdate) -> str | None:
+        """Detokenize new tokens. Returns the stop string that ends the text, if there is one; then
+        the update keeps only the tokens up to that."""
         if self.detokenizer is None:
             return None
         seq, params = self.sequence, self.sequence.sampling_params
-        finish_reason = seq.status.finish_reason
+        finish_reason, token_ids = seq.status.finish_reason, update.new_token_ids
+        num_before = seq.num_output_tokens - len(token_ids)
         if finish_reason == "stop" and not params.include_stop_str_in_output:
-            new_token_ids = new_token_ids[:-1]  # the stop token is not part of the text
-        new_text = "".join(self.detokenizer.append(token_id) for token_id in new_token_ids)
+            token_ids = token_ids[:-1]  # the stop token is not part of the text
+        new_texts = [self.detokenizer.append(token_id) for token_id in token_ids]
         if finish_reason:
-            new_text += self.detokenizer.flush()
-        self.text += new_text
-        is_too_early = 0 < seq.num_output_tokens <= params.min_tokens
-        if not new_text or is_too_early:
-            return None
-        found = find_stop_string(self.text, params.stop or (), len(new_text))
-        if found is None:
-            return None
-        position, stop = found
-        end = position + len(stop) if params.include_stop_str_in_output else position
-        self.text = self.text[:end]
-        return stop
+            new_texts.append(self.detokenizer.flush())
+        for number, new_text in enumerate(new_texts, start=1):
+            self.text += new_text
+            is_too_early = min(num_before + number, seq.num_output_tokens) <= params.min_tokens
+            if not new_text or is_too_early:
+                continue
+            found = find_stop_string(self.text, params.stop or (), len(new_text))
+            if found is not None:
+                position, stop = found
+                end = position + len(stop) if params.include_stop_str_in_output else position
+                self.text = self.text[:end]
+                update.keep(number)
+                return stop
+        return None
 
     def build_output(self, is_delta: bool) -> CompletionOutput:
         """The completion so far, or the part that no delta has brought yet."""
@@ -300,11 +304,12 @@ class RequestState:
                 self.prompt_logprobs[position] = name_logprobs(entry, self.tokenizer, before)
         seq = update.sequence
         branch = self.branches[seq.branch]
+        stop = branch.append(update)
         for entry in update.logprobs:
             previous = branch.logprobs[-MAX_CONTEXT:]
             branch.logprobs.append(name_logprobs(entry, self.tokenizer, previous))
             branch.cumulative_logprob += entry.logprobs[0]
-        return branch.append(update.new_token_ids)
+        return stop
 
     def _add_branch(self, sequence: Sequence) -> None:
         skip, detokenizer = sequence.sampling_params.skip_special_tokens, None

@@ -81,6 +81,7 @@ class Scheduler:
             self.max_chunk = config.long_prefill_token_threshold
         self.by_priority = config.scheduling_policy == "priority"
         self.swaps = config.preemption_mode == "swap"
+        self.speculation = config.speculative_config  # None: nothing is drafted
         self.block_manager = block_manager
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
         self.waiting: list[Sequence] = []
@@ -130,7 +131,7 @@ class Scheduler:
             blocks_to_swap_in=copies.swap_in,
             blocks_to_copy=copies.copy_on_write,
             is_restart=is_restart,
-            needs_sync=step.needs_sync,
+            needs_sync=step.needs_sync or self.speculation is not None,
         )
 
     def _schedule_running(self, step: _Step) -> None:
@@ -139,10 +140,14 @@ class Scheduler:
             if seq.blocked_by_in_flight:
                 continue
             num_behind = len(self.running) - position - 1
-            num_tokens = min(seq.num_uncomputed_tokens, self.max_chunk, step.budget - num_behind)
+            most = min(self.max_chunk, step.budget - num_behind)
+            num_tokens = min(seq.num_uncomputed_tokens, most)
             if not self._preempt_until_fits(seq, num_tokens):
                 break  # seq was the last of the list, and was preempted itself
-            self._schedule_tokens(seq, num_tokens, step)
+            drafts = seq.spec_token_ids[: most - num_tokens]
+            if drafts and not self.block_manager.can_append(seq, num_tokens + len(drafts)):
+                drafts = ()  # drafts preempt nobody
+            self._schedule_tokens(seq, num_tokens, step, drafts)
 
     def _preempt_until_fits(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt the least urgent sequence until `num_tokens` more tokens of `seq` fit. False if
@@ -224,24 +229,31 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=self.urgency)
 
-    def _schedule_tokens(self, seq: Sequence, num_tokens: int, step: _Step) -> None:
-        """Put the next `num_tokens` tokens of `seq` into the step: allocate their blocks and count
-        the tokens as computed. If they are the last ones, the step also brings a new token, which
-        is counted as a placeholder."""
+    def _schedule_tokens(
+        self, seq: Sequence, num_tokens: int, step: _Step, drafts: tuple[int, ...] = ()
+    ) -> None:
+        """Put the next `num_tokens` tokens of `seq` into the step, and `drafts` behind them:
+        allocate their blocks and count the tokens as computed. If they are the last ones, the step
+        also brings a new token, and one more for each draft that is accepted. These are counted as
+        placeholders."""
         block_table = self.block_manager.block_tables[seq.seq_id]
         if seq.seq_id not in self._known_seq_ids:
             self._known_seq_ids.add(seq.seq_id)
             step.new_sequences.append(make_new_sequence(seq, block_table))
-        first_new_block, new_block_ids = self.block_manager.append(seq, num_tokens)
-        step.budget -= num_tokens
-        step.scheduled.append(
-            ScheduledSequence(
-                seq.seq_id, seq.num_computed_tokens, num_tokens, first_new_block, new_block_ids
-            )
+        start, is_last = seq.num_computed_tokens, num_tokens == seq.num_uncomputed_tokens
+        num_tokens += len(drafts)
+        lookahead = num_slots = 0
+        if is_last and self.speculation is not None:
+            lookahead, num_slots = self.speculation.choose_lookahead(self, seq, num_tokens)
+        first_new, new_ids = self.block_manager.append(seq, num_tokens, num_slots)
+        item = ScheduledSequence(
+            seq.seq_id, start, num_tokens, first_new, new_ids, drafts, lookahead
         )
+        step.scheduled.append(item)
+        step.budget -= num_tokens
         seq.num_computed_tokens += num_tokens
-        if seq.num_uncomputed_tokens == 0:
-            seq.num_output_placeholders += 1
+        if is_last:
+            seq.num_output_placeholders += 1 + len(drafts)
             step.needs_sync |= seq.needs_sync
 
     # -- the result of the step --
@@ -273,18 +285,36 @@ class Scheduler:
                 raise RuntimeError(f"the model's output has no token for sequence {item.seq_id}")
             if not (sampled or prompt_logprobs):
                 continue
-            seq.num_output_placeholders -= bool(sampled)
+            if sampled:
+                seq.num_output_placeholders -= 1 + len(item.draft_token_ids)
             for branch, fork in enumerate(forks, start=1):
                 updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
+            if self.speculation is not None:
+                self._update_drafts(item, model_output, updates[-1])
         for update in updates:
             if update.new_token_ids:
                 update.sequence.metrics.record_tokens(now, len(update.new_token_ids))
             if update.sequence.status.finish_reason is not None:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
+
+    def _update_drafts(
+        self, item: ScheduledSequence, model_output: ModelOutput, update: SequenceUpdate
+    ) -> None:
+        """Take back what was computed behind the accepted drafts, and note the next ones."""
+        seq, number = update.sequence, len(item.draft_token_ids)
+        if number:
+            update.num_accepted_tokens = len(model_output.sampled_token_ids[seq.seq_id]) - 1
+            seq.num_computed_tokens -= number - update.num_accepted_tokens
+            self.block_manager.cache_blocks(seq, item.num_computed_tokens, seq.num_computed_tokens)
+            seq.metrics.num_drafts += 1
+            seq.metrics.num_draft_tokens += number
+            seq.metrics.num_accepted_tokens += update.num_accepted_tokens
+        drafts = model_output.draft_token_ids.get(seq.seq_id, ())
+        seq.spec_token_ids = drafts[: item.num_lookahead_tokens]
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""

@@ -17,6 +17,17 @@ One sequence, two counters, one rule. With block_size 4:
 CPU. The control plane counts such tokens in num_output_placeholders, beside token_ids. The runner
 writes a placeholder (-1) into its own token ids and counts the placeholder in num_tokens.
 
+*Drafts* (speculative decoding). A step may compute guesses behind the known tokens, to find out
+whether the model would have sampled the same. With the drafts d e f behind 6 known tokens:
+
+    known       [ t0 t1 t2 t3 | t4 t5 ]  d  e  f     num_tokens_with_spec = 9
+    to compute                     [ t5  d  e  f ]   4 positions, so 4 tokens are sampled:
+    sampled                           d  e  x  .     d and e are accepted, x is the next token
+    known       [ t0 t1 t2 t3 | t4 t5  d  e | x ]    num_tokens = 9, num_computed_tokens = 8
+
+While the step is in flight it counts as computed whole (10), with 4 placeholders. What follows a
+rejected draft is not computed any more: the counter goes back, and the slots are written again.
+
 Left out: SequenceGroup. V0 bundles the samples of a request into one object. In V1 and here each
 sample is a sequence of its own, and the output processor bundles the results.
 
@@ -84,7 +95,8 @@ class Sequence:
     stop_reason: int | str | None = None
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
-    num_output_placeholders: int = 0  # tokens that steps in flight will bring
+    num_output_placeholders: int = 0  # tokens that steps in flight will bring, or at most bring
+    spec_token_ids: tuple[int, ...] = ()  # drafts: guesses at its next tokens, to be verified
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     cleared_at: int = 0  # the num_tokens with which the search finds it innocent; forks inherit it
@@ -166,6 +178,7 @@ class NewSequence(NamedTuple):
     seed: int
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
+    cache_salt: str | None = None
 
 
 class ScheduledSequence(NamedTuple):
@@ -176,6 +189,13 @@ class ScheduledSequence(NamedTuple):
     num_scheduled_tokens: int
     first_new_block: int  # index in the block table at which new_block_ids are written
     new_block_ids: list[int]  # usually behind the table's end; a copied block replaces the last one
+    draft_token_ids: tuple[int, ...] = ()  # the last of the scheduled tokens: guesses
+    num_lookahead_tokens: int = 0  # how many drafts may be proposed behind this step's tokens
+
+    @property
+    def first_draft(self) -> int:
+        """The position of the first draft."""
+        return self.num_computed_tokens + self.num_scheduled_tokens - len(self.draft_token_ids)
 
 
 BlockPair = tuple[int, int]  # (source, destination)
@@ -229,7 +249,8 @@ class PromptLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """The result of a step: the sampled tokens of each sequence whose last token was computed.
+    """The result of a step: the sampled tokens of each sequence whose last token was computed. With
+    drafts these are the accepted ones, and one more.
 
     A sequence for which no token could be sampled is in `errors` instead: its request ends.
     """
@@ -239,9 +260,11 @@ class ModelOutput:
     forks: dict[int, tuple[ForkSample, ...]] = field(default_factory=dict)  # branches 1 .. n - 1
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)  # seq_id -> what went wrong
+    draft_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)  # for the next step
 
 
-class SequenceUpdate(NamedTuple):
+@dataclass(slots=True)
+class SequenceUpdate:
     """What a step brought one sequence: from the scheduler to the output processor."""
 
     sequence: Sequence
@@ -249,6 +272,15 @@ class SequenceUpdate(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     prompt_logprobs: PromptLogprobs | None = None
     error: BaseException | None = None  # what ends the request
+    num_accepted_tokens: int = 0  # drafts
+
+    def keep(self, number: int) -> None:
+        """Take all but the first `number` new tokens back: a stop string ends the output there."""
+        if (surplus := len(self.new_token_ids) - number) > 0:
+            del self.sequence.token_ids[-surplus:]
+            self.sequence.metrics.num_generation_tokens -= surplus
+            self.new_token_ids = self.new_token_ids[:number]
+            self.logprobs = self.logprobs[:number]
 
 
 @dataclass
@@ -266,6 +298,9 @@ class RequestMetrics:
     finished_ts: float | None = None
     num_generation_tokens: int = 0
     num_preemptions: int = 0
+    num_drafts: int = 0  # steps that verified drafts
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def record_tokens(self, now: float, number: int) -> None:
         """Tokens were appended."""

@@ -19,7 +19,7 @@ from fakes import FakeExecutor, reference_output
 from nanoserve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from nanoserve.exceptions import RequestError
 from nanoserve.output_processor import BranchState
-from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
+from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence, SequenceUpdate
 from nanoserve.tools.fake_executor import write_config
 
 VOCAB_SIZE = 50
@@ -144,8 +144,8 @@ def change_text(
     """Replace detokenization: `find_stop` returns the stop string that ends a sequence, or
     raises."""
 
-    def append(branch: BranchState, new_token_ids: tuple[int, ...]) -> str | None:
-        return find_stop(branch.sequence) if new_token_ids else None
+    def append(branch: BranchState, update: SequenceUpdate) -> str | None:
+        return find_stop(branch.sequence) if update.new_token_ids else None
 
     monkeypatch.setattr(BranchState, "append", append)
 

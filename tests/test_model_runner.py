@@ -100,7 +100,7 @@ def test_the_example_of_the_docstring(runner: ModelRunner) -> None:
     assert tensors.block_table[0].tolist() == [7, 3]
     assert tensors.block_table[1, 0] == 2  # the next entry is never read
     assert tensors.sampled_rows.tolist() == rows.tolist()
-    assert tensors.last_tokens.tolist() == [0, 3]
+    assert tensors.logits_indices.tolist() == [0, 3]
     for name, tensor in vars(tensors).items():
         is_short = name in ("query_start_loc", "seq_lens", "block_table")
         assert tensor.dtype == (torch.int32 if is_short else torch.int64)

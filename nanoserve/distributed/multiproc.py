@@ -321,7 +321,9 @@ def worker_loop(
         config = replace(config, device=device)
         runner = runner_cls(config, model_config, attention_backend, parallel)
         while (scheduler_output := parallel.receive_object()) is not None:
-            runner.launch(scheduler_output)  # only rank 0 reads the result
+            pending = runner.launch(scheduler_output)  # only rank 0 reads the result
+            if pending.drafts:  # and here: which of them were accepted?
+                pending.result()
     except RankError:
         raise
     except BaseException:

@@ -23,12 +23,16 @@ Steps may overlap. The executor does the work of a step when the step is launche
 its own time: the executor's rows know the sampled tokens at once. The control plane learns the
 tokens only from `FakeOutput.result()`. The fake checks that steps are read in their order, once
 each, and at most one step late.
+
+With speculative_config, `propose` is what drafts: any function of a sequence's known tokens. A step
+samples behind each draft of a sequence and keeps what a real runner keeps: the drafts that are
+right, and one token more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from math import exp, log
 from pathlib import Path
@@ -163,6 +167,7 @@ class FakeExecutor:
         self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) if swaps else 0
         self.block_size = config.block_size
         self.max_num_seqs = config.max_num_seqs or 256
+        self.speculates = config.speculative_config is not None
         self.vocab_size = model_config.vocab_size if model_config else VOCAB_SIZE
         self.layers = self._make_layers(self.num_kv_blocks)
         self.cpu_layers = self._make_layers(self.num_cpu_blocks)
@@ -174,6 +179,8 @@ class FakeExecutor:
         self.num_launched = 0
         self.unread: list[FakeOutput] = []  # oldest first
         self.num_tokens: dict[int, int] = {}  # seq_id -> tokens computed, in all steps
+        # (row, the most drafts that are allowed) -> drafts
+        self.propose: Callable[[Row, int], Sequence[int]] = lambda row, most: ()
 
     def _make_layers(self, num_blocks: int) -> Layers:
         return [[None] * (num_blocks * self.block_size) for _ in range(2)]
@@ -229,8 +236,9 @@ class FakeExecutor:
             row = self.rows[item.seq_id]
             num_tokens = self.num_tokens.get(item.seq_id, 0) + item.num_scheduled_tokens
             self.num_tokens[item.seq_id] = num_tokens
+            token_ids = [*row.token_ids, *item.draft_token_ids]
             for position in self._positions(item):
-                token = None if self.fail_next_step else row.token_ids[position]
+                token = None if self.fail_next_step else token_ids[position]
                 self.layers[0][self._slot(row, position)] = token
         if self.fail_next_step:
             self.fail_next_step = False
@@ -249,7 +257,9 @@ class FakeExecutor:
     def _sample(self, item: ScheduledSequence, output: ModelOutput) -> None:
         """Put the result of one sequence into `output`."""
         row, positions = self.rows[item.seq_id], self._positions(item)
-        assert positions.stop <= len(row.token_ids), f"{item}: computes unknown tokens"
+        num_known, drafts = len(row.token_ids), item.draft_token_ids
+        assert positions.stop <= num_known + len(drafts), f"{item}: computes unknown tokens"
+        assert not drafts or positions.stop == num_known + len(drafts), f"{item}: misses tokens"
         digests = self._read(1, row, positions.stop)
         if row.params.prompt_logprobs is not None:
             targets = range(positions.start + 1, min(positions.stop + 1, row.num_prompt_tokens))
@@ -259,7 +269,10 @@ class FakeExecutor:
                     for i in targets
                 )
                 output.prompt_logprobs[item.seq_id] = PromptLogprobs(targets.start, entries)
-        if positions.stop < len(row.token_ids):
+        if positions.stop < num_known:
+            return
+        if drafts:
+            self._verify(row, digests, item, output)
             return
         assert not (row.num_unread and row.needs_output_token_ids), str(item)
         samples = []
@@ -275,6 +288,31 @@ class FakeExecutor:
         row.token_ids.append(first.token_id)
         row.num_unread += 1
         row.num_samples = 1
+        self._draft(row, item, output)
+
+    def _verify(
+        self, row: Row, digests: list[int], item: ScheduledSequence, output: ModelOutput
+    ) -> None:
+        """Sample at every position from the last known token on, until a draft is wrong."""
+        logprobs: list[TokenLogprobs] = []
+        start = len(row.token_ids)
+        for draft in (*item.draft_token_ids, None):
+            seen = digests[: len(row.token_ids)]
+            token = token_from_digests(seen, row.seed, row.branch, self.vocab_size)
+            row.token_ids.append(token)
+            logprobs += self._logprobs(row, seen, row.branch, token)
+            if token != draft:
+                break
+        output.sampled_token_ids[item.seq_id] = tuple(row.token_ids[start:])
+        if logprobs:
+            output.logprobs[item.seq_id] = tuple(logprobs)
+        row.num_unread += 1
+        self._draft(row, item, output)
+
+    def _draft(self, row: Row, item: ScheduledSequence, output: ModelOutput) -> None:
+        drafts = tuple(self.propose(row, item.num_lookahead_tokens))
+        if drafts:
+            output.draft_token_ids[item.seq_id] = drafts
 
     def _logprobs(
         self, row: Row, digests: list[int], branch: int, token: int
@@ -314,7 +352,10 @@ class FakeExecutor:
             block_ids, first = self.rows[item.seq_id].block_ids, item.first_new_block
             assert first <= len(block_ids), f"{item} leaves a hole in {block_ids}"
             block_ids[first : first + len(item.new_block_ids)] = item.new_block_ids
-            assert len(block_ids) == -(-self._positions(item).stop // self.block_size)
+            needed = -(-self._positions(item).stop // self.block_size)
+            assert len(block_ids) >= needed, f"{item} has no slots in {block_ids}"
+            has_spare = len(block_ids) > needed  # slots of drafts that were rejected, or will come
+            assert self.speculates or not has_spare, f"{item} holds too many blocks: {block_ids}"
 
     @staticmethod
     def _positions(item: ScheduledSequence) -> range:

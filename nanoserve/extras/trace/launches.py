@@ -223,7 +223,8 @@ class GraphRunner(ModelRunner):
 
     def forward(self, inputs: StepInputs) -> Tensor:
         address = inputs.tensors.input_ids.data_ptr()
-        self.replays.append((len(inputs.arrays.seq_lens), inputs.graph_size, address))
+        size = inputs.graph_shape and inputs.graph_shape.num_seqs
+        self.replays.append((len(inputs.arrays.seq_lens), size, address))
         return super().forward(inputs)
 
 

@@ -73,7 +73,7 @@ def step_tensors(
     }
     top = height - 0.44
     bottom = _draw_columns(ax, rows, names, starts, left, cell, top, line_height)
-    for index in arrays.last_tokens.tolist():
+    for index in arrays.logits_indices.tolist():
         frame_style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.8, "zorder": 5}
         box(ax, left + index * cell, bottom, cell, top - 0.26 - bottom, **frame_style)
     blocks_top = bottom - ARROWS
