@@ -97,7 +97,14 @@ def draw_in_blocks(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
 
 def draw_from_all(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
     """Draw a token for each row, with any filters."""
-    assert batch.temperature is not None and batch.uniform is not None
+    assert batch.uniform is not None
+    return draw(compute_probs(logits, batch), batch.uniform)
+
+
+def compute_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """What the token of each row is drawn from, after temperature and filters. [num_rows,
+    vocab_size]; rows that are greedy mean nothing."""
+    assert batch.temperature is not None
     scaled = logits / batch.temperature[:, None]
     if batch.min_p is not None:
         scaled = apply_min_p(scaled, batch.min_p)
@@ -110,7 +117,7 @@ def draw_from_all(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
         scaled.masked_fill_(scaled < threshold, -torch.inf)
     # A CPU takes a new page for each 4 KiB of a new tensor, which costs more than the softmax.
     place = scaled if scaled.device.type == "cpu" else None
-    return draw(torch.softmax(scaled, dim=-1, out=place), batch.uniform)
+    return torch.softmax(scaled, dim=-1, out=place)
 
 
 def draw(probs: Tensor, uniform: Tensor) -> ChosenTokens:
