@@ -80,9 +80,6 @@ class NoNorm(nn.Module):
 class EagleModel(Model):
     """fc and decoder layers; embedding and head only if the checkpoint has its own."""
 
-    embed_tokens: VocabParallelEmbedding | None = None
-    lm_head: VocabParallelEmbedding | None = None
-
     def __init__(
         self,
         config: ModelConfig,
@@ -96,6 +93,8 @@ class EagleModel(Model):
         are to be read from the target's files, the names there."""
         super().__init__()
         self.names_in_target = names_in_target
+        self.embed_tokens: VocabParallelEmbedding | None = None
+        self.lm_head: VocabParallelEmbedding | None = None
         hidden, sizes = config.hidden_size, (config.vocab_size, config.hidden_size)
         self.fc = RowParallelLinear(2 * hidden, hidden, bias=has_bias, layer_config=layer_config)
         family = llama(config)

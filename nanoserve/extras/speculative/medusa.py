@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 # What config.json may say, beside the keys that all models have.
 MEDUSA_KEYS = KEYS | {
     "num_heads": COUNT,
+    "medusa_num_heads": COUNT,  # another name
+    "medusa_num_layers": KEYS["num_hidden_layers"],  # another name
     "medusa_fc_bias": FLAG,
     "original_lm_head": FLAG,
     "truncated_vocab_size": LENGTH,
@@ -81,8 +83,8 @@ class MedusaConfig:
         config = cls(
             hidden_size=read("hidden_size", 0),
             vocab_size=read("vocab_size", 0),
-            num_heads=read("num_heads", 0),
-            num_layers=read("num_hidden_layers", 1),
+            num_heads=read("num_heads", read("medusa_num_heads", 0)),
+            num_layers=read("num_hidden_layers", read("medusa_num_layers", 1)),
             has_bias=read("medusa_fc_bias", False),
             shares_lm_head=read("original_lm_head", False),
             logit_scale=read("logit_scale", 1.0),
