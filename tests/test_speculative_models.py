@@ -302,7 +302,7 @@ def count_drafts(method: str, folder: Path) -> tuple[int, int]:
 
 
 def test_an_eagle_head_with_its_own_embedding_and_head(tmp_path: Path) -> None:
-    """In the older layout of config.json, with the target's tensors, a bias of 0, the other name."""
+    """In the older layout of config.json, with the target's tensors and a bias of 0."""
     folder = Path(shutil.copytree(EAGLE, tmp_path / "eagle"))
     llama = json.loads((folder / "config.json").read_text())
     llama["architectures"] = ["LlamaForCausalLM"]

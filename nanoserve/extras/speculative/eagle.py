@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -128,6 +128,7 @@ class EagleModel(Model):
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, rope, kv_cache, metadata)
         output, residual = x
+        assert residual is not None
         return output + residual  # no norm: the target's hidden states are normalized ones
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
@@ -167,6 +168,7 @@ class EagleProposer(DraftModelProposer):
         layer_config = whole(runner.layer_config)
         model = build_and_fill(build, runner.config, folder, tensors, layer_config)
         assert isinstance(model, EagleModel)
+        self.embedding = model.embed_tokens or find_embedding(runner.model)
         return model
 
     def select_states(self, hidden: Tensor, firsts: np.ndarray, lengths: np.ndarray) -> Tensor:
@@ -177,22 +179,29 @@ class EagleProposer(DraftModelProposer):
     def run_model(
         self, token_ids: Tensor, step: StepInputs, kv_caches: list[KVCache], states: Tensor
     ) -> Tensor:
-        embeddings = (self.model.embed_tokens or self.find_embedding())(token_ids)
+        embeddings = self.embedding(token_ids)
         positions, metadata = step.tensors.positions, step.metadata
         return self.model(embeddings, positions, states, kv_caches, metadata)
-
-    def find_embedding(self) -> nn.Module:
-        """The target's."""
-        model = self.runner.model
-        if isinstance(model, CausalLM):
-            return model.model.embed_tokens
-        return model.body.get_input_embeddings()
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """Guessed hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
         if self.model.lm_head is not None:
             return self.model.lm_head.compute_logits(states)
         return self.runner.model.compute_logits(states)
+
+
+def find_embedding(target: Any) -> nn.Module:
+    """The target's. Raises ValueError if it cannot be found."""
+    if isinstance(target, CausalLM):
+        return target.model.embed_tokens
+    body: Any = getattr(target, "body", None)  # of a model of transformers
+    if not hasattr(body, "get_input_embeddings"):
+        raise ValueError(
+            f"{type(target).__name__} does not say which of its modules is the embedding, and this "
+            f"EAGLE head has no {EMBEDDING}. Give speculative_config a head that has it."
+        )
+    embedding: nn.Module = body.get_input_embeddings()
+    return embedding
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -118,6 +118,12 @@ class ResidualBlock(nn.Module):
         return x
 
 
+def make_lm_head(config: MedusaConfig, layer_config: LayerConfig) -> VocabParallelEmbedding:
+    lm_head = VocabParallelEmbedding(config.vocab_size, config.hidden_size, layer_config)
+    lm_head.is_embedding = False
+    return lm_head
+
+
 class MedusaModel(Model):
     """All heads."""
 
@@ -125,23 +131,20 @@ class MedusaModel(Model):
         super().__init__()
         self.logit_scale, num_heads = config.logit_scale, config.num_heads
         self.blocks = nn.ModuleList(ResidualBlock(config, layer_config) for _ in range(num_heads))
-        num_lm_heads = 1 if config.shares_lm_head else num_heads
-        lm_heads = [
-            VocabParallelEmbedding(config.vocab_size, config.hidden_size, layer_config)
-            for _ in range(num_lm_heads)
-        ]
-        for lm_head in lm_heads:
-            lm_head.is_embedding = False
+        self.lm_head: VocabParallelEmbedding | None = None
         if config.shares_lm_head:
-            self.lm_head = lm_heads[0]
+            self.lm_head = make_lm_head(config, layer_config)
         else:
-            self.lm_heads = nn.ModuleList(lm_heads)
+            self.lm_heads = nn.ModuleList(
+                make_lm_head(config, layer_config) for _ in range(num_heads)
+            )
 
     def forward(self, hidden: Tensor, head: int) -> Tensor:  # type: ignore[override]
         """The target's hidden states [num_rows, hidden] -> logits of the token `head` + 2 places
         ahead, [num_rows, vocab_size]."""
-        lm_head = self.lm_heads[head] if hasattr(self, "lm_heads") else self.lm_head
-        return lm_head.compute_logits(self.blocks[head](hidden)) * self.logit_scale
+        lm_head: Any = self.lm_heads[head] if self.lm_head is None else self.lm_head
+        logits: Tensor = lm_head.compute_logits(self.blocks[head](hidden))
+        return logits * self.logit_scale
 
 
 class MedusaProposer(ModelProposer):
