@@ -209,8 +209,9 @@ GROUPS = (
         "'num_speculative_tokens': 3}.",
         """spec_method spec_model spec_tokens speculative_model num_speculative_tokens
         speculative_model_quantization speculative_draft_tensor_parallel_size
-        speculative_disable_mqa_scorer=False speculative_max_model_len speculative_disable_by_batch_size ngram_prompt_lookup_max
-        ngram_prompt_lookup_min spec_decoding_acceptance_method=rejection_sampler
+        speculative_disable_mqa_scorer=False speculative_max_model_len
+        speculative_disable_by_batch_size ngram_prompt_lookup_max ngram_prompt_lookup_min
+        spec_decoding_acceptance_method=rejection_sampler
         typical_acceptance_sampler_posterior_threshold
         typical_acceptance_sampler_posterior_alpha
         disable_logprobs_during_spec_decoding=False|True per_request_spec_decode_metrics=none""",

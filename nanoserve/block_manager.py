@@ -268,11 +268,9 @@ class BlockManager:
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 
-    def append(
-        self, seq: Sequence, num_new_tokens: int, num_lookahead_tokens: int = 0
-    ) -> tuple[int, list[int]]:
-        """Give `seq` blocks for its next `num_new_tokens` tokens and for `num_lookahead_tokens`
-        positions behind them, where a proposer writes; after can_append was True for their sum.
+    def append(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
+        """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append was True. (The
+        last ones may be drafts, and slots behind them in which a proposer writes.)
 
         Returns (index, block ids): the runner writes these ids into the block table of `seq` from
         this index on. A block that these tokens fill can be found by its hash at once. Only a block
@@ -281,7 +279,7 @@ class BlockManager:
         block_table = self.block_tables[seq.seq_id]
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
         first_new = len(block_table) - self.copy_on_write(seq)
-        num_new = self.num_blocks_for(end + num_lookahead_tokens) - len(block_table)
+        num_new = self.num_blocks_for(end) - len(block_table)
         block_table += [self.pool.allocate() for _ in range(num_new)]
         # From start - 1: the block of the token before may have been filled in flight.
         self.cache_blocks(seq, max(start - 1, 0), end)
@@ -293,9 +291,8 @@ class BlockManager:
         if last > first and self.enable_prefix_caching:  # rare in decodes
             last = min(last, seq.num_tokens // self.block_size)
             blocks = self.block_tables[seq.seq_id][first:last]
-            for block_id, block_hash in zip(
-                blocks, self._hashes_of(seq, last)[first:last], strict=True
-            ):
+            hashes = self._hashes_of(seq, last)[first:last]
+            for block_id, block_hash in zip(blocks, hashes, strict=True):
                 self.pool.cache(block_id, block_hash)
 
     def copy_on_write(self, seq: Sequence) -> bool:

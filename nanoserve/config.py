@@ -254,7 +254,7 @@ class EngineConfig:
     """Never use CUDA graphs (a CPU never does)."""
     async_scheduling: bool = False
     """Launch a step before the tokens of the last one are read: the same tokens, known one step()
-    later. (With speculative_config, each step is read first.)"""
+    later. With speculative_config, each step is read first."""
     speculative_config: Any = None
     """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, or its
     JSON, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. The keys are in

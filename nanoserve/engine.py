@@ -49,12 +49,7 @@ from nanoserve.arg_utils import EngineArgs, check_engine_args, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
-from nanoserve.exceptions import (
-    Caught,
-    QueueOverflowError,
-    as_validation_error,
-    brief,
-)
+from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWarning
 from nanoserve.input_processor import InputProcessor, load_tokenizer
 from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing

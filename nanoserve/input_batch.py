@@ -175,7 +175,6 @@ class InputBatch:
 
     def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
         """Append to each row the token that the device is sampling for it; return the positions.
-        (With drafts, more tokens may come: `accept` appends them.)
 
         The id of that token is not known yet, so a placeholder holds its position. A row of
         max_model_len tokens is full: its last token is never a model input, and is not stored.
@@ -237,9 +236,10 @@ class InputBatch:
     def _make_constraints(
         self, rows_with_state: list[LogitsRow], positions: np.ndarray
     ) -> dict[str, Any]:
+        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
         return {
             "mask": self._make_mask(rows_with_state),
-            "edits": self._make_edits(rows_with_state, positions),
+            "edits": self._make_edits(rows_with_state, outputs),
             "processors": self._make_processors(rows_with_state),
             "penalties": self._make_penalties(rows_with_state),
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
@@ -264,9 +264,8 @@ class InputBatch:
         return state.is_forbidden
 
     def _make_edits(
-        self, rows_with_state: list[LogitsRow], positions: np.ndarray
+        self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
     ) -> LogitEdits | None:
-        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
         edits = [
             (np.full(len(ids), logits_row), ids, values)
             for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)

@@ -70,6 +70,7 @@ from nanoserve.sequence import (
 )
 from nanoserve.staging import StagingBuffer, copy_to_host, record_event, staging_bytes
 
+NO_DRAFT = -1
 LOGPROB_TILE = 64  # prompt positions whose logits are in memory at once
 
 Array = TypeVar("Array", np.ndarray, Tensor)
@@ -207,9 +208,8 @@ class ModelRunner:
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
             pending = self.sample(scheduler_output.scheduled, inputs, hidden)
-            if self.proposer is None:
-                return pending
-            return self.proposer.follow(pending, scheduler_output, inputs, hidden)
+            follow = self.proposer and self.proposer.follow
+            return follow(pending, scheduler_output, inputs, hidden) if follow else pending
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
@@ -265,14 +265,14 @@ class ModelRunner:
         )
 
     def send_step(
-        self, arrays: StepArrays[np.ndarray], shape: GraphShape | None = None
+        self, step: StepArrays[np.ndarray], shape: GraphShape | None = None
     ) -> StepInputs:
         """Send a step, padded to the `shape` of its graph if it runs as one."""
         if shape is None:
-            tensors = arrays.to_device(self.staging)
+            tensors = step.to_device(self.staging)
             block_table = tensors.block_table
         else:
-            tensors = pad_step(arrays, shape).to_device(self.staging)
+            tensors = pad_step(step, shape).to_device(self.staging)
             num_seqs, max_blocks = tensors.block_table.shape
             self.graph_block_table[:num_seqs, :max_blocks] = tensors.block_table
             block_table = self.graph_block_table[: shape.num_seqs]
@@ -284,7 +284,7 @@ class ModelRunner:
         )
         if shape is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.dtype)
-        return StepInputs(arrays, tensors, metadata, shape)
+        return StepInputs(step, tensors, metadata, shape)
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [num_tokens, hidden]. Each layer stores the step's keys and values."""
@@ -314,69 +314,57 @@ class ModelRunner:
         return torch.inference_mode()(functools.partial(self.run_model, inputs, True))
 
     def sample(
-        self,
-        scheduled: tuple[ScheduledSequence, ...],
-        inputs: StepInputs,
-        hidden: Tensor,
+        self, scheduled: tuple[ScheduledSequence, ...], inputs: StepInputs, hidden: Tensor
     ) -> PendingOutput:
         """Sample a token for each sequence whose last known token was in the step.
 
-        A sequence that is about to fork has a token sampled for each branch, from one logits row.
+        A sequence that is about to fork has a token sampled for each branch, from one logits row. A
+        sequence with drafts has one sampled behind each of them, too.
         """
         prompt_logprobs = self._gather_prompt_logprobs(scheduled, inputs, hidden)
-        rows = inputs.arrays.sampled_rows
+        arrays, rows = inputs.arrays, inputs.arrays.sampled_rows
         if not len(rows):
-            return PendingOutput(self.batch, [], None, prompt_logprobs, {})
-        positions = inputs.arrays.positions[inputs.arrays.logits_indices] + 1  # to be sampled
+            return PendingOutput(self.batch, [], None, prompt_logprobs)
         num_samples = self.batch.num_samples[rows]
         sample_rows = rows.repeat(num_samples)
-        firsts = num_samples.cumsum() - num_samples  # where each sequence's samples begin
+        firsts = num_samples.cumsum() - num_samples  # where each logits row's samples begin
         logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         first_samples: Tensor | slice = slice(None)
-        if len(sample_rows) > len(rows):
+        if (size := len(sample_rows)) > len(rows):
             sent = self.staging.send(repeats=num_samples, firsts=firsts)
             first_samples = sent["firsts"]
-            size = len(sample_rows)
             logits = logits.repeat_interleave(sent["repeats"], dim=0, output_size=size)
-        branch_offsets = np.arange(len(sample_rows)) - firsts.repeat(num_samples)
+        branch_offsets = np.arange(size) - firsts.repeat(num_samples)
         branches = self.batch.branches[sample_rows] + branch_offsets
-        seq_ids = self.batch.seq_ids[sample_rows].tolist()
-        positions = positions.repeat(num_samples)
+        positions = (arrays.positions[arrays.logits_indices] + 1).repeat(num_samples)
         sampled = self._sample_on_rank_0(logits, sample_rows, branches, positions)
-        # Below 0: no token is possible. Any will do.
+        # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
+        # comes from the CPU.)
         token_ids = sampled.token_ids[first_samples].clamp(min=0)
         self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         self.batch.append_placeholders(rows)
-        samples = list(zip(seq_ids, positions.tolist(), strict=True))
-        drafts = {
-            item.seq_id: (item.first_draft, item.draft_token_ids)
-            for item in scheduled
-            if item.draft_token_ids
-        }
-        return PendingOutput(self.batch, samples, sampled, prompt_logprobs, drafts)
+        is_behind_draft = np.append(False, rows[1:] == rows[:-1])
+        drafts = np.where(is_behind_draft, arrays.input_ids[arrays.logits_indices], NO_DRAFT)
+        columns = (self.batch.seq_ids[sample_rows], positions, drafts.repeat(num_samples))
+        samples = list(zip(*(column.tolist() for column in columns), strict=True))
+        return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
 
     def _sample_on_rank_0(
-        self,
-        logits: Tensor,
-        sample_rows: np.ndarray,
-        branches: np.ndarray,
-        positions: np.ndarray,
+        self, logits: Tensor, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
     ) -> SampledTokens:
         """Sample on rank 0, which has the logits, and broadcast the token ids.
 
         If sampling fails, rank 0 broadcasts zeros before it raises: the other ranks wait for a
         broadcast in every step.
         """
-        size = 0 if self.parallel.group is None else len(sample_rows)  # alone: nothing to send
+        size = 0 if self.parallel.group is None else len(rows)  # alone: nothing to send
         token_ids = torch.zeros(size, dtype=torch.int64, device=self.device)
         if self.parallel.rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, {}, {})
         try:
-            batch = self.batch.make_sampling_batch(sample_rows, branches, positions)
-            choose = choose_tokens
-            if self.proposer is not None:
-                choose = self.proposer.make_choose(sample_rows, branches, positions)
-            sampled = sampler.sample(logits, batch, choose)
+            batch = self.batch.make_sampling_batch(rows, branches, positions)
+            choose = self.proposer and self.proposer.make_choose(rows, branches, positions)
+            sampled = sampler.sample(logits, batch, choose or choose_tokens)
             token_ids = sampled.token_ids
             return sampled
         finally:
@@ -430,15 +418,15 @@ class PendingOutput:
     def __init__(
         self,
         batch: InputBatch,
-        samples: list[tuple[int, int]],  # (seq_id, position) of each sampled token
+        # Of each sampled token: (seq_id, position, the draft before it, or NO_DRAFT).
+        samples: list[tuple[int, int, int]],
         sampled: SampledTokens | None,
         prompt_logprobs: list[PromptLogprobsTensors],
-        drafts: dict[int, tuple[int, tuple[int, ...]]],  # seq_id -> where they begin, and they
     ) -> None:
         """Start the copies to the CPU: after the step's own work, before that of any later step."""
-        self.drafts = drafts
         self._batch = batch
         self._samples = samples
+        self.has_drafts = any(draft != NO_DRAFT for _, _, draft in samples)
         self._sampled = sampled.map(copy_to_host) if sampled else None
         self._prompt_logprobs = [
             found._replace(tiles=[tensors.map(copy_to_host) for tensors in found.tiles])
@@ -458,25 +446,29 @@ class PendingOutput:
         if self._sampled is None:
             return result
         output = self._sampled.to_host()
+        rejected: set[int] = set()  # seq_ids of which a draft is not what was sampled
+        for i, error in output.errors.items():
+            seq_id, _, draft = self._samples[i]
+            if draft == NO_DRAFT:  # else the next step finds it, if it gets there
+                result.errors[seq_id] = error
         samples = zip(self._samples, output.token_ids, output.logprobs, strict=True)
-        for i, ((seq_id, position), token_id, token_logprobs) in enumerate(samples):
+        for i, ((seq_id, position, draft), token_id, token_logprobs) in enumerate(samples):
+            if seq_id in result.errors:
+                continue
             before = result.sampled_token_ids.get(seq_id, ())
-            start, drafts = self.drafts.get(seq_id, (position, ()))
-            if drafts and before != drafts[: position - start]:
-                continue  # an earlier draft of this sequence is not what was sampled
-            if i in output.errors:
-                if not (drafts and before):  # else it is the next step's error
-                    result.errors[seq_id] = output.errors[i]
+            if draft != NO_DRAFT and (before[-1:] != (draft,) or i in output.errors):
+                rejected.add(seq_id)
+            if seq_id in rejected:
                 continue
             logprobs = () if token_logprobs is None else (token_logprobs,)
-            if before and not drafts:  # a branch that forks off
+            if before and draft == NO_DRAFT:  # a branch that forks off
                 others = result.forks.get(seq_id, ())
                 result.forks[seq_id] = (*others, ForkSample(token_id, logprobs))
                 continue
             row = self._batch.row_of.get(seq_id)
             if row is not None:  # else the sequence has finished, or was preempted, meanwhile
                 self._batch.fill_placeholder(row, position, token_id)
-                self._batch.num_tokens[row] += bool(before)
+                self._batch.num_tokens[row] += draft != NO_DRAFT
             result.sampled_token_ids[seq_id] = (*before, token_id)
             if logprobs:
                 result.logprobs[seq_id] = (*result.logprobs.get(seq_id, ()), *logprobs)

@@ -190,9 +190,8 @@ class BranchState:
         for number, new_text in enumerate(new_texts, start=1):
             self.text += new_text
             is_too_early = min(num_before + number, seq.num_output_tokens) <= params.min_tokens
-            if not new_text or is_too_early:
-                continue
-            found = find_stop_string(self.text, params.stop or (), len(new_text))
+            stops = () if is_too_early else params.stop or ()
+            found = find_stop_string(self.text, stops, len(new_text))
             if found is not None:
                 position, stop = found
                 end = position + len(stop) if params.include_stop_str_in_output else position

@@ -245,10 +245,8 @@ class Scheduler:
         lookahead = num_slots = 0
         if is_last and self.speculation is not None:
             lookahead, num_slots = self.speculation.choose_lookahead(self, seq, num_tokens)
-        first_new, new_ids = self.block_manager.append(seq, num_tokens, num_slots)
-        item = ScheduledSequence(
-            seq.seq_id, start, num_tokens, first_new, new_ids, drafts, lookahead
-        )
+        first, new_ids = self.block_manager.append(seq, num_tokens + num_slots)
+        item = ScheduledSequence(seq.seq_id, start, num_tokens, first, new_ids, drafts, lookahead)
         step.scheduled.append(item)
         step.budget -= num_tokens
         seq.num_computed_tokens += num_tokens
@@ -285,15 +283,14 @@ class Scheduler:
                 raise RuntimeError(f"the model's output has no token for sequence {item.seq_id}")
             if not (sampled or prompt_logprobs):
                 continue
-            if sampled:
-                seq.num_output_placeholders -= 1 + len(item.draft_token_ids)
+            seq.num_output_placeholders -= bool(sampled) * (1 + len(item.draft_token_ids))
             for branch, fork in enumerate(forks, start=1):
                 updates.append(self._fork_branch(seq, branch, fork))
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
             if self.speculation is not None:
-                self._update_drafts(item, model_output, updates[-1])
+                self._accept(item, model_output, updates[-1])
         for update in updates:
             if update.new_token_ids:
                 update.sequence.metrics.record_tokens(now, len(update.new_token_ids))
@@ -301,20 +298,19 @@ class Scheduler:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
 
-    def _update_drafts(
-        self, item: ScheduledSequence, model_output: ModelOutput, update: SequenceUpdate
-    ) -> None:
-        """Take back what was computed behind the accepted drafts, and note the next ones."""
+    def _accept(self, item: ScheduledSequence, output: ModelOutput, update: SequenceUpdate) -> None:
+        """Take back what was computed behind the accepted drafts, and note the next drafts."""
         seq, number = update.sequence, len(item.draft_token_ids)
         if number:
-            update.num_accepted_tokens = len(model_output.sampled_token_ids[seq.seq_id]) - 1
+            update.num_accepted_tokens = len(output.sampled_token_ids[seq.seq_id]) - 1
             seq.num_computed_tokens -= number - update.num_accepted_tokens
             self.block_manager.cache_blocks(seq, item.num_computed_tokens, seq.num_computed_tokens)
             seq.metrics.num_drafts += 1
             seq.metrics.num_draft_tokens += number
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
-        drafts = model_output.draft_token_ids.get(seq.seq_id, ())
-        seq.spec_token_ids = drafts[: item.num_lookahead_tokens]
+        drafts, num_left = output.draft_token_ids.get(seq.seq_id, ()), seq.max_tokens - 1
+        most = min(item.num_lookahead_tokens, num_left - seq.num_output_tokens)
+        seq.spec_token_ids = drafts[: max(0, most)]
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""
@@ -459,4 +455,5 @@ def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:
         seed=seq.seed,
         branch=seq.branch,
         num_samples=1 + seq.num_pending_forks,
+        cache_salt=seq.cache_salt,
     )

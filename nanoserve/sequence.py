@@ -20,7 +20,7 @@ writes a placeholder (-1) into its own token ids and counts the placeholder in n
 *Drafts* (speculative decoding). A step may compute guesses behind the known tokens, to find out
 whether the model would have sampled the same. With the drafts d e f behind 6 known tokens:
 
-    known       [ t0 t1 t2 t3 | t4 t5 ]  d  e  f     num_tokens_with_spec = 9
+    known       [ t0 t1 t2 t3 | t4 t5 ]  d  e  f     num_tokens = 6, spec_token_ids = (d, e, f)
     to compute                     [ t5  d  e  f ]   4 positions, so 4 tokens are sampled:
     sampled                           d  e  x  .     d and e are accepted, x is the next token
     known       [ t0 t1 t2 t3 | t4 t5  d  e | x ]    num_tokens = 9, num_computed_tokens = 8
@@ -191,11 +191,6 @@ class ScheduledSequence(NamedTuple):
     new_block_ids: list[int]  # usually behind the table's end; a copied block replaces the last one
     draft_token_ids: tuple[int, ...] = ()  # the last of the scheduled tokens: guesses
     num_lookahead_tokens: int = 0  # how many drafts may be proposed behind this step's tokens
-
-    @property
-    def first_draft(self) -> int:
-        """The position of the first draft."""
-        return self.num_computed_tokens + self.num_scheduled_tokens - len(self.draft_token_ids)
 
 
 BlockPair = tuple[int, int]  # (source, destination)

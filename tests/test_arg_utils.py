@@ -464,14 +464,22 @@ def test_a_file_of_flags_is_refused_by_name(capsys: pytest.CaptureFixture[str]) 
 
 def test_vllms_short_flags(capsys: pytest.CaptureFixture[str]) -> None:
     """They mean the long ones: the same values are accepted, the same sentences refuse others."""
-    for words in ("-O3", "-O 2", "-pp 1", "-dp 1", "-dcp 1 -pcp 1", "-n 1 -r 0", "-cc {}"):
+    for words in (
+        "-O3",
+        "-O 2",
+        "-pp 1",
+        "-dp 1",
+        "-dcp 1 -pcp 1",
+        "-n 1 -r 0",
+        "-cc {}",
+        "-sc {}",
+    ):
         assert parse(*words.split()) == EngineArgs(), words
     for words, option in [
         ("-q awq", "quantization='awq'"),
         ("-pp 2", "pipeline_parallel_size=2"),
         ("-dp 2", "data_parallel_size=2"),
         ("-ep", "enable_expert_parallel=True"),
-        ("-sc x", "speculative_config='x'"),
     ]:
         with pytest.raises(ValueError, match=re.escape(f"EngineArgs({option}): ")):
             parse(*words.split())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from nanoserve.cuda_graph import (
     MEMORY_RESERVE,
     CudaGraph,
     DecodeGraphs,
+    GraphShape,
     choose_sizes,
     no_garbage_collection,
 )
@@ -89,20 +91,21 @@ class GraphRunner(ModelRunner):
         self.num_eager = 0
 
     def forward(self, inputs: StepInputs) -> Tensor:
-        size = inputs.graph_size
-        if self.graphs is None or size is None:
+        shape = inputs.graph_shape
+        if self.graphs is None or shape is None:
             self.num_eager += 1
             return super().forward(inputs)
-        self.replayed_sizes.append(size)
-        recorded = inputs_of(self.graphs.graphs[size]._forward)
+        self.replayed_sizes.append(shape.num_seqs)
+        recorded = inputs_of(self.graphs.graphs[shape]._forward)
         assert addresses(inputs) == addresses(recorded), "the graph reads other addresses"
         number, meta = len(inputs.arrays.seq_lens), inputs.metadata
+        num_tokens = len(inputs.arrays.input_ids)
         padding = [
-            meta.slot_mapping[number:],
+            meta.slot_mapping[num_tokens:],
             meta.seq_lens[number:],
             meta.query_start_loc[number:],
         ]
-        for tensor, value in zip(padding, (-1, 0, number), strict=True):
+        for tensor, value in zip(padding, (-1, 0, num_tokens), strict=True):
             assert set(tensor.tolist()) <= {value}, "a padding row has something to do"
         return super().forward(inputs)
 
@@ -142,31 +145,46 @@ def test_every_batch_has_a_size(max_num_seqs: int, data: st.DataObject) -> None:
     """The smallest that holds it; and no more than 15 rows, or twice the batch, are padding."""
     graphs = DecodeGraphs(max_num_seqs, FakeGraph)
     num_seqs = data.draw(st.integers(1, max_num_seqs))
-    size = graphs.choose_size(num_seqs)
-    assert size is not None
-    assert num_seqs <= size <= min(max_num_seqs, 2 * num_seqs, num_seqs + 15)
-    assert graphs.choose_size(max_num_seqs + 1) is None
+    shape = graphs.choose_shape(np.arange(num_seqs + 1))
+    assert shape is not None
+    assert shape.query_len == 1
+    assert num_seqs <= shape.num_seqs <= min(max_num_seqs, 2 * num_seqs, num_seqs + 15)
+    assert graphs.choose_shape(np.arange(max_num_seqs + 2)) is None
     assert graphs.sizes == sorted(set(graphs.sizes))
+
+
+def test_drafts_have_graphs_of_their_own() -> None:
+    """For up to 1 + k tokens of each sequence; a step of one token each runs in the small ones, and
+    one with a longer query in none."""
+    graphs = DecodeGraphs(4, FakeGraph, (1, 4))
+    for query_lens, shape in [
+        ([1, 1, 1], (4, 1)),
+        ([4], (1, 4)),
+        ([1, 2, 1], (4, 4)),
+        ([1, 5], None),
+        ([1] * 5, None),
+    ]:
+        assert graphs.choose_shape(np.append(0, np.cumsum(query_lens))) == shape
 
 
 def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     """The smaller graphs use the memory of the largest."""
-    made: list[int] = []
+    made: list[GraphShape] = []
 
     zero = torch.zeros(1)
     inputs = StepInputs(None, StepArrays(*[zero] * 9), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
 
-    def make_forward(size: int) -> Callable[[], Tensor]:
-        made.append(size)
-        return functools.partial(lambda _: torch.zeros(size), inputs)
+    def make_forward(shape: GraphShape) -> Callable[[], Tensor]:
+        made.append(shape)
+        return functools.partial(lambda _: torch.zeros(math.prod(shape)), inputs)
 
-    graphs = DecodeGraphs(20, FakeGraph)
+    graphs = DecodeGraphs(20, FakeGraph, (1, 3))
     graphs.capture(make_forward, use_tqdm=False)
-    assert made == [20, 16, 8, 4, 2, 1]
-    first, *others = [graphs.graphs[size] for size in made]
+    assert made == [(size, length) for length in (3, 1) for size in (20, 16, 8, 4, 2, 1)]
+    first, *others = [graphs.graphs[shape] for shape in made]
     assert first.shared_given is None
     assert {id(graph.shared_given) for graph in others} == {id(first.shared)}
-    assert [len(graphs.outputs[size]) for size in made] == made
+    assert [len(graphs.outputs[shape]) for shape in made] == [*map(math.prod, made)]
     assert graphs.num_bytes == 0  # of GPU memory
 
 
@@ -184,11 +202,11 @@ class GraphWithoutCopy(FakeGraph):
 def test_the_outputs_of_all_graphs_are_kept_in_one_tensor() -> None:
     """Of the size of the largest. Each replay gives its own size's numbers, also after another."""
     graphs = DecodeGraphs(20, GraphWithoutCopy)
-    graphs.capture(lambda size: lambda: torch.full((size, 3), float(size)), use_tqdm=False)
+    graphs.capture(lambda shape: lambda: torch.full((shape[0], 3), float(shape[0])), use_tqdm=False)
     assert graphs.hidden is not None
     assert graphs.hidden.shape == (20, 3)
     for size in (4, 20, 1, 8, 4):
-        output = graphs.replay(size)
+        output = graphs.replay(GraphShape(size))
         assert torch.equal(output, torch.full((size, 3), float(size)))
         assert output.data_ptr() == graphs.hidden.data_ptr()
 
@@ -202,7 +220,7 @@ def test_graphs_larger_than_what_is_kept_for_them(
     monkeypatch.setattr("nanoserve.cuda_graph._free_gpu_memory", lambda: next(free))
     graphs = DecodeGraphs(2, GraphWithoutCopy)
     with caplog.at_level("WARNING", "nanoserve"):
-        graphs.capture(lambda size: lambda: torch.zeros(size), use_tqdm=False)
+        graphs.capture(lambda shape: lambda: torch.zeros(shape), use_tqdm=False)
     assert graphs.num_bytes == MEMORY_RESERVE + excess
     assert ["more than the 512 MiB" in record.getMessage() for record in caplog.records] == (
         [True] * excess
@@ -242,7 +260,7 @@ def test_each_engine_records_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "graph", record)
     for _ in range(2):
         graphs = DecodeGraphs(4, CudaGraph)
-        graphs.capture(lambda size: lambda: torch.zeros(size), use_tqdm=False)
+        graphs.capture(lambda shape: lambda: torch.zeros(shape), use_tqdm=False)
     assert len(used) == 2 * 3
     for key in ("stream", "pool"):
         first, second = ({id(where[key]) for where in half} for half in (used[:3], used[3:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -335,7 +336,7 @@ def test_logprobs_without_text(tokenizer: bool, detokenize: bool, decoded: bool)
     entry = TokenLogprobs((6,), (-0.5,), 3)
     processor.requests["a"].prompt_logprobs = [None, None]  # type: ignore[attr-defined]
     [output] = processor.process_outputs(
-        [update._replace(prompt_logprobs=PromptLogprobs(1, (entry,)))]
+        [replace(update, prompt_logprobs=PromptLogprobs(1, (entry,)))]
     )
     names = {6: None, 7: None}
     if decoded:

@@ -221,7 +221,8 @@ class History:
             seq = scheduler.sequences[item.seq_id]
             assert item.num_computed_tokens + item.num_scheduled_tokens == seq.num_computed_tokens
             if not config.enable_chunked_prefill:
-                assert seq.num_computed_tokens == seq.num_tokens, "a prompt was split"
+                num_known = seq.num_computed_tokens - len(item.draft_token_ids)
+                assert num_known == seq.num_tokens, "a prompt was split"
             elif config.long_prefill_token_threshold:
                 assert item.num_scheduled_tokens <= config.long_prefill_token_threshold
             if seq in before.swapped:
@@ -278,7 +279,9 @@ class History:
             urgencies = [scheduler.urgency(seq) for seq in queue]
             assert urgencies == sorted(set(urgencies))
             assert all(seq.status is status for seq in queue)
-            assert all(0 <= seq.num_computed_tokens <= seq.num_tokens for seq in queue)
+            for seq in queue:
+                in_flight = seq.num_output_placeholders
+                assert 0 <= seq.num_computed_tokens <= seq.num_tokens + in_flight
             ids[status] = {seq.seq_id for seq in queue}
         assert sum(map(len, ids.values())) == len(set().union(*ids.values()))
         assert set().union(*ids.values()) == set(scheduler.sequences)

@@ -103,7 +103,8 @@ def test_an_empty_step() -> None:
 
 def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
     engine = FakeEngine()
-    seq = engine.add([5, 6, 7], n=3, seed=11, stop_token_ids=frozenset({1}), bad_word_ids=((8, 9),))
+    fields = {"stop_token_ids": frozenset({1}), "bad_word_ids": ((8, 9),), "cache_salt": "mine"}
+    seq = engine.add([5, 6, 7], n=3, seed=11, **fields)
     [new] = engine.scheduler.schedule().new_sequences
     assert new._asdict() == {
         "seq_id": seq.seq_id,
@@ -116,6 +117,7 @@ def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
         "seed": 11,
         "branch": 0,
         "num_samples": 3,
+        "cache_salt": "mine",
     }
 
 

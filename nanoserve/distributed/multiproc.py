@@ -322,7 +322,7 @@ def worker_loop(
         runner = runner_cls(config, model_config, attention_backend, parallel)
         while (scheduler_output := parallel.receive_object()) is not None:
             pending = runner.launch(scheduler_output)  # only rank 0 reads the result
-            if pending.drafts:  # and here: which of them were accepted?
+            if pending.has_drafts:  # and here: which of them were accepted?
                 pending.result()
     except RankError:
         raise

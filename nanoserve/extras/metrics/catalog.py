@@ -9,11 +9,11 @@ labels model_name and engine, some have one more:
 A Counter only grows; Prometheus shows it with the suffix _total. A Gauge is a state. A Histogram
 counts observations up to each border.
 
-Left out: vLLM's metrics of what is not here (LoRA, speculative decoding, KV connectors, images,
-sleep, watermarks), and those that vLLM records only on request (lifetimes of KV blocks).
+Left out: vLLM's metrics of what is not here (LoRA, KV connectors, images, sleep, watermarks), and
+those that vLLM records only on request (lifetimes of KV blocks).
 
-vLLM: vllm/v1/metrics/loggers.py, buckets.py, perf.py. (Where a number is counted otherwise than in
-vLLM, stats.py says so.)
+vLLM: vllm/v1/metrics/loggers.py, buckets.py, perf.py, vllm/v1/spec_decode/metrics.py. (Where a
+number is counted otherwise than in vLLM, stats.py says so.)
 """
 
 from __future__ import annotations
@@ -97,6 +97,18 @@ COUNTERS = (
         "vllm:estimated_read_bytes_per_gpu", "Bytes of weights, keys and values read, by formula."
     ),
     Spec("vllm:estimated_write_bytes_per_gpu", "Bytes of keys and values written, by formula."),
+)
+
+# With speculative_config only. The last one has a number for each of k positions.
+SPEC_DECODE_COUNTERS = (
+    Spec("vllm:spec_decode_num_drafts", "Times that drafts of a completion were verified."),
+    Spec("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    Spec("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+)
+SPEC_DECODE_PER_POS = Spec(
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "Draft tokens that were accepted, by their position in the draft.",
+    "position",
 )
 
 HISTOGRAMS = (

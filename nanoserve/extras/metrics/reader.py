@@ -20,7 +20,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from nanoserve.extras.metrics.catalog import COUNTERS, HISTOGRAMS, Spec, token_buckets
+from nanoserve.extras.metrics.catalog import (
+    COUNTERS,
+    HISTOGRAMS,
+    SPEC_DECODE_COUNTERS,
+    SPEC_DECODE_PER_POS,
+    Spec,
+    token_buckets,
+)
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Counter(Metric):
 
 @dataclass
 class Vector(Metric):
-    """Several counters in a row. vLLM has one, of speculative decoding; there is none here yet."""
+    """Several counters in a row, such as the accepted drafts by position."""
 
     values: list[int]
 
@@ -103,12 +110,16 @@ class Numbers:
     One thread adds; any thread may read. Invariant: the keys never change after construction.
     """
 
-    def __init__(self, labels: dict[str, str], max_model_len: int) -> None:
-        """labels: those that every metric has."""
+    def __init__(
+        self, labels: dict[str, str], max_model_len: int, num_spec_tokens: int = 0
+    ) -> None:
+        """labels: those that every metric has. num_spec_tokens: k of speculative decoding."""
         self.labels = labels
+        self.counter_specs = COUNTERS + SPEC_DECODE_COUNTERS * bool(num_spec_tokens)
         self.counters: dict[tuple[str, str], float] = {
-            (spec.name, value): 0 for spec in COUNTERS for value in spec.label_values
+            (spec.name, value): 0 for spec in self.counter_specs for value in spec.label_values
         }
+        self.accepted_per_pos = [0] * num_spec_tokens
         tokens = token_buckets(max_model_len)
         self.histograms = {spec.name: Observations(spec.buckets or tokens) for spec in HISTOGRAMS}
 
@@ -126,10 +137,12 @@ class Numbers:
 
     def read(self) -> Iterator[Metric]:
         """Counters and histograms as they are now, in the catalog's order."""
-        for spec in COUNTERS:
+        for spec in self.counter_specs:
             for value in spec.label_values:
                 number = int(self.counters[spec.name, value])
                 yield Counter(spec.name, self.labels_of(spec, value), number)
+        if self.accepted_per_pos:
+            yield Vector(SPEC_DECODE_PER_POS.name, dict(self.labels), list(self.accepted_per_pos))
         for spec in HISTOGRAMS:
             seen = self.histograms[spec.name]
             total, buckets = seen.sum, seen.buckets()

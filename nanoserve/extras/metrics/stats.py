@@ -25,7 +25,7 @@ Counted otherwise than in vLLM, because there is more to know here, or less to d
 
 Of a beam search, tokens and steps count; it is no request with completions.
 
-vLLM: vllm/v1/metrics/stats.py.
+vLLM: vllm/v1/metrics/stats.py, vllm/v1/spec_decode/metrics.py.
 """
 
 from __future__ import annotations
@@ -64,6 +64,26 @@ class FinishedRequestStats:
 
 
 @dataclass(slots=True)
+class SpecDecodingStats:
+    """What became of the drafts of one step."""
+
+    num_drafts: int = 0  # sequences that had some
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)  # first drafts first
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """The drafts of one sequence were verified."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        missing = num_draft_tokens - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos += [0] * missing
+        for position in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+
+@dataclass(slots=True)
 class IterationStats:
     """What one step brought, or the end of one request between two steps."""
 
@@ -79,6 +99,7 @@ class IterationStats:
     # Seconds -> how often. In most steps all running sequences have the same.
     inter_token_latencies_iter: dict[float, int] = field(default_factory=dict)
     perf_stats: PerfStats = NO_WORK
+    spec_decoding_stats: SpecDecodingStats | None = None  # None: the step verified no drafts
     finished_requests: tuple[FinishedRequestStats, ...] = ()
     n_params_iter: tuple[int, ...] = ()
     max_num_generation_tokens_iter: tuple[int, ...] = ()
@@ -106,6 +127,7 @@ class StatsCollector:
         self.scheduler = engine.scheduler
         self.num_forks = (engine.config.max_num_seqs or 1) - 1  # of one request at most
         self.has_prefix_cache = engine.config.enable_prefix_caching
+        self.speculates = engine.config.speculative_config is not None
         self.model_metrics = ModelMetrics(engine)
         self._known: dict[int, _Known] = {}  # by seq_id
         self._last_token_ts: dict[int, float] = {}  # seq_id -> when its last token came
@@ -127,6 +149,9 @@ class StatsCollector:
             if update.sequence.status.finish_reason is not None:
                 stats.num_preempted_reqs += self._forget(update.sequence.seq_id)
         num_rows = min(len(report.updates), len(output.scheduled))  # forks share a row
+        if self.speculates and (drafts := _read_drafts(report)).num_drafts:
+            stats.spec_decoding_stats = drafts
+            num_rows += drafts.num_draft_tokens
         stats.perf_stats = self.model_metrics.measure(output, num_rows)
         if len(known) > 2 * len(self.scheduler.sequences) + 100:
             for seq_id, each in list(known.items()):  # those whose end no update told
@@ -240,6 +265,17 @@ class StatsCollector:
             computed = 0 if self._is_fork(seq) else seq.num_prompt_tokens - seq.num_cached_tokens
             stats.num_computed_prompt_tokens = computed
         return stats
+
+
+def _read_drafts(report: StepReport) -> SpecDecodingStats:
+    """What became of a step's drafts. (Of a sequence that was aborted meanwhile, nobody knows.)"""
+    numbers = {i.seq_id: len(i.draft_token_ids) for i in report.scheduler_output.scheduled}
+    stats = SpecDecodingStats()
+    for update in report.updates:
+        number = numbers.get(update.sequence.seq_id, 0)
+        if number and update.error is None:
+            stats.observe_draft(number, update.num_accepted_tokens)
+    return stats
 
 
 def arrival_of(metrics: RequestMetrics) -> float:

@@ -208,12 +208,13 @@ class SpeculativeConfig:
         """How many tokens may be drafted behind the next `num_tokens` tokens of `seq`, and how many
         slots the proposer needs for them now.
 
-        All drafts may be accepted, and one more token comes with them: so many must fit below
-        max_tokens. Slots are only taken if they are free.
+        This step brings a token at least, and one more comes with the drafts. Slots are only taken
+        if they are free.
         """
-        end = seq.num_computed_tokens + num_tokens
-        num_left = seq.num_prompt_tokens + seq.max_tokens - end - 2
-        number = min(self.num_tokens_for(len(scheduler.running)), num_left)
+        length = seq.num_prompt_tokens + seq.max_tokens
+        number = min(self.num_tokens_for(len(scheduler.running)), length - seq.num_tokens - 2)
+        if self.num_lookahead_tokens:
+            number = min(number, length - seq.num_computed_tokens - num_tokens)
         num_slots = min(number, self.num_lookahead_tokens)
         if number <= 0 or not can_speculate(seq):
             return 0, 0

@@ -40,7 +40,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.parallel import current_device
 from nanoserve.sampler import Choose
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
@@ -106,18 +105,20 @@ class Proposer:
 
         return DraftedOutput(pending, propose)
 
-    def make_choose(self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray) -> Choose:
-        """What chooses a token for each row of logits in the coming step. The arguments say for
-        which rows of the batch, with which branches, and at which positions."""
+    def make_choose(
+        self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
+    ) -> Choose | None:
+        """What chooses a token for each row of logits in the coming step; None: what always does.
+        The arguments say for which rows of the batch, with which branches, at which positions."""
         if self.config.rejection_sample_method == "strict":
-            return choose_tokens
+            return None
         from nanoserve.extras.speculative.rejection import RejectionSampler, rejection_noise
 
         batch = self.runner.batch
         is_draft = np.zeros(len(rows), bool)  # a row has a draft if the next row is behind it
         is_draft[:-1] = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
         if not is_draft.any():
-            return choose_tokens
+            return None
         drafts = np.full(len(rows), -1)
         drafts[is_draft] = batch.token_ids[rows[is_draft], positions[is_draft]]
         sent = batch.staging.send(
