@@ -352,7 +352,7 @@ def test_a_drafter_keeps_its_promise_on_fresh_prompts(
 
 @pytest.fixture(scope="module")
 def fresh_texts(demo: DemoModel) -> list[tuple[list[int], list[int]]]:
-    return held_out_texts(demo, per_task=1, seed=99)[::2]
+    return held_out_texts(demo, seed=99, longest=48, every=4)
 
 
 def test_acceptance_counts_the_right_guesses_before_the_first_wrong_one(shipped: Drafters) -> None:

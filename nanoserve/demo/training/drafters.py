@@ -297,7 +297,7 @@ class DrafterBatches(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         rng, length = random.Random(f"{self.plan.seed} {step}"), self.plan.row_length(step)
         draw = self.draw_answers if step % 2 else self.draw_corpus
-        rows = [draw(rng, length) for _ in range(self.plan.tokens_per_step // length)]
+        rows = [draw(rng, length) for _ in range(max(1, self.plan.tokens_per_step // length))]
         ids, weights = zip(*rows, strict=True)
         return Batch(torch.tensor(ids), torch.tensor(weights))
 
@@ -315,21 +315,23 @@ class DrafterBatches(Dataset[Batch]):
 
 
 def held_out_texts(
-    model: DemoModel, per_task: int = 2, seed: int = 7
+    model: DemoModel, seed: int = 7, longest: int = 128, every: int = 1
 ) -> list[tuple[list[int], list[int]]]:
-    """Held-out prompts of all short tasks, and of stories, with the demo model's greedy answers."""
+    """Held-out prompts of all short tasks, and of stories, with the demo model's greedy answers of
+    at most `longest` tokens. `every`: take the first of so many prompts."""
     rng = random.Random(f"held out {seed}")
     tasks = [task for task in TASKS if not task.name.startswith("recall") or "256" in task.name]
     prompts = [
         model.encode(model.prompt(task.draw(rng, model).messages))
         for task in tasks
-        for _ in range(per_task)
+        for _ in range(2)
     ]
     for kind in ("story, on request", "story, continued"):
-        for request, start, _, _ in story_prompts(kind, 2 * per_task):
+        for request, start, _, _ in story_prompts(kind, 4):
             text = start or model.prompt([{"role": "user", "content": request}])
             prompts.append(model.encode(text))
-    outputs = [generate(model, [prompt], 128, do_sample=False)[0] for prompt in prompts]
+    prompts = prompts[::every]
+    outputs = [generate(model, [prompt], longest, do_sample=False)[0] for prompt in prompts]
     return list(zip(prompts, outputs, strict=True))
 
 
