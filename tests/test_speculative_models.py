@@ -241,6 +241,23 @@ def test_with_greedy_drafts_and_the_rejection_sampler_greedy_requests_stay(
     ] * sum(is_greedy)
 
 
+def forbid_all(output_token_ids: list[int], logits: Tensor) -> Tensor:
+    """No token is possible after the third."""
+    return logits if len(output_token_ids) < 3 else logits - torch.inf
+
+
+@pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
+def test_a_request_that_fails_takes_no_other_with_it(
+    method: str, folder: Path, expected: list[list[tuple[int, ...]]]
+) -> None:
+    failing = ("Once upon", params(logits_processors=[forbid_all]))
+    with make_llm(method, folder, "roomy") as llm:
+        found = answer(llm, [failing, *REQUESTS])
+        assert found[0].outputs[0].finish_reason == "error"
+        assert tokens_of(found[1:]) == expected
+        check_idle(llm)
+
+
 @pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
 def test_drafts_up_to_the_end_of_the_model(method: str, folder: Path) -> None:
     """Requests that run into max_model_len, beside one that goes on."""

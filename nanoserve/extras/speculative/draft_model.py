@@ -107,15 +107,24 @@ class ModelProposer(Proposer):
                 result[seq_id] = (*result.get(seq_id, ()), token_id)
         return result
 
-    def limits(self, scheduled: tuple[ScheduledSequence, ...], output: ModelOutput) -> np.ndarray:
-        """[num_seqs]: how many drafts each sequence of the step may get; 0 if no token was sampled
-        for it."""
-        sampled = output.sampled_token_ids
-        limits = [self.limit(item) if item.seq_id in sampled else 0 for item in scheduled]
-        return np.array(limits, np.int64)
-
-    def rows_of(self, scheduled: tuple[ScheduledSequence, ...]) -> np.ndarray:
-        return np.array([self.runner.batch.row_of[item.seq_id] for item in scheduled], np.int64)
+    def begin(
+        self, scheduled: tuple[ScheduledSequence, ...], output: ModelOutput
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each sequence of the step: its row, the position of its first token in the step, and
+        how many drafts it may get (0 if no token was sampled for it); [num_seqs] int64 each."""
+        self._drafts.clear()  # a call before this one may have failed
+        self._probs.clear()
+        row_of, sampled = self.runner.batch.row_of, output.sampled_token_ids
+        numbers = [
+            (
+                row_of[item.seq_id],
+                item.num_computed_tokens,
+                self.limit(item) if item.seq_id in sampled else 0,
+            )
+            for item in scheduled
+        ]
+        rows, starts, limits = np.array(numbers, np.int64).reshape(-1, 3).T
+        return rows, starts, limits
 
     def send(self, index: np.ndarray) -> Tensor:
         return self.runner.staging.send(index=index)["index"]
@@ -150,16 +159,10 @@ class DraftModelProposer(ModelProposer):
         output: ModelOutput,
     ) -> dict[int, tuple[int, ...]]:
         """Read what the target has read, then draft. See Proposer."""
-        scheduled, batch = scheduler_output.scheduled, self.runner.batch
-        rows, limits = self.rows_of(scheduled), self.limits(scheduled, output)
-        starts = np.array([item.num_computed_tokens for item in scheduled], np.int64)
-        sizes = np.array([item.num_scheduled_tokens for item in scheduled], np.int64)
-        kept = np.minimum(sizes, batch.num_tokens[rows] - 1 - starts)  # without rejected drafts
-        firsts = inputs.arrays.query_start_loc[:-1]
-        if not kept.all():  # a row of max_model_len tokens is full, and its request ends
-            rest = kept.nonzero()[0]
-            rows, limits, starts, kept = rows[rest], limits[rest], starts[rest], kept[rest]
-            firsts = firsts[rest]
+        rows, starts, limits = self.begin(scheduler_output.scheduled, output)
+        firsts, sizes = inputs.arrays.query_start_loc[:-1], np.diff(inputs.arrays.query_start_loc)
+        newest = self.runner.batch.num_tokens[rows] - 1  # positions of the last known tokens
+        kept = np.minimum(sizes, newest - starts)  # what the target has read, less rejected drafts
         lengths = kept + (limits > 0) * (1 - self.shift)
         states = self.read(rows, starts, lengths, self.select_states(hidden, firsts, kept))
         rest = limits.nonzero()[0]
@@ -201,7 +204,8 @@ class DraftModelProposer(ModelProposer):
         arrays = runner.gather_arrays(tuple(items), rows)
         if token_ids is None and self.shift:
             known = runner.batch.token_ids[arrays.token_rows, arrays.positions + self.shift]
-            arrays = replace(arrays, input_ids=known.astype(np.int64))
+            # A placeholder is left where no token could be sampled.
+            arrays = replace(arrays, input_ids=known.astype(np.int64).clip(min=0))
         step = runner.send_step(arrays)
         token_ids = step.tensors.input_ids if token_ids is None else token_ids
         return self.run_model(token_ids, step, runner.kv_caches[runner.num_model_layers :], states)

@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -174,9 +173,7 @@ class MedusaProposer(ModelProposer):
         output: ModelOutput,
     ) -> dict[int, tuple[int, ...]]:
         """One draft from each head. See Proposer."""
-        scheduled = scheduler_output.scheduled
-        rows, limits = self.rows_of(scheduled), self.limits(scheduled, output)
-        starts = np.array([item.num_computed_tokens for item in scheduled], np.int64)
+        rows, starts, limits = self.begin(scheduler_output.scheduled, output)
         # The last token that the target has read and kept is the one before the newest.
         lasts = inputs.arrays.query_start_loc[:-1] + self.runner.batch.num_tokens[rows] - 2 - starts
         for ahead in range(limits.max(initial=0)):
