@@ -215,8 +215,14 @@ MODELS = [("draft_model", DRAFT), ("medusa", MEDUSA), ("eagle", EAGLE)]
 EAGLE_FIRST = [MODELS[2], *(pytest.param(*each, marks=pytest.mark.slow) for each in MODELS[:2])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
+@pytest.mark.parametrize(
+    ("method", "folder", "layout"),
+    [
+        ("draft_model", DRAFT, "recompute"),
+        ("medusa", MEDUSA, "recompute"),
+        *(("eagle", EAGLE, layout) for layout in LAYOUTS),
+    ],
+)
 def test_drafts_change_no_token(
     method: str, folder: Path, layout: str, expected: list[list[tuple[int, ...]]]
 ) -> None:
@@ -227,7 +233,7 @@ def test_drafts_change_no_token(
         check_idle(llm)
 
 
-@pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
+@pytest.mark.parametrize(("method", "folder"), EAGLE_FIRST)
 def test_with_greedy_drafts_and_the_rejection_sampler_greedy_requests_stay(
     method: str, folder: Path, expected: list[list[tuple[int, ...]]]
 ) -> None:
@@ -246,9 +252,12 @@ def forbid_all(output_token_ids: list[int], logits: Tensor) -> Tensor:
     return logits if len(output_token_ids) < 3 else logits - torch.inf
 
 
-@pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
+@pytest.mark.parametrize(("method", "folder"), EAGLE_FIRST)
 def test_a_request_that_fails_takes_no_other_with_it(
-    method: str, folder: Path, expected: list[list[tuple[int, ...]]]
+    method: str,
+    folder: Path,
+    expected: list[list[tuple[int, ...]]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     failing = ("Once upon", params(logits_processors=[forbid_all]))
     with make_llm(method, folder, "roomy") as llm:
@@ -256,21 +265,30 @@ def test_a_request_that_fails_takes_no_other_with_it(
         assert found[0].outputs[0].finish_reason == "error"
         assert tokens_of(found[1:]) == expected
         check_idle(llm)
+    assert "a step failed" not in caplog.text  # nothing was computed again
+
+
+# Requests that run into max_model_len, beside one that goes on.
+SHORT = {"max_model_len": 29, "block_size": 4}
+SHORT_REQUESTS = [
+    ("Once upon a time", params(max_tokens=60, ignore_eos=True)),
+    ("Once upon a time there was", params(max_tokens=60, ignore_eos=True)),
+    ("Tell", params(max_tokens=18, temperature=0.5)),
+]
+
+
+@pytest.fixture(scope="module")
+def short_answers() -> list[list[tuple[int, ...]]]:
+    with LLM(**ROOMY, **SHORT) as llm:
+        return tokens_of(answer(llm, SHORT_REQUESTS))
 
 
 @pytest.mark.parametrize(("method", "folder"), MODELS, ids=[method for method, _ in MODELS])
-def test_drafts_up_to_the_end_of_the_model(method: str, folder: Path) -> None:
-    """Requests that run into max_model_len, beside one that goes on."""
-    requests = [
-        ("Once upon a time", params(max_tokens=60, ignore_eos=True)),
-        ("Once upon a time there was", params(max_tokens=60, ignore_eos=True)),
-        ("Tell", params(max_tokens=18, temperature=0.5)),
-    ]
-    options = {"max_model_len": 29, "block_size": 4}
-    with LLM(**ROOMY, **options) as llm:
-        plain = tokens_of(answer(llm, requests))
-    with make_llm(method, folder, "roomy", **options) as llm:
-        assert tokens_of(answer(llm, requests)) == plain
+def test_drafts_up_to_the_end_of_the_model(
+    method: str, folder: Path, short_answers: list[list[tuple[int, ...]]]
+) -> None:
+    with make_llm(method, folder, "roomy", **SHORT) as llm:
+        assert tokens_of(answer(llm, SHORT_REQUESTS)) == short_answers
         check_idle(llm)
 
 
