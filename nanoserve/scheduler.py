@@ -144,7 +144,7 @@ class Scheduler:
             num_tokens = min(seq.num_uncomputed_tokens, most)
             if not self._preempt_until_fits(seq, num_tokens):
                 break  # seq was the last of the list, and was preempted itself
-            drafts = seq.spec_token_ids[: most - num_tokens]
+            drafts = seq.spec_token_ids and seq.spec_token_ids[: most - num_tokens]
             if drafts and not self.block_manager.can_append(seq, num_tokens + len(drafts)):
                 drafts = ()  # drafts preempt nobody
             self._schedule_tokens(seq, num_tokens, step, drafts)
@@ -308,9 +308,8 @@ class Scheduler:
             seq.metrics.num_drafts += 1
             seq.metrics.num_draft_tokens += number
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
-        drafts, num_left = output.draft_token_ids.get(seq.seq_id, ()), seq.max_tokens - 1
-        most = min(item.num_lookahead_tokens, num_left - seq.num_output_tokens)
-        seq.spec_token_ids = drafts[: max(0, most)]
+        most = min(item.num_lookahead_tokens, seq.max_tokens - seq.num_output_tokens - 1)
+        seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""
