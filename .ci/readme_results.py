@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanoserve.bench.claims import CLAIMS, NOT_MEASURED, NOT_THERE
+from nanoserve.bench.claims import CLAIMS, NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "notebooks" / "results"
@@ -270,7 +270,7 @@ def claims_table(results: Results) -> str:
     """What the documents claim; each figure from the newest run that holds it."""
     lines = ["| technique | the document claims | measured here | by |", "|---|---|---|---|"]
     for claim in CLAIMS:
-        here, source = NOT_MEASURED if claim.suite else NOT_THERE, ""
+        here, source = NOT_MEASURED, ""
         for file, result in results.items():  # oldest first
             suite = result["suites"].get(claim.suite)
             if suite and (shown := claim.measured(suite)):

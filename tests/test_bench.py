@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from nanoserve import kv_cache
+from nanoserve import config, kv_cache
 from nanoserve.bench import (
     claims,
     cli,
@@ -34,6 +34,7 @@ from nanoserve.bench import (
     policies,
     report,
     run,
+    speculation,
     suites,
     turns,
 )
@@ -42,7 +43,9 @@ from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
 from nanoserve.bench.workload import (
     DUMMY_MODELS,
+    QUESTIONS,
     Request,
+    draw_questions,
     draw_requests,
     draw_shared_prefix,
     write_dummy,
@@ -504,14 +507,19 @@ def test_claims_are_read_from_a_run() -> None:
         for engine, speed in {"nanoserve": 150.0, "nanoserve, eager": 100.0}.items()
     ]}  # fmt: skip
     weights = [{"ranks": 1, "weight_mib_per_rank": 4.0}, {"ranks": 2, "weight_mib_per_rank": 2.0}]
-    measured = {"memory": memory, "batch": batch, "parallel": {"rows": weights}}
+    speeds = [("suffix", "copying", 1, 2.5), ("ngram", "stories", 1, 0.8), ("ngram", "JSON", 8, 9)]
+    names = ("method", "prompts", "batch", "speed_up")
+    spec = {"rows": [dict(zip(names, row, strict=True)) for row in speeds]}
+    measured = {"memory": memory, "batch": batch, "parallel": {"rows": weights}, "spec": spec}
     here = {technique: text for technique, _, text in claims.measure_claims(measured)}
     assert "90.0%" in here["PagedAttention"]
     assert "3.0 x" in here["PagedAttention"]
     assert "1.50 x" in here["CUDA Graphs"]
     assert "50% of the weights" in here["Tensor Parallelism"]
     assert here["Continuous Batching"] == "not in this run: bench.py batching"
-    assert here["Speculative Decoding"] == "not there yet"
+    assert here["Speculative Decoding"] == (
+        "tokens per second at batch 1: 0.80 x (ngram, stories) to 2.50 x (suffix, copying)"
+    )
     batch["rows"].pop()  # no eager engine in this run
     here = {technique: text for technique, _, text in claims.measure_claims(measured)}
     assert here["CUDA Graphs"] == "not measured by this run's batch"
@@ -519,8 +527,56 @@ def test_claims_are_read_from_a_run() -> None:
     assert claims.format_claims({"kernel": {"rows": []}}) == ""
 
 
-def test_every_claim_has_a_suite_or_none() -> None:
-    assert {claim.suite for claim in claims.CLAIMS} <= {*run.SUITES, ""}
+def test_every_claim_has_a_suite() -> None:
+    assert {claim.suite for claim in claims.CLAIMS} <= set(run.SUITES)
+
+
+def test_drafts_save_steps_and_change_no_token(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the books, not by the clock. A model of random weights continues its own text."""
+    monkeypatch.setattr(speculation, "MIN_REQUESTS", 1)
+    result = speculation.spec_suite(replace(tiny_settings, repeat=1), num_output=12)
+    found = [(row["method"], row["prompts"], row["batch"]) for row in result["rows"]]
+    assert found == [(name, "own text", size) for name in ("ngram", "suffix") for size in (1, 2)]
+    for row in result["rows"]:
+        assert row["same_tokens"]
+        assert row["acceptance_rate"] is None or 0 <= row["acceptance_rate"] <= 1
+        assert 1 <= row["tokens_per_step"] <= (row["mean_length"] or 1)
+        assert row["speed_up"] > 0
+    assert max(row["tokens_per_step"] for row in result["rows"]) > 1
+    assert "slower than plain decoding: " in report.format_suite("spec", result)
+
+
+def test_the_demo_model_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are found in the prompt; of a story there is nothing to be found."""
+    monkeypatch.setattr(speculation, "MIN_REQUESTS", 2)
+    ngram = speculation.configs_of(5, is_demo=False)["ngram"]
+    monkeypatch.setattr(speculation, "configs_of", lambda *options: {"ngram": ngram})
+    demo = turns.Settings(
+        config.resolve_folder(None), "demo", "cpu", "float32", LIMITS, 1, 1, 1, batch_sizes=(2,),
+        repeat=1, use_tqdm=False,
+    )  # fmt: skip
+    rows = {row["prompts"]: row for row in speculation.spec_suite(demo, num_output=24)["rows"]}
+    assert list(rows) == list(QUESTIONS)
+    assert all(row["same_tokens"] for row in rows.values())
+    assert rows["copying"]["tokens_per_step"] > 2 > rows["stories"]["tokens_per_step"]
+
+
+def test_where_it_is_slower_is_said() -> None:
+    names = ("method", "prompts", "batch", "speed_up")
+    speeds = [("ngram", "JSON", 8, 0.9), ("ngram", "JSON", 16, 0.8), ("suffix", "JSON", 8, 1.1)]
+    rows = [dict(zip(names, row, strict=True)) for row in speeds]
+    assert speculation.say_slower(rows) == "ngram, JSON (batch 8, 16)"
+    assert speculation.say_slower(rows[2:]) == "nowhere"
+
+
+def test_questions_differ_in_every_round() -> None:
+    for kind in QUESTIONS:
+        drawn = [draw_questions(kind, 4, round_=round_) for round_ in (0, 1)]
+        assert drawn[0] == draw_questions(kind, 4)
+        assert drawn[0] != drawn[1]
+        assert all(len(questions) == 4 for questions in drawn)
 
 
 def test_the_prefix_suite(tiny_settings: turns.Settings) -> None:
@@ -760,7 +816,7 @@ def test_a_suite_that_cannot_run_is_left_out(
 def test_the_command_line_names_every_suite() -> None:
     """cli.py, which imports no torch, has a list of its own."""
     assert (*run.SUITES, "gpu") == cli.SUITE_NAMES
-    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "parallel"}
+    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "spec", "parallel"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Suffix decoding: the counts of the automaton against a search through all substrings.
 
-Texts are short and of few tokens, so that they repeat themselves.
+Texts are short and of few tokens, so that they repeat themselves. Engines are at the end.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_speculative import SETTINGS, assert_same_outputs, generate, plain_outputs
 
-from nanoserve.extras.speculative.suffix import Draft, OutputCache, SuffixAutomaton, Text
+from nanoserve import LLM, RequestOutput, SamplingParams
+from nanoserve.extras.speculative.suffix import Draft, OutputCache, Request, SuffixAutomaton, Text
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=24), min_size=1, max_size=3)
 
@@ -153,3 +156,73 @@ def test_outputs_of_another_salt_are_not_found() -> None:
     assert [part.match([1, 2])[1] for part in cache.get("a")] == [2]
     assert [part.match([1, 2])[1] for part in cache.get(None)] == [0]
     assert cache.get("b") == []
+
+
+def test_only_a_request_with_an_output_takes_a_place_in_the_cache() -> None:
+    """Beams, say, are many, and draft nothing."""
+    cache = OutputCache(2, 4)
+    requests = [Request(cache, None, first_output=2) for _ in range(9)]
+    requests[0].append([1])
+    assert not cache.generations
+    requests[0].append([2, 3, 4])
+    requests[0].append([5])
+    [outputs] = cache.get(None)
+    assert (cache.num_newest, outputs.match([2, 3, 4, 5])[1], outputs.match([2])[1]) == (1, 3, 0)
+
+
+# -- in an engine --
+
+
+def slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+STORY = "Tell me a story about a fox named Mia."
+
+
+def ask(llm: LLM, questions: list[str], **options: Any) -> list[RequestOutput]:
+    salt = options.pop("cache_salt", None)
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, "seed": 3, **options})
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    return llm.chat(messages, params, use_tqdm=False, cache_salt=salt)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(each.token_ids) for output in outputs for each in output.outputs]
+
+
+def num_accepted(outputs: list[RequestOutput]) -> int:
+    return sum(output.metrics.num_accepted_tokens for output in outputs if output.metrics)
+
+
+def test_an_earlier_answer_is_found_by_requests_with_its_salt(demo_llm: LLM) -> None:
+    """The second time nearly all tokens are accepted drafts. Another salt is a first time."""
+    expected = tokens_of(ask(demo_llm, [STORY]))
+    with LLM(speculative_config={"method": "suffix"}, device="cpu") as llm:
+        first, other, second = (ask(llm, [STORY], cache_salt=salt) for salt in ("a", "b", "a"))
+        assert tokens_of(first) == tokens_of(other) == tokens_of(second) == expected
+        assert num_accepted(first) == num_accepted(other) < 40 < num_accepted(second)
+        assert len(llm.engine.executor.runner.proposer.requests) == 1, "who has ended is forgotten"
+
+
+@pytest.mark.parametrize("name", [slow("roomy"), "recompute", slow("swap")])
+def test_the_outputs_of_plain_decoding(name: str) -> None:
+    """Sequences that fork or were preempted come back as new ones, and look into the cache."""
+    with LLM(**SETTINGS[name], speculative_config={"method": "suffix"}) as llm:
+        outputs = generate(llm)
+        assert_same_outputs(outputs, plain_outputs())
+        assert num_accepted(outputs) > 100
+        llm.engine.block_manager.check()
+
+
+def test_rejection_sampling_of_preempted_and_forked_sequences() -> None:
+    """Other tokens than those of plain decoding, and as many."""
+    config = {"method": "suffix", "rejection_sample_method": "standard"}
+    with LLM(
+        speculative_config=config, device="cpu", block_size=4, num_kv_blocks=50, max_model_len=128
+    ) as llm:
+        outputs = ask(llm, [STORY, "Count from 3 to 20."], n=3, temperature=0.7, ignore_eos=True)
+        assert list(map(len, tokens_of(outputs))) == [60] * 6
+        assert sum(output.metrics.num_preemptions for output in outputs if output.metrics)
+        assert num_accepted(outputs)
+        llm.engine.block_manager.check()

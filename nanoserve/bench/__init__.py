@@ -3,6 +3,7 @@
     workload.py   which model, which requests: the same for every engine
     suites.py     throughput, batch sizes, latency: engines compared
     inside.py     prefix caching, the parts of a step, ranks: one engine, looked into
+    speculation.py speculative decoding: where it pays, and where it does not
     parallel.py   what each rank of a toy model holds, sends and takes
     control.py    scheduler and memory: the control plane alone
     kernels.py    attention alone

@@ -15,9 +15,9 @@ rounds, the ratio of nanoserve to each peer, and the share of the roofline: of t
 measured bandwidth and operation rate of this machine allow. On a busy machine, ratios close to 1
 say nothing: see the range.
 
-Suites: throughput, batch, latency, batching, chunked, prefix, scheduler, memory, steps, kernel,
-parallel; `gpu` is throughput, batch, batching, chunked, steps and kernel in nano-vllm's published
-workload (Qwen3-0.6B's shape, 256 requests).
+Suites: throughput, batch, latency, batching, chunked, prefix, spec, scheduler, memory, steps,
+kernel, parallel; `gpu` is throughput, batch, batching, chunked, steps and kernel in nano-vllm's
+published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Values = dict[str, Any]
 
 # The names of run.py's SUITES; "gpu" stands for several.
 SUITE_NAMES = (
-    "throughput", "batch", "latency", "batching", "chunked", "prefix", "scheduler", "memory",
-    "steps", "kernel", "parallel", "gpu",
+    "throughput", "batch", "latency", "batching", "chunked", "prefix", "spec", "scheduler",
+    "memory", "steps", "kernel", "parallel", "gpu",
 )  # fmt: skip
 
 
@@ -55,8 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("suites", nargs="*", type=suite, metavar="SUITE", help="the same as --suite")
     add("--suite", type=names_of("suite", SUITE_NAMES), metavar="SUITE,...",
-        help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, parallel "
-        "and gpu)")  # fmt: skip
+        help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, spec, "
+        "parallel and gpu)")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
@@ -75,9 +75,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-len", type=int, help="tokens, of prompts and of outputs (default: 50, GPU 100)")
     add("--max-len", type=int, help="tokens, of prompts and of outputs (default: 256, GPU 1024)")
     add("--latency-requests", type=int, default=4, help="requests of the latency suite")
-    add("--batch-sizes", type=numbers, help="of the batch suite (default: 1,2,4,8,16,32)")
+    add("--batch-sizes", type=numbers, help="of the suites batch and spec (default: 1,2,4,8,16,32)")
     add("--hf-batch-sizes", type=numbers, default=(32, 8), help="static batches of the peer hf")
-    add("--prefix-len", type=int, default=512, help="shared tokens of the prefix suite")
+    add(
+        "--prefix-len",
+        type=int,
+        default=512,
+        help="shared tokens of the prefix suite; in the spec suite, tokens of a model's own text",
+    )
+    add("--num-speculative-tokens", type=int, default=5, help="drafts in the spec suite")
     add("--temperature", type=float, help="default: 0, in the gpu suite 0.6")
     add("--threads", type=int, help="of every engine's CPU work (default: each one's own choice)")
     add("--repeat", type=int, help="rounds; medians are shown (default: 3)")

@@ -127,6 +127,18 @@ COLUMNS: dict[str, Columns] = {
         "cost if nothing is shared": ("cost_at_no_hits.total", "+.2%"),
         "of this, control plane": ("cost_at_no_hits.control_plane", "+.2%"),
     },
+    "spec": {
+        "method": ("method", ""),
+        "prompts": ("prompts", ""),
+        "batch": ("batch", "d"),
+        "plain tok/s": ("plain_tokens_per_second", ".0f"),
+        "tok/s": ("tokens_per_second", ".0f"),
+        "speed-up": ("speed_up", ".2f"),
+        "accepted": ("acceptance_rate", ".0%"),
+        "mean length": ("mean_length", ".2f"),
+        "tokens per step": ("tokens_per_step", ".2f"),
+        "same tokens": ("same_tokens", ""),
+    },
     "scheduler": {
         "running": ("num_running", "d"),
         "context": ("context", "d"),
@@ -174,6 +186,7 @@ WORKLOADS = {
     "chunked": "{num_decoding} requests decode; {num_arrivals} prompts of {prompt_len} tokens "
     "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
+    "spec": "at most {num_speculative_tokens} drafts; slower than plain decoding: {slower}",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "

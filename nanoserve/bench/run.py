@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 
-from nanoserve.bench import claims, control, inside, kernels, policies, report, suites
+from nanoserve.bench import (
+    claims,
+    control,
+    inside,
+    kernels,
+    policies,
+    report,
+    speculation,
+    suites,
+)
 from nanoserve.bench.peers import PEER_NAMES
 from nanoserve.bench.roofline import measure_limits
 from nanoserve.bench.turns import Settings
@@ -37,6 +46,7 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "batching": policies.batching_suite,
     "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
+    "spec": speculation.spec_suite,
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
     "steps": inside.steps_suite,

@@ -56,6 +56,7 @@ class Settings:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     hf_batch_sizes: tuple[int, ...] = (32, 8)
     prefix_len: int = 512
+    num_speculative_tokens: int = 5
     compare: tuple[str, ...] = ()  # peers
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> options of LLM
     peer_python: dict[str, str] = field(default_factory=dict)  # peer -> interpreter

@@ -12,12 +12,16 @@ finds a prompt of an earlier round in its prefix cache:
     round   -1 (warm-up)      0                  1
     prompt  [81, 5, 33]       [4, 61, 27]        [90, 7, 12]        3 tokens in every round
 
+Speculative decoding is the exception: its speed depends on what is said. `draw_questions` asks the
+demo model what it can answer.
+
 vLLM: vllm/benchmarks/datasets/ (RandomDataset) has the same two ideas.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -176,3 +180,47 @@ def draw_shared_prefix(
         Request([*prefix, *(rng.randrange(vocab_size) for _ in range(suffix_len))], num_output)
         for _ in range(number)
     ]
+
+
+NAMES = ["Mia", "Tom", "Lily", "Ben", "Anna", "Max", "Zoe", "Leo", "Emma", "Sam", "Rosa", "Jack"]
+ANIMALS = ["fox", "rabbit", "bear", "mouse", "cat", "dog", "owl", "duck", "frog", "pony", "wolf"]
+COLOURS = ["red", "blue", "green", "yellow"]
+WORDS = [
+    *(*ANIMALS, *COLOURS, "apple", "ball", "boat", "book", "bread", "bridge", "cake", "castle"),
+    *("cloud", "coat", "drum", "flute", "garden", "hat", "hill", "honey", "key", "lamp", "market"),
+    *("mirror", "moon", "rain", "river", "snow", "spoon", "star", "stone", "tree", "wagon"),
+]
+
+
+def ask_for_a_copy(rng: Random) -> str:
+    return f"Repeat: {' '.join(rng.sample(WORDS, 14))}"
+
+
+def ask_for_json(rng: Random) -> str:
+    name, age = rng.choice(NAMES), rng.randint(1, 20)
+    pet, colour = rng.choice(["cat", "dog", "pony"]), rng.choice(COLOURS)
+    return f"Make a JSON record: name {name}, age {age}, pet {pet}, colour {colour}."
+
+
+def ask_for_a_story(rng: Random) -> str:
+    return f"Tell me a story about a {rng.choice(ANIMALS)} named {rng.choice(NAMES)}."
+
+
+def ask_to_count(rng: Random) -> str:
+    first = rng.randint(1, 69)
+    return f"Count from {first} to {first + rng.randint(20, 30)}."
+
+
+# What the demo model can do (nanoserve/demo/README.md), from what is in the prompt to what is not.
+QUESTIONS: dict[str, Callable[[Random], str]] = {
+    "copying": ask_for_a_copy,
+    "JSON": ask_for_json,
+    "counting": ask_to_count,
+    "stories": ask_for_a_story,
+}
+
+
+def draw_questions(kind: str, number: int, seed: int = 0, round_: int = 0) -> list[str]:
+    """`number` questions of a kind of QUESTIONS, other ones in every round."""
+    rng = Random(f"{kind} {seed} {round_}")
+    return [QUESTIONS[kind](rng) for _ in range(number)]

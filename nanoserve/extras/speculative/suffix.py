@@ -2,7 +2,7 @@
 
 SuffixDecodingProposer drafts without a model. It finds the last tokens of a request at earlier
 places, in the request's own prompt and output and in the outputs of other requests, and drafts what
-followed there most often. The more it finds, the more it drafts: nothing, or a whole paragraph.
+followed there most often. The more it finds, the more it drafts: nothing, or a dozen tokens.
 
     own text   a b c d x a b c d y a b c e b c         drafts follow the last tokens: ... b c
 
@@ -22,14 +22,17 @@ suffix automaton (Blumer and others, 1985) counts the same substrings in at most
 token: strings that end at the same places share a state. The links from a state to its longest
 suffix that ends elsewhere too are the suffix tree of the reversed text. So the contexts of a
 request, from the longest to the shortest, are one walk along links. A new token costs amortised
-O(1) for its states, and O(depth) for the counts.
+O(1) for its states, and O(depth) for the counts. (Measured on one core with 32,768 tokens: 0.1 to
+0.35 s for all of them, when the first draft is wanted; then 10 to 30 microseconds for a token and
+its draft. 25 to 320 bytes for a token, more for texts of few different tokens.)
 
 *Memory.* An automaton cannot forget a text, so earlier outputs are kept in two generations, each of
 half of suffix_decoding_max_cached_requests requests. When the newer one is full it becomes the
 older one, and the older one is dropped. (With 1, there is one generation of one request.)
 
-*Privacy.* Drafts never change tokens, but a request that finds its text in another one's output
-ends sooner, and this can be timed. So requests find only outputs with their own cache_salt.
+*Privacy.* Drafts change no token, but a request that finds its text in another one's output ends
+sooner, and this can be timed. (With the RejectionSampler they do change drawn tokens, if not their
+distribution.) So requests find only outputs with their own cache_salt.
 
 Left out: drafts as trees; probabilities for the RejectionSampler (a draft counts as certain).
 
@@ -259,18 +262,23 @@ class Request:
     def __init__(self, cache: OutputCache, salt: Salt, first_output: int) -> None:
         """The output begins with token number `first_output`."""
         self.own, self.text = SuffixAutomaton(cache.max_depth), Text()
-        self.outputs, self.output = cache.add_request(salt), Text()
-        self.salt = salt
+        self.cache, self.salt = cache, salt
+        self.outputs: SuffixAutomaton | None = None  # from the first token of output on
+        self.output = Text()
         self.num_tokens = 0  # seen so far
         self.first_output = first_output
 
-    def append(self, token_ids: Iterable[int]) -> None:
+    def append(self, token_ids: list[int]) -> None:
         """More tokens, of the prompt or of the output."""
         for token in token_ids:
             self.own.append(self.text, token)
-            if self.outputs is not None and self.num_tokens >= self.first_output:
+        output = token_ids[max(0, self.first_output - self.num_tokens) :]
+        self.num_tokens += len(token_ids)
+        if output and self.outputs is None:
+            self.outputs = self.cache.add_request(self.salt)
+        if self.outputs is not None:
+            for token in output:
                 self.outputs.append(self.output, token)
-            self.num_tokens += 1
 
 
 class SuffixDecodingProposer(Proposer):
