@@ -142,14 +142,15 @@ class Drafters(nn.Module):
 
     def __init__(self, plan: DrafterPlan, dtype: torch.dtype, folder: Path = MODEL_DIR) -> None:
         super().__init__()
-        torch.manual_seed(plan.seed)
         shape = ModelShape()
         self.plan, self.dtype = plan, dtype
-        self.target = TrainingQwen3(shape, dtype).requires_grad_(False)
-        self.target.load_state_dict(load_file(folder / "model.safetensors"))
-        self.draft = TrainingQwen3(plan.draft, dtype, plan.seed)
-        self.medusa = MedusaHeads(plan.num_heads, plan.head_layers, shape.hidden_size, dtype)
-        self.eagle = EagleLayer(shape, dtype)
+        with torch.random.fork_rng():
+            torch.manual_seed(plan.seed)
+            self.target = TrainingQwen3(shape, dtype).requires_grad_(False)
+            self.target.load_state_dict(load_file(folder / "model.safetensors"))
+            self.draft = TrainingQwen3(plan.draft, dtype, plan.seed)
+            self.medusa = MedusaHeads(plan.num_heads, plan.head_layers, shape.hidden_size, dtype)
+            self.eagle = EagleLayer(shape, dtype)
 
     @property
     def embedding(self) -> Tensor:
