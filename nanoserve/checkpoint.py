@@ -181,16 +181,22 @@ MAY_BE_OFF = frozenset(
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 
 
-def read_key(config: Mapping[str, Any], key: str, default: Any, file: Path | str) -> Any:
+def read_key(
+    config: Mapping[str, Any],
+    key: str,
+    default: Any,
+    file: Path | str,
+    rules: Mapping[str, Rule] = KEYS,
+) -> Any:
     """config[key], or `default` if the key is missing or null. Raises ValueError, which names
-    `file`, for a value that KEYS does not allow."""
+    `file`, for a value that `rules` do not allow."""
     for name in (key, *KEY_ALIASES.get(key, ())):
         value = config.get(name)
         if value is None:
             continue
-        if not KEYS[key].accepts(value):
+        if not rules[key].accepts(value):
             raise ValueError(
-                f"{file}: {name} is {brief(value)}; allowed: {KEYS[key].allowed}. Correct the "
+                f"{file}: {name} is {brief(value)}; allowed: {rules[key].allowed}. Correct the "
                 "file, or copy it again."
             )
         return value

@@ -452,11 +452,11 @@ class ModelConfig:
     hf_config: Mapping[str, Any] = field(repr=False)  # config.json itself
 
     @classmethod
-    def from_folder(cls, folder: Path) -> ModelConfig:
-        """Read `folder`/config.json. Raises ValueError for a missing or unreadable file, a missing
-        key, and a value that is not allowed (checkpoint.KEYS)."""
+    def from_folder(cls, folder: Path, hf: Mapping[str, Any] | None = None) -> ModelConfig:
+        """Read `folder`/config.json, or take `hf` for its content. Raises ValueError for a missing
+        or unreadable file, a missing key, and a value that is not allowed (checkpoint.KEYS)."""
         file, defaults_file = folder / "config.json", folder / "generation_config.json"
-        hf = read_json(file)
+        hf = read_json(file) if hf is None else hf
         defaults = read_json(defaults_file) if os.path.lexists(defaults_file) else {}
         vocab_size = read_required(hf, "vocab_size", file)
         heads = read_required(hf, "num_attention_heads", file)
@@ -521,7 +521,10 @@ def find_folder(model: str | Path) -> Path | None:
     folder = Path(os.path.expanduser(model))
     if os.path.isdir(folder):  # unlike Path's methods, these two fail for no name
         return folder
-    return DEMO_MODEL if folder == DEMO_NAME else None
+    if folder == DEMO_NAME or DEMO_NAME in folder.parents:  # its drafters are in it
+        folder = DEMO_MODEL / folder.relative_to(DEMO_NAME)
+        return folder if os.path.isdir(folder) else None
+    return None
 
 
 def resolve_folder(

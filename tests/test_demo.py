@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanoserve.demo import MODEL_DIR
-from nanoserve.demo.training import first_guesses, skills, tables, talk
+from nanoserve.demo.training import drafters, first_guesses, skills, tables, talk
 from nanoserve.demo.training.corpus import (
     DRILL_MIX,
     LONG_MIX,
@@ -28,6 +29,16 @@ from nanoserve.demo.training.corpus import (
     text_of,
 )
 from nanoserve.demo.training.data import Batches, encode_document, train_tokenizer
+from nanoserve.demo.training.drafters import (
+    METHODS,
+    PROMISES,
+    DrafterBatches,
+    DrafterPlan,
+    Drafters,
+    DrafterTrainer,
+    held_out_texts,
+    weights_of,
+)
 from nanoserve.demo.training.evaluate import (
     FIRST_GUESSES_PROMISE,
     TASKS,
@@ -291,7 +302,95 @@ def test_orthogonalise_brings_singular_values_near_one() -> None:
     assert singular.min() > 0.5 and singular.max() < 1.5
 
 
+# ------------------------------------------------------------------------------ the drafters
+
+
+TINY_DRAFTERS = DrafterPlan(
+    steps=4,
+    tokens_per_step=256,
+    warmup_steps=1,
+    draft=ModelShape(
+        hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Drafters:
+    """The drafters as they are in their folders, computing in float32."""
+    model = Drafters(DrafterPlan(), torch.float32)
+    for method in METHODS:
+        weights = load_file(MODEL_DIR / method / "model.safetensors")
+        head = weights.pop("lm_head.weight", None) if method == "medusa" else None
+        assert head is None or torch.equal(head, model.embedding.bfloat16())
+        getattr(model, method).load_state_dict(weights)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_is_small_and_says_what_it_was_made_from(method: str) -> None:
+    folder = MODEL_DIR / method
+    assert (folder / "model.safetensors").stat().st_size <= 1_000_000
+    training = json.loads((folder / "training.json").read_text())
+    assert "corpus" in training["data"] and training["accepted_of_3"] >= PROMISES[method]
+    assert (
+        json.loads((folder / "config.json").read_text()) == drafters.configs(DrafterPlan())[method]
+    )
+
+
+def test_the_draft_model_has_the_tokenizer_of_the_demo_model() -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (MODEL_DIR / "draft" / name).read_text() == (MODEL_DIR / name).read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_keeps_its_promise_on_fresh_prompts(
+    method: str, shipped: Drafters, fresh_texts: list[tuple[list[int], list[int]]]
+) -> None:
+    assert shipped.acceptance(method, fresh_texts) >= PROMISES[method] - 0.3
+
+
+@pytest.fixture(scope="module")
+def fresh_texts(demo: DemoModel) -> list[tuple[list[int], list[int]]]:
+    return held_out_texts(demo, seed=99, longest=48, every=4)
+
+
+def test_acceptance_counts_the_right_guesses_before_the_first_wrong_one(shipped: Drafters) -> None:
+    """The text is 1, 2, 3, ...; the guesses are right but for the second of every other step."""
+    steps = []
+
+    def guess(tokens: list[int]) -> list[int]:
+        steps.append(tokens[-1])
+        return [tokens[-1] + i + (i == 2 and len(steps) % 2) for i in (1, 2, 3)]
+
+    shipped.guess_fake = guess  # type: ignore[assignment]
+    assert shipped.acceptance("fake", [([0], list(range(1, 14)))]) == 2.0  # 1, 3, 1, 3
+    assert steps == [1, 3, 7, 9]
+    del shipped.guess_fake
+
+
+def test_interrupted_drafters_end_with_the_same_weights(demo: DemoModel, tmp_path: Path) -> None:
+    tokenizer = demo.tokenizer.backend_tokenizer
+    answers = [[[5, 6, 7], [8, 9, 2]], [[11, 12], [13, 2]]]
+    batches = DrafterBatches(tokenizer, answers, TINY_DRAFTERS)
+    straight, first, second = (DrafterTrainer(TINY_DRAFTERS, torch.float32) for _ in range(3))
+    drafters.run(straight, batches)
+    first.advance(batches[0])
+    first.save(tmp_path / "run.pt")
+    second.load(tmp_path / "run.pt")
+    drafters.run(second, batches)
+    for method, weights in weights_of(straight.drafters).items():
+        resumed = weights_of(second.drafters)[method]
+        assert all(torch.equal(weight, resumed[name]) for name, weight in weights.items())
+    with pytest.raises(ValueError, match="belongs to another run"):
+        DrafterTrainer(replace(TINY_DRAFTERS, seed=1), torch.float32).load(tmp_path / "run.pt")
+
+
 # ------------------------------------------------------------------------------ the card
+
+
+def test_the_card_shows_the_acceptance_of_the_drafters() -> None:
+    assert drafters.as_table() in (MODEL_DIR / "README.md").read_text()
 
 
 def test_the_card_shows_the_measured_scores(scores: list[Score]) -> None:

@@ -18,7 +18,9 @@ weight_utils.py (V1).
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +43,7 @@ from nanoserve.models.weight_files import (
     read_slices,
 )
 
+Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> a model, unfilled
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
@@ -72,17 +75,33 @@ def load_model(
             from nanoserve.models.transformers_fallback import load_with_transformers
 
             return load_with_transformers(config, model_config, layer_config, tensors)
-    plan = plan_model(model_config, layer_config)
+    build = partial(build_model, model_config)
+    return build_and_fill(build, config, model_config.path, tensors, layer_config, use_tqdm)
+
+
+def build_and_fill(
+    build: Build,
+    config: EngineConfig,
+    folder: Path,
+    tensors: dict[str, TensorInfo],
+    layer_config: LayerConfig,
+    use_tqdm: bool = True,
+) -> Model:
+    """What `build` makes, its weights filled from the files of `folder`, whose headers are
+    `tensors`. Raises ValueError as load_model does."""
+    assert config.max_model_len, "EngineConfig not resolved"
+    is_dummy = config.load_format == "dummy"
+    plan = plan_model(build, layer_config)
     if plan is not None:
         if not is_dummy:
-            compare(plan, tensors, model_config.path)
+            compare(plan, tensors, folder)
         check_memory(plan.num_bytes(), layer_config)
-    model = build_model(model_config, config.max_model_len, layer_config)
+    model = build(config.max_model_len, layer_config)
     if is_dummy:
         fill_randomly(model, config.seed)
     else:
         if plan is None:
-            compare(model, tensors, model_config.path)
+            compare(model, tensors, folder)
         fill_from_checkpoint(model, tensors, use_tqdm)
     model.process_weights_after_loading()
     return model.eval()
@@ -99,12 +118,12 @@ def refuse_quantization(model_config: ModelConfig) -> None:
         )
 
 
-def plan_model(model_config: ModelConfig, layer_config: LayerConfig) -> Model | None:
+def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
     """The model on torch's "meta" device, which has shapes and no memory. None for a model of the
     user's own whose constructor needs the contents of a tensor."""
     on_meta = replace(layer_config, device=torch.device("meta"))
     try:
-        return build_model(model_config, 1, on_meta)  # tables of positions are not loaded
+        return build(1, on_meta)  # tables of positions are not loaded
     except unless_signal(NotImplementedError, RuntimeError):
         return None
 
