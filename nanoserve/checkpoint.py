@@ -154,6 +154,13 @@ KEY_ALIASES = {
     "num_attention_heads": ("n_head",),
     "max_position_embeddings": ("n_positions",),
 }
+# model_type -> what transformers takes for keys that config.json lacks, where it differs from what
+# the other families have.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3": {"head_dim": 128},
+}
 # Keys that mean the same in every family of transformers that has them. Those that from_folder of
 # ModelConfig reads are not among them, because they are checked for every family. Nor is
 # layer_types: other families have layers of other types, and transformers checks their names.

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from nanoserve.checkpoint import (
+    FAMILY_DEFAULTS,
     INT32,
     read_architecture,
     read_dtype,
@@ -269,7 +270,7 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, names.get(value, value))
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", str(self.device)):
             raise ValueError(f"device is {brief(self.device)}; allowed: auto, cpu, cuda, cuda:N.")
         for each in OPTIONS:
             if each.kind is not Any:  # a number of NumPy or torch becomes Python's
@@ -457,6 +458,7 @@ class ModelConfig:
         or unreadable file, a missing key, and a value that is not allowed (checkpoint.KEYS)."""
         file, defaults_file = folder / "config.json", folder / "generation_config.json"
         hf = read_json(file) if hf is None else hf
+        hf = {**FAMILY_DEFAULTS.get(str(hf.get("model_type")), {}), **hf}
         defaults = read_json(defaults_file) if os.path.lexists(defaults_file) else {}
         vocab_size = read_required(hf, "vocab_size", file)
         heads = read_required(hf, "num_attention_heads", file)

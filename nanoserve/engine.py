@@ -215,11 +215,14 @@ class LLMEngine(OwnedByProcess):
             return make_state(root)
 
     def add(self, request: RequestConsumer) -> None:
-        """Queue a checked request. Raises ValueError if its request id is in use.
+        """Queue a checked request. Raises ValueError if its request id is in use, or if outputs of
+        an earlier request of this id wait to be handed out.
 
         Any thread may call this. If a step is running, the request is queued when the next begins.
         """
         self._check_open()
+        if self.is_in_use(request.request_id):
+            raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         with delayed_interrupt():
             self.output_processor.add(request)
             self._inbox.append(partial(self._queue, request))
@@ -281,6 +284,11 @@ class LLMEngine(OwnedByProcess):
     def is_unfinished(self, request_id: str) -> bool:
         """True for a request that was added and has neither finished nor been aborted."""
         return request_id in self.output_processor.requests
+
+    def is_in_use(self, request_id: str) -> bool:
+        """True for an unfinished request, and while outputs of an earlier one wait for step()."""
+        has_output = any(output.request_id == request_id for output in self._outputs[:])
+        return has_output or self.is_unfinished(request_id)
 
     def has_request(self, request: RequestConsumer) -> bool:
         """True while this very request is unfinished. A later request of its id is another one."""

@@ -166,6 +166,12 @@ class InputBatch:
             self.num_prompt_logprobs.pop(row, None)
             self.free_rows.append(row)
 
+    def clear(self) -> None:
+        """Free all rows, also one that was being taken or freed when a step failed."""
+        for seq_id in list(self.row_of):
+            self.remove(seq_id)
+        self.free_rows = list(range(len(self.num_tokens)))[::-1]
+
     def write_blocks(self, row: int, item: ScheduledSequence) -> None:
         """Write new block ids where the scheduler says, and drafts behind the known tokens."""
         end = item.first_new_block + len(item.new_block_ids)

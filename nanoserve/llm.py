@@ -200,7 +200,11 @@ class LLM(OwnedByProcess):
         if output_type not in (None, RequestOutput):
             refuse_missing("wait_for_completion", output_type=output_type)
         requests, self._enqueued = self._enqueued, []
-        return self._collect(requests, use_tqdm, is_queued=True)
+        try:
+            return self._collect(requests, use_tqdm, is_queued=True)
+        finally:  # the bar may fail before the loop begins
+            for request in filter(self.engine.has_request, requests):
+                self.engine.abort_request(request.request_id)
 
     def stream(
         self,
@@ -460,13 +464,15 @@ class LLM(OwnedByProcess):
         Each caller gets its own outputs only, also if step() is called inside this loop, or another
         loop like this one. However this loop ends, the unfinished requests are aborted.
         """
-        engine, request_ids = self.engine, {request.request_id for request in requests}
-        claim = set(request_ids)
-        is_unfinished = bool(requests)
+        engine, is_unfinished = self.engine, bool(requests)
+        request_ids, claim = set[str](), set[str]()  # the same, while the loop runs
         try:
             engine.claims.append(claim)
-            for request in () if is_queued else requests:
-                engine.add(request)
+            for request in requests:
+                if not is_queued:
+                    engine.add(request)  # raises if another request has taken its id meanwhile
+                request_ids.add(request.request_id)
+                claim.add(request.request_id)
             while is_unfinished:
                 engine.run_step()
                 outputs = engine.take_outputs(request_ids)
@@ -484,10 +490,10 @@ class LLM(OwnedByProcess):
                     engine.claims[:] = filter(None, engine.claims)
 
     def new_request_id(self) -> str:
-        """A request id that no unfinished request has: "0", "1", ..., as vLLM's."""
+        """A request id that is not in use: "0", "1", ..., as vLLM's."""
         while True:
             request_id = str(next(self._request_counter))
-            if not self.engine.is_unfinished(request_id):
+            if not self.engine.is_in_use(request_id):
                 return request_id
 
 

@@ -213,10 +213,9 @@ class ModelRunner:
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
-        removed = scheduler_output.finished_seq_ids
         if scheduler_output.is_restart:
-            removed = tuple(self.batch.row_of)
-        for seq_id in removed:
+            self.batch.clear()
+        for seq_id in scheduler_output.finished_seq_ids:
             self.batch.remove(seq_id)
         for new in scheduler_output.new_sequences:
             self.batch.add(new)

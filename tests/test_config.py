@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from fakes import make_model_config
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -366,6 +367,23 @@ def test_keys_that_config_json_may_leave_out(tmp_path: Path) -> None:
     assert config.generation_defaults == {}
     assert (config.dtype, config.max_model_len) == ("float32", 1024)
     assert config.path == tmp_path
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3"])
+def test_left_out_keys_mean_what_transformers_takes(tmp_path: Path, model_type: str) -> None:
+    """Its families differ: a Mistral has a window, a Mixtral turns slowly."""
+    theirs = transformers.CONFIG_MAPPING[model_type](
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2
+    )
+    kept = theirs.to_dict()
+    for key in ("rms_norm_eps", "rope_parameters", "sliding_window", "head_dim"):
+        kept.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps({**kept, "architectures": ["X"]}))
+    ours = ModelConfig.from_folder(tmp_path)
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
+    assert ours.get("sliding_window") == getattr(theirs, "sliding_window", None)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 16)
 
 
 def test_keys_of_both_files_are_read(tmp_path: Path) -> None:

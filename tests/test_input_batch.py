@@ -344,6 +344,9 @@ def test_a_reused_row_leaves_nothing_behind() -> None:
     batch.remove(0)
     batch.remove(0)  # twice, or of an unknown one, does nothing
     assert batch.free_rows == [0]
+    batch.free_rows.pop()  # a signal came before the row was noted
+    batch.clear()
+    assert batch.free_rows == [0]
     batch.add(new(1, [5, 6], SamplingParams(temperature=0)))
     fresh = make_batch(max_num_seqs=1)
     fresh.add(new(1, [5, 6], SamplingParams(temperature=0)))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, partialmethod
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -723,6 +724,32 @@ def test_a_loop_that_ctrl_c_ends_twice_leaves_its_requests_to_step(
     while llm.has_unfinished_requests():
         tokens += [token for output in llm.step() for token in output.outputs[0].token_ids]
     assert tokens == expected.outputs[0].token_ids
+
+
+def test_a_stream_has_another_id_than_outputs_that_wait(llm: LLM) -> None:
+    """A request of the caller ends inside a loop: its outputs wait for step(), not for a later
+    loop."""
+    [expected] = llm.generate([STORY], GREEDY, use_tqdm=False)
+    late = llm.stream(STORY, GREEDY)  # its id is drawn now
+    name = llm.new_request_id()  # the next loop's, if it were free
+    llm.add_request(name, "One day", replace(GREEDY, max_tokens=2))
+    llm.add_request(f"{int(name) - 1}", "One day", replace(GREEDY, max_tokens=2))
+    llm.generate([STORY], GREEDY, use_tqdm=False)
+    llm._request_counter = count(int(name))
+    assert "".join(o.outputs[0].text for o in llm.stream(STORY, GREEDY)) == expected.outputs[0].text
+    with pytest.raises(ValueError, match="is in use"):
+        next(late)
+    with pytest.raises(ValueError, match="is in use"):
+        llm.add_request(name, STORY, GREEDY)
+    outputs = llm.step()
+    assert [o.request_id for o in outputs if o.finished] == [name, f"{int(name) - 1}"]
+
+
+def test_requests_of_enqueue_end_with_a_bar_that_fails(llm: LLM) -> None:
+    llm.enqueue([STORY, STORY], GREEDY)
+    with pytest.raises(ZeroDivisionError):
+        llm.wait_for_completion(use_tqdm=lambda **given: 1 / 0)
+    assert_idle(llm)
 
 
 def test_generate_inside_a_stream(llm: LLM) -> None:

@@ -210,6 +210,16 @@ def test_an_old_qwen2_config_names_a_window_that_is_not_used(
     assert answers(old, prompts) == answers(folder, prompts)
 
 
+def test_layer_types_of_a_mistral_config_count(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """transformers reads such a config as Ministral's."""
+    folder = make_checkpoint("mistral", sliding_window=8, num_hidden_layers=3)
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    mixed = edit_config(folder, tmp_path / "mixed", lambda config: config.update(layer_types=kinds))
+    assert_all_same_greedy(mixed)
+
+
 def test_length_dependent_ropes_are_fixed_by_max_model_len(
     make_checkpoint: MakeCheckpoint,
 ) -> None:

@@ -71,7 +71,7 @@ def llama(config: ModelConfig) -> Family:
 
 
 def mistral(config: ModelConfig) -> Family:
-    return Family(windows=(config.get("sliding_window"),) * config.num_layers)
+    return Family(windows=_windows(config, config.get("sliding_window")))
 
 
 def qwen2(config: ModelConfig) -> Family:
@@ -123,11 +123,16 @@ def _num_experts(config: ModelConfig, default: int) -> int:
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """The list layer_types says which layers have a window. Older configs have no such list: the
-    first max_window_layers layers have full attention, the others a window."""
+    """Without layer_types, the first max_window_layers layers have full attention."""
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
+    return _windows(config, window, config.get("max_window_layers", 28))
+
+
+def _windows(config: ModelConfig, window: int | None, num_full: int = 0) -> tuple[int | None, ...]:
+    """The list layer_types says which layers have the window. Older configs have no such list: all
+    but the first num_full layers have it."""
     kinds = config.get("layer_types") or [
-        "full_attention" if layer < config.get("max_window_layers", 28) else "sliding_attention"
+        "full_attention" if layer < num_full else "sliding_attention"
         for layer in range(config.num_layers)
     ]
     if len(kinds) != config.num_layers:
