@@ -281,15 +281,14 @@ class BlockManager:
         first_new = len(block_table) - self.copy_on_write(seq)
         num_new = self.num_blocks_for(end) - len(block_table)
         block_table += [self.pool.allocate() for _ in range(num_new)]
-        if end // self.block_size > (start - 1) // self.block_size:  # rare in decodes
-            # From start - 1: the block of the token before may have been filled in flight.
-            self.cache_blocks(seq, max(start - 1, 0), end)
+        # From start - 1: the block of the token before may have been filled in flight.
+        self.cache_blocks(seq, max(start - 1, 0), end)
         return first_new, block_table[first_new:]
 
     def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Let the blocks be found that the known ones of the tokens [start, end) fill."""
         first, last = start // self.block_size, end // self.block_size
-        if last > first and self.enable_prefix_caching:
+        if last > first and self.enable_prefix_caching:  # rare in decodes
             last = min(last, seq.num_tokens // self.block_size)
             blocks = self.block_tables[seq.seq_id][first:last]
             hashes = self._hashes_of(seq, last)[first:last]

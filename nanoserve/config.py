@@ -302,11 +302,6 @@ class EngineConfig:
         speculation = self.speculative_config
         return (1,) if speculation is None else (1, 1 + speculation.num_speculative_tokens)
 
-    def make_proposer(self, runner: Any) -> Any:
-        """What drafts tokens beside the model of this runner; None: nothing does."""
-        is_there = self.speculative_config is not None and runner.parallel.rank == 0
-        return self.speculative_config.make_proposer(runner) if is_there else None
-
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ..."""

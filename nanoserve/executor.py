@@ -41,7 +41,7 @@ from nanoserve.kernels.threads import (
     slow_threads_hint,
     thread_setters,
 )
-from nanoserve.logger import init_logger, warning_once
+from nanoserve.logger import describe_runner, init_logger, warning_once
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
@@ -114,7 +114,7 @@ class UniprocExecutor:
 
     def describe(self) -> str:
         """Device, dtype and attention, for the engine's first log line."""
-        return self.runner.describe()
+        return describe_runner(self.runner)
 
     def close(self) -> None:
         """Release the model and the KV cache: at once, or when the step that runs has ended."""

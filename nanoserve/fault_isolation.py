@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ from nanoserve.sequence import RequestMetrics, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from nanoserve.engine import LaunchedStep, LLMEngine
+    from nanoserve.scheduler import Scheduler
 
 logger = init_logger(__name__)
 
@@ -146,7 +147,7 @@ class FaultSearch:
                 group = self._next_group()
                 if group is None:
                     self._end()
-                self.engine.scheduler.hold(group)
+                hold(self.engine.scheduler, group)
 
     def _next_group(self) -> set[int] | None:
         """The seq_ids of the last group that are not cleared; None if there are no more."""
@@ -202,7 +203,7 @@ class FaultSearch:
         try:
             with engine.changing():
                 scheduler.add(make_probe(min(capacity, engine.config.max_model_len or capacity)))
-                scheduler.hold({PROBE_SEQ_ID})
+                hold(scheduler, {PROBE_SEQ_ID})
             for _ in range(3):  # with a budget of one token, the prefill takes two steps
                 with engine.changing():
                     step = scheduler.schedule()
@@ -219,7 +220,7 @@ class FaultSearch:
 
     def end_probe(self) -> None:
         """Recover from the probe's step, wherever it ended."""
-        self.engine.scheduler.hold(None)
+        hold(self.engine.scheduler, None)
         self.engine.scheduler.finish(PROBE_SEQ_ID, SequenceStatus.FINISHED_ABORTED)
 
     @contextmanager
@@ -313,3 +314,13 @@ class FaultSearch:
             *(text, f"Its {number} sequences are" if number > 1 else "The one sequence in it is"),
             exc_info=error,
         )
+
+
+def hold(scheduler: Scheduler, keep: Collection[int] | None) -> None:
+    """Let only the sequences with the seq_ids `keep` run (None: all), until the next call. The
+    others wait and give their blocks back. A sequence that is added later is not held."""
+    for seq in scheduler.sequences.values():
+        seq.is_held = keep is not None and seq.seq_id not in keep
+    for seq in [*scheduler.running, *scheduler.swapped]:
+        if seq.is_held:
+            scheduler.preempt(seq)

@@ -67,19 +67,6 @@ class RowLogitState:
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
         self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
 
-    @staticmethod
-    def is_needed_by(new: NewSequence) -> bool:
-        """True if the sequence changes single logits."""
-        params = new.sampling_params
-        return bool(
-            params.has_penalties
-            or params.min_tokens
-            or new.bad_word_ids
-            or params.logit_bias
-            or params.allowed_token_ids is not None
-            or params.logits_processors
-        )
-
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
         output, and, before min_tokens, all stop tokens. With bad word [4 7] and output [5 4], 7 is
@@ -154,7 +141,7 @@ class InputBatch:
         self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
-        if RowLogitState.is_needed_by(new):
+        if params.changes_logits:
             self.logit_states[row] = RowLogitState(new)
 
     def remove(self, seq_id: int) -> None:
@@ -199,9 +186,10 @@ class InputBatch:
             self.token_ids[row, position] = token_id
 
     def get_output_token_ids(self, row: int, end: int | None = None) -> np.ndarray:
-        """[num_output_tokens], those before position `end`; the last ones may be placeholders."""
-        start, all_ = self.num_prompt_tokens[row], self.num_tokens[row]
-        return self.token_ids[row, start : all_ if end is None else end]
+        """[num_output_tokens]: those before position `end`, or all known ones. The last ones may be
+        placeholders, or drafts."""
+        end = self.num_tokens[row] if end is None else end
+        return self.token_ids[row, self.num_prompt_tokens[row] : end]
 
     def make_sampling_batch(
         self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray | None = None

@@ -155,6 +155,19 @@ def log_startup(engine: LLMEngine) -> None:
         engine.step_listeners.append(SchedulerLog(engine))
 
 
+def describe_runner(runner: Any) -> str:
+    """Its device, dtype, attention and graphs."""
+    backend = type(runner.backend)  # one of the user's own may inherit its name
+    attention = backend.name if "name" in vars(backend) else backend.__name__
+    text = f"device={runner.device}, dtype={runner.dtype}, attention={attention}"
+    if runner.model.library != "nanoserve":
+        text += f", model={runner.model.library}"
+    if runner.graphs is not None:
+        mib = runner.graphs.num_bytes / 2**20
+        text += f", CUDA graphs for {len(runner.graphs.sizes)} batch sizes ({mib:.0f} MiB)"
+    return text
+
+
 def describe_engine(engine: LLMEngine, name: str = "LLMEngine") -> str:
     """The repr of an engine: LLMEngine(demo, cpu float32, 512 blocks, 1 running, 0 waiting)."""
     model = engine.model_config.path.name

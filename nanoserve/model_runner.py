@@ -18,8 +18,8 @@ prompt of 3:
     query_start_loc   [ 0, 1, 4 ]
     seq_lens          [ 6, 3 ]
 
-A sequence whose last known token is in the step gets a token sampled; a chunk that does not reach
-the end of its prompt does not.
+A sequence whose last known token is in the step gets a token sampled, and one more behind each of
+its drafts; a chunk that does not reach the end of its prompt does not.
 
 With overlapped steps, a step is launched before the CPU knows the tokens of the step before it.
 input_ids then holds a placeholder (-1) for such a token, and the device replaces the placeholder
@@ -91,8 +91,9 @@ class StepArrays(Generic[Array]):
     query_start_loc: Array  # [num_seqs + 1] int32
     seq_lens: Array  # [num_seqs] int32
     block_table: Array  # [num_seqs, max_blocks] int32
-    sampled_rows: Array  # [num_logits] int64: rows that get a token sampled; with k drafts 1 + k
-    logits_indices: Array  # [num_logits] int64: where in the step the tokens before those are
+    # For each token to sample: one of a sequence; behind k drafts 1 + k; of n forks n.
+    sampled_rows: Array  # [num_samples] int64: its row in the InputBatch
+    logits_indices: Array  # [num_samples] int64: where in the step the token before it is
 
     def to_device(self, staging: StagingBuffer) -> StepArrays[Tensor]:
         """The same fields as tensors, in one copy."""
@@ -142,7 +143,9 @@ class ModelRunner:
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
-            self.proposer = config.make_proposer(self)  # of drafts; None: nothing is drafted
+            self.proposer: Any = None  # of drafts, on rank 0
+            if config.speculative_config is not None and self.parallel.rank == 0:
+                self.proposer = config.speculative_config.make_proposer(self)
             self._allocate_kv_caches(config, layer_config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
             self.batch = InputBatch(
@@ -175,21 +178,6 @@ class ModelRunner:
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.describe()}, {self.num_kv_blocks} KV blocks)"
-
-    def describe(self) -> str:
-        """Device, dtype, attention and graphs, for the engine's first log line."""
-        backend = type(self.backend)  # one of the user's own may inherit its name
-        attention = backend.name if "name" in vars(backend) else backend.__name__
-        text = f"device={self.device}, dtype={self.dtype}, attention={attention}"
-        if self.model.library != "nanoserve":
-            text += f", model={self.model.library}"
-        if self.graphs is not None:
-            mib = self.graphs.num_bytes / 2**20
-            text += f", CUDA graphs for {len(self.graphs.sizes)} batch sizes ({mib:.0f} MiB)"
-        return text
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its tokens."""
@@ -250,7 +238,9 @@ class ModelRunner:
         blocks = batch.block_tables[token_rows, positions // self.block_size]
         slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
-        is_sampled = positions >= batch.num_tokens[token_rows] - 1  # the last known, and drafts
+        is_last = positions >= batch.num_tokens[token_rows] - 1  # the last known one, and drafts
+        logits_indices = is_last.nonzero()[0]
+        logits_indices = logits_indices.repeat(batch.num_samples[token_rows[logits_indices]])
         return StepArrays(
             input_ids=batch.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
@@ -259,8 +249,8 @@ class ModelRunner:
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_table=batch.block_tables[rows, :max_blocks],
-            sampled_rows=token_rows[is_sampled],
-            logits_indices=is_sampled.nonzero()[0],
+            sampled_rows=token_rows[logits_indices],
+            logits_indices=logits_indices,
         )
 
     def send_step(
@@ -317,34 +307,27 @@ class ModelRunner:
     ) -> PendingOutput:
         """Sample a token for each sequence whose last known token was in the step.
 
-        A sequence that is about to fork has a token sampled for each branch, from one logits row. A
-        sequence with drafts has one sampled behind each of them, too.
+        A sequence that is about to fork has a token sampled for each branch. A sequence with drafts
+        has one sampled behind each of them, too.
         """
         prompt_logprobs = self._gather_prompt_logprobs(scheduled, inputs, hidden)
         arrays, rows = inputs.arrays, inputs.arrays.sampled_rows
         if not len(rows):
             return PendingOutput(self.batch, [], None, prompt_logprobs)
-        num_samples = self.batch.num_samples[rows]
-        sample_rows = rows.repeat(num_samples)
-        firsts = num_samples.cumsum() - num_samples  # where each logits row's samples begin
+        indices = arrays.logits_indices
+        branch_offsets = np.arange(len(rows)) - np.searchsorted(indices, indices)
+        branches = self.batch.branches[rows] + branch_offsets
+        positions = arrays.positions[indices] + 1
         logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
-        first_samples: Tensor | slice = slice(None)
-        if (size := len(sample_rows)) > len(rows):
-            sent = self.staging.send(repeats=num_samples, firsts=firsts)
-            first_samples = sent["firsts"]
-            logits = logits.repeat_interleave(sent["repeats"], dim=0, output_size=size)
-        branch_offsets = np.arange(size) - firsts.repeat(num_samples)
-        branches = self.batch.branches[sample_rows] + branch_offsets
-        positions = (arrays.positions[arrays.logits_indices] + 1).repeat(num_samples)
-        sampled = self._sample_on_rank_0(logits, sample_rows, branches, positions)
-        # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
-        # comes from the CPU.)
-        token_ids = sampled.token_ids[first_samples].clamp(min=0)
+        sampled = self._sample_on_rank_0(logits, rows, branches, positions)
+        # The next step reads a placeholder from here, of a row that had one sample. (The CPU waits
+        # for the others.) Below 0: no token is possible. Any will do.
+        token_ids = sampled.token_ids.clamp(min=0)
         self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
         self.batch.append_placeholders(rows)
-        is_behind_draft = np.append(False, rows[1:] == rows[:-1])
-        drafts = np.where(is_behind_draft, arrays.input_ids[arrays.logits_indices], NO_DRAFT)
-        columns = (self.batch.seq_ids[sample_rows], positions, drafts.repeat(num_samples))
+        is_behind_draft = np.append(False, rows[1:] == rows[:-1]) & (branch_offsets == 0)
+        drafts = np.where(is_behind_draft, arrays.input_ids[indices], NO_DRAFT)
+        columns = (self.batch.seq_ids[rows], positions, drafts)
         samples = list(zip(*(column.tolist() for column in columns), strict=True))
         return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
 
@@ -425,7 +408,6 @@ class PendingOutput:
         """Start the copies to the CPU: after the step's own work, before that of any later step."""
         self._batch = batch
         self._samples = samples
-        self.has_drafts = any(draft != NO_DRAFT for _, _, draft in samples)
         self._sampled = sampled.map(copy_to_host) if sampled else None
         self._prompt_logprobs = [
             found._replace(tiles=[tensors.map(copy_to_host) for tensors in found.tiles])
@@ -445,7 +427,7 @@ class PendingOutput:
         if self._sampled is None:
             return result
         output = self._sampled.to_host()
-        rejected: set[int] = set()  # seq_ids of which a draft is not what was sampled
+        last: dict[int, int] = {}  # seq_id -> its last token, until one of its drafts is rejected
         for i, error in output.errors.items():
             seq_id, _, draft = self._samples[i]
             if draft == NO_DRAFT:  # else the next step finds it, if it gets there
@@ -454,11 +436,9 @@ class PendingOutput:
         for i, ((seq_id, position, draft), token_id, token_logprobs) in enumerate(samples):
             if seq_id in result.errors:
                 continue
+            if draft != NO_DRAFT and (last.pop(seq_id, None) != draft or i in output.errors):
+                continue  # and all behind it
             before = result.sampled_token_ids.get(seq_id, ())
-            if draft != NO_DRAFT and (before[-1:] != (draft,) or i in output.errors):
-                rejected.add(seq_id)
-            if seq_id in rejected:
-                continue
             logprobs = () if token_logprobs is None else (token_logprobs,)
             if before and draft == NO_DRAFT:  # a branch that forks off
                 others = result.forks.get(seq_id, ())
@@ -467,7 +447,9 @@ class PendingOutput:
             row = self._batch.row_of.get(seq_id)
             if row is not None:  # else the sequence has finished, or was preempted, meanwhile
                 self._batch.fill_placeholder(row, position, token_id)
-                self._batch.num_tokens[row] += draft != NO_DRAFT
+                if draft != NO_DRAFT:
+                    self._batch.num_tokens[row] += 1
+            last[seq_id] = token_id
             result.sampled_token_ids[seq_id] = (*before, token_id)
             if logprobs:
                 result.logprobs[seq_id] = (*result.logprobs.get(seq_id, ()), *logprobs)

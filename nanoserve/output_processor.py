@@ -71,7 +71,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None  # per prompt token; first: None
     outputs: list[CompletionOutput]
     finished: bool
-    # Over all completions: num_preemptions is the largest of them, the tokens are summed up.
+    # Over all completions: num_preemptions is the largest of them, tokens and drafts are summed up.
     metrics: RequestMetrics | None = None
     lora_request: None = None  # not here
     encoder_prompt: None = None  # not here
@@ -341,12 +341,14 @@ class RequestState:
         metrics = [seq.metrics for seq in self.sequences]
         last_tokens = [m.last_token_ts for m in metrics if m.last_token_ts is not None]
         ends = [m.finished_ts for m in metrics if m.finished_ts is not None]
+        counters = ("generation_tokens", "drafts", "draft_tokens", "accepted_tokens")
+        names = [f"num_{counter}" for counter in counters]
         return replace(
             self.root.metrics,
             last_token_ts=max(last_tokens, default=None),
             finished_ts=max(ends, default=None) if is_finished else None,
-            num_generation_tokens=sum(m.num_generation_tokens for m in metrics),
             num_preemptions=max(m.num_preemptions for m in metrics),
+            **{name: sum(getattr(m, name) for m in metrics) for name in names},
         )
 
 

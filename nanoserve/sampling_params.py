@@ -401,6 +401,18 @@ class SamplingParams:
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
+    @property
+    def changes_logits(self) -> bool:
+        """True if some logits are not the model's own when a token is chosen from them."""
+        return bool(
+            self.has_penalties
+            or self.min_tokens
+            or self.bad_words
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.logits_processors
+        )
+
     def __repr__(self) -> str:
         """vLLM's, and behind it the other fields that are not at their default."""
         default = SamplingParams()

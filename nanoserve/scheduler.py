@@ -24,6 +24,10 @@ in flight will bring are counted (num_output_placeholders), so their positions c
 before their values are known. Only a sequence whose next step depends on the value is passed over.
 A sequence that turns out to have ended has then computed one token too many, which is dropped.
 
+*Drafts.* With speculative decoding a step also computes guesses behind the last known token, if
+budget and free blocks are left. What was computed behind a rejected draft is taken back
+(sequence.py has a picture). Each such step is read before the next is scheduled.
+
 Left out: preempting a running sequence only because a more urgent one waits. (V0's priority policy
 did; V1 and we preempt only when blocks run out.)
 
@@ -34,7 +38,6 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
@@ -81,7 +84,7 @@ class Scheduler:
             self.max_chunk = config.long_prefill_token_threshold
         self.by_priority = config.scheduling_policy == "priority"
         self.swaps = config.preemption_mode == "swap"
-        self.speculation = config.speculative_config  # None: nothing is drafted
+        self.speculative_config = config.speculative_config  # None: nothing is drafted
         self.block_manager = block_manager
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
         self.waiting: list[Sequence] = []
@@ -131,7 +134,7 @@ class Scheduler:
             blocks_to_swap_in=copies.swap_in,
             blocks_to_copy=copies.copy_on_write,
             is_restart=is_restart,
-            needs_sync=step.needs_sync or self.speculation is not None,
+            needs_sync=step.needs_sync or self.speculative_config is not None,
         )
 
     def _schedule_running(self, step: _Step) -> None:
@@ -157,7 +160,7 @@ class Scheduler:
             if self.swaps and self.block_manager.can_swap_out(victim):
                 self._swap_out(victim)
             else:
-                self._preempt(victim)
+                self.preempt(victim)
             if victim is seq:
                 return False
         return True
@@ -242,11 +245,11 @@ class Scheduler:
             step.new_sequences.append(make_new_sequence(seq, block_table))
         start, is_last = seq.num_computed_tokens, num_tokens == seq.num_uncomputed_tokens
         num_tokens += len(drafts)
-        lookahead = num_slots = 0
-        if is_last and self.speculation is not None:
-            lookahead, num_slots = self.speculation.choose_lookahead(self, seq, num_tokens)
+        config, num_spec, num_slots = self.speculative_config, 0, 0
+        if is_last and config is not None:
+            num_spec, num_slots = config.choose_num_spec_tokens(self, seq, num_tokens)
         first, new_ids = self.block_manager.append(seq, num_tokens + num_slots)
-        item = ScheduledSequence(seq.seq_id, start, num_tokens, first, new_ids, drafts, lookahead)
+        item = ScheduledSequence(seq.seq_id, start, num_tokens, first, new_ids, drafts, num_spec)
         step.scheduled.append(item)
         step.budget -= num_tokens
         seq.num_computed_tokens += num_tokens
@@ -289,7 +292,7 @@ class Scheduler:
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
-            if self.speculation is not None:
+            if self.speculative_config is not None:
                 self._accept(item, model_output, updates[-1])
         for update in updates:
             if update.new_token_ids:
@@ -308,7 +311,7 @@ class Scheduler:
             seq.metrics.num_drafts += 1
             seq.metrics.num_draft_tokens += number
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
-        most = min(item.num_lookahead_tokens, seq.max_tokens - seq.num_output_tokens - 1)
+        most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
         seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
@@ -394,15 +397,6 @@ class Scheduler:
             seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self.urgency)
 
-    def hold(self, keep: Collection[int] | None) -> None:
-        """Let only the sequences with the seq_ids `keep` run (None: all), until the next call. The
-        others wait and give their blocks back. A sequence that is added later is not held."""
-        for seq in self.sequences.values():
-            seq.is_held = keep is not None and seq.seq_id not in keep
-        for seq in [*self.running, *self.swapped]:
-            if seq.is_held:
-                self._preempt(seq)
-
     def _remove_running(self, seq: Sequence) -> None:
         """Take `seq` out of `running`; the runner may drop it."""
         self.running.remove(seq)
@@ -410,7 +404,7 @@ class Scheduler:
             self._known_seq_ids.remove(seq.seq_id)
             self._dropped_seq_ids.append(seq.seq_id)
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         """RUNNING or SWAPPED -> WAITING: free its blocks, to compute it again later (recompute).
 
         The freed blocks stay in the prefix cache until other sequences need them, so computing the

@@ -190,7 +190,7 @@ class ScheduledSequence(NamedTuple):
     first_new_block: int  # index in the block table at which new_block_ids are written
     new_block_ids: list[int]  # usually behind the table's end; a copied block replaces the last one
     draft_token_ids: tuple[int, ...] = ()  # the last of the scheduled tokens: guesses
-    num_lookahead_tokens: int = 0  # how many drafts may be proposed behind this step's tokens
+    num_spec_tokens: int = 0  # how many drafts may be proposed behind this step's tokens
 
 
 BlockPair = tuple[int, int]  # (source, destination)

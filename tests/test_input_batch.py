@@ -236,7 +236,7 @@ def test_forbidden_tokens_as_by_brute_force(
     sequence = new(
         0,
         [2, 3, *output],
-        SamplingParams(min_tokens=min_tokens, max_tokens=20),
+        SamplingParams(min_tokens=min_tokens, max_tokens=20, bad_words=["x"] * bool(words)),
         num_prompt_tokens=2,
         stop_token_ids=frozenset({1, 9}),
         bad_word_ids=tuple(map(tuple, words)),
@@ -367,15 +367,16 @@ def test_any_coming_and_going_equals_a_fresh_batch(seed: int) -> None:
     for number in range(40):
         verb = chance.choice(["add", "token", "token", "remove", "return"])
         if verb == "add" and batch.free_rows:
+            words = ((chance.randrange(4), chance.randrange(4)),) * chance.randrange(2)
             params = SamplingParams(
                 temperature=chance.choice([0.0, 0.5]),
+                bad_words=["x"] * bool(words),
                 frequency_penalty=chance.choice([0.0, 0.2]),
                 repetition_penalty=chance.choice([1.0, 1.2]),
                 min_tokens=chance.choice([0, 4]),
                 logit_bias=chance.choice([None, {3: 1.0}]),
                 allowed_token_ids=chance.choice([None, [3, 4, 5]]),
             )
-            words = ((chance.randrange(4), chance.randrange(4)),) * chance.randrange(2)
             prompt = [chance.randrange(VOCAB_SIZE) for _ in range(chance.randrange(1, 9))]
             known[number] = new(number, prompt, params, bad_word_ids=words)
             batch.add(known[number])

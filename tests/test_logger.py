@@ -214,7 +214,7 @@ def test_the_report_names_device_and_threads(
     assert lines[1].startswith(f"device     cpu, float32, attention={attention}, ")
     assert lines[1].endswith((" thread", " threads"))
     assert repr(demo_llm) == "LLM(demo, cpu float32, 512 blocks, 0 running, 0 waiting)"
-    assert f"attention={attention}" in repr(demo_llm.engine.executor.runner)
+    assert f"attention={attention}" in demo_llm.engine.executor.describe()
 
 
 def test_the_report_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,9 +104,9 @@ class PreemptionCounter(Scheduler):
 
     num_preempted = 0
 
-    def _preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence) -> None:
         self.num_preempted += seq.seq_id >= 0
-        super()._preempt(seq)
+        super().preempt(seq)
 
     def _swap_out(self, seq: Sequence) -> None:
         self.num_preempted += 1

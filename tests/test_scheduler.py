@@ -24,6 +24,7 @@ from fakes import (
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from nanoserve.fault_isolation import hold
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
@@ -449,7 +450,7 @@ def test_preemption_around_a_block_boundary(num_tokens: int) -> None:
     while seq.num_tokens < num_tokens:
         engine.step()
     block_table = engine.block_manager.block_tables[0]
-    engine.scheduler._preempt(seq)
+    engine.scheduler.preempt(seq)
     assert (seq.status, seq.num_computed_tokens) == (SequenceStatus.WAITING, 0)
     resumed = engine.step()
     [new] = resumed.new_sequences
@@ -719,13 +720,13 @@ def test_only_what_is_kept_runs() -> None:
     engine, seqs, _ = preempt_by_swap(num_cpu_blocks=3)
     kept = engine.add([9])
     assert {"RUNNING", "SWAPPED"} <= {seq.status.name for seq in seqs}
-    engine.scheduler.hold({kept.seq_id})
+    hold(engine.scheduler, {kept.seq_id})
     engine.block_manager.check()
     assert {seq.status.name for seq in seqs} == {"WAITING"}
     assert num_tokens_of(engine.step()) == {kept.seq_id: 1}
     later = engine.add([8])
     assert num_tokens_of(engine.step()).keys() == {kept.seq_id, later.seq_id}
-    engine.scheduler.hold(None)
+    hold(engine.scheduler, None)
     engine.run()
     for seq in (*seqs, kept, later):
         expected = reference_output(seq.prompt_token_ids, seq.max_tokens)

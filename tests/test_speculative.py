@@ -252,7 +252,7 @@ def test_branches_get_drafts_of_their_own_after_the_fork() -> None:
         assert completion.token_ids == expect([1, 2, 3, 4, 5], 9, branch)
     # The prompt; a token of each, so that each can be drafted for; then all speculate.
     assert drafts == [[0], [0, 0, 0], [4, 4, 4], [1, 1, 1]]
-    assert output.metrics.num_draft_tokens == 5
+    assert output.metrics.num_draft_tokens == 15  # of all three
 
 
 def test_a_chunk_that_is_not_the_last_has_no_drafts() -> None:
@@ -345,7 +345,7 @@ def test_with_speculation_each_step_is_read_first() -> None:
         outputs = [step.scheduler_output for step in steps]
         speculates = speculative_config is not None
         assert {output.needs_sync for output in outputs} == {speculates}
-        assert any(item.num_lookahead_tokens for item in outputs[0].scheduled) == speculates
+        assert any(item.num_spec_tokens for item in outputs[0].scheduled) == speculates
 
 
 # -- the demo model --

@@ -50,7 +50,7 @@ from nanoserve.distributed.rank_thread import RankThread
 from nanoserve.distributed.ranks import SpawnedRanks, TorchrunRanks
 from nanoserve.exceptions import brief
 from nanoserve.layers import LayerConfig
-from nanoserve.logger import init_logger
+from nanoserve.logger import describe_runner, init_logger
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.parallel import POLL_INTERVAL, STEP_TIMEOUT, ParallelState, RankError, connect
@@ -212,7 +212,7 @@ class MultiprocExecutor:
         """Device, dtype, attention and ranks, for the engine's first log line."""
         runner, parallel = self.runner, self.parallel
         ranks = f"tensor parallel on {parallel.world_size} ranks over {parallel.group.name()}"
-        return f"{runner.describe()}, {ranks}"
+        return f"{describe_runner(runner)}, {ranks}"
 
     def close(self) -> None:
         """End the other ranks and release the memory. Takes little more than EXIT_TIMEOUT.
@@ -322,7 +322,7 @@ def worker_loop(
         runner = runner_cls(config, model_config, attention_backend, parallel)
         while (scheduler_output := parallel.receive_object()) is not None:
             pending = runner.launch(scheduler_output)  # only rank 0 reads the result
-            if pending.has_drafts:  # and here: which of them were accepted?
+            if scheduler_output.needs_sync:  # and here: the next step needs the tokens
                 pending.result()
     except RankError:
         raise

@@ -65,7 +65,7 @@ SUSPECTS = {
     "BlockManager.copy_on_write": "it matters when branches share a block. There are none here.",
     "BlockManager.num_blocks_for": "it only counts: every block table has the right length.",
     "Scheduler._schedule_tokens": "each prompt fits into one step: no chunk is counted wrongly.",
-    "Scheduler._preempt": "nobody was preempted: there are blocks enough for all.",
+    "Scheduler.preempt": "nobody was preempted: there are blocks enough for all.",
     "ModelRunner.gather_arrays": "it lays out each step, and short questions are answered right.",
     "Attention.forward": "it uses what it is given. Who says which keys, at which positions?",
     "InputBatch.remove": "a row has settings, no keys. Would old settings explain it?",

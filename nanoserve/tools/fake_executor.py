@@ -310,7 +310,7 @@ class FakeExecutor:
         self._draft(row, item, output)
 
     def _draft(self, row: Row, item: ScheduledSequence, output: ModelOutput) -> None:
-        drafts = tuple(self.propose(row, item.num_lookahead_tokens))
+        drafts = tuple(self.propose(row, item.num_spec_tokens))
         if drafts:
             output.draft_token_ids[item.seq_id] = drafts
 

@@ -10,9 +10,11 @@ finds out which of them the model would have sampled itself. With k = 3 drafts o
     accepted                                  c d       the first two are right ...
     new tokens                                c d f     ... and the third comes instead of "e"
 
-Nothing but the number of steps changes: the tokens are those of plain decoding, bit for bit, also
-those of requests that sample (see rejection.py). A step with drafts computes more, so it pays where
-steps wait for the memory (few sequences, large models) and guesses are often right.
+Nothing but the number of steps changes: the tokens are those of plain decoding, also those of
+requests that sample. (In float32. In bfloat16 a near tie may go the other way, as in any other
+batch. The RejectionSampler keeps the distribution only: see rejection.py.) A step with drafts
+computes more, so it pays where steps wait for the memory (few sequences, large models) and guesses
+are often right.
 
     config.py       SpeculativeConfig: speculative_config={"method": "ngram", ...}, and who drafts
     proposer.py     Proposer: what the runner calls; NgramProposer: looks into the request itself

@@ -6,7 +6,7 @@ speculative_config is a dict (or its JSON text, on the command line) with vLLM's
     --speculative-config '{"method": "suffix"}'
 
 EngineConfig turns it into a SpeculativeConfig. The scheduler asks it how many drafts a sequence may
-get (`choose_lookahead`), and the runner gets its proposer here (`make_proposer`).
+get (`choose_num_spec_tokens`), and the runner gets its proposer here (`make_proposer`).
 
 *Who gets none?* A beam, and a sequence that is about to fork: what follows is not one continuation.
 A request with logits_processors: the functions are the user's own, and may count their calls. A
@@ -94,10 +94,9 @@ class SpeculativeConfig:
     method: str = ""  # see METHODS
     num_speculative_tokens: int = 0  # k: drafts of a sequence in a step at most
     model: str | None = None  # folder or Hugging Face id of the drafter; or your class
-    prompt_lookup_max: int | None = (
-        None  # ngram: tokens that must match at most; None: as min, or 5
-    )
-    prompt_lookup_min: int | None = None  # ngram: tokens that must match; None: as max
+    # ngram: how many of the last tokens must match, at most and at least. None: as the other, or 5.
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
     suffix_decoding_max_tree_depth: int = 24  # tokens of context and drafts together
     suffix_decoding_max_cached_requests: int = 10000  # whose outputs are kept
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token of context
@@ -202,7 +201,7 @@ class SpeculativeConfig:
                 return number
         return self.num_speculative_tokens
 
-    def choose_lookahead(
+    def choose_num_spec_tokens(
         self, scheduler: Scheduler, seq: Sequence, num_tokens: int
     ) -> tuple[int, int]:
         """How many tokens may be drafted behind the next `num_tokens` tokens of `seq`, and how many

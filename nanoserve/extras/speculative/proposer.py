@@ -54,7 +54,8 @@ class Proposer:
     """Guesses the next tokens of the sequences of a step.
 
     Invariant: a guess is never more than a guess. Whatever a proposer returns, the tokens of the
-    requests are the same; only their number per step changes.
+    requests are the same; only their number per step changes. (With rejection_sample_method
+    "standard", drawn tokens keep their distribution, if `draft_probs` is true.)
     """
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
@@ -87,7 +88,7 @@ class Proposer:
 
     def limit(self, item: ScheduledSequence) -> int:
         """How many drafts this sequence may get. For so many there are slots, too."""
-        return item.num_lookahead_tokens
+        return item.num_spec_tokens
 
     def follow(
         self,

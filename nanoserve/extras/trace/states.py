@@ -44,7 +44,7 @@ class BlockChange(NamedTuple):
 
 SEQUENCE_CHANGES = (
     Change(WAITING, RUNNING, "admitted: gets blocks", "Scheduler._admit"),
-    Change(RUNNING, WAITING, "preempted: blocks freed", "Scheduler._preempt"),
+    Change(RUNNING, WAITING, "preempted: blocks freed", "Scheduler.preempt"),
     Change(RUNNING, SWAPPED, "blocks to the CPU", "Scheduler._swap_out"),
     Change(SWAPPED, RUNNING, "blocks come back", "Scheduler._swap_in"),
     Change(SWAPPED, WAITING, "a step failed", "Scheduler.preempt_all"),
