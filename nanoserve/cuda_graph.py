@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -124,7 +125,10 @@ class DecodeGraphs:
         max_num_seqs: int,
         graph_cls: Callable[[Any], Graph],
         query_lens: tuple[int, ...] = (1,),
+        max_tokens: int | None = None,
     ) -> None:
+        """max_tokens: of a step, padding included; no graph is larger. None: no limit."""
+        self.max_tokens = max_tokens or max_num_seqs * query_lens[-1]
         self.sizes = choose_sizes(max_num_seqs)
         self.query_lens = query_lens  # in ascending order
         self.graph_cls = graph_cls
@@ -139,6 +143,8 @@ class DecodeGraphs:
         free = _free_gpu_memory()
         shared = None
         shapes = [GraphShape(size, length) for length in self.query_lens for size in self.sizes]
+        shapes = [shape for shape in shapes if math.prod(shape) <= self.max_tokens]
+        shapes.sort(key=math.prod)
         bar = tqdm(
             shapes[::-1],
             "Capturing CUDA graphs",
@@ -184,7 +190,8 @@ class DecodeGraphs:
         size, length = bisect_left(self.sizes, num_seqs), bisect_left(self.query_lens, longest)
         if size == len(self.sizes) or length == len(self.query_lens):
             return None
-        return GraphShape(self.sizes[size], self.query_lens[length])
+        shape = GraphShape(self.sizes[size], self.query_lens[length])
+        return shape if math.prod(shape) <= self.max_tokens else None
 
     def replay(self, shape: GraphShape) -> Tensor:
         """Run the graph of this shape on the present inputs; return the hidden states."""

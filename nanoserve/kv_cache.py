@@ -231,14 +231,15 @@ def profile_run(config: EngineConfig, model: ProfiledModel, layer_config: LayerC
     if layer_config.parallel.rank:
         return
     ones = torch.ones(num_rows, device=logits.device)
-    token_ids = torch.zeros(num_rows, length, dtype=torch.int64, device=logits.device)
+    num_seqs = min(config.max_num_seqs, budget)  # a sequence with penalties has no drafts: one row
+    token_ids = torch.zeros(num_seqs, length, dtype=torch.int64, device=logits.device)
     penalties = Penalties(
-        logits_rows=torch.arange(num_rows, device=logits.device),
+        logits_rows=torch.arange(num_seqs, device=logits.device),
         token_ids=token_ids,
         output_counts=token_ids.int(),
-        repetition=ones,
-        frequency=ones,
-        presence=ones,
+        repetition=ones[:num_seqs],
+        frequency=ones[:num_seqs],
+        presence=ones[:num_seqs],
     )
     batch = SamplingBatch(
         temperature=ones,

@@ -164,7 +164,8 @@ class ModelRunner:
                 self.graph_block_table = torch.zeros(
                     self.batch.block_tables.shape, dtype=torch.int32, device=self.device
                 )
-                self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls, config.query_lens)
+                most = config.max_num_batched_tokens
+                self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls, config.query_lens, most)
                 self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
 
     def _allocate_kv_caches(self, config: EngineConfig, layer_config: LayerConfig) -> None:

@@ -167,6 +167,14 @@ def test_drafts_have_graphs_of_their_own() -> None:
         assert graphs.choose_shape(np.append(0, np.cumsum(query_lens))) == shape
 
 
+def test_no_graph_is_larger_than_a_step() -> None:
+    """Its memory was not profiled. Such a step, in which few sequences have drafts, runs eagerly."""
+    graphs = DecodeGraphs(20, FakeGraph, (1, 3), max_tokens=30)
+    assert graphs.choose_shape(np.arange(0, 27, 3)) == (8, 3)
+    assert graphs.choose_shape(np.array([0, 3, *range(4, 12)])) is None
+    assert graphs.choose_shape(np.arange(21)) == (20, 1)
+
+
 def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     """The smaller graphs use the memory of the largest."""
     made: list[GraphShape] = []
@@ -180,7 +188,8 @@ def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
 
     graphs = DecodeGraphs(20, FakeGraph, (1, 3))
     graphs.capture(make_forward, use_tqdm=False)
-    assert made == [(size, length) for length in (3, 1) for size in (20, 16, 8, 4, 2, 1)]
+    shapes = [(size, length) for length in (1, 3) for size in (1, 2, 4, 8, 16, 20)]
+    assert made == sorted(shapes, key=math.prod)[::-1]
     first, *others = [graphs.graphs[shape] for shape in made]
     assert first.shared_given is None
     assert {id(graph.shared_given) for graph in others} == {id(first.shared)}

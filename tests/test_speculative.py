@@ -665,3 +665,20 @@ def test_without_the_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"needs nanoserve/extras/speculative.*Leave"):
         EngineArgs(speculative_config=NGRAM)
     assert EngineArgs().speculative_config is None
+
+
+@pytest.mark.parametrize("ids", [[10**5], [2**40], [-1], [-1, 5], [-5]])
+def test_an_id_that_is_no_token_is_not_drafted(ids: list[int]) -> None:
+    """Behind a right draft; the model could not read it."""
+    plain = plain_outputs()[0]
+    futures = Future_()
+    llm = speculating_llm()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            llm.engine.executor.runner.proposer,
+            "propose_one",
+            lambda seq_id, token_ids, most: [*futures.of(token_ids.tolist(), 1), *ids][:most],
+        )
+        wanted = SamplingParams(**GREEDY)
+        [output] = llm.generate([plain.prompt_token_ids], wanted, use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids

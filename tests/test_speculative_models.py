@@ -22,6 +22,7 @@ from torch import Tensor
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.attention import StepMetadata
 from nanoserve.config import DEMO_MODEL, find_folder
+from nanoserve.extras.speculative import rejection
 from nanoserve.extras.speculative.eagle import EagleModel, read_config
 from nanoserve.extras.speculative.medusa import MedusaConfig, MedusaModel
 from nanoserve.layers import LayerConfig
@@ -409,3 +410,43 @@ def test_the_demos_drafters_have_names(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)  # in every folder, not only in the clone
     assert find_folder("nanoserve/demo/eagle") == EAGLE
     assert find_folder("nanoserve/demo/hydra") is None
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_no_slot_is_behind_the_longest_sequence(method: str) -> None:
+    """Many drafts in blocks of one token, up to max_model_len."""
+    folder = f"nanoserve/demo/{method.split('_')[0]}"
+    speculative = {"method": method, "model": folder, "num_speculative_tokens": 9}
+    options = {"num_kv_blocks": 200, "block_size": 1, "max_model_len": 48, "max_num_seqs": 2}
+    wanted = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with LLM(**options, speculative_config=speculative) as llm:
+        outputs = llm.generate(["a b c a b c a b c a b", "Once upon a time"], wanted, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+    assert all(output.metrics.num_preemptions == 0 for output in outputs)
+
+
+def test_the_rejection_sampler_knows_what_each_draft_was_drawn_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft model that is the target itself: p = q at each position, so no draft is rejected."""
+    speculative = {
+        "method": "draft_model",
+        "model": str(DEMO_MODEL),
+        "num_speculative_tokens": 4,
+        "rejection_sample_method": "standard",
+    }
+    wanted = [
+        SamplingParams(temperature=1.5, top_k=40, seed=seed, max_tokens=20, ignore_eos=True)
+        for seed in range(8)
+    ]
+    works = rejection.rejection_sample
+
+    def check(target: Tensor, drafts: Tensor, draft: Tensor, *noise: Tensor) -> Tensor:
+        assert torch.allclose(target[drafts >= 0], draft[drafts >= 0], atol=1e-4)
+        return works(target, drafts, draft, *noise)
+
+    monkeypatch.setattr(rejection, "rejection_sample", check)
+    with LLM(num_kv_blocks=100, speculative_config=speculative) as llm:
+        outputs = llm.generate(["Once upon a time"] * 8, wanted, use_tqdm=False)
+    metrics = [output.metrics for output in outputs]
+    assert all(each.num_accepted_tokens == each.num_draft_tokens > 0 for each in metrics)

@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import INT64, check_number
@@ -123,7 +124,7 @@ class SpeculativeConfig:
                     f"speculative_config is {brief(value)}, which is not JSON ({error}). Write "
                     '\'{"method": "ngram", "num_speculative_tokens": 3}\'.'
                 ) from None
-        if not value and isinstance(value, (str, Mapping)):
+        if value is None or (not value and isinstance(value, (str, Mapping))):
             return None
         if not isinstance(value, Mapping):
             raise TypeError(
@@ -142,10 +143,13 @@ class SpeculativeConfig:
                 what = f"speculative_config: {name} is {brief(value)}"
                 raise ValueError(f"{what}; allowed: {', '.join(allowed)}.")
         if not self.num_speculative_tokens and self.method == "suffix":
-            self._set("num_speculative_tokens", self.suffix_decoding_max_tree_depth)
+            depth = self.suffix_decoding_max_tree_depth
+            self._set("num_speculative_tokens", depth or 1)  # a depth of 0 is refused below
         for name, (kind, low, high, words) in RANGES.items():
             if (value := getattr(self, name)) is not None:
                 check_number(f"speculative_config: {name}", value, kind, low, high, words)
+        if not isinstance(self.model, (str, Path, type(None))):
+            raise TypeError(f"speculative_config: model must be a str, got {brief(self.model)}.")
         if self.method in NEEDS_MODEL and not self.model:
             raise ValueError(f"speculative_config: method {self.method!r} needs a model.")
         self._check_lookup()
@@ -227,10 +231,10 @@ class SpeculativeConfig:
         module = f"{__package__}.{module}"
         if self.method == "custom_class":
             assert self.model is not None
-            module, _, name = self.model.rpartition(".")
+            module, _, name = str(self.model).rpartition(".")
         try:
             proposer_cls = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"speculative_config: {module}.{name}, the proposer of method {self.method!r}, "
                 f"cannot be imported ({error})."

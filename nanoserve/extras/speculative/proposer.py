@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -102,9 +103,15 @@ class Proposer:
         @torch.inference_mode()
         def propose(output: ModelOutput) -> dict[int, tuple[int, ...]]:
             with current_device(self.runner.device):
-                return self.propose(scheduler_output, inputs, hidden, output)
+                drafts = self.propose(scheduler_output, inputs, hidden, output)
+            return {seq_id: self._only_tokens(ids) for seq_id, ids in drafts.items()}
 
         return DraftedOutput(pending, propose)
+
+    def _only_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Drafts up to the first id that is not one of the vocabulary's: a model cannot read it."""
+        size = self.runner.batch.vocab_size
+        return tuple(map(int, takewhile(lambda token_id: 0 <= token_id < size, token_ids)))
 
     def make_choose(
         self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
