@@ -168,7 +168,7 @@ def test_drafts_have_graphs_of_their_own() -> None:
 
 
 def test_no_graph_is_larger_than_a_step() -> None:
-    """Its memory was not profiled. Such a step, in which few sequences have drafts, runs eagerly."""
+    """Its memory was not profiled. A step in which few sequences have drafts may run eagerly."""
     graphs = DecodeGraphs(20, FakeGraph, (1, 3), max_tokens=30)
     assert graphs.choose_shape(np.arange(0, 27, 3)) == (8, 3)
     assert graphs.choose_shape(np.array([0, 3, *range(4, 12)])) is None

@@ -667,6 +667,18 @@ def test_without_the_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
     assert EngineArgs().speculative_config is None
 
 
+def test_a_proposer_that_fails_brings_no_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    plain = plain_outputs()[0]
+    llm = speculating_llm()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        proposer = llm.engine.executor.runner.proposer
+        monkeypatch.setattr(proposer, "propose_one", lambda *known: 1 / 0)
+        [output] = llm.generate([plain.prompt_token_ids], SamplingParams(**GREEDY), use_tqdm=False)
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert "a proposer failed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
 @pytest.mark.parametrize("ids", [[10**5], [2**40], [-1], [-1, 5], [-5]])
 def test_an_id_that_is_no_token_is_not_drafted(ids: list[int]) -> None:
     """Behind a right draft; the model could not read it."""

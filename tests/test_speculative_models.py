@@ -420,7 +420,9 @@ def test_no_slot_is_behind_the_longest_sequence(method: str) -> None:
     options = {"num_kv_blocks": 200, "block_size": 1, "max_model_len": 48, "max_num_seqs": 2}
     wanted = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     with LLM(**options, speculative_config=speculative) as llm:
-        outputs = llm.generate(["a b c a b c a b c a b", "Once upon a time"], wanted, use_tqdm=False)
+        outputs = llm.generate(
+            ["a b c a b c a b c a b", "Once upon a time"], wanted, use_tqdm=False
+        )
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
     assert all(output.metrics.num_preemptions == 0 for output in outputs)
 

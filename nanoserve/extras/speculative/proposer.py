@@ -41,6 +41,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.exceptions import Caught
+from nanoserve.logger import init_logger
 from nanoserve.parallel import current_device
 from nanoserve.sampler import Choose
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.kv_cache import KVCacheSpec
     from nanoserve.model_runner import ModelRunner, PendingOutput, StepInputs
+
+
+logger = init_logger(__name__)
 
 
 class Proposer:
@@ -98,13 +103,17 @@ class Proposer:
         inputs: StepInputs,
         hidden: Tensor,
     ) -> DraftedOutput:
-        """`pending`, whose result will bring drafts."""
+        """`pending`, whose result will bring drafts. A proposer that fails brings none."""
 
         @torch.inference_mode()
         def propose(output: ModelOutput) -> dict[int, tuple[int, ...]]:
-            with current_device(self.runner.device):
+            with Caught() as caught, current_device(self.runner.device):
                 drafts = self.propose(scheduler_output, inputs, hidden, output)
-            return {seq_id: self._only_tokens(ids) for seq_id, ids in drafts.items()}
+                return {seq_id: self._only_tokens(ids) for seq_id, ids in drafts.items()}
+            if isinstance(caught.error, NotImplementedError):
+                raise caught.error  # a method that is to be written
+            logger.error("a proposer failed: no drafts for the next step", exc_info=caught.error)
+            return {}
 
         return DraftedOutput(pending, propose)
 
