@@ -216,7 +216,7 @@ class Oracle(TokenProposer):
 
 
 def verify_times(
-    prompt: list[int], batches: tuple[int, ...], drafts: tuple[int, ...], rounds: int = 3
+    prompt: list[int], batches: tuple[int, ...], drafts: tuple[int, ...], rounds: int = 5
 ) -> dict[tuple[int, int], float]:
     """(sequences, drafts of each) -> seconds of the fastest step that computed so many. The
     sequences are copies of the one that Oracle knows."""
@@ -224,8 +224,11 @@ def verify_times(
     Oracle.num_right = max(drafts)
     for k in drafts:
         config = {"method": "custom_class", "model": f"{__name__}.Oracle"}
-        options = {"max_num_seqs": max(batches), "enable_prefix_caching": False}
-        options |= {"speculative_config": config | {"num_speculative_tokens": k} if k else None}
+        options: dict[str, Any] = {
+            "max_num_seqs": max(batches),
+            "enable_prefix_caching": False,
+            "speculative_config": {**config, "num_speculative_tokens": k} if k else None,
+        }
         with lesson.small_llm(16 * max(batches), **options) as llm:
 
             def note(report: Any, k: int = k) -> None:

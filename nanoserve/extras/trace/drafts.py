@@ -8,7 +8,7 @@
 
 `drafted` draws it as a text. A draft that was accepted is green. A draft that was rejected is red
 and struck through, and stands before the token that came in its place. A token that the model
-itself brought is plain: each step ends with one.
+itself brought is plain: each step ends with one, unless an accepted draft has ended the answer.
 
 Left out: several ranks (the rows are rank 0's), and the branches of a request beyond the first.
 
@@ -56,7 +56,7 @@ class Verified(NamedTuple):
     step: int  # from 1
     name: str
     draft_token_ids: tuple[int, ...]
-    sampled_token_ids: tuple[int, ...]  # one more than drafts; behind a wrong draft they mean nothing
+    sampled_token_ids: tuple[int, ...]  # of k + 1 rows; nothing behind a wrong draft counts
     new_token_ids: tuple[int, ...]  # what the sequence got
     num_accepted: int  # of the drafts
 
