@@ -207,7 +207,7 @@ def key_head_shares() -> Cases:
 class Oracle(TokenProposer):
     """Knows what comes, and says `num_right` true drafts and then wrong ones."""
 
-    text: ClassVar[list[int]] = []  # prompt and answer
+    text: ClassVar[tuple[int, ...]] = ()  # prompt and answer
     num_right: ClassVar[int] = 0
 
     def propose_one(self, seq_id: int, token_ids: Any, most: int) -> list[int]:
