@@ -123,6 +123,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
     "short_answers": after([], "Tell me a story."),
     "deaf": after_a_client_left,
+    "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
 }
 
 

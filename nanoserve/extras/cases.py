@@ -1,4 +1,4 @@
-"""Which answers does the engine itself give? The oracles of notebooks 06 and 09.
+"""Which answers does the engine itself give? The oracles of notebooks 06, 09 and 13.
 
 An exercise ends with a check of the reader's answers against those of the real engine. Where that
 takes more than a line, a function here has the inputs and the engine's answers:
@@ -16,7 +16,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import ModelConfig
 from nanoserve.demo import MODEL_DIR
 from nanoserve.extras import lesson
+from nanoserve.extras.speculative.proposer import TokenProposer
 from nanoserve.extras.trace.model import placements
 from nanoserve.layers import LayerConfig, RMSNorm, VocabParallelEmbedding
 from nanoserve.models.base import Model
@@ -198,3 +199,49 @@ def key_head_shares() -> Cases:
             start, size = ParallelState(rank, world_size).shard_range(num_kv_heads, "heads", 1)
             oracle.append(list(range(start, start + size)))
     return Cases(inputs, oracle)
+
+
+# -- speculative decoding --
+
+
+class Oracle(TokenProposer):
+    """Knows what comes, and says `num_right` true drafts and then wrong ones."""
+
+    text: ClassVar[tuple[int, ...]] = ()  # prompt and answer
+    num_right: ClassVar[int] = 0
+
+    def propose_one(self, seq_id: int, token_ids: Any, most: int) -> list[int]:
+        drafts = Oracle.text[len(token_ids) :][:most]
+        return [t if i < Oracle.num_right else t + 1 for i, t in enumerate(drafts)]
+
+
+def verify_times(
+    prompt: list[int], batches: tuple[int, ...], drafts: tuple[int, ...], rounds: int = 5
+) -> dict[tuple[int, int], float]:
+    """(sequences, drafts of each) -> seconds of the fastest step that computed so many. The
+    sequences are copies of the one that Oracle knows."""
+    times: dict[tuple[int, int], float] = {}
+    Oracle.num_right = max(drafts)
+    for k in drafts:
+        config = {"method": "custom_class", "model": f"{__name__}.Oracle"}
+        options: dict[str, Any] = {
+            "max_num_seqs": max(batches),
+            "enable_prefix_caching": False,
+            "speculative_config": {**config, "num_speculative_tokens": k} if k else None,
+        }
+        with lesson.small_llm(16 * max(batches), **options) as llm:
+
+            def note(report: Any, k: int = k) -> None:
+                batch = len(report.scheduler_output.scheduled)
+                num_tokens = report.scheduler_output.total_num_scheduled_tokens
+                if num_tokens == batch * (1 + k):  # not the prompts, not the end
+                    seconds = report.schedule_time + report.execute_time + report.update_time
+                    times[batch, k] = min(seconds, times.get((batch, k), seconds))
+
+            llm.engine.step_listeners.append(note)
+            params = SamplingParams(
+                temperature=0, max_tokens=len(Oracle.text) - len(prompt), ignore_eos=True
+            )
+            for batch in batches * rounds:
+                llm.generate([prompt] * batch, params, use_tqdm=False)
+    return times

@@ -1,4 +1,4 @@
-"""What does an engine with one mistake do? Twenty-two sabotages, for notebooks and tests.
+"""What does an engine with one mistake do? Twenty-three sabotages, for notebooks and tests.
 
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...                                           # and a right one again
@@ -30,7 +30,7 @@ from nanoserve.kernels.threads import load_torch
 
 load_torch()  # before anyone imports it: waiting threads sleep (nanoserve/kernels/threads.py)
 
-from nanoserve.model_runner import ModelRunner  # noqa: E402
+from nanoserve.model_runner import NO_DRAFT, ModelRunner  # noqa: E402
 from nanoserve.parallel import ParallelState  # noqa: E402
 
 NUM_BEFORE_MOVE = 9  # steps, those that record graphs included, before "moving_inputs" moves them
@@ -405,3 +405,20 @@ def _halve_max_tokens(right: Any, processor: Any, *arguments: Any) -> Any:
 )
 async def _abort_nothing(right: Any, requests: Any) -> None:
     pass
+
+
+@_sabotage(
+    "credulous",
+    "model_runner.PendingOutput.result",
+    "the first wrong draft of a step is accepted, too",
+)
+def _accept_one_too_many(right: Any, pending: Any) -> Any:
+    if pending._sampled is None:
+        return right(pending)
+    token_ids, wrong = pending._sampled.token_ids.clone(), set()
+    for row, (seq_id, _, draft) in enumerate(pending._samples):
+        if draft != NO_DRAFT and seq_id not in wrong and token_ids[row - 1] != draft:
+            token_ids[row - 1] = draft
+            wrong.add(seq_id)
+    pending._sampled = pending._sampled._replace(token_ids=token_ids)
+    return right(pending)

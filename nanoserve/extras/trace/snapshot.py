@@ -127,7 +127,7 @@ def was_executed(engine: Any, step: SchedulerOutput) -> bool:
     is_new = {new.seq_id for new in step.new_sequences}
     for item in step.scheduled:
         seq = engine.scheduler.sequences.get(item.seq_id)
-        end = item.num_computed_tokens + item.num_scheduled_tokens
+        end = item.num_computed_tokens + item.num_scheduled_tokens - len(item.draft_token_ids)
         if seq is None or (
             not seq.num_output_placeholders and seq.num_prompt_tokens <= end < seq.num_tokens
         ):
