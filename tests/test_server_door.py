@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import shlex
 import socket
 import threading
@@ -201,6 +202,24 @@ def test_a_client_that_goes_away_from_its_stream(server: Running) -> None:
         sock.sendall(request("POST", "/stream"))
         assert sock.recv(100)
     assert gone.wait(PATIENCE)
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="Linux tells of it")
+@pytest.mark.parametrize("more", [request("GET", "/version"), b"no HTTP"])
+def test_a_client_that_goes_away_after_it_sent_its_next_request(
+    server: Running, async_llm: AsyncLLM, more: bytes
+) -> None:
+    """uvicorn stops to read then. The first request ends even so."""
+    with server.connect() as sock:
+        body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "n": 8}
+        sock.sendall(request("POST", "/v1/completions", body))
+        until(lambda: async_llm.engine.scheduler.running)
+        sock.sendall(more)
+        until(lambda: any(each.flow.read_paused for each in server.server.server_state.connections))
+    until(lambda: not server.server.server_state.connections)
+    until(lambda: not async_llm.get_num_unfinished_requests())
+    manager = async_llm.engine.block_manager
+    until(lambda: manager.num_free_blocks == manager.num_blocks)
 
 
 # -- errors --

@@ -22,6 +22,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import stat
@@ -185,6 +186,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. True: end."""
         self.close_idle_connections()
+        self.close_gone_connections()
         return await super().on_tick(counter)
 
     def close_idle_connections(self) -> None:
@@ -200,3 +202,19 @@ class Server(uvicorn.Server):
                 self._idle[connection] = cycle, since
                 if now - since > self.state.args.request_timeout:
                     connection.transport.abort()
+
+    def close_gone_connections(self) -> None:
+        """Close those whose client went away after it had sent more than one request. uvicorn reads
+        nothing of them meanwhile, and so does not see their end."""
+        if not hasattr(select, "POLLRDHUP"):  # Linux has it
+            return
+        ends = select.poll()
+        paused = {}
+        connections: set[Any] = self.server_state.connections
+        for connection in connections:
+            sock = connection.transport.get_extra_info("socket")
+            if connection.flow.read_paused and sock.fileno() >= 0:
+                ends.register(sock.fileno(), select.POLLRDHUP)
+                paused[sock.fileno()] = connection
+        for number, _ in ends.poll(0) if paused else ():
+            paused[number].transport.abort()
