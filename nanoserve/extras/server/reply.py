@@ -244,7 +244,11 @@ class Reply(ABC, Generic[AnyGeneration]):
         """The events of a stream."""
         try:
             async for number, output in self.requests.outputs():
-                yield b"".join(map(to_event, self.to_chunks(number, output)))
+                is_long = bool(output.prompt_logprobs) and number not in self.prompt_tokens
+                if is_long:  # with echo: the logprobs of a whole prompt, for each choice
+                    yield await asyncio.to_thread(self.to_events, number, output)
+                else:
+                    yield self.to_events(number, output)
             options = self.request.stream_options
             if options is not None and options.include_usage:
                 more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
@@ -252,6 +256,10 @@ class Reply(ABC, Generic[AnyGeneration]):
         except Exception as error:
             yield to_event(describe(error))
         yield DONE
+
+    def to_events(self, number: int, output: RequestOutput) -> bytes:
+        """The events that tell of one output."""
+        return b"".join(map(to_event, self.to_chunks(number, output)))
 
     def to_chunks(self, number: int, output: RequestOutput) -> list[Json]:
         """The chunks that tell of one output: one for each choice that has something new."""
