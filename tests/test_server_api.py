@@ -600,7 +600,7 @@ def test_only_a_trusting_server_takes_templates(
 async def ask_app(app: FastAPI, path: str, body: Any) -> httpx.Response:
     """A request without a socket."""
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(path, json=body)
 
 

@@ -150,6 +150,34 @@ def test_curl_need_not_send_what_is_too_large(server: Running) -> None:
         assert read_answer(sock).status == 413
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((each, 200) for each in ("localhost:8000", "127.0.0.1", "[::1]:8000", "a.localhost", "")),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.nip.io", 403),
+    ],
+)
+def test_a_page_whose_name_was_made_to_lead_here(server: Running, host: str, status: int) -> None:
+    """DNS rebinding: the browser takes it for a page of this server."""
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert server.ask("GET", "/version", headers=headers).status == status
+    assert server.ask("POST", "/echo", {}, headers).status == status
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_key": "key"}, {"host": "0.0.0.0"}, {"host": "my.example"}]
+)
+def test_names_of_a_server_that_others_reach(async_llm: AsyncLLM, options: dict[str, str]) -> None:
+    async def ask() -> int:
+        transport = httpx.ASGITransport(build_app(async_llm, **options))
+        async with httpx.AsyncClient(transport=transport, base_url="http://my.example") as client:
+            return (await client.get("/version")).status_code
+
+    assert asyncio.run(ask()) == 200
+
+
 # -- slow and vanishing clients --
 
 
@@ -557,7 +585,8 @@ BIG = ("n", "best_of", "beam_width")  # to serve thousands of completions takes 
 @pytest.fixture(scope="module")
 def schema(async_llm: AsyncLLM) -> Any:
     schemathesis = pytest.importorskip("schemathesis")
-    return schemathesis.openapi.from_asgi("/openapi.json", build_app(async_llm))
+    app = build_app(async_llm, host="testserver")  # which is schemathesis' name for it
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
 @pytest.mark.parametrize("max_examples", [10, pytest.param(200, marks=pytest.mark.slow)])

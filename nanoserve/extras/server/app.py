@@ -1,7 +1,7 @@
 """Which parts make up the server, and what do they share?
 
     build_app(async_llm)
-        middleware.py      X-Request-Id, CORS, errors, API key, body
+        middleware.py      X-Request-Id, CORS, errors, Host, API key, body
         errors.py          what the handlers of exceptions answer
         completions.py  chat.py  utilities.py  page.py
                            one router each; make_router(state) gets the ServerState
@@ -38,6 +38,7 @@ from nanoserve.extras.server.middleware import (
     AuthenticationMiddleware,
     BodyMiddleware,
     ErrorMiddleware,
+    HostMiddleware,
     XRequestIdMiddleware,
 )
 from nanoserve.extras.server.options import FrontendArgs
@@ -121,6 +122,8 @@ def make_middleware(state: ServerState) -> list[Middleware]:
             )
         )
     layers.append(Middleware(ErrorMiddleware))
+    if not (args.is_public or args.uds or args.api_key):
+        layers.append(Middleware(HostMiddleware, host=args.host))
     if args.api_key:
         layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
     return [*layers, Middleware(BodyMiddleware, state=state)]

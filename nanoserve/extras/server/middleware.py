@@ -4,6 +4,7 @@ From the outside to the inside; each is an ASGI application around the next:
 
     XRequestIdMiddleware        the answer gets X-Request-Id: the client's own, or a random one
     ErrorMiddleware             whatever fails inside is a 500 in OpenAI's shape
+    HostMiddleware              403 for a web page whose name was made to lead to this machine
     AuthenticationMiddleware    401 without one of the API keys
     BodyMiddleware              503 while shutting down, 413 too large, 408 too slow, 400 no JSON;
                                 the endpoint gets its body in one piece
@@ -18,8 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import uuid
+from contextlib import suppress
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,6 +97,33 @@ class ErrorMiddleware:
             if scope["type"] != "http" or has_begun:
                 raise
             await error_response(error)(scope, receive, send)
+
+
+class HostMiddleware:
+    """Guards a server of this machine alone that asks for no key. A page of another site may have
+    its name lead here (DNS rebinding): for the browser it is then a page of ours. But the request
+    has that name in Host, where ours have localhost or an address. (vLLM has no such check.)"""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self.app = app
+        self.host = host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        name = (urlsplit(f"//{given}").hostname or "").rstrip(".")
+        if name and name != self.host and not is_local_name(name):
+            raise HTTPError(
+                403, f"the header Host is {brief(given)}; allowed without --api-key: localhost."
+            )
+        await self.app(scope, receive, send)
+
+
+def is_local_name(name: str) -> bool:
+    """Does a name lead to where it says, whatever a name server answers?"""
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return name == "localhost" or name.endswith(".localhost")
 
 
 class AuthenticationMiddleware:
