@@ -56,19 +56,9 @@ class ServerState:
     num_requests: int = 0  # being served, from the first byte of the body to the last of the answer
 
     @property
-    def max_logprobs(self) -> int:
-        """The most logprobs that a request may ask for; -1: all."""
-        return self.async_llm.config.max_logprobs
-
-    @property
     def trust_request_chat_template(self) -> bool:
         """May a request bring a template of its own?"""
         return self.args.trust_request_chat_template
-
-    @property
-    def is_shutting_down(self) -> bool:
-        """Does the engine take no more requests?"""
-        return self.async_llm.errored
 
 
 def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: Any) -> FastAPI:
