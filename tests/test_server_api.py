@@ -633,6 +633,7 @@ def test_tokenize_and_detokenize(server: Running, demo_llm: LLM) -> None:
 GUIDED = {"structured_outputs": {"regex": "a"}, "guided_json": {}, "guided_choice": ["a"]}
 MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"prompt": None}, "prompt", "there is no prompt"),
+    (C, {"prompt": None, "messages": []}, "prompt", "messages are for /v1/chat/completions"),
     (C, {"prompt": []}, "prompt", "0 prompts"),
     (C, {"prompt": {"prompt": "a"}}, None, "text or a list"),
     (C, {"prompt": [STORY, 7]}, None, "text or token ids"),

@@ -87,8 +87,14 @@ def to_http_error(error: BaseException) -> HTTPError:
             return describe_validation(error)
         case HTTPException(status_code=404):
             return HTTPError(
-                404, "there is no such path here; /openapi.json lists those there are."
+                404,
+                "there is no such path here; /openapi.json lists those there are. The base_url of "
+                "OpenAI's client ends with /v1.",
             )
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "another one")
+            message = f"this path does not take this method; allowed: {allowed}."
+            return HTTPError(405, message, headers=error.headers)
         case HTTPException():
             return HTTPError(error.status_code, f"{error.detail}.", headers=error.headers)
         case QueueOverflowError():

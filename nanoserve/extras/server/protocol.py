@@ -294,6 +294,8 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.prompt is None and "messages" in (self.model_extra or {}):
+            _raise("prompt", None, "messages are for /v1/chat/completions; give a prompt here.")
         if self.max_tokens == 0 and not self.echo:
             _refuse("max_tokens", 0, "1 or more, or 0 with echo")
         if self.use_beam_search and self.echo and self.logprobs is not None:
