@@ -67,7 +67,7 @@ def make_router(state: ServerState) -> APIRouter:
     async def detokenize(raw_request: Request) -> Response:
         """The text of token ids."""
         request, _ = await read_body(state, raw_request, DetokenizeRequest)
-        token_ids = as_token_ids(request.tokens)
+        token_ids = await asyncio.to_thread(as_token_ids, request.tokens)  # may be a million
         return JsonResponse({"prompt": await state.async_llm.detokenize(token_ids)})
 
     @router.get("/ping", responses={503: {}})
