@@ -113,7 +113,7 @@ def make_middleware(state: ServerState) -> list[Middleware]:
         )
     layers.append(Middleware(ErrorMiddleware))
     if not (args.is_public or args.uds or args.api_key):
-        layers.append(Middleware(HostMiddleware, host=args.host))
+        layers.append(Middleware(HostMiddleware))
     if args.api_key:
         layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
     return [*layers, Middleware(BodyMiddleware, state=state)]

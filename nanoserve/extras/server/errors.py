@@ -9,9 +9,9 @@ Every error has OpenAI's shape, whoever found it:
 An error that comes in the middle of a stream is such an object, too, in a chunk of its own.
 
 400 and 404 are the request's fault, and say what to do. 503 is nobody's fault, and passes: the
-queue is full, or the server is about to end. 500 is ours: the client reads that it happened, and
-the log has the traceback. A ValueError or TypeError counts as the request's, as in vLLM: they are
-what the engine's doors raise.
+queue is full, or the server is about to end. 500 is the server's fault: the client reads that it
+happened, and the log has the traceback. A ValueError or TypeError counts as the request's, as in
+vLLM: the engine raises them for a request that it does not take.
 
 vLLM: vllm/entrypoints/serve/exception_handling/ (V1).
 """

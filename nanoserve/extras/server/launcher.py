@@ -172,13 +172,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests; wait for those that run, and until they are sent."""
         timeout = 0.0 if self.num_signals > 1 else self.state.args.shutdown_timeout
-        closing = asyncio.create_task(super().shutdown(sockets))  # waits for all connections
+        closing = asyncio.create_task(super().shutdown(sockets))  # ends with the last connection
         await self.end_engine(timeout)
-        await asyncio.wait([closing], timeout=LAST_CHUNKS)
+        await asyncio.wait([closing], timeout=LAST_CHUNKS)  # clients read the end of their answers
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # its client does not read
-        await asyncio.wait([closing], timeout=LAST_CHUNKS)
-        self.force_exit = True
+        await asyncio.wait([closing], timeout=LAST_CHUNKS)  # tasks see that their client is gone
+        self.force_exit = True  # uvicorn waits no longer
         await closing
 
     # -- connections --
@@ -204,8 +204,8 @@ class Server(uvicorn.Server):
                     connection.transport.abort()
 
     def close_gone_connections(self) -> None:
-        """Close those whose client went away after it had sent more than one request. uvicorn reads
-        nothing of them meanwhile, and so does not see their end."""
+        """Close those whose client went away after it had sent its next request. uvicorn stops
+        reading until the first one is answered, and so does not see that the client is gone."""
         if not hasattr(select, "POLLRDHUP"):  # Linux has it
             return
         ends = select.poll()

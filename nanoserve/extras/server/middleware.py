@@ -4,7 +4,8 @@ From the outside to the inside; each is an ASGI application around the next:
 
     XRequestIdMiddleware        the answer gets X-Request-Id: the client's own, or a random one
     ErrorMiddleware             whatever fails inside is a 500 in OpenAI's shape
-    HostMiddleware              403 for a web page whose name was made to lead to this machine
+    HostMiddleware              403 for a web page whose name was made to lead to this machine;
+                                only if no key is asked for, and other machines cannot reach it
     AuthenticationMiddleware    401 without one of the API keys
     BodyMiddleware              503 while shutting down, 413 too large, 408 too slow, 400 no JSON;
                                 the endpoint gets its body in one piece
@@ -21,7 +22,6 @@ import asyncio
 import hmac
 import ipaddress
 import uuid
-from contextlib import suppress
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -100,35 +100,40 @@ class ErrorMiddleware:
 
 
 class HostMiddleware:
-    """Guards a server of this machine alone that asks for no key. A page of another site may have
-    its name lead here (DNS rebinding): for the browser it is then a page of ours. But the request
-    has that name in Host, where ours have localhost or an address. (vLLM has no such check.)"""
+    """Protects a server that only this machine reaches, and that asks for no key. Another site may
+    have its own name lead to 127.0.0.1 (DNS rebinding). Then the browser takes the site's page for
+    one of this server, and lets it read the answers. But its requests have the site's name in the
+    header Host, and others have localhost or an address. (vLLM has no such check.)"""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.host = host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        name = (urlsplit(f"//{given}").hostname or "").rstrip(".")
-        if name and name != self.host and not is_local_name(name):
-            raise HTTPError(
-                403, f"the header Host is {brief(given)}; allowed without --api-key: localhost."
-            )
+        if given and not is_local_host(given):
+            allowed = "localhost or an address, unless the server has an --api-key"
+            raise HTTPError(403, f"the header Host is {brief(given)}; allowed: {allowed}.")
         await self.app(scope, receive, send)
 
 
-def is_local_name(name: str) -> bool:
-    """Does a name lead to where it says, whatever a name server answers?"""
-    with suppress(ValueError):
-        ipaddress.ip_address(name)
+def is_local_host(host: str) -> bool:
+    """Is a Host such as "localhost:8000" or "[::1]:8000" one that needs no name server?"""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:  # "[", for example
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
         return True
-    return name == "localhost" or name.endswith(".localhost")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:  # a name
+        return False
+    return True
 
 
 class AuthenticationMiddleware:
-    """Refuses requests without one of the API keys, but for OPEN_PATHS. (vLLM guards /v1 alone, and
-    leaves /tokenize open.)"""
+    """Refuses requests without one of the API keys, except for OPEN_PATHS. (vLLM guards /v1 alone,
+    and leaves /tokenize open.)"""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self.app = app

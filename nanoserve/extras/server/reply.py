@@ -12,8 +12,8 @@ All prompts are checked and queued before the answer begins: until then an error
 own, and no prompt is computed if one is refused. After that an error is a chunk {"error": ...}
 before [DONE], as in vLLM.
 
-The work for a token is done while the engine waits for the interpreter. So a chunk is one dict and
-one call of a JSON encoder, and all chunks of an output are sent at once.
+Python runs one thread at a time, so while a chunk is made the engine stands still. Therefore a
+chunk is one dict and one call of a JSON encoder, and all chunks of an output are sent at once.
 
 vLLM: vllm/entrypoints/openai/serving_engine.py (V0); vllm/entrypoints/generate/base/serving.py,
 beam_search/online.py (V1).
