@@ -486,7 +486,7 @@ def test_a_chat_streams_into_the_page(page: Page) -> None:
     page.wait_for(
         "steps.length > 0 && !document.querySelector('#last').textContent.includes('No step')"
     )
-    assert page.evaluate("document.querySelectorAll('#requests tbody button').length") >= 1
+    page.wait_for("known.size >= 2")  # a short request may have no row: see the samples below
 
 
 @needs_chromium
@@ -511,7 +511,13 @@ def test_what_the_model_writes_is_text(page: Page) -> None:
 @needs_chromium
 def test_a_model_without_a_template_completes_text(page: Page) -> None:
     answer_with(page, " there was")
-    page.evaluate("take({...state, has_chat_template: false})")
+    page.evaluate(  # also in later messages of the server
+        """(() => {
+          const real = take;
+          take = message => real({...message, has_chat_template: false});
+          take(state);
+        })()"""
+    )
     page.evaluate("document.querySelector('#temperature').value = '0.5'")
     page.evaluate("document.querySelector('#seed').value = '7'")
     ask(page, "Once upon a time")
