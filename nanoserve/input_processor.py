@@ -160,10 +160,10 @@ class InputProcessor:
             raise VLLMValidationError(
                 "the prompt is empty: it has no tokens. Give at least one token."
             )
-        self._check_vocabulary(token_ids)
+        self.check_vocabulary(token_ids)
         return token_ids
 
-    def _check_vocabulary(self, token_ids: Collection[int], where: str = "") -> None:
+    def check_vocabulary(self, token_ids: Collection[int], where: str = "") -> None:
         """Raise ValueError for a token id that the model does not have."""
         last = self.model_config.vocab_size - 1
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -204,7 +204,7 @@ class InputProcessor:
             self.require_tokenizer("a stop string")
         vocab_size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self._check_vocabulary(getattr(params, name) or (), f"{name}: ")
+            self.check_vocabulary(getattr(params, name) or (), f"{name}: ")
         most = self.config.max_logprobs if self.config.max_logprobs >= 0 else vocab_size
         most = min(most, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
@@ -230,7 +230,7 @@ class InputProcessor:
             after_space = tuple(encode(tokenizer, " " + text, self.capacity, False, "a bad word"))
             if not alone:
                 raise VLLMValidationError(f"bad_words holds {brief(word)}, which has no tokens.")
-            self._check_vocabulary(alone + after_space, f"{brief(word)} of bad_words: ")
+            self.check_vocabulary(alone + after_space, f"{brief(word)} of bad_words: ")
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:
                 spellings.append(after_space)

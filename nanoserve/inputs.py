@@ -354,8 +354,9 @@ def render_chat(
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
         raise VLLMValidationError(
-            "this model's tokenizer has no chat template. Give one as chat_template=..., use "
-            "generate with a prompt of your own, or a model that was trained to chat."
+            "this model's tokenizer has no chat template. Give one as chat_template=... "
+            "(a server: --chat-template FILE), complete a prompt of your own with generate (a "
+            "server: /v1/completions), or take a model that was trained to chat."
         )
     guard = tokenizer.guard  # the process that renders; see guard.py
     content_format = guard.find_content_format(template, content_format)

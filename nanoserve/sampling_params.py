@@ -60,6 +60,7 @@ FLOAT_LIMIT = 3.4e38  # of float32, the type of logits
 SMALLEST_PENALTY = 1e-30  # a logit divided by less would overflow (vLLM's limit is above 0)
 # Items of a list at most. Each step goes through the first two, at a few microseconds an item.
 WORD_LIMIT = 1024  # strings, callables
+BAD_WORDS_LIMIT = 2**15  # characters of all bad_words: each is tokenized twice
 EDIT_LIMIT = 4096  # token ids that change a logit: stop_token_ids (for min_tokens), logit_bias
 ID_LIMIT = 2**20  # token ids that are read once: more than any vocabulary has
 
@@ -283,6 +284,9 @@ class SamplingParams:
             self._copy_list("stop_token_ids", _check_token_id, TOKEN_IDS, EDIT_LIMIT) or []
         )
         self.bad_words = list(dict.fromkeys(self.bad_words))
+        if (number := sum(map(len, self.bad_words))) > BAD_WORDS_LIMIT:
+            message = f"bad_words has {number} characters in all; allowed: {BAD_WORDS_LIMIT}."
+            raise _error("bad_words", self.bad_words, message)
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
         self.allowed_token_ids = self._copy_list(
             "allowed_token_ids", _check_token_id, TOKEN_IDS, ID_LIMIT

@@ -129,7 +129,7 @@ def request(
     """The bytes of a request. A header that is None is left out."""
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     length = str(len(data))
-    fields = {"Host": "test", "Content-Type": "application/json", "Content-Length": length}
+    fields = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": length}
     fields |= headers or {}
     lines = [f"{name}: {value}" for name, value in fields.items() if value is not None]
     return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode() + data

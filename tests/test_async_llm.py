@@ -33,7 +33,7 @@ from nanoserve.exceptions import EngineDeadError, QueueOverflowError, VLLMValida
 from nanoserve.extras import async_llm as module
 from nanoserve.extras.async_llm import AsyncLLM, join_deltas
 from nanoserve.extras.beam_search import BeamSearchParams
-from nanoserve.output_processor import RequestState
+from nanoserve.output_processor import CompletionOutput, RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import SchedulerOutput
 
@@ -223,6 +223,16 @@ def test_joined_deltas_are_one_delta(demo_llm: LLM) -> None:
             result = join_deltas(result, other)
         assert result.outputs == whole.outputs
         assert result.finished
+
+
+def test_joined_deltas_are_in_the_order_of_their_index() -> None:
+    def make_delta(index: int) -> RequestOutput:
+        return RequestOutput(
+            "a", None, [1], None, [CompletionOutput(index, "", [7], None, None)], False
+        )
+
+    joined = join_deltas(make_delta(1), make_delta(0))
+    assert [completion.index for completion in joined.outputs] == [0, 1]
 
 
 def test_a_caller_that_is_never_ahead_lets_others_run(make: MakeAsync) -> None:
@@ -505,6 +515,43 @@ def test_a_consumer_that_cannot_even_say_so(
         with pytest.raises(RuntimeError, match=r"'a' failed: ZeroDivisionError"):
             await collect(llm, [1, 2, 3], params(), "a")
         await idle(llm)
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_is_dead_without_requests_too(
+    make: MakeAsync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All requests of the step have ended: after another error the engine would serve others."""
+    llm = make()
+    run_step = llm.engine.run_step
+
+    def end_and_fail() -> None:
+        for request_id in list(llm.engine.output_processor.requests):
+            llm.engine.abort_request(request_id)
+        run_step()
+        raise EngineDeadError("a rank ended")
+
+    async def main() -> None:
+        monkeypatch.setattr(llm.engine, "run_step", end_and_fail)
+        with pytest.raises(EngineDeadError, match="a rank ended"):
+            await collect(llm, [1, 2, 3], params())
+        with pytest.raises(EngineDeadError, match="a rank ended"):
+            await llm.check_health()
+
+    asyncio.run(main())
+
+
+def test_a_request_may_say_when_it_came(make: MakeAsync) -> None:
+    llm = make()
+
+    async def main() -> None:
+        before = time.time()
+        given = await llm.add_request("a", [1, 2], params(), arrival_time=12.5)
+        own = await llm.add_request("b", [1, 2], params())
+        assert given.request.root.metrics.arrival_time == 12.5
+        assert before <= own.request.root.metrics.arrival_time <= time.time()
+        await llm.abort(["a", "b"])
 
     asyncio.run(main())
 
@@ -1245,7 +1292,7 @@ def test_texts_and_chats(demo: AsyncLLM, demo_llm: LLM) -> None:
         assert await demo.run_in_thread(json.loads, '{"a": [1]}') == {"a": [1]}
         with pytest.raises(ValueError, match="add_generation_prompt"):
             await demo.render_chat(messages, continue_final_message=True)
-        with pytest.raises(VLLMValidationError, match="cannot decode"):
+        with pytest.raises(VLLMValidationError, match="-1 is out of range"):
             await demo.detokenize([-1])
 
     asyncio.run(main())
@@ -1569,6 +1616,16 @@ def test_an_error_within_the_time_of_shutdown_is_no_abort(make: MakeAsync) -> No
         await ending
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeouts", [(0.0, 100.0), (100.0, 0.0)])
+def test_the_shortest_time_of_shutdown_counts(
+    make: MakeAsync, timeouts: tuple[float, float]
+) -> None:
+    llm = make()
+    for timeout in timeouts:
+        llm.shutdown(timeout)
+    assert llm._core.stop_at <= time.monotonic()
 
 
 def test_a_shorter_shutdown_counts(make: MakeAsync) -> None:

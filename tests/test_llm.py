@@ -1030,7 +1030,7 @@ def test_chat_needs_a_template(make_checkpoint: Callable[..., Path], tmp_path: P
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     with LLM(folder, num_kv_blocks=16) as llm:
-        with pytest.raises(ValueError, match=r"no chat template.*generate with a prompt of your"):
+        with pytest.raises(ValueError, match=r"no chat template.*prompt of your own with generate"):
             llm.chat(SUM, GREEDY)
         assert generate(llm, STORY)[0].outputs[0].text
         assert_idle(llm)

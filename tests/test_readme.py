@@ -361,6 +361,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert characters == f"{guard.CHARACTERS:,} characters"
     sentence = f"{guard.SECONDS} seconds, {guard.MEGABYTES} MiB of memory or {guard.CHARACTERS:,}"
     assert sentence in text.replace("\n  ", " ")
+    assert f"{sampling_params.BAD_WORDS_LIMIT:,} characters" in shown_limits["bad_words"]
     width = EngineConfig.max_logprobs // 2
     assert f"(with its default, {width})" in shown_limits["beam_width"]
 

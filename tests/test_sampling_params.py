@@ -254,6 +254,7 @@ TOO_MANY: list[tuple[str, Any]] = [
 BAD_VALUES: list[tuple[str, Any, type[Exception], list[str]]] = [
     *((name, *rest) for name in ("stop_token_ids", "allowed_token_ids") for rest in TOKEN_IDS),
     *((name, *rest) for name in ("stop", "bad_words") for rest in STRINGS),
+    ("bad_words", ["a", "b" * 2**15], ValueError, ["32769 characters in all", "32768"]),
     ("bad_words", ["a\ud800"], ValueError, ["'a\\ud800'", "whole characters"]),
     ("stop", "", ValueError, ["''", "non-empty strings"]),
     ("bad_words", "no", TypeError, ["'no'", "a list of strings"]),

@@ -452,6 +452,26 @@ def test_usage_may_come_with_every_chunk(server: Running) -> None:
         assert last["usage"]["completion_tokens"] == sum(so_far.values()) == 12
 
 
+def test_usage_of_a_chunk_is_that_of_its_prompt(server: Running) -> None:
+    prompts = [[5] * 3, [6] * 9]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": prompts, "n": 2, "seed": 1, "max_tokens": 3, "stream_options": options}
+    *chunks, last = ask_stream(server, C, body)
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        assert chunk["usage"]["prompt_tokens"] == len(prompts[choice["index"] // 2])
+    assert last["usage"]["prompt_tokens"] == 12
+
+
+def test_the_first_chunk_of_a_chat_has_its_prompt(server: Running) -> None:
+    body = {**BOTH[H], "n": 2, "seed": 1, "return_token_ids": True, "return_prompt_text": True}
+    whole = ask(server, H, body)
+    first, *others = ask_stream(server, H, body)
+    for name in ("prompt_token_ids", "prompt_text"):
+        assert first[name] == whole[name]
+        assert not any(name in chunk for chunk in others)
+
+
 def test_cached_tokens_are_told(server: Running) -> None:
     body = {"prompt": [[7] * 40, [8] * 40], "max_tokens": 1, "cache_salt": "cached tokens"}
     first, second = (ask(server, C, body)["usage"] for _ in range(2))
@@ -600,7 +620,7 @@ def test_only_a_trusting_server_takes_templates(
 async def ask_app(app: FastAPI, path: str, body: Any) -> httpx.Response:
     """A request without a socket."""
     transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.post(path, json=body)
 
 
@@ -633,6 +653,7 @@ def test_tokenize_and_detokenize(server: Running, demo_llm: LLM) -> None:
 GUIDED = {"structured_outputs": {"regex": "a"}, "guided_json": {}, "guided_choice": ["a"]}
 MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"prompt": None}, "prompt", "there is no prompt"),
+    (C, {"prompt": None, "messages": []}, "prompt", "messages are for /v1/chat/completions"),
     (C, {"prompt": []}, "prompt", "0 prompts"),
     (C, {"prompt": {"prompt": "a"}}, None, "text or a list"),
     (C, {"prompt": [STORY, 7]}, None, "text or token ids"),
@@ -648,6 +669,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"suffix": "the end"}, "suffix", "fills in the middle"),
     (C, {"best_of": 1, "n": 2}, "best_of", "n (2) or more"),
     (C, {"best_of": 3, "stream": True}, "best_of", "if stream is true"),
+    (C, {"bad_words": [f"{i:3000}" for i in range(11)]}, "bad_words", "allowed: 32768"),
     (C, {"logprobs": 1000}, None, "logprobs is 1000"),
     (C, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "if stream"),
     (C, {"use_beam_search": True, "stream": True}, "stream", "not with use_beam_search"),
@@ -671,6 +693,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"vllm_xargs": [1]}, None, "extra_args must be a dict"),
     (H, {"messages": None}, None, "a conversation is a list"),
     (H, {"messages": []}, None, "a conversation is a list"),
+    (H, {"messages": [*MESSAGES, {"content": "a"}]}, "messages", "messages[1] has no role"),
+    (H, {"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens", "1 or more"),
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type", "text parts"),
     (H, {"top_logprobs": 1}, "top_logprobs", "unless logprobs"),
     (H, {"logprobs": 2}, "logprobs", "valid boolean"),
@@ -695,8 +719,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "either prompt"),
     ("/detokenize", {}, "tokens", "required"),
     ("/detokenize", {"tokens": ["a"]}, None, "token ids must be ints"),
-    ("/detokenize", {"tokens": [-1]}, None, "cannot decode"),
-    ("/detokenize", {"tokens": [2**80]}, None, "cannot decode"),
+    *(("/detokenize", {"tokens": [each]}, None, "out of range") for each in (-1, 5000, 2**80)),
 ]
 
 
@@ -768,6 +791,28 @@ def test_a_failed_prompt_ends_the_others(
         error = refusal(server, C, body, status=500)
         assert "division by zero" in error["message"]
     until(lambda: sorted(map(str, ended)) == ["abort"] * 4 + ["error"] * 2)
+
+
+def test_a_prompt_that_fails_cancels_the_beams_of_the_others(
+    server: Running, async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, cancelled = asyncio.Event(), threading.Event()
+
+    async def search(prompt: Any, params: BeamSearchParams) -> Any:
+        if prompt["prompt_token_ids"] == [6]:
+            await asyncio.wait_for(begun.wait(), PATIENCE)
+            raise ValueError("no beams")
+        try:
+            begun.set()
+            await asyncio.sleep(PATIENCE)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    monkeypatch.setattr(async_llm, "beam_search", search)
+    body = {"prompt": [[5], [6]], "use_beam_search": True, "n": 2}
+    assert refusal(server, C, body)["message"] == "no beams"
+    assert cancelled.wait(PATIENCE / 2)
 
 
 # -- clients that go away --

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 import shlex
 import socket
 import threading
@@ -92,7 +93,7 @@ def still_serving(server: Running) -> Iterator[None]:
         ("GET", "/v1/nothing", {}, 404, "/openapi.json lists"),
         ("POST", "/v2/completions", {}, 404, "no such path"),
         ("POST", "/%2e%2e/%2e%2e/etc/passwd", {}, 404, "no such path"),
-        ("GET", "/echo", {}, 405, "Method Not Allowed"),
+        ("GET", "/echo", {}, 405, "allowed: POST"),
         ("POST", "/echo", {"Content-Type": "text/plain"}, 400, "'text/plain'; allowed: applic"),
         ("POST", "/echo", {"Content-Type": ""}, 400, "Content-Type is ''"),
         ("POST", "/echo", {"Content-Length": "100001"}, 413, "100001 bytes"),
@@ -149,6 +150,35 @@ def test_curl_need_not_send_what_is_too_large(server: Running) -> None:
         assert read_answer(sock).status == 413
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((each, 200) for each in ("localhost:8000", "127.0.0.1", "[::1]:8000", "a.localhost", "")),
+        ("evil.example:8000", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.nip.io", 403),
+        ("[", 403),
+    ],
+)
+def test_a_page_whose_name_was_made_to_lead_here(server: Running, host: str, status: int) -> None:
+    """DNS rebinding: the browser takes it for a page of this server."""
+    headers = {"Host": host, "Origin": f"http://{host}"}
+    assert server.ask("GET", "/version", headers=headers).status == status
+    assert server.ask("POST", "/echo", {}, headers).status == status
+
+
+@pytest.mark.parametrize(
+    "options", [{"api_key": "key"}, {"host": "0.0.0.0"}, {"host": "my.example"}]
+)
+def test_names_of_a_server_that_others_reach(async_llm: AsyncLLM, options: dict[str, str]) -> None:
+    async def ask() -> int:
+        transport = httpx.ASGITransport(build_app(async_llm, **options))
+        async with httpx.AsyncClient(transport=transport, base_url="http://my.example") as client:
+            return (await client.get("/version")).status_code
+
+    assert asyncio.run(ask()) == 200
+
+
 # -- slow and vanishing clients --
 
 
@@ -201,6 +231,24 @@ def test_a_client_that_goes_away_from_its_stream(server: Running) -> None:
         sock.sendall(request("POST", "/stream"))
         assert sock.recv(100)
     assert gone.wait(PATIENCE)
+
+
+@pytest.mark.skipif(not hasattr(select, "POLLRDHUP"), reason="Linux tells of it")
+@pytest.mark.parametrize("more", [request("GET", "/version"), b"no HTTP"])
+def test_a_client_that_goes_away_after_it_sent_its_next_request(
+    server: Running, async_llm: AsyncLLM, more: bytes
+) -> None:
+    """uvicorn stops to read then. The first request ends even so."""
+    with server.connect() as sock:
+        body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "n": 8}
+        sock.sendall(request("POST", "/v1/completions", body))
+        until(lambda: async_llm.engine.scheduler.running)
+        sock.sendall(more)
+        until(lambda: any(each.flow.read_paused for each in server.server.server_state.connections))
+    until(lambda: not server.server.server_state.connections)
+    until(lambda: not async_llm.get_num_unfinished_requests())
+    manager = async_llm.engine.block_manager
+    until(lambda: manager.num_free_blocks == manager.num_blocks)
 
 
 # -- errors --
@@ -307,7 +355,7 @@ def test_a_key_opens(async_llm: AsyncLLM, authorization: str, status: int) -> No
         assert answer.json()["error"]["type"] == "AuthenticationError"
 
 
-def test_every_path_needs_the_key_but_for_a_few(async_llm: AsyncLLM) -> None:
+def test_nearly_every_path_needs_the_key(async_llm: AsyncLLM) -> None:
     """Also those that are not there: who has no key does not learn which are."""
     app = echo_app(async_llm, api_key="right")
     paths = {route.path for route in app.routes if hasattr(route, "path")} | {
@@ -414,6 +462,8 @@ def test_who_reaches_it(host: str, is_public: bool) -> None:
         (["--request-timeout", "nan"], "request_timeout is nan; allowed: 0.001 to"),
         (["--allowed-origins", "[1]"], "allowed_origins must be strings, got 1"),
         (["--allowed-origins", "["], "allowed_origins '[' is no JSON list"),
+        (["--allowed-origins", "localhost"], "'localhost'; allowed: http://HOST:PORT"),
+        (["--ssl-keyfile=a", "--ssl-certfile=b"], "ssl_keyfile is 'a'; there is no such file"),
         (["--ssl-keyfile", "key.pem"], "both ssl_keyfile and ssl_certfile"),
         (["--uvicorn-log-level", "loud"], "invalid choice: 'loud'"),
         (["--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
@@ -479,7 +529,8 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "Invalid JSON"),
+        (b"", "the body is empty"),
+        (b" \n", "the body is empty"),
         (b'{"prompt": ', "Invalid JSON: EOF while parsing"),
         (b'{"prompt": "\xff"}', "Invalid JSON: invalid unicode"),
         (b'{"prompt": "\\ud800"}', "Invalid JSON"),
@@ -507,6 +558,7 @@ def test_what_is_no_request(server: Running, path: str, body: bytes, says: str) 
         ("temperature", [1], "temperature: Input should be a valid number"),
         ("stream", "yes", "stream: Input should be a valid boolean"),
         ("n", 10**9, "n is 1000000000"),
+        ("best_of", 10**9, "best_of is 1000000000; allowed: n (1) or more, up to 16384"),
         ("stop", {"a": 1}, "stop"),
         ("logit_bias", {"a": 1}, "logit_bias"),
         ("temprature", 1, "Did you mean 'temperature'?"),
@@ -538,7 +590,8 @@ BIG = ("n", "best_of", "beam_width")  # to serve thousands of completions takes 
 @pytest.fixture(scope="module")
 def schema(async_llm: AsyncLLM) -> Any:
     schemathesis = pytest.importorskip("schemathesis")
-    return schemathesis.openapi.from_asgi("/openapi.json", build_app(async_llm))
+    app = build_app(async_llm, host="testserver")  # schemathesis asks by this name
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
 @pytest.mark.parametrize("max_examples", [10, pytest.param(200, marks=pytest.mark.slow)])

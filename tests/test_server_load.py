@@ -24,6 +24,7 @@ import pytest
 from engines import EOS, VOCAB_SIZE, expect
 from fakes import FakeExecutor
 from servers import PATIENCE, Command, Running, join, join_tokens, request, running, stream, until
+from test_async_llm import GatedExecutor
 
 from nanoserve import LLM, EngineArgs, SamplingParams
 from nanoserve.distributed.process import process_state
@@ -108,13 +109,17 @@ def test_who_stays_gets_what_generate_gives() -> None:
 
 
 @contextmanager
-def fake_server(**options: Any) -> Iterator[Running]:
+def fake_server(
+    executor_cls: type[FakeExecutor] = FakeExecutor, **options: Any
+) -> Iterator[Running]:
     """A server whose model is the fake one. Without lines in the log, which pytest keeps."""
     fields = {"num_kv_blocks": 64, "block_size": 4, **options}
     config = EngineArgs(model=engines.checkpoint(VOCAB_SIZE, (EOS,)), **fields)
     with (
-        AsyncLLM(config, executor_cls=FakeExecutor) as async_llm,
-        running(build_app(async_llm, disable_uvicorn_access_log=True)) as server,
+        AsyncLLM(config, executor_cls=executor_cls) as async_llm,
+        running(
+            build_app(async_llm, disable_uvicorn_access_log=True, shutdown_timeout=0.0)
+        ) as server,
     ):
         yield server
 
@@ -200,7 +205,34 @@ async def send_under_load(
     return await asyncio.wait_for(asyncio.gather(*asking), PATIENCE)
 
 
-def test_sigterm_ends_all_streams_well() -> None:
+def test_a_signal_ends_all_streams_well() -> None:
+    """Without a process. Each stream gets its last chunk, and nothing is left."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 30, "ignore_eos": True, "return_token_ids": True}
+
+    async def main(server: Running) -> list[list[Any]]:
+        begun = asyncio.Semaphore(0)
+        asking = [stream(server.port, body, on_begin=begun.release) for _ in range(4)]
+        found = asyncio.gather(*asking)
+        async_llm = server.server.state.async_llm
+        while async_llm.get_num_unfinished_requests() < len(asking):
+            await asyncio.sleep(0.001)
+        async_llm.engine.executor.permits.release(3)  # the first step may have one request alone
+        for _ in asking:
+            await begun.acquire()
+        server.server.handle_exit(signal.SIGTERM, None)
+        while not async_llm.errored:
+            await asyncio.sleep(0.001)
+        async_llm.engine.executor.open()
+        return await found
+
+    with fake_server(GatedExecutor) as server:
+        for events in asyncio.run(asyncio.wait_for(main(server), PATIENCE)):
+            assert [reason for _, reason in join(events).values()] == ["abort"]
+            assert join_tokens(events)[0]
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_process_well() -> None:
     """Within the limit the engine aborts what still runs. The exit status is 0."""
     with Command("--shutdown-timeout", "0.3", "--disable-uvicorn-access-log") as server:
         example = next(line for line in server.lines if line.startswith("curl "))

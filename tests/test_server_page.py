@@ -486,7 +486,7 @@ def test_a_chat_streams_into_the_page(page: Page) -> None:
     page.wait_for(
         "steps.length > 0 && !document.querySelector('#last').textContent.includes('No step')"
     )
-    assert page.evaluate("document.querySelectorAll('#requests tbody button').length") >= 1
+    page.wait_for("known.size >= 2")  # a short request may have no row: see the samples below
 
 
 @needs_chromium
@@ -511,7 +511,13 @@ def test_what_the_model_writes_is_text(page: Page) -> None:
 @needs_chromium
 def test_a_model_without_a_template_completes_text(page: Page) -> None:
     answer_with(page, " there was")
-    page.evaluate("take({...state, has_chat_template: false})")
+    page.evaluate(  # also in later messages of the server
+        """(() => {
+          const real = take;
+          take = message => real({...message, has_chat_template: false});
+          take(state);
+        })()"""
+    )
     page.evaluate("document.querySelector('#temperature').value = '0.5'")
     page.evaluate("document.querySelector('#seed').value = '7'")
     ask(page, "Once upon a time")
@@ -532,7 +538,7 @@ def test_the_samples_run_at_once_and_stop_stops(page: Page, async_llm: AsyncLLM)
     )
     page.wait_for("state.slow_motion === 0.1")
     page.click("#samples")
-    page.wait_for("state.num_running === 8 && /[1-9a-f]/.test(state.shared)")
+    page.wait_for("known.size >= 8 && /[1-9a-f]/.test(state.shared)")  # some end after few steps
     page.wait_for("document.querySelectorAll('#requests tbody button').length >= 8")
     name = page.evaluate("document.querySelector('#requests tbody button .chip').textContent")
     page.evaluate("document.querySelector('#requests tbody button').focus()")
@@ -542,9 +548,10 @@ def test_the_samples_run_at_once_and_stop_stops(page: Page, async_llm: AsyncLLM)
     page.press("ArrowRight", 39)
     page.wait_for("$('about').textContent.startsWith('Block 0:')")
     ask(page, "Once upon a time")
-    page.wait_for("state.num_running === 9")
+    asked = "state.sequences.some(each => each.id.startsWith('chatcmpl'))"
+    page.wait_for(asked)
     page.click("#stop")
-    page.wait_for("!stopping && state.num_running < 9")
+    page.wait_for(f"!stopping && !{asked}")
     assert "stopped by you" in page.evaluate(f"{LAST}.parentNode.textContent")
     page.evaluate("$('slow').value = '0', $('slow').dispatchEvent(new Event('change')), undefined")
     page.wait_for("samplesRunning === 0 && state.num_running === 0 && !state.slow_motion")

@@ -730,10 +730,12 @@ class AsyncLLM(OwnedByProcess):
         return await self._run_in(self._tokenizers, tokenize, prompt, add_special_tokens)
 
     async def detokenize(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids. Raises ValueError for ids that the tokenizer does not have."""
-        tokenizer = self.engine.input_processor.require_tokenizer("detokenize")
+        """The text of token ids. Raises ValueError for ids that the model does not have."""
+        input_processor = self.engine.input_processor
+        tokenizer = input_processor.require_tokenizer("detokenize")
 
         def decode() -> str:
+            input_processor.check_vocabulary(token_ids)
             with as_validation_error("the tokenizer cannot decode", token_ids):
                 return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 

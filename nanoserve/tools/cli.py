@@ -121,7 +121,8 @@ def add_fields(
             to_flag(each.name), dest=prefix + each.name, default=None, **how
         )
         default = defaults.get(each.name, each.default)
-        text = f"{comments.get(each.name, '')} (default: {default})"
+        shown = "none" if default in ((), "") else default
+        text = f"{comments.get(each.name, '')} (default: {shown})"
         action.help = text.replace("%", "%%")  # %(...)s is argparse's
 
 

@@ -13,6 +13,7 @@
 
     responses.py     what an answer looks like                errors.py   what an error looks like
     utilities.py     /v1/models, /tokenize, /health, /metrics, ...
+    page.py          the page at /: page.html                 watch.py    what it shows of steps
     options.py, cli.py   the command `nanoserve serve`        app.py      all of it, put together
 
 OpenAI's client works with it, and so does what was written for vLLM's server:
@@ -21,7 +22,7 @@ OpenAI's client works with it, and so does what was written for vLLM's server:
     client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hello"}])
 
 The engine knows none of this. It runs in a thread of its own (async_llm.py); here are no threads,
-but for what is slow and has nothing to do with the engine: long JSON, tokenizing.
+except for what is slow and has nothing to do with the engine: long JSON, tokenizing.
 
 Left out: other APIs (responses, embeddings, audio), several models or adapters, structured output
 and parsers for calls of tools.

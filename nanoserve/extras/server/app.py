@@ -1,7 +1,7 @@
 """Which parts make up the server, and what do they share?
 
     build_app(async_llm)
-        middleware.py      X-Request-Id, CORS, errors, API key, body
+        middleware.py      X-Request-Id, CORS, errors, Host, API key, body
         errors.py          what the handlers of exceptions answer
         completions.py  chat.py  utilities.py  page.py
                            one router each; make_router(state) gets the ServerState
@@ -38,6 +38,7 @@ from nanoserve.extras.server.middleware import (
     AuthenticationMiddleware,
     BodyMiddleware,
     ErrorMiddleware,
+    HostMiddleware,
     XRequestIdMiddleware,
 )
 from nanoserve.extras.server.options import FrontendArgs
@@ -55,19 +56,9 @@ class ServerState:
     num_requests: int = 0  # being served, from the first byte of the body to the last of the answer
 
     @property
-    def max_logprobs(self) -> int:
-        """The most logprobs that a request may ask for; -1: all."""
-        return self.async_llm.config.max_logprobs
-
-    @property
     def trust_request_chat_template(self) -> bool:
         """May a request bring a template of its own?"""
         return self.args.trust_request_chat_template
-
-    @property
-    def is_shutting_down(self) -> bool:
-        """Does the engine take no more requests?"""
-        return self.async_llm.errored
 
 
 def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: Any) -> FastAPI:
@@ -121,6 +112,8 @@ def make_middleware(state: ServerState) -> list[Middleware]:
             )
         )
     layers.append(Middleware(ErrorMiddleware))
+    if not (args.is_public or args.uds or args.api_key):
+        layers.append(Middleware(HostMiddleware))
     if args.api_key:
         layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
     return [*layers, Middleware(BodyMiddleware, state=state)]

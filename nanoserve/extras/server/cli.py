@@ -1,7 +1,7 @@
 """How does one start the server? The command `nanoserve serve`.
 
     $ nanoserve serve --port 8000
-    demo is served at http://127.0.0.1:8000 (Ctrl-C ends it). For example:
+    demo is served at http://127.0.0.1:8000 (Ctrl-C ends it). Open it in a browser, or try:
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{...}'
 
 Flags are the engine's options (config.py) and the server's (options.py). The socket listens before
@@ -52,7 +52,11 @@ def read_frontend(parser: cli.Parser, args: argparse.Namespace) -> FrontendArgs:
         if "allowed_origins" in given:
             given["allowed_origins"] = read_origins(given["allowed_origins"])
         load_chat_template(given.get("chat_template"))
-        return FrontendArgs(**given)
+        frontend = FrontendArgs(**given)
+        for name in ("ssl_keyfile", "ssl_certfile"):
+            if name in given and not os.path.isfile(given[name]):
+                raise ValueError(f"{name} is {given[name]!r}; there is no such file.")
+        return frontend
     except (TypeError, ValueError) as error:
         parser.error(str(error))
 
@@ -109,15 +113,17 @@ def main(arguments: list[str]) -> int:
             gc.collect()
             gc.freeze()  # what is there now stays: later collections need not look at it
             name = app.state.server.model_names[0]
-            cli.note(f"{name} is served at {address} (Ctrl-C ends it). For example:")
-            cli.note(describe_example(frontend, address, name))
+            how = "Try:" if frontend.uds else "Open it in a browser, or try:"
+            cli.note(f"{name} is served at {address} (Ctrl-C ends it). {how}")
+            cli.note(describe_example(frontend, address, name, async_llm.tokenizer is not None))
             Server(app).run(sockets=[sock])
     return 0
 
 
-def describe_example(args: FrontendArgs, address: str, name: str) -> str:
+def describe_example(args: FrontendArgs, address: str, name: str, takes_text: bool) -> str:
     """A command line that asks the server for a completion."""
-    body = json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 20})
+    prompt: Any = "Once upon a time" if takes_text else [1, 2, 3]
+    body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 20})
     words = ["curl", f"{address}/v1/completions", "-H", "Content-Type: application/json"]
     if args.uds is not None:
         words[1:2] = ["--unix-socket", args.uds, "http://localhost/v1/completions"]

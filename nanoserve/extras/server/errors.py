@@ -9,9 +9,9 @@ Every error has OpenAI's shape, whoever found it:
 An error that comes in the middle of a stream is such an object, too, in a chunk of its own.
 
 400 and 404 are the request's fault, and say what to do. 503 is nobody's fault, and passes: the
-queue is full, or the server is about to end. 500 is ours: the client reads that it happened, and
-the log has the traceback. A ValueError or TypeError counts as the request's, as in vLLM: they are
-what the engine's doors raise.
+queue is full, or the server is about to end. 500 is the server's fault: the client reads that it
+happened, and the log has the traceback. A ValueError or TypeError counts as the request's, as in
+vLLM: the engine raises them for a request that it does not take.
 
 vLLM: vllm/entrypoints/serve/exception_handling/ (V1).
 """
@@ -34,6 +34,7 @@ logger = init_logger(__name__)
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
@@ -86,8 +87,14 @@ def to_http_error(error: BaseException) -> HTTPError:
             return describe_validation(error)
         case HTTPException(status_code=404):
             return HTTPError(
-                404, "there is no such path here; /openapi.json lists those there are."
+                404,
+                "there is no such path here; /openapi.json lists those there are. The base_url of "
+                "OpenAI's client ends with /v1.",
             )
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "another one")
+            message = f"this path does not take this method; allowed: {allowed}."
+            return HTTPError(405, message, headers=error.headers)
         case HTTPException():
             return HTTPError(error.status_code, f"{error.detail}.", headers=error.headers)
         case QueueOverflowError():

@@ -22,6 +22,7 @@ import asyncio
 import errno
 import logging
 import os
+import select
 import signal
 import socket
 import stat
@@ -171,13 +172,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests; wait for those that run, and until they are sent."""
         timeout = 0.0 if self.num_signals > 1 else self.state.args.shutdown_timeout
-        closing = asyncio.create_task(super().shutdown(sockets))  # waits for all connections
+        closing = asyncio.create_task(super().shutdown(sockets))  # ends with the last connection
         await self.end_engine(timeout)
-        await asyncio.wait([closing], timeout=LAST_CHUNKS)
+        await asyncio.wait([closing], timeout=LAST_CHUNKS)  # clients read the end of their answers
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # its client does not read
-        await asyncio.wait([closing], timeout=LAST_CHUNKS)
-        self.force_exit = True
+        await asyncio.wait([closing], timeout=LAST_CHUNKS)  # tasks see that their client is gone
+        self.force_exit = True  # uvicorn waits no longer
         await closing
 
     # -- connections --
@@ -185,6 +186,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. True: end."""
         self.close_idle_connections()
+        self.close_gone_connections()
         return await super().on_tick(counter)
 
     def close_idle_connections(self) -> None:
@@ -200,3 +202,19 @@ class Server(uvicorn.Server):
                 self._idle[connection] = cycle, since
                 if now - since > self.state.args.request_timeout:
                     connection.transport.abort()
+
+    def close_gone_connections(self) -> None:
+        """Close those whose client went away after it had sent its next request. uvicorn stops
+        reading until the first one is answered, and so does not see that the client is gone."""
+        if not hasattr(select, "POLLRDHUP"):  # Linux has it
+            return
+        ends = select.poll()
+        paused = {}
+        connections: set[Any] = self.server_state.connections
+        for connection in connections:
+            sock = connection.transport.get_extra_info("socket")
+            if connection.flow.read_paused and sock.fileno() >= 0:
+                ends.register(sock.fileno(), select.POLLRDHUP)
+                paused[sock.fileno()] = connection
+        for number, _ in ends.poll(0) if paused else ():
+            paused[number].transport.abort()

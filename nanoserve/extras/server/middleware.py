@@ -4,6 +4,8 @@ From the outside to the inside; each is an ASGI application around the next:
 
     XRequestIdMiddleware        the answer gets X-Request-Id: the client's own, or a random one
     ErrorMiddleware             whatever fails inside is a 500 in OpenAI's shape
+    HostMiddleware              403 for a web page whose name was made to lead to this machine;
+                                only if no key is asked for, and other machines cannot reach it
     AuthenticationMiddleware    401 without one of the API keys
     BodyMiddleware              503 while shutting down, 413 too large, 408 too slow, 400 no JSON;
                                 the endpoint gets its body in one piece
@@ -18,8 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import uuid
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -95,9 +99,41 @@ class ErrorMiddleware:
             await error_response(error)(scope, receive, send)
 
 
+class HostMiddleware:
+    """Protects a server that only this machine reaches, and that asks for no key. Another site may
+    have its own name lead to 127.0.0.1 (DNS rebinding). Then the browser takes the site's page for
+    one of this server, and lets it read the answers. But its requests have the site's name in the
+    header Host, and others have localhost or an address. (vLLM has no such check.)"""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if given and not is_local_host(given):
+            allowed = "localhost or an address, unless the server has an --api-key"
+            raise HTTPError(403, f"the header Host is {brief(given)}; allowed: {allowed}.")
+        await self.app(scope, receive, send)
+
+
+def is_local_host(host: str) -> bool:
+    """Is a Host such as "localhost:8000" or "[::1]:8000" one that needs no name server?"""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:  # "[", for example
+        return False
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:  # a name
+        return False
+    return True
+
+
 class AuthenticationMiddleware:
-    """Refuses requests without one of the API keys, but for OPEN_PATHS. (vLLM guards /v1 alone, and
-    leaves /tokenize open.)"""
+    """Refuses requests without one of the API keys, except for OPEN_PATHS. (vLLM guards /v1 alone,
+    and leaves /tokenize open.)"""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self.app = app

@@ -59,6 +59,10 @@ class FrontendArgs:
             check_number(name, getattr(self, name), kinds, low, high)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("HTTPS needs both ssl_keyfile and ssl_certfile; one was given.")
+        for origin in self.allowed_origins:
+            if origin != "*" and "://" not in origin:
+                allowed = "http://HOST:PORT, https://HOST, or * for all"
+                raise ValueError(f"allowed_origins holds {brief(origin)}; allowed: {allowed}.")
 
     @property
     def is_public(self) -> bool:

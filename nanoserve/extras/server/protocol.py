@@ -12,9 +12,10 @@ takes it for one.)
 What about a name that is no field? vLLM ignores it and says so in its debug log, which no client
 sees. That is right for fields of other servers: some clients send them to every server. But a
 client that misspells `temperature` gets other answers than it asked for. So there are three cases.
-A name that is nearly one of ours is refused: "did you mean temperature?". One of vLLM's or OpenAI's
-that would change the answer, and that nanoserve does not have, is refused (REFUSED). Any other is
-ignored, with a line in the log.
+A name that is nearly one of ours is an error: "did you mean temperature?". One of vLLM's or
+OpenAI's that would change the answer, and that nanoserve does not have, is an error, too, unless
+its value changes nothing: REFUSED has those of the server, MISSING those of SamplingParams. Any
+other is ignored, with a line in the log.
 
 Left out: images and audio, structured output, and calls of tools as a model writes them.
 
@@ -35,12 +36,13 @@ from nanoserve.extras.beam_search import BeamSearchParams
 from nanoserve.extras.server.responses import ErrorResponse
 from nanoserve.inputs import prompt_to_seq
 from nanoserve.logger import init_logger, warning_once
-from nanoserve.sampling_params import FIELDS, MISSING, RequestOutputKind, SamplingParams
+from nanoserve.sampling_params import FIELDS, MISSING, RANGES, RequestOutputKind, SamplingParams
 
 logger = init_logger(__name__)
 Json = dict[str, Any]
 
 MAX_PROMPTS = 1024  # of one request: vLLM's limit
+MAX_CHOICES = RANGES["n"][2]
 MAX_UNKNOWN = 64  # names of one request that are no fields
 
 # Types of fields that are checked where they are used. Clients read the schema.
@@ -73,8 +75,8 @@ IGNORED = {
     *("prompt_cache_retention", "parallel_tool_calls", "prediction", "verbosity", "session_id"),
     *("include_reasoning", "return_token_offsets", "mm_payload", "return_mm_kwargs"),
 }
-# Fields that would change the answer: the values that change nothing, and what to do.
-# (SamplingParams refuses those of its MISSING.)
+# Fields that would change the answer: the values that change nothing, and what to do. Those of
+# MISSING are of the same kind; SamplingParams checks them.
 Refusal = tuple[tuple[Any, ...], str]
 NO_GRAMMAR: Refusal = ((None,), "nanoserve has no structured output yet; leave it out")
 NO_MEDIA: Refusal = ((None, {}), "nanoserve takes text and token ids only; leave it out")
@@ -111,7 +113,8 @@ class OpenAIBaseModel(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def check(self) -> None:
-        """Raise ValueError for a field that is refused by its name, or by what stands beside it."""
+        """Raise ValueError for a name that is not known, and for fields that contradict each other
+        or ask for what is not here."""
         extra, unknown = self.model_extra or {}, []
         for name, value in extra.items():
             if name in REFUSED and value not in REFUSED[name][0]:
@@ -212,8 +215,9 @@ class GenerationRequest(OpenAIBaseModel):
                 _raise("stream_options", None, "stream_options are for stream=true only.")
         if self.stream and self.prompt_logprobs:
             _refuse("prompt_logprobs", self.prompt_logprobs, "None or 0 if stream is true")
-        if self.best_of is not None and self.best_of < self.num_choices:
-            _refuse("best_of", self.best_of, f"n ({self.num_choices}) or more")
+        if self.best_of is not None and not self.num_choices <= self.best_of <= MAX_CHOICES:
+            allowed = f"n ({self.num_choices}) or more, up to {MAX_CHOICES}"
+            _refuse("best_of", self.best_of, allowed)
         if self.stream and self.num_samples > self.num_choices:
             _refuse("best_of", self.best_of, f"n ({self.num_choices}) if stream is true")
         kind = self.response_format
@@ -294,6 +298,8 @@ class CompletionRequest(GenerationRequest):
 
     def check(self) -> None:
         super().check()
+        if self.prompt is None and "messages" in (self.model_extra or {}):
+            _raise("prompt", None, "messages are for /v1/chat/completions; give a prompt here.")
         if self.max_tokens == 0 and not self.echo:
             _refuse("max_tokens", 0, "1 or more, or 0 with echo")
         if self.use_beam_search and self.echo and self.logprobs is not None:
@@ -343,6 +349,9 @@ class ChatTemplateFields(OpenAIBaseModel):
         if self.add_generation_prompt and self.continue_final_message:
             message = "continue_final_message and add_generation_prompt exclude each other."
             _raise("continue_final_message", True, message)
+        for number, message in enumerate(self.messages if isinstance(self.messages, list) else ()):
+            if isinstance(message, dict) and "role" not in message:
+                _raise("messages", message, f"messages[{number}] has no role, such as 'user'.")
         if self.tools is not None:
             check_tools(self.tools)
         kwargs = self.chat_template_kwargs
@@ -380,6 +389,9 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
 
     def check(self) -> None:
         super().check()
+        most = self.max_completion_tokens
+        if most is not None and most < 1:
+            _refuse("max_completion_tokens", most, "None, or 1 or more")
         if self.top_logprobs and not self.logprobs:
             _refuse("top_logprobs", self.top_logprobs, "0, unless logprobs is true")
         if self.tool_choice not in (None, "none"):
@@ -423,6 +435,8 @@ Request = TypeVar("Request", bound=OpenAIBaseModel)
 
 def read_request(cls: type[Request], body: bytes) -> Request:
     """The request in a body. Raises pydantic.ValidationError, ValueError or TypeError."""
+    if not body.strip():
+        raise VLLMValidationError("the body is empty; it must be a JSON object.")
     request = cls.model_validate_json(body)
     request.check()
     return request

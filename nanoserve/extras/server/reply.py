@@ -12,8 +12,8 @@ All prompts are checked and queued before the answer begins: until then an error
 own, and no prompt is computed if one is refused. After that an error is a chunk {"error": ...}
 before [DONE], as in vLLM.
 
-The work for a token is done while the engine waits for the interpreter. So a chunk is one dict and
-one call of a JSON encoder, and all chunks of an output are sent at once.
+Python runs one thread at a time, so while a chunk is made the engine stands still. Therefore a
+chunk is one dict and one call of a JSON encoder, and all chunks of an output are sent at once.
 
 vLLM: vllm/entrypoints/openai/serving_engine.py (V0); vllm/entrypoints/generate/base/serving.py,
 beam_search/online.py (V1).
@@ -244,7 +244,11 @@ class Reply(ABC, Generic[AnyGeneration]):
         """The events of a stream."""
         try:
             async for number, output in self.requests.outputs():
-                yield b"".join(map(to_event, self.to_chunks(number, output)))
+                is_long = bool(output.prompt_logprobs) and number not in self.prompt_tokens
+                if is_long:  # with echo: the logprobs of a whole prompt, for each choice
+                    yield await asyncio.to_thread(self.to_events, number, output)
+                else:
+                    yield self.to_events(number, output)
             options = self.request.stream_options
             if options is not None and options.include_usage:
                 more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
@@ -252,6 +256,10 @@ class Reply(ABC, Generic[AnyGeneration]):
         except Exception as error:
             yield to_event(describe(error))
         yield DONE
+
+    def to_events(self, number: int, output: RequestOutput) -> bytes:
+        """The events that tell of one output."""
+        return b"".join(map(to_event, self.to_chunks(number, output)))
 
     def to_chunks(self, number: int, output: RequestOutput) -> list[Json]:
         """The chunks that tell of one output: one for each choice that has something new."""

@@ -41,11 +41,9 @@ def to_event(data: dict[str, Any]) -> bytes:
     return f"data: {encode_json(data)}\n\n".encode()
 
 
-async def until_gone(
-    receive: Receive, work: Coroutine[Any, Any, Result], gone: Result | None = None
-) -> Result | None:
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
     """The result of `work`. If the client goes away first, `work` is cancelled, and the result is
-    `gone`. The body of the request must have been read."""
+    None. The body of the request must have been read."""
     task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(_wait_until_gone(receive))
     try:
         await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
@@ -53,7 +51,7 @@ async def until_gone(
         waiter.cancel()
         task.cancel()  # has no effect if it has ended
         await asyncio.gather(task, waiter, return_exceptions=True)
-    return gone if task.cancelled() else task.result()
+    return None if task.cancelled() else task.result()
 
 
 async def _wait_until_gone(receive: Receive) -> None:

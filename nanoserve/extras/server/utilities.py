@@ -61,13 +61,13 @@ def make_router(state: ServerState) -> APIRouter:
     async def tokenize(raw_request: Request) -> Response:
         """The token ids of a text or a conversation, however many they are."""
         request, _ = await read_body(state, raw_request, TokenizeRequest)
-        return JsonResponse(await make_tokens(state, request))
+        return await make_tokens(state, request)
 
     @router.post("/detokenize", **describe_post(DetokenizeRequest, DetokenizeResponse))
     async def detokenize(raw_request: Request) -> Response:
         """The text of token ids."""
         request, _ = await read_body(state, raw_request, DetokenizeRequest)
-        token_ids = as_token_ids(request.tokens)
+        token_ids = await asyncio.to_thread(as_token_ids, request.tokens)  # may be a million
         return JsonResponse({"prompt": await state.async_llm.detokenize(token_ids)})
 
     @router.get("/ping", responses={503: {}})
@@ -113,7 +113,7 @@ def make_card(state: ServerState, name: str) -> ModelCard:
     }
 
 
-async def make_tokens(state: ServerState, request: TokenizeRequest) -> TokenizeResponse:
+async def make_tokens(state: ServerState, request: TokenizeRequest) -> Response:
     """The answer of /tokenize. Also of a text that is too long for the model: to find that out is
     what one asks for."""
     async_llm = state.async_llm
@@ -123,15 +123,17 @@ async def make_tokens(state: ServerState, request: TokenizeRequest) -> TokenizeR
     adds_special = request.add_special_tokens
     adds_special = not is_chat if adds_special is None else adds_special
 
-    def encode() -> list[int]:
+    def encode() -> Response:
         with as_validation_error("the tokenizer cannot encode", brief(text)):
-            return tokenizer.encode(text, add_special_tokens=adds_special)
+            tokens = tokenizer.encode(text, add_special_tokens=adds_special)
+        shows = request.return_token_strs
+        answer: TokenizeResponse = {
+            "count": len(tokens),
+            "max_model_len": async_llm.config.max_model_len or 0,
+            "tokens": tokens,
+            "token_strs": tokenizer.convert_ids_to_tokens(tokens) if shows else None,
+        }
+        return JsonResponse(answer)
 
-    tokens = await async_llm.run_in_thread(encode)
-    shows = request.return_token_strs
-    return {
-        "count": len(tokens),
-        "max_model_len": async_llm.config.max_model_len or 0,
-        "tokens": tokens,
-        "token_strs": tokenizer.convert_ids_to_tokens(tokens) if shows else None,
-    }
+    # A million tokens take seconds, and so does their JSON: not in the threads of prompts.
+    return await asyncio.to_thread(encode)
