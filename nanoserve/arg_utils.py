@@ -58,7 +58,7 @@ SEAMS = {
         "get_cached_blocks reset reset_prefix_cache swap_in swap_out take_copies",
     ),
     "executor_cls": ("nanoserve.executor.UniprocExecutor", "close describe execute_model"),
-    "runner_cls": ("nanoserve.model_runner.ModelRunner", "describe execute_model launch"),
+    "runner_cls": ("nanoserve.model_runner.ModelRunner", "execute_model launch"),
 }
 ANY: tuple[Any, ...] = ()  # whatever the value
 
