@@ -526,7 +526,7 @@ def test_a_model_without_a_template_completes_text(page: Page) -> None:
     assert path == "v1/completions"
     assert (body["prompt"], body["stream"]) == ("Once upon a time", True)
     assert (body["temperature"], body["seed"], body["max_tokens"]) == (0.5, 7, 200)
-    assert not page.evaluate("document.querySelector('#no-template').hidden")
+    page.wait_for("!document.querySelector('#no-template').hidden")
 
 
 @needs_chromium
