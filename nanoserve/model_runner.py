@@ -321,10 +321,13 @@ class ModelRunner:
         positions = arrays.positions[indices] + 1
         logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         sampled = self._sample_on_rank_0(logits, rows, branches, positions)
-        # The next step reads a placeholder from here, of a row that had one sample. (The CPU waits
-        # for the others.) Below 0: no token is possible. Any will do.
-        token_ids = sampled.token_ids.clamp(min=0)
-        self.batch.last_sampled_token_ids.index_copy_(0, inputs.tensors.sampled_rows, token_ids)
+        # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
+        # comes from the CPU.)
+        token_ids, its_rows = sampled.token_ids.clamp(min=0), inputs.tensors.sampled_rows
+        if branch_offsets.any():  # of the samples of a row that forks, its own
+            own = self.staging.send(own=(branch_offsets == 0).nonzero()[0])["own"]
+            token_ids, its_rows = token_ids[own], its_rows[own]
+        self.batch.last_sampled_token_ids.index_copy_(0, its_rows, token_ids)
         self.batch.append_placeholders(rows)
         is_behind_draft = np.append(False, rows[1:] == rows[:-1]) & (branch_offsets == 0)
         drafts = np.where(is_behind_draft, arrays.input_ids[indices], NO_DRAFT)

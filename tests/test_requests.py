@@ -503,6 +503,10 @@ def test_n_completions_have_streams_of_their_own(llm: LLM, story_ids: list[int])
     for n in (1, 2, 3):
         [fewer] = run(llm, story_ids, replace(BRANCHED, n=n))
         assert tokens_of(fewer) == tokens_of(output)[:n]
+    penalised = replace(BRANCHED, repetition_penalty=1.3, frequency_penalty=0.2)
+    [output] = run(llm, story_ids, penalised)
+    for completion in output.outputs:
+        assert_right(llm, story_ids, penalised, completion)
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
