@@ -320,8 +320,9 @@ class LLMEngine(OwnedByProcess):
         taken: list[RequestOutput] = []
         try:
             with self._lock:
-                unclaimed = {each.request_id for each in self._outputs}.difference(*self.claims)
-                ids = unclaimed if request_ids is None else request_ids
+                ids = request_ids
+                if ids is None:
+                    ids = {each.request_id for each in self._outputs}.difference(*self.claims)
                 wanted = [each for each in self._outputs if each.request_id in ids]
                 others = [each for each in self._outputs if each.request_id not in ids]
                 taken, self._outputs = wanted, others
