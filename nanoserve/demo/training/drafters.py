@@ -20,7 +20,6 @@ vLLM: vllm/model_executor/models/: medusa.py, llama_eagle.py (only what reads th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -46,7 +45,7 @@ from nanoserve.demo.training.data import Batch, make_row
 from nanoserve.demo.training.evaluate import TASKS, DemoModel, story_prompts
 from nanoserve.demo.training.model import Block, ModelShape, Muon, TrainingQwen3, project
 from nanoserve.demo.training.recall import Facts
-from nanoserve.demo.training.train import hf_config, pick_device
+from nanoserve.demo.training.train import hf_config, make_parser, pick_device, read_arguments
 
 METHODS = ("draft", "medusa", "eagle")
 NUM_DRAFTS = 3  # guesses of one step when acceptance is measured
@@ -493,31 +492,10 @@ def as_table(folder: Path = MODEL_DIR) -> str:
     return "\n".join(lines)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train drafters for the demo model.")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo-drafters"),
-        help="the folder to write (default: %(default)s; those in use stay as they are)",
-    )
-    parser.add_argument("--steps", type=int, default=DrafterPlan.steps)
-    parser.add_argument("--seed", type=int, default=DrafterPlan.seed)
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        default=Path("demo-drafters.pt"),
-        help="written every 100 steps (default: %(default)s)",
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    arguments = parser.parse_args()
-    if arguments.resume and not arguments.checkpoint.exists():
-        parser.error(f"--resume needs a checkpoint, and there is no file {arguments.checkpoint}")
-    return arguments
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    title = "Train drafters for the demo model."
+    parser = make_parser(title, DrafterPlan, "demo-drafters", "demo-drafters.pt", 100)
+    arguments = read_arguments(parser)
     plan = replace(DrafterPlan(), steps=arguments.steps, seed=arguments.seed)
     _, dtype = pick_device()
     model = DemoModel(MODEL_DIR)

@@ -245,28 +245,42 @@ def pick_device() -> tuple[torch.device, torch.dtype]:
     return torch.device("cpu"), torch.bfloat16 if has_bf16 else torch.float32
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train the demo model from scratch.")
+def make_parser(
+    description: str, plan: type[Any], output: str, checkpoint: str, every: int
+) -> argparse.ArgumentParser:
+    """The arguments of any training. `plan` has the default steps and seed; a checkpoint is written
+    every so many steps."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("demo-model"),
-        help="the folder to write (default: %(default)s; the model in use stays as it is)",
+        default=Path(output),
+        help="the folder to write (default: %(default)s; what is in use stays as it is)",
     )
-    parser.add_argument("--steps", type=int, default=Plan.steps)
-    parser.add_argument("--seed", type=int, default=Plan.seed)
+    parser.add_argument("--steps", type=int, default=plan.steps)
+    parser.add_argument("--seed", type=int, default=plan.seed)
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        default=Path("demo-training.pt"),
-        help="written every 200 steps (default: %(default)s)",
+        default=Path(checkpoint),
+        help=f"written every {every} steps (default: %(default)s)",
     )
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
-    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (no g++)")
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.resume and not arguments.checkpoint.exists():
         parser.error(f"--resume needs a checkpoint, and there is no file {arguments.checkpoint}")
     return arguments
+
+
+def parse_arguments() -> argparse.Namespace:
+    title = "Train the demo model from scratch."
+    parser = make_parser(title, Plan, "demo-model", "demo-training.pt", 200)
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (no g++)")
+    return read_arguments(parser)
 
 
 def main() -> None:
