@@ -53,6 +53,7 @@ from nanoserve.bench.workload import (
 from nanoserve.config import ModelConfig
 from nanoserve.extras.trace import timer
 from nanoserve.kernels.attention_cpu import paged_attention_torch
+from nanoserve.kernels.threads import WAITING_VARIABLES
 
 ROOT = Path(__file__).parent.parent
 LIMITS = MachineLimits(bandwidth=1e9, rate=1e10)
@@ -272,6 +273,32 @@ def test_nano_vllm_from_a_folder(tmp_path: Path) -> None:
         assert stream["token_ids"][-1] == 5
         with pytest.raises(EngineError, match=r"nano-vllm: its process has ended\. out of memory"):
             engine.generate([Request([0], 1)])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wait_policy", "expected"),
+    [(None, None, None), (None, "active", "active"), ("passive", "active", "passive")],
+)
+def test_how_an_engine_waits(
+    chosen: str | None,
+    wait_policy: str | None,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a policy, the engine's own choice; the user's environment counts more than both."""
+    for name in WAITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if chosen:
+        monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import json, os\ninput()\n"
+        "print(json.dumps({'policy': os.environ.get('OMP_WAIT_POLICY')}), flush=True)\n"
+    )
+    monkeypatch.setattr(EngineProcess, "script", str(script))
+    with EngineProcess("stand-in", wait_policy=wait_policy) as engine:
+        assert engine.call("build") == {"policy": expected}
 
 
 # -- the control plane alone --

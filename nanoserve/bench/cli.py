@@ -40,7 +40,7 @@ from nanoserve.arg_utils import python_value, read_options
 from nanoserve.bench.peers import PEER_NAMES, PEERS
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.config import EngineConfig
-from nanoserve.kernels.threads import WAITING_VARIABLES, load_torch
+from nanoserve.kernels.threads import load_torch
 
 Values = dict[str, Any]
 
@@ -116,17 +116,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_threads(number: int | None) -> None:
-    """Load torch with this number of threads (None: each engine's own choice).
-
-    Waiting threads of the engines in processes of their own spin, unless the user has said
-    otherwise: that is the fastest on an idle machine, which a benchmark needs. Those of this
-    process sleep, because it waits while the engines are measured.
-    """
+    """Load torch with this number of threads (None: each engine's own choice). Its waiting threads
+    sleep, because this process waits while the engines are measured."""
     if number is not None:
         os.environ["OMP_NUM_THREADS"] = str(number)
     load_torch()
-    if not any(name in os.environ for name in WAITING_VARIABLES):
-        os.environ["OMP_WAIT_POLICY"] = "active"  # the engines inherit it; torch is loaded here
 
 
 @contextmanager

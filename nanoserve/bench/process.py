@@ -23,6 +23,7 @@ from typing import Any
 from nanoserve.bench import peers, servers
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.workload import Request
+from nanoserve.kernels.threads import WAITING_VARIABLES
 
 ROOT = Path(__file__).parent.parent.parent  # the folder that holds the package
 
@@ -43,14 +44,19 @@ class EngineProcess:
         python: str | None = None,
         folder: str | None = None,
         threads: int | None = None,
+        wait_policy: str | None = None,
     ) -> None:
         """name: an engine of `script`. python: its interpreter (None: this one). folder: a checkout
-        to import the engine from. threads: for its CPU work (None: the engine's own choice)."""
+        to import the engine from. threads: for its CPU work (None: the engine's own choice).
+        wait_policy: "active" makes waiting threads spin, unless the user's environment says what
+        they do (None: the engine's own choice)."""
         self.name = name
         path = [str(ROOT), folder or "", os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
         if threads:
             environment["OMP_NUM_THREADS"] = str(threads)
+        if wait_policy and not any(variable in os.environ for variable in WAITING_VARIABLES):
+            environment["OMP_WAIT_POLICY"] = wait_policy
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [python or sys.executable, self.script, name],

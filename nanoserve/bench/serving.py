@@ -17,7 +17,8 @@ requests per second that are answered within limits.
 By default, the limits are SLO_SCALE times the medians without load, those of the slowest server;
 and the rates are shares of the rate at which LLM.generate completes the same requests. So they mean
 something on any machine. Percentiles are those of all rounds together; throughput, goodput and
-ratios are medians of the rounds.
+ratios are medians of the rounds. Threads wait as each engine has chosen, because threads that spin
+would take the core that answers (the other suites let them spin).
 
 Papers: Orca, Yu et al., OSDI 2022 (the open loop); DistServe, Zhong et al., arXiv 2401.09670
 (goodput; limits as multiples of a latency). vLLM: vllm/benchmarks/serve.py.
@@ -48,10 +49,10 @@ MOST_LOADS = 100  # of a round; each load has a draw of its own
 
 def serve_suite(settings: Settings) -> Values:
     """Servers under the same loads, and LLM.generate for the load AT_ONCE."""
-    specs = [EngineSpec(OFFLINE, "nanoserve", {"detokenize": True})]
+    specs = [EngineSpec(OFFLINE, "nanoserve", {"detokenize": True}, wait_policy=None)]
     for spec in turns.engine_specs(settings, ()):
         if spec.name in SERVERS:
-            specs.append(spec._replace(is_server=True))
+            specs.append(spec._replace(is_server=True, wait_policy=None))
     job = ServingJob(settings)
     measured = turns.run_in_turns(settings, specs, job, "serve")
     skipped = {name: "has no server here" for name in settings.compare if name not in SERVERS}

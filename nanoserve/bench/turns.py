@@ -145,6 +145,7 @@ class EngineSpec(NamedTuple):
     name: str  # in peers.PEERS or servers.SERVERS
     options: dict[str, Any]  # of EngineArgs
     is_server: bool = False
+    wait_policy: str | None = "active"  # the fastest on an idle machine, which a benchmark needs
 
 
 def engine_specs(settings: Settings, hf_batch_sizes: tuple[int, ...]) -> list[EngineSpec]:
@@ -206,6 +207,7 @@ def start(settings: Settings, spec: EngineSpec) -> EngineProcess:
         python=settings.peer_python.get(spec.name),
         folder=settings.nano_vllm if spec.name == "nano-vllm" else None,
         threads=settings.threads,
+        wait_policy=spec.wait_policy,
     )
 
 
