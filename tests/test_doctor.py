@@ -126,7 +126,7 @@ def test_waiting_threads_are_measured(
 ) -> None:
     """The faster way is advised where it is clearly the faster one."""
     monkeypatch.setenv("OMP_WAIT_POLICY", chosen)
-    monkeypatch.setattr(thread_module, "TOLD_TO_SLEEP", [])
+    monkeypatch.setattr(thread_module, "TOLD_TO", [])
     times = {"passive": (0.01, sleeping), "active": (0.01, spinning)}
     monkeypatch.setattr(doctor, "time_tokens", lambda num_threads, policy: times[policy])
     report = Report()

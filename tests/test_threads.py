@@ -19,6 +19,7 @@ from nanoserve.executor import UniprocExecutor
 from nanoserve.kernels import threads
 from nanoserve.kernels.threads import (
     NUMBER_VARIABLES,
+    SPIN_COUNT,
     SMALL_MODEL,
     WAITING_VARIABLES,
     call_with_threads,
@@ -39,7 +40,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a user who has set nothing."""
     for name in (*NUMBER_VARIABLES, *WAITING_VARIABLES):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "TOLD_TO_SLEEP", [])
+    monkeypatch.setattr(threads, "TOLD_TO", [])
 
 
 # -- control groups --
@@ -213,11 +214,12 @@ print(waiting_threads(), os.environ.get("OMP_WAIT_POLICY"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only libgomp prints what it has read")
-def test_openmp_is_told_to_sleep_and_nobody_else() -> None:
+def test_openmp_is_told_how_to_wait_and_nobody_else() -> None:
     """OpenMP says what it has read; the environment is as before."""
-    done = python(REPORT, OMP_DISPLAY_ENV="true")
-    assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr
-    assert done.stdout.split() == ["sleep", "None"]
+    done = python(REPORT, OMP_DISPLAY_ENV="verbose")
+    assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in done.stderr
+    assert done.stdout == "spin for a moment None\n"
 
 
 FAKE_TORCH = """
@@ -262,9 +264,17 @@ def test_a_benchmark_sleeps_while_its_engines_compute(tmp_path: Path) -> None:
     assert "loaded with passive" in done.stdout
 
 
-def test_ranks_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With GNU's OpenMP library, threads that wait spin for a moment; with another one they
+    sleep."""
+    write(tmp_path, {"torch/__init__.py": "", "torch/lib/libomp.dylib": ""})
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "torch")
     assert rank_environment() == {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    write(tmp_path, {"torch/lib/libgomp.so.1": ""})
+    spins = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    assert rank_environment() == {**os.environ, **spins}
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     assert rank_environment() == dict(os.environ)
 
 

@@ -5,13 +5,22 @@ a large model on an idle machine: one thread for each core, and a waiting thread
 ("spins") in case new work comes soon. Two other cases are common, above all on a laptop:
 
 *Other programs run.* A spinning thread takes the time that the thread it waits for needs. On two
-cores beside two busy programs, decoding became up to 100 times slower. So `load_torch` loads torch
-with waiting threads that sleep. On idle cores this costs a model of 0.6B parameters up to a sixth
-of its speed, and models between 8M and 30M parameters about a third; OMP_WAIT_POLICY=active gives
-it back.
+cores beside two busy programs, decoding became up to 100 times slower. A thread that sleeps takes
+nothing, but waking it takes as long as a small operation. The next operation usually begins within
+microseconds. So `load_torch` loads torch with threads that spin for a moment (SPIN_COUNT turns,
+about 50 microseconds) and then sleep. A decode of a model of 29M parameters on two cores, in
+milliseconds:
 
-*The model is tiny.* Waking a thread takes longer than half of an operation. `most_threads` gives a
-model of less than SMALL_MODEL bytes one thread. The demo model is then as fast as on two threads
+    waiting threads       idle cores    beside two busy programs
+    sleep                        7.9                         5.6
+    spin for a moment            4.6                         7.8
+    spin, 10,000 turns           4.0                        27.2
+
+Only GNU's OpenMP library can do so. It is in torch's packages for Linux. With another one, waiting
+threads sleep.
+
+*The model is tiny.* Even so, dividing an operation takes longer than it saves. `most_threads` gives
+a model of less than SMALL_MODEL bytes one thread. The demo model is then as fast as on two threads
 that spin, and twice as fast as on two that sleep.
 
 A container may have a quota of CPU time, such as `docker run --cpus=1`, and torch does not know it.
@@ -19,7 +28,7 @@ A container may have a quota of CPU time, such as `docker run --cpus=1`, and tor
 
 What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number (of the whole
 engine: several ranks on one machine divide it among themselves), OMP_WAIT_POLICY
-(active: spin), GOMP_SPINCOUNT or KMP_BLOCKTIME for the waiting.
+(active: spin; passive: sleep), GOMP_SPINCOUNT or KMP_BLOCKTIME for the waiting.
 
 This module imports torch in `load_torch` only.
 
@@ -30,6 +39,7 @@ set before torch is imported).
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import math
 import os
 import sys
@@ -44,33 +54,33 @@ Result = TypeVar("Result")
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-# One entry, when load_torch has told torch's OpenMP library that waiting threads sleep. The library
+SPIN_COUNT = 1000  # turns of the loop in which a thread waits, before it sleeps
+# One entry, when load_torch has told torch's OpenMP library what waiting threads do. The library
 # reads its settings once, and cannot be asked for them.
-TOLD_TO_SLEEP: list[bool] = []
+TOLD_TO: list[str] = []
 FIRST_USERS: list[int] = []  # one entry: the first process that has built an engine
 
 
 def load_torch() -> None:
-    """Import torch so that its waiting threads sleep, unless the user has set one of
-    WAITING_VARIABLES. If torch is loaded already, this changes nothing.
+    """Import torch so that its waiting threads do what `wait_policy` says, unless the user has set
+    one of WAITING_VARIABLES. If torch is loaded already, this changes nothing.
 
-    The environment is as before when this returns: programs that this process starts are not told
-    to sleep.
+    The environment is as before when this returns: other programs are told nothing.
 
     Raises RuntimeError in a child that was forked after its parent has called this, if torch would
     use several threads there: it would wait for ever for threads that only the parent has.
     """
-    is_ours = "torch" not in sys.modules and not _is_set(WAITING_VARIABLES)
-    if is_ours:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
+    policy = {} if "torch" in sys.modules else wait_policy()
+    os.environ.update(policy)
     try:
         import torch
 
         torch.get_num_threads()  # some OpenMP libraries read their settings at the first call
     finally:
-        if is_ours:
-            os.environ.pop("OMP_WAIT_POLICY", None)  # another thread may have done so
-            TOLD_TO_SLEEP.append(True)
+        for name in policy:
+            os.environ.pop(name, None)  # another thread may have done so
+        if policy:
+            TOLD_TO.append("spin for a moment" if "GOMP_SPINCOUNT" in policy else "sleep")
     if not FIRST_USERS:
         FIRST_USERS.append(os.getpid())
     if FIRST_USERS[0] != os.getpid() and torch.get_num_threads() > 1:
@@ -81,10 +91,23 @@ def load_torch() -> None:
         )
 
 
+def wait_policy() -> dict[str, str]:
+    """The environment in which waiting threads spin for a moment, or sleep if torch comes with
+    another OpenMP library than GNU's. Empty if the user has set one of WAITING_VARIABLES."""
+    if _is_set(WAITING_VARIABLES):
+        return {}
+    torch = importlib.util.find_spec("torch")  # not imported
+    folders = (torch and torch.submodule_search_locations) or ()
+    if not any(path for folder in folders for path in Path(folder).glob("lib/libgomp*")):
+        return {"OMP_WAIT_POLICY": "passive"}
+    # Without "active" nothing would spin while several threads of Python compute: GNU's library
+    # then has more threads than cores.
+    return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
 def rank_environment() -> dict[str, str]:
-    """This process's environment for a rank that it starts: its waiting threads sleep, too."""
-    wait_policy = {} if _is_set(WAITING_VARIABLES) else {"OMP_WAIT_POLICY": "passive"}
-    return {**os.environ, **wait_policy}
+    """This process's environment for a rank that it starts: its threads wait in the same way."""
+    return {**os.environ, **wait_policy()}
 
 
 def _is_set(names: tuple[str, ...]) -> bool:
@@ -93,10 +116,10 @@ def _is_set(names: tuple[str, ...]) -> bool:
 
 
 def waiting_threads() -> str:
-    """What torch's waiting threads do: "sleep" or "spin"."""
+    """What torch's waiting threads do: "sleep", "spin for a moment" or "spin"."""
     is_passive = os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive"
     never_spin = os.environ.get("GOMP_SPINCOUNT") == "0" or os.environ.get("KMP_BLOCKTIME") == "0"
-    return "sleep" if TOLD_TO_SLEEP or is_passive or never_spin else "spin"
+    return TOLD_TO[0] if TOLD_TO else "sleep" if is_passive or never_spin else "spin"
 
 
 def most_threads(model_bytes: int) -> int | None:

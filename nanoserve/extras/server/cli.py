@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import shlex
+import sys
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
@@ -30,6 +31,9 @@ from nanoserve.tools import cli
 
 logger = init_logger(__name__)
 MAX_FILES = 65535  # connections are open files, too
+# Seconds after which Python's threads let each other run (its default: 5 ms). The thread that
+# answers and the one that steps wait for each other in each step, of few milliseconds.
+SWITCH_INTERVAL = 1e-4
 
 
 def make_parser() -> cli.Parser:
@@ -100,6 +104,7 @@ def main(arguments: list[str]) -> int:
         if frontend.is_public and not frontend.api_key:
             logger.warning(f"whoever reaches {address} may use it; --api-key KEY asks for a key.")
         raise_file_limit(MAX_FILES)
+        sys.setswitchinterval(SWITCH_INTERVAL)
 
         from nanoserve.extras.async_llm import AsyncLLM
         from nanoserve.extras.metrics import LoggingStatLogger, collect_metrics
