@@ -19,8 +19,8 @@ from nanoserve.executor import UniprocExecutor
 from nanoserve.kernels import threads
 from nanoserve.kernels.threads import (
     NUMBER_VARIABLES,
-    SPIN_COUNT,
     SMALL_MODEL,
+    SPIN_COUNT,
     WAITING_VARIABLES,
     call_with_threads,
     cpu_quota,
