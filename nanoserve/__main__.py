@@ -54,13 +54,16 @@ USER_ERRORS = (ValueError, OSError, RuntimeError, ImportError, MemoryError)
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; return the exit status. argparse ends with SystemExit (0 or 2)."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    sys.stdin, sys.stdout = sys.stdin or io.StringIO(), sys.stdout or io.StringIO()  # None: closed
+    lost = io.StringIO()  # what is written to a standard output that is closed
+    sys.stdin, sys.stdout = sys.stdin or io.StringIO(), sys.stdout or lost  # None: closed
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):  # bytes that are no text do not end a command
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
     try:
         status = run(arguments)
         sys.stdout.flush()
+        if lost.getvalue():
+            raise ValueError("standard output is closed; nobody can read the answer.")
         return status
     except KeyboardInterrupt:
         print(file=sys.stderr)

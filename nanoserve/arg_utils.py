@@ -24,7 +24,7 @@ import ast
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -487,6 +487,18 @@ def check_seams(*classes: Any) -> None:
                 f"calls {', '.join(methods.split())}. Give a subclass of {ours}, or a class with "
                 "these methods."
             )
+
+
+def build_seam(name: str, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """An object of the class that takes the place of one of the SEAMS, or of ours. Raises TypeError
+    if `cls` is a function that returns something else."""
+    built, (ours, methods) = cls(*args, **options), SEAMS[name]
+    if missing := [each for each in methods.split() if not hasattr(built, each)]:
+        raise TypeError(
+            f"{name} returned {brief(built)}, which has no method {', '.join(missing)}. Return an "
+            f"object of {ours}, or of a class with its methods."
+        )
+    return built
 
 
 def load_chat_template(chat_template: str | Path | None) -> str | None:

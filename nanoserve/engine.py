@@ -45,7 +45,7 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from nanoserve.arg_utils import EngineArgs, check_engine_args, check_seams
+from nanoserve.arg_utils import EngineArgs, build_seam, check_engine_args, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
@@ -127,17 +127,19 @@ class LLMEngine(OwnedByProcess):
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
         options = {} if runner_cls is None else {"runner_cls": runner_cls}
-        self.executor = make_executor(
-            self.config, self.model_config, config.attention_backend, **options
-        )
+        model_args = self.config, self.model_config, config.attention_backend
+        self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
         check_can_overlap(self.executor, self.config)
-        self.block_manager = (block_manager_cls or BlockManager)(
+        self.block_manager: BlockManager = build_seam(
+            "block_manager_cls",
+            block_manager_cls or BlockManager,
             self.executor.num_kv_blocks,
             config.block_size,
             config.enable_prefix_caching,
             self.executor.num_cpu_blocks,
         )
-        self.scheduler = (scheduler_cls or Scheduler)(self.config, self.block_manager)
+        args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
+        self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )

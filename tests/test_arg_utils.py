@@ -245,6 +245,13 @@ def test_a_class_without_the_methods_of_its_seam_is_refused(name: str) -> None:
     check_seams(*(partial(int) if each == name else None for each in SEAMS))
 
 
+@pytest.mark.parametrize("name", sorted(set(SEAMS) - {"runner_cls"}))  # the executor builds it
+def test_a_function_that_returns_nothing_is_refused(name: str) -> None:
+    """As a seam, a function is a class whose objects are seen when it has been called."""
+    with pytest.raises(TypeError, match=f"^{name} returned None, which has no method"):
+        LLM(**{name: lambda *args, **options: None})
+
+
 def test_the_methods_of_the_seams_are_those_that_are_used() -> None:
     """Called, or handed on. Except for launch, which only async_scheduling needs."""
     folder = Path(arg_utils.__file__).parent

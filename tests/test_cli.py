@@ -227,7 +227,8 @@ def test_closed_streams_are_empty_ones(
     """`nanoserve complete <&- >&-`: Python has None in their place."""
     for name in ("stdin", "stdout"):
         monkeypatch.setattr(sys, name, None)
-    assert __main__.main(["help"]) == 0
+    assert __main__.main(["help"]) == 1
+    assert "help: error: standard output is closed" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(SystemExit):
         __main__.main(["complete"])

@@ -294,3 +294,20 @@ def test_hints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 9.0, 9.0), raising=False)
     assert slow_threads_hint(2) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the folder of a process")
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    """torch's libraries would end the process without an exception."""
+    code = "import os\nos.rmdir(os.getcwd())\nfrom nanoserve import LLM\nLLM()"
+    (tmp_path / "gone").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "gone",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RuntimeError: the working directory has been deleted; change to" in done.stderr

@@ -68,8 +68,14 @@ def load_torch() -> None:
     The environment is as before when this returns: other programs are told nothing.
 
     Raises RuntimeError in a child that was forked after its parent has called this, if torch would
-    use several threads there: it would wait for ever for threads that only the parent has.
+    use several threads there: it would wait for ever for threads that only the parent has. So it
+    does if the working directory has been deleted, as torch's libraries would end the process.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        message = "the working directory has been deleted; change to another one."
+        raise RuntimeError(message) from error
     policy = {} if "torch" in sys.modules else wait_policy()
     os.environ.update(policy)
     try:

@@ -120,7 +120,7 @@ class Connection(h11.Connection):
 
     is_chunked = False  # is the body of the answer that is being sent?
 
-    def send(self, event: Any) -> bytes | None:
+    def send(self, event: Any) -> Any:
         if self.is_chunked and type(event) is h11.Data and event.data:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         sent = super().send(event)
