@@ -34,9 +34,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoserve import __version__
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.extras.beam_search import BeamSearchSequence
 from nanoserve.extras.server.errors import HTTPError, describe
 from nanoserve.extras.server.protocol import GenerationRequest, Json, OpenAIBaseModel, read_request
+from nanoserve.extras.server.response_format import make_params
 from nanoserve.extras.server.responses import PromptLogprob, PromptLogprobs, Usage
 from nanoserve.extras.server.streaming import (
     DONE,
@@ -137,6 +139,11 @@ class Reply(ABC, Generic[AnyGeneration]):
     def max_tokens(self) -> int | None:
         """Output tokens at most; None: as many as fit."""
 
+    @property
+    def form(self) -> Json:
+        """Fields of StructuredOutputsParams: the form of the answer; {}: any."""
+        return self.request.form
+
     @abstractmethod
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
         """A choice; in a stream: what is new. index: i * n + j for completion j of prompt i."""
@@ -173,7 +180,9 @@ class Reply(ABC, Generic[AnyGeneration]):
         """Queue all prompts."""
         request = self.request
         recommended = self.async_llm.model_config.generation_defaults
-        params = request.to_sampling_params(recommended, self.max_tokens)
+        form = self.form
+        structured_outputs = make_params(form) if form else None
+        params = request.to_sampling_params(recommended, self.max_tokens, structured_outputs)
         for prompt in prompts:
             await self.requests.add(
                 prompt,
@@ -185,7 +194,11 @@ class Reply(ABC, Generic[AnyGeneration]):
             )
 
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:
-        """One beam search for each prompt, all at once."""
+        """One beam search for each prompt, all at once. Raises ValueError if the answer must have a
+        form."""
+        if self.form:
+            message = "response_format and calls that must be valid: not with use_beam_search."
+            raise VLLMValidationError(message, parameter="use_beam_search")
         tasks = [asyncio.ensure_future(self.search(prompt)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)

@@ -81,9 +81,24 @@ class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]  # one for each token
 
 
+class FunctionCall(TypedDict):
+    name: NotRequired[str]
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(TypedDict):
+    """A call of a tool. In a stream, its first entry has all, and the next ones more arguments."""
+
+    index: NotRequired[int]  # in a stream: the call's number
+    id: NotRequired[str]
+    type: NotRequired[str]  # "function"
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     role: NotRequired[str]
-    content: NotRequired[str]
+    content: NotRequired[str | None]  # None: there are tool_calls only
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Choice):
