@@ -225,6 +225,8 @@ class LLMEngine(OwnedByProcess):
             raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         with delayed_interrupt():
             self.output_processor.add(request)
+            for gate in {gate for seq in request.sequences for gate in seq.gates}:  # forks share it
+                gate.start(partial(self.fail_request, request))
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
         self._check_open()  # close() has ended what was queued before, and nothing after
@@ -276,6 +278,16 @@ class LLMEngine(OwnedByProcess):
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
             outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
             self._outputs += outputs
+
+    def fail_request(self, request: RequestConsumer, error: BaseException) -> None:
+        """End a request with finish_reason "error" when the next step begins, unless it has ended
+        by then. Any thread may call this."""
+        self._inbox.append(partial(self._fail, request, error))
+
+    def _fail(self, request: RequestConsumer, error: BaseException) -> None:
+        if self.has_request(request):
+            fail = self.output_processor.fail_request
+            self.hand_out(fail(request.request_id, error, request.sequences))
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have neither finished nor been aborted."""
