@@ -238,6 +238,8 @@ class FaultSearch:
                 for branch in range(1, num_forks + 1):
                     known.pop(seq.seq_id + branch, None)
                 del seq.token_ids[num_tokens:]
+                if (grammar := seq.structured_output_request) is not None:
+                    grammar.rollback_to(seq.num_output_tokens)
                 seq.num_pending_forks, seq.stop_reason = num_forks, None
                 seq.metrics.num_generation_tokens = seq.num_output_tokens
                 known[seq.seq_id] = seq  # it may have been finished

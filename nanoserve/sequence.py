@@ -101,6 +101,7 @@ class Sequence:
     branch: int = 0  # which of the request's n completions this is
     always_sync: bool = False  # each next step depends on the last one's output (a beam search)
     gates: tuple[Gate, ...] = ()  # it waits until all are open
+    structured_output_request: Any = None  # its grammar (extras/structured_output/manager.py)
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
     status: SequenceStatus = SequenceStatus.WAITING
@@ -119,7 +120,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.needs_output_token_ids = bool(self.bad_word_ids or params.logits_processors)
+        self.needs_output_token_ids = bool(
+            self.bad_word_ids or params.logits_processors or params.structured_outputs
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -164,8 +167,10 @@ class Sequence:
 
     def make_branch(self, branch: int) -> Sequence:
         """Another of the request's n completions, with no output yet. It holds no blocks."""
+        grammar = self.structured_output_request
         return replace(
             self,
+            structured_output_request=grammar and grammar.fork(),
             seq_id=self.seq_id - self.branch + branch,
             branch=branch,
             num_pending_forks=0,
@@ -192,6 +197,7 @@ class NewSequence(NamedTuple):
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
     cache_salt: str | None = None
+    structured_output_request: Any = None  # shared with the scheduler: rank 0 alone makes masks
 
 
 class ScheduledSequence(NamedTuple):
