@@ -66,6 +66,7 @@ class RowLogitState:
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
         self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
+        self.grammar = new.structured_output_request
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
@@ -232,19 +233,34 @@ class InputBatch:
     ) -> dict[str, Any]:
         outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
         return {
-            "mask": self._make_mask(rows_with_state),
+            "mask": self._make_mask(rows_with_state, positions),
             "edits": self._make_edits(rows_with_state, outputs),
             "processors": self._make_processors(rows_with_state),
             "penalties": self._make_penalties(rows_with_state),
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
         }
 
-    def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
-        masks = {
-            logits_row: self._get_forbidden(self.logit_states[row])
-            for logits_row, row in rows_with_state
-            if self.logit_states[row].params.allowed_token_ids is not None
-        }
+    def _make_mask(
+        self, rows_with_state: list[LogitsRow], positions: np.ndarray
+    ) -> LogitMask | None:
+        """What grammars forbid behind the known tokens and the drafts, and what is not among the
+        allowed_token_ids."""
+        states = [(i, row, self.logit_states[row]) for i, row in rows_with_state]
+        masks: dict[int, Tensor] = {}
+        if with_grammar := [state for state in states if state[2].grammar is not None]:
+            drafts = [
+                self.token_ids[row, self.num_tokens[row] : positions[i]].tolist()
+                for i, row, _ in with_grammar
+            ]
+            indices, _, its_states = zip(*with_grammar, strict=True)
+            grammars = [state.grammar for state in its_states]
+            make = grammars[0].manager.grammar_bitmask
+            rows = list(zip(grammars, drafts, strict=True))
+            masks = dict(zip(indices, make(rows, self.staging.device), strict=True))
+        for i, _, state in states:
+            if state.params.allowed_token_ids is not None:
+                mask = self._get_forbidden(state)
+                masks[i] = mask | masks[i] if i in masks else mask
         if not masks:
             return None
         logits_rows = self.staging.send(rows=np.array(list(masks)))["rows"]
