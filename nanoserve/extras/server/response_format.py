@@ -76,9 +76,7 @@ def read_structured_outputs(given: Any) -> Json:
         return {}
     if not isinstance(given, dict):
         raise TypeError(f"structured_outputs must be an object, got {brief(given)}.")
-    from nanoserve.extras.structured_output import StructuredOutputsParams
-
-    known = [each.name for each in fields(StructuredOutputsParams)]
+    known = [each.name for each in fields(get_params_cls())]
     for name in given:
         if name not in known:
             allowed = ", ".join(known)
@@ -89,9 +87,17 @@ def read_structured_outputs(given: Any) -> Json:
 
 def make_params(form: Json) -> StructuredOutputsParams:
     """The form of an answer, for SamplingParams. Raises ValueError or TypeError."""
-    from nanoserve.extras.structured_output import StructuredOutputsParams
+    return get_params_cls()(**form)
 
-    return StructuredOutputsParams(**form)
+
+def get_params_cls() -> type[StructuredOutputsParams]:
+    """The class of the chapter, which may have been deleted: a ValueError says so."""
+    try:
+        from nanoserve.extras.structured_output import StructuredOutputsParams
+    except ModuleNotFoundError as error:
+        message = "this server has no extras/structured_output: answers have no given form."
+        raise VLLMValidationError(message, parameter="structured_outputs") from error
+    return StructuredOutputsParams
 
 
 def allow_calls(form: Json, tag: Json) -> Json:
