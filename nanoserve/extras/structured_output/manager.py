@@ -6,7 +6,7 @@ StructuredOutputRequest, and the parts of the engine ask it:
     LLMEngine.make_request            grammar_init: check; compile in a thread, or find in the cache
     Sequence.is_ready                 is_open: has the thread ended?
     Scheduler.update_from_output      accept_tokens: go on by the new tokens; is that the end?
-                                      validate_tokens: which drafts does the grammar allow?
+                                      validate_drafts: which drafts does the grammar allow?
     InputBatch.make_sampling_batch    grammar_bitmask: which tokens may come next, in each row
     Sequence.make_branch              fork: each of n completions has its own place in the rules
 
@@ -54,6 +54,7 @@ from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
+    from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.sequence import Sequence
 
 logger = init_logger(__name__)
@@ -188,7 +189,8 @@ class StructuredOutputManager:
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
-        return list(self.backends.values())[0].allocate_token_bitmask(num_rows)
+        backend, *_ = list(self.backends.values())  # a list: another thread may add one
+        return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
         """[num_rows, vocab_size] bool, True where the bit is 0: eight at a time, from a table."""
@@ -277,9 +279,16 @@ class StructuredOutputRequest:
         logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
         return False
 
-    def validate_tokens(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The first of these drafts, as far as the grammar allows them."""
-        return tuple(self.grammar.validate_tokens(list(tokens))) if tokens else ()
+    def validate_drafts(
+        self, drafts: tuple[int, ...], config: SpeculativeConfig
+    ) -> tuple[int, ...]:
+        """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
+        first forbidden one, too: it is to be rejected, and what comes in its place depends on it
+        (see the condition in extras/speculative/rejection.py)."""
+        if not drafts or self.grammar.is_terminated():
+            return ()
+        num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        return drafts[: num_valid + (config.rejection_sample_method == "standard")]
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""

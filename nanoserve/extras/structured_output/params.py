@@ -14,7 +14,9 @@ One of six constraints, with vLLM's names:
 Whether a backend has each feature of a schema or regex is asked when the request is added. Here are
 the checks that need no backend: types, sizes, nesting.
 
-StructuredOutputsConfig is the engine option: LLM(structured_outputs_config={"backend": "guidance"}).
+StructuredOutputsConfig is an option of the engine:
+
+    LLM(structured_outputs_config={"backend": "guidance"})
 
 vLLM: GuidedDecodingParams in vllm/sampling_params.py (V0); StructuredOutputsParams there and
 vllm/config/structured_outputs.py (V1).
@@ -110,7 +112,7 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[StructuredOutputOptions, str]:
-        """The constraint as a backend gets it: its kind, and its text (of a choice, a JSON list)."""
+        """The constraint as a backend gets it: its kind and its text (of a choice: a JSON list)."""
         [name] = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         value = getattr(self, name)
         if name == "json_object":
