@@ -349,3 +349,22 @@ def test_without_a_strict_tool_the_model_is_free() -> None:
     make = Hermes2ProToolParser.get_structural_tag
     assert make([WEATHER, ADD], "auto") is None
     assert make([strict(WEATHER, False)], "auto") is None
+
+
+def test_chat_without_a_server(demo_llm: Any) -> None:
+    """The grammar and the parser are for LLM.chat, too."""
+    from nanoserve import SamplingParams, StructuredOutputsParams
+
+    pytest.importorskip("xgrammar")
+    number = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+    tools = [{**ADD, "function": {**ADD["function"], "parameters": number}}]
+    tag = Hermes2ProToolParser.get_structural_tag(tools, "required", parallel_tool_calls=False)
+    form = StructuredOutputsParams(structural_tag=json.dumps(tag), disable_any_whitespace=True)
+    params = SamplingParams(temperature=1.5, max_tokens=100, structured_outputs=form)
+    messages = [{"role": "user", "content": "What is 1 + 2?"}]
+    [output] = demo_llm.chat(messages, params, tools=tools, use_tqdm=False)
+    assert '"name": "add"' in output.prompt
+    content, [(name, arguments)] = read(output.outputs[0].text)
+    assert content is None
+    assert name == "add"
+    assert arguments["x"] in (1, 2)

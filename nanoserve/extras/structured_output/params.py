@@ -131,13 +131,14 @@ class StructuredOutputsParams:
 
 def _check_json(name: str, text: str) -> None:
     """Raise unless `text` is JSON, an object or a Boolean, that is not nested too deeply."""
+    too_deep = _error(f"{name} is nested more than {NESTING_LIMIT} levels deep; allowed: less.")
     try:
         level = [json.loads(text)]
     except RecursionError:
-        level = []
+        raise too_deep from None
     except ValueError as error:
         raise _error(f"{name} is {brief(text)}, which is not JSON ({error}).") from None
-    if level and not isinstance(level[0], (dict, bool)):
+    if not isinstance(level[0], (dict, bool)):
         raise _error(f"{name} is {brief(text)}; allowed: a JSON object.")
     for _ in range(NESTING_LIMIT):
         level = [
@@ -149,7 +150,7 @@ def _check_json(name: str, text: str) -> None:
         ]
         if not level:
             return
-    raise _error(f"{name} is nested more than {NESTING_LIMIT} levels deep; allowed: less.")
+    raise too_deep
 
 
 def _error(message: str) -> VLLMValidationError:
