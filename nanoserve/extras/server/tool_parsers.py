@@ -258,7 +258,11 @@ class Hermes2ProToolParser(ToolParser):
         return {
             "type": "tag",
             "begin": f'{cls.START}\n{{"name": {name}, "arguments": ',
-            "content": {"type": "json_schema", "json_schema": parameters},
+            "content": {
+                "type": "json_schema",
+                "json_schema": parameters,
+                "max_whitespace_cnt": 1,  # a weak model may write spaces for ever
+            },
             "end": f"}}\n{cls.END}",
         }
 
