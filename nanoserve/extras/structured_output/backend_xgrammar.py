@@ -1,0 +1,169 @@
+"""How does nested text, such as JSON, stay valid token by token?
+
+JSON nests without a limit, so a finite automaton is not enough: behind "}" one has to know what was
+open before. The package xgrammar (C++) compiles a grammar to a pushdown automaton, and prepares the
+masks at compile time: most tokens are allowed or forbidden in a state whatever the stack holds, so
+only a few are tried in a step.
+
+    {"a": [1, 2             the stack: object > array > number
+                            allowed: a digit, "." or "e", ",", "]", spaces, "]}", ...
+
+*What is refused.* xgrammar ignores some keywords of JSON schemas, others it ignores beside certain
+keywords: its text then matches the grammar, but not the schema. `find_unsupported` says what these
+are, so that the request is refused, or gets another backend. What is left is stricter than the
+schema in two ways: properties come in the order of the schema, and an object without
+additionalProperties has no others.
+
+Left out: captures, temperatures in a grammar, jump-forward decoding.
+
+Dong and others, XGrammar, arXiv 2411.15100.
+vLLM: vllm/v1/structured_output/backend_xgrammar.py (V1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import xgrammar
+from torch import Tensor
+
+from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.extras.structured_output.backend import (
+    GrammarSpec,
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from nanoserve.extras.structured_output.dfa import build_nfa
+from nanoserve.extras.structured_output.json_schema import find_unsupported
+from nanoserve.extras.structured_output.vocabulary import Vocabulary
+
+MAX_THREADS = 8  # for one grammar
+
+
+class XgrammarBackend(StructuredOutputBackend):
+    """Everything, by the package xgrammar."""
+
+    name = "xgrammar"
+
+    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
+        super().__init__(vocabulary, num_speculative_tokens)
+        info = xgrammar.TokenizerInfo(
+            [token or b"" for token in vocabulary.tokens],  # b"": never allowed
+            xgrammar.VocabType.RAW,
+            vocab_size=len(vocabulary.tokens),
+            stop_token_ids=sorted(vocabulary.eos_token_ids),
+        )
+        threads = min(MAX_THREADS, os.cpu_count() or 1)
+        # The manager has a cache of its own.
+        self.compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+
+    @classmethod
+    def check(cls, spec: GrammarSpec) -> None:
+        if spec.whitespace_pattern is not None:
+            raise _refuse("whitespace_pattern", "Leave it out, or use the backend 'guidance'")
+        if spec.disable_additional_properties:
+            raise _refuse("disable_additional_properties", "It never allows others unless asked")
+        if spec.request_type == StructuredOutputOptions.REGEX:
+            build_nfa(spec.grammar_spec)  # what it refuses, xgrammar ignores in part
+        if spec.request_type == StructuredOutputOptions.JSON:
+            what = find_unsupported(json.loads(spec.grammar_spec))
+            if what is not None:
+                raise _refuse(f"a JSON schema with {what}", "Write it otherwise")
+
+    def compile_grammar(self, spec: GrammarSpec) -> XgrammarGrammar:
+        try:
+            compiled = self._compile(spec)
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:
+            kind = spec.request_type.name.lower()
+            message = f"xgrammar cannot compile this {kind}, {brief(spec.grammar_spec)}: {error}"
+            raise VLLMValidationError(message, parameter="structured_outputs") from error
+        return XgrammarGrammar(compiled, spec.stop_token_ids)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        options: dict[str, Any] = {"any_whitespace": not spec.disable_any_whitespace}
+        if spec.disable_any_whitespace:
+            options["separators"] = (",", ":")
+        text = spec.grammar_spec
+        match spec.request_type:
+            case StructuredOutputOptions.JSON:
+                return self.compiler.compile_json_schema(text, **options)
+            case StructuredOutputOptions.JSON_OBJECT:
+                anything = '{"type": "object", "additionalProperties": true}'
+                return self.compiler.compile_json_schema(anything, **options)
+            case StructuredOutputOptions.REGEX:
+                return self.compiler.compile_regex(text)
+            case StructuredOutputOptions.CHOICE:
+                choices = " | ".join(
+                    json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)
+                )
+                return self.compiler.compile_grammar(f"root ::= {choices}")
+            case StructuredOutputOptions.GRAMMAR:
+                is_ebnf = "::=" in text
+                return (self.compiler.compile_grammar if is_ebnf else self.compiler.compile_lark)(
+                    text
+                )
+            case StructuredOutputOptions.STRUCTURAL_TAG:
+                return self._compile_tag(json.loads(text))
+        raise AssertionError(spec.request_type)
+
+    def _compile_tag(self, tag: Any) -> Any:
+        if "structures" not in tag:
+            return self.compiler.compile_structural_tag(tag)
+        items = [  # vLLM's older form
+            xgrammar.StructuralTagItem(
+                begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"]
+            )
+            for item in tag["structures"]
+        ]
+        return self.compiler.compile_structural_tag(items, tag["triggers"])
+
+    def destroy(self) -> None:
+        del self.compiler
+
+
+class XgrammarGrammar(StructuredOutputGrammar):
+    """One sequence's place in a grammar that xgrammar has compiled."""
+
+    def __init__(self, compiled: Any, stop_token_ids: frozenset[int]) -> None:
+        self.compiled, self.stop_token_ids = compiled, stop_token_ids
+        stops = sorted(stop_token_ids) or None
+        self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return all(self.is_terminated() or self.matcher.accept_token(token) for token in tokens)
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        accepted = 0
+        while accepted < len(tokens) and self.matcher.accept_token(tokens[accepted]):
+            accepted += 1
+        self.rollback(accepted)
+        return tokens[:accepted]
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.matcher.rollback(num_tokens)
+
+    def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
+        if self.is_terminated():
+            bitmask[batch_index] = 0
+        else:
+            self.matcher.fill_next_token_bitmask(bitmask, batch_index)
+
+    def is_terminated(self) -> bool:
+        return self.matcher.is_terminated()
+
+    def reset(self) -> None:
+        self.matcher.reset()
+
+    def fork(self) -> XgrammarGrammar:
+        return XgrammarGrammar(self.compiled, self.stop_token_ids)
+
+
+def _refuse(what: str, advice: str) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"the backend 'xgrammar' does not support {what}. {advice}.",
+        parameter="structured_outputs",
+    )
