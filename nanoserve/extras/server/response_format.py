@@ -110,10 +110,9 @@ def allow_calls(form: Json, tag: Json) -> Json:
 def as_format(params: StructuredOutputsParams) -> Json:
     """The same constraint as a part of a structural tag."""
     if params.json_object:
-        return {"type": "json_schema", "json_schema": {"type": "object"}}
+        return json_format({"type": "object"})
     if params.json is not None:
-        schema = json.loads(params.json) if isinstance(params.json, str) else params.json
-        return {"type": "json_schema", "json_schema": schema}
+        return json_format(json.loads(params.json) if isinstance(params.json, str) else params.json)
     if params.regex is not None:
         return {"type": "regex", "pattern": params.regex}
     if params.grammar is not None:
@@ -133,9 +132,13 @@ def as_format(params: StructuredOutputsParams) -> Json:
 
 def as_tag(structure: Json) -> Json:
     """A structure of the older form of structural tags."""
-    content = {"type": "json_schema", "json_schema": structure.get("schema") or True}
-    begin, end = structure["begin"], structure["end"]
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
+    content = json_format(structure.get("schema") or True)
+    return {"type": "tag", "begin": structure["begin"], "content": content, "end": structure["end"]}
+
+
+def json_format(schema: Json | bool) -> Json:
+    """JSON as a part of a structural tag. A weak model writes white space for ever if it may."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
 
 
 def _refuse(message: str) -> NoReturn:

@@ -37,6 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanoserve.extras.server.response_format import json_format
 from nanoserve.extras.server.responses import ChatMessage
 
 Json = dict[str, Any]
@@ -258,11 +259,7 @@ class Hermes2ProToolParser(ToolParser):
         return {
             "type": "tag",
             "begin": f'{cls.START}\n{{"name": {name}, "arguments": ',
-            "content": {
-                "type": "json_schema",
-                "json_schema": parameters,
-                "max_whitespace_cnt": 1,  # a weak model may write spaces for ever
-            },
+            "content": json_format(parameters),
             "end": f"}}\n{cls.END}",
         }
 
