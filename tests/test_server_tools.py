@@ -579,6 +579,24 @@ MISTAKES: list[tuple[dict[str, Any], str | None, str]] = [
         "use_beam_search",
         "not with use_beam_search",
     ),
+    *(
+        ({"response_format": {"type": "structural_tag", **bad}}, None, "")
+        for bad in ({"format": 7}, {"format": {"type": "x"}}, {"structures": [7], "triggers": []})
+    ),
+    (
+        {"response_format": {**OLDER, "structures": [7]}, "tools": TOOLS},
+        "response_format",
+        "or one with 'structures'",
+    ),
+    ({"structured_outputs": {"grammar": "root ::= other"}}, None, "other"),
+    (
+        {
+            "tools": [{"function": {"name": "f", "parameters": {"type": "x"}}}],
+            "tool_choice": "required",
+        },
+        None,
+        "",
+    ),
     ({"guided_json": {}}, "guided_json", "structured_outputs"),
     (
         {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"function": 7}]}]},
@@ -604,3 +622,16 @@ def test_a_form_that_changes_nothing(client: OpenAI) -> None:
         **CHAT, response_format=text, max_tokens=3, extra_body=extra
     )
     assert found.choices[0].message.content
+
+
+def test_a_grammar_that_fails_in_a_stream(server: Running) -> None:
+    """The others go on."""
+    form = {"structured_outputs": {"grammar": "root ::= other"}, "stream": True}
+    answer = server.ask("POST", H, {**CHAT, **form})
+    if answer.status == 200:  # found when it was compiled: the last event
+        events = [line for line in answer.body.decode().splitlines() if line]
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert (error["code"], events[-1]) == (400, "data: [DONE]")
+    else:
+        assert answer.error["code"] == 400
+    assert ask(server, H, {**CHAT, "max_tokens": 2})["choices"]

@@ -126,7 +126,7 @@ def as_format(params: StructuredOutputsParams) -> Json:
     try:  # the older form
         tags = [as_tag(each) for each in tag["structures"]]
         return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         _refuse(f"the structural tag is {brief(tag)}; allowed: {TAG}.")
 
 
