@@ -380,11 +380,15 @@ def test_parse_makes_objects(client: OpenAI) -> None:
     found = client.chat.completions.parse(**CHAT, response_format=Visit, extra_body=COMPACT, **WILD)
     assert isinstance(found.choices[0].message.parsed, Visit)
     tool = openai.pydantic_function_tool(Visit, name="visit")
-    found = client.chat.completions.parse(
-        **CHAT, tools=[tool], tool_choice="required", parallel_tool_calls=False, **WILD
-    )
+    given = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    found = client.chat.completions.parse(**CHAT, **given, **WILD)
     [call] = found.choices[0].message.tool_calls
     assert isinstance(call.function.parsed_arguments, Visit)
+    with client.chat.completions.stream(**CHAT, **given, **WILD) as stream:
+        kinds = {event.type for event in stream}
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.done" in kinds
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
 
 
 @pytest.mark.parametrize("seed", SEEDS)
