@@ -223,6 +223,7 @@ def test_arguments_are_streamed_as_they_come(server: Running, says: Callable[...
     chunks = ask_stream(server, H, {**CHAT, "tools": TOOLS})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": None}
+    assert all(deltas[:-1]), "a chunk without news"
     calls = [each for delta in deltas for each in delta.get("tool_calls", [])]
     assert set(calls[0]) == {"index", "id", "type", "function"}
     assert calls[0]["function"]["name"] == "toss"

@@ -226,6 +226,8 @@ class ChatReply(Reply[ChatCompletionRequest]):
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Json:
         request, finish_reason = self.request, completion.finish_reason
         message = self.to_message(index, completion)
+        if not (message or finish_reason or request.logprobs or request.return_token_ids):
+            return {}
         if "tool_calls" in message:
             self.choices_with_calls.add(index)
         if finish_reason == "stop" and index in self.choices_with_calls and not request.function:

@@ -146,7 +146,8 @@ class Reply(ABC, Generic[AnyGeneration]):
 
     @abstractmethod
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
-        """A choice; in a stream: what is new. index: i * n + j for completion j of prompt i."""
+        """A choice; in a stream: what is new, {} if nothing is. index: i * n + j for completion j
+        of prompt i."""
 
     def begin(self, output: RequestOutput) -> list[Json]:
         """The chunks of a stream that come before the first output of a prompt."""
@@ -259,9 +260,11 @@ class Reply(ABC, Generic[AnyGeneration]):
             async for number, output in self.requests.outputs():
                 is_long = bool(output.prompt_logprobs) and number not in self.prompt_tokens
                 if is_long:  # with echo: the logprobs of a whole prompt, for each choice
-                    yield await asyncio.to_thread(self.to_events, number, output)
+                    events = await asyncio.to_thread(self.to_events, number, output)
                 else:
-                    yield self.to_events(number, output)
+                    events = self.to_events(number, output)
+                if events:
+                    yield events
             options = self.request.stream_options
             if options is not None and options.include_usage:
                 more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
@@ -281,7 +284,8 @@ class Reply(ABC, Generic[AnyGeneration]):
             self.count_prompt(number, output)
             chunks += self.begin(output)
         for completion in output.outputs:
-            chunks.append(self.to_chunk(number, self.make_choice(number, output, completion)))
+            if choice := self.make_choice(number, output, completion):
+                chunks.append(self.to_chunk(number, choice))
         return chunks
 
     def to_chunk(self, number: int, choice: Json) -> Json:
