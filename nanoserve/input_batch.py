@@ -240,26 +240,21 @@ class InputBatch:
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
         }
 
-    def _make_mask(
-        self, rows_with_state: list[LogitsRow], positions: np.ndarray
-    ) -> LogitMask | None:
+    def _make_mask(self, rows: list[LogitsRow], positions: np.ndarray) -> LogitMask | None:
         """What grammars forbid behind the known tokens and the drafts, and what is not among the
         allowed_token_ids."""
-        states = [(i, row, self.logit_states[row]) for i, row in rows_with_state]
         masks: dict[int, Tensor] = {}
-        if with_grammar := [state for state in states if state[2].grammar is not None]:
-            drafts = [
-                self.token_ids[row, self.num_tokens[row] : positions[i]].tolist()
-                for i, row, _ in with_grammar
-            ]
-            indices, _, its_states = zip(*with_grammar, strict=True)
-            grammars = [state.grammar for state in its_states]
-            make = grammars[0].manager.grammar_bitmask
-            rows = list(zip(grammars, drafts, strict=True))
-            masks = dict(zip(indices, make(rows, self.staging.device), strict=True))
-        for i, _, state in states:
+        grammars: dict[int, tuple[Any, list[int]]] = {}
+        for i, row in rows:
+            state = self.logit_states[row]
+            if state.grammar is not None:
+                drafts = self.token_ids[row, self.num_tokens[row] : positions[i]]
+                grammars[i] = state.grammar, drafts.tolist()
             if state.params.allowed_token_ids is not None:
-                mask = self._get_forbidden(state)
+                masks[i] = self._get_forbidden(state)
+        if grammars:
+            manager = next(iter(grammars.values()))[0].manager
+            for i, mask in manager.grammar_bitmask(grammars, self.staging.device).items():
                 masks[i] = mask | masks[i] if i in masks else mask
         if not masks:
             return None

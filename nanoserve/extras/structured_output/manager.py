@@ -54,7 +54,6 @@ from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
-    from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.sequence import Sequence
 
 logger = init_logger(__name__)
@@ -79,11 +78,13 @@ class StructuredOutputManager:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         num_speculative_tokens: int = 0,
+        rejects_drafts: bool = False,
     ) -> None:
         """vocab_size: that of the model, whose logits have more columns than the tokenizer has
-        tokens. Raises ValueError for a tokenizer whose tokens cannot be read."""
+        tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
+        tokens cannot be read."""
         self.config = config
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
         self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
         self.backends: dict[str, StructuredOutputBackend] = {}
         self.executor = ThreadPoolExecutor(
@@ -99,12 +100,14 @@ class StructuredOutputManager:
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
         """For the model and the options of an engine."""
         config, model_config = engine.config, engine.model_config
+        method = getattr(config.speculative_config, "rejection_sample_method", "strict")
         return cls(
             config.structured_outputs_config or StructuredOutputsConfig(),
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
             model_config.eos_token_ids,
             config.query_lens[-1] - 1,
+            method == "standard",
         )
 
     def grammar_init(self, seq: Sequence) -> None:
@@ -172,10 +175,10 @@ class StructuredOutputManager:
                 total -= sizes[key]
 
     def grammar_bitmask(
-        self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
-    ) -> Tensor:
-        """Which tokens are forbidden in each of these rows of logits, [num_rows, vocab_size] bool,
-        on the device. A row is a request and the drafts before the token to be chosen.
+        self, rows: dict[int, tuple[StructuredOutputRequest, list[int]]], device: Any
+    ) -> dict[int, Tensor]:
+        """Which tokens are forbidden in these rows of logits, [vocab_size] bool for each, on the
+        device. A row has a request, and the drafts before the token that is to be chosen.
 
         The step of these rows is read before the next call, so one buffer is enough.
         """
@@ -184,9 +187,10 @@ class StructuredOutputManager:
             bitmask = self._bitmask = self.allocate_token_bitmask(len(rows))
             if device.type == "cuda":
                 bitmask = self._bitmask = bitmask.pin_memory()
-        for index, (request, drafts) in enumerate(rows):
+        for index, (request, drafts) in enumerate(rows.values()):
             request.fill_bitmask(bitmask, index, drafts)
-        return self.unpack(bitmask[: len(rows)].to(device, non_blocking=True))
+        sent = bitmask[: len(rows)].to(device, non_blocking=True)
+        return dict(zip(rows, self.unpack(sent), strict=True))
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
@@ -210,6 +214,15 @@ class StructuredOutputManager:
         self._cache.clear()
         for backend in self.backends.values():
             backend.destroy()
+
+
+def get_manager(engine: LLMEngine) -> StructuredOutputManager:
+    """The one manager of an engine. Raises ValueError if its tokenizer does not allow grammars."""
+    with engine._admission:
+        if engine.structured_output_manager is None:
+            engine.structured_output_manager = StructuredOutputManager.from_engine(engine)
+        manager: StructuredOutputManager = engine.structured_output_manager
+        return manager
 
 
 class StructuredOutputRequest:
@@ -280,16 +293,14 @@ class StructuredOutputRequest:
         logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
         return False
 
-    def validate_drafts(
-        self, drafts: tuple[int, ...], config: SpeculativeConfig
-    ) -> tuple[int, ...]:
+    def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
         first forbidden one, too: it is to be rejected, and what comes in its place depends on it
         (see the condition in extras/speculative/rejection.py)."""
         if not drafts or self.grammar.is_terminated():
             return ()
         num_valid = len(self.grammar.validate_tokens(list(drafts)))
-        return drafts[: num_valid + (config.rejection_sample_method == "standard")]
+        return drafts[: num_valid + self.manager.rejects_drafts]
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""
