@@ -65,7 +65,7 @@ class RowLogitState:
         bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
-        self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
+        self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
         self.grammar = new.structured_output_request
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
@@ -243,30 +243,29 @@ class InputBatch:
     def _make_mask(self, rows: list[LogitsRow], positions: np.ndarray) -> LogitMask | None:
         """What grammars forbid behind the known tokens and the drafts, and what is not among the
         allowed_token_ids."""
-        masks: dict[int, Tensor] = {}
-        grammars: dict[int, tuple[Any, list[int]]] = {}
-        for i, row in rows:
-            state = self.logit_states[row]
-            if state.grammar is not None:
-                drafts = self.token_ids[row, self.num_tokens[row] : positions[i]]
-                grammars[i] = state.grammar, drafts.tolist()
-            if state.params.allowed_token_ids is not None:
-                masks[i] = self._get_forbidden(state)
+        states = [(i, row, self.logit_states[row]) for i, row in rows]
+        allowed = [(i, state) for i, _, state in states if state.params.allowed_token_ids]
+        grammars = [
+            (i, state.grammar, self.token_ids[row, self.num_tokens[row] : positions[i]].tolist())
+            for i, row, state in states
+            if state.grammar is not None
+        ]
+        masks = [self._get_mask(state)[None] for _, state in allowed]
         if grammars:
-            manager = next(iter(grammars.values()))[0].manager
-            for i, mask in manager.grammar_bitmask(grammars, self.staging.device).items():
-                masks[i] = mask | masks[i] if i in masks else mask
+            grammar_bitmask = grammars[0][1].manager.grammar_bitmask
+            masks.append(grammar_bitmask([own for _, *own in grammars], self.staging.device))
         if not masks:
             return None
-        logits_rows = self.staging.send(rows=np.array(list(masks)))["rows"]
-        return LogitMask(logits_rows, torch.stack(list(masks.values())))
+        indices = np.array([i for i, *_ in (*allowed, *grammars)])
+        values = masks[0] if len(masks) == 1 else torch.cat(masks)
+        return LogitMask(self.staging.send(rows=indices)["rows"], values)
 
-    def _get_forbidden(self, state: RowLogitState) -> Tensor:
-        if state.is_forbidden is None:
-            allowed = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
-            everything = torch.ones(self.vocab_size, dtype=torch.bool, device=allowed.device)
-            state.is_forbidden = everything.index_fill_(0, allowed, False)
-        return state.is_forbidden
+    def _get_mask(self, state: RowLogitState) -> Tensor:
+        if state.mask is None:
+            ids = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
+            nothing = torch.full((self.vocab_size,), -torch.inf, device=ids.device)
+            state.mask = nothing.index_fill_(0, ids, 0.0)
+        return state.mask
 
     def _make_edits(
         self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]

@@ -94,7 +94,7 @@ class StructuredOutputManager:
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
-        self._bits: Tensor | None = None  # [256, 8] bool, on the device: see unpack
+        self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
@@ -175,10 +175,10 @@ class StructuredOutputManager:
                 total -= sizes[key]
 
     def grammar_bitmask(
-        self, rows: dict[int, tuple[StructuredOutputRequest, list[int]]], device: Any
-    ) -> dict[int, Tensor]:
-        """Which tokens are forbidden in these rows of logits, [vocab_size] bool for each, on the
-        device. A row has a request, and the drafts before the token that is to be chosen.
+        self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
+    ) -> Tensor:
+        """What to add to these rows of logits, [num_rows, vocab_size] on the device: 0 or -inf. A
+        row has a request, and the drafts before the token that is to be chosen.
 
         The step of these rows is read before the next call, so one buffer is enough.
         """
@@ -187,10 +187,9 @@ class StructuredOutputManager:
             bitmask = self._bitmask = self.allocate_token_bitmask(len(rows))
             if device.type == "cuda":
                 bitmask = self._bitmask = bitmask.pin_memory()
-        for index, (request, drafts) in enumerate(rows.values()):
+        for index, (request, drafts) in enumerate(rows):
             request.fill_bitmask(bitmask, index, drafts)
-        sent = bitmask[: len(rows)].to(device, non_blocking=True)
-        return dict(zip(rows, self.unpack(sent), strict=True))
+        return self.unpack(bitmask[: len(rows)].to(device, non_blocking=True))
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
@@ -198,13 +197,15 @@ class StructuredOutputManager:
         return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
-        """[num_rows, vocab_size] bool, True where the bit is 0: eight at a time, from a table."""
-        if self._bits is None or self._bits.device != bitmask.device:
-            numbers = torch.arange(256, device=bitmask.device)[:, None]
-            self._bits = (numbers >> torch.arange(8, device=bitmask.device)) & 1 == 0
+        """[num_rows, vocab_size]: 0 where the bit is 1, else -inf. Eight at a time, from a
+        table."""
+        if self._bytes is None or self._bytes.device != bitmask.device:
+            numbers, bits = (torch.arange(number, device=bitmask.device) for number in (256, 8))
+            is_allowed = (numbers[:, None] >> bits) & 1 == 1
+            self._bytes = torch.where(is_allowed, 0.0, -torch.inf)
         numbers = bitmask.view(torch.uint8).reshape(-1).int()
-        bits = self._bits.index_select(0, numbers).view(len(bitmask), -1)
-        return bits[:, : len(self.vocabulary.tokens)]
+        values = self._bytes.index_select(0, numbers).view(len(bitmask), -1)
+        return values[:, : len(self.vocabulary.tokens)]
 
     def close(self) -> None:
         """End the process, and drop what waits to be compiled. A thread that compiles goes on to
@@ -314,7 +315,7 @@ class StructuredOutputRequest:
             return self.grammar.is_terminated()
         bitmask = self.manager.allocate_token_bitmask(1)
         self.fill_bitmask(bitmask, 0, [])
-        return bool(self.manager.unpack(bitmask).all())
+        return bool(self.manager.unpack(bitmask).isinf().all())
 
     def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
