@@ -312,10 +312,9 @@ class Scheduler:
             seq.metrics.num_draft_tokens += number
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
         most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
-        drafts = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
+        seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
         if (grammar := seq.structured_output_request) is not None:
-            drafts = grammar.validate_drafts(drafts, self.speculative_config)
-        seq.spec_token_ids = drafts
+            seq.spec_token_ids = grammar.validate_drafts(seq.spec_token_ids)
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""

@@ -346,8 +346,8 @@ def test_what_does_not_compile_is_an_error_of_that_request(
     regex = f"[a-f]{{3}}3{type(error).__name__}"
     found = llm.generate(["a", "b"], [constrained(regex=regex, n=2), constrained()], use_tqdm=False)
     for each in found[0].outputs:
-        assert each.finish_reason == "error" and str(error) in str(each.stop_reason)
-        assert str(each.stop_reason).startswith("structured_outputs: nano cannot compile it")
+        assert each.finish_reason == "error"
+        assert re.fullmatch(f"structured_outputs: .*{error}", str(each.stop_reason))
     assert re.fullmatch(REGEXES[0], found[1].outputs[0].text)
     compiler.error = None
     [again] = llm.generate("a", constrained(regex=regex), use_tqdm=False)
@@ -377,7 +377,8 @@ def test_a_constraint_is_compiled_once(
         llm.generate("a", constrained(regex=f"[a-f]{i}"), use_tqdm=False)
     cache = llm.engine.structured_output_manager._cache
     assert [spec.grammar_spec for _, spec in cache] == ["[a-f]6", "[a-f]7"]
-    monkeypatch.setattr(manager, "CACHE_BYTES", 0)
+    monkeypatch.setattr(automaton.NanoGrammar, "num_bytes", 9)
+    monkeypatch.setattr(manager, "CACHE_BYTES", 10)
     llm.generate("a", constrained(regex="[a-f]8"), use_tqdm=False)
     assert [spec.grammar_spec for _, spec in cache] == ["[a-f]8"]
 
@@ -512,7 +513,7 @@ def test_async_llm(compiler: Compiler) -> None:
         return last
 
     async def main() -> None:
-        with closing(AsyncLLM.from_engine_args(EngineArgs(num_kv_blocks=128))) as llm:
+        with AsyncLLM.from_engine_args(EngineArgs(num_kv_blocks=128)) as llm:
             slow = asyncio.create_task(ask(llm, "slow", constrained(regex="[a-f]{3}8")))
             cancelled = asyncio.create_task(ask(llm, "cancelled", constrained(regex="[a-f]{3}9")))
             assert (await ask(llm, "free", free())).finished

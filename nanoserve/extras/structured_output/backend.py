@@ -129,7 +129,7 @@ class StructuredOutputBackend(ABC):
         import torch
 
         num_words = -(-len(self.vocabulary.tokens) // 32)
-        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32)
+        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32, device="cpu")
 
     def destroy(self) -> None:  # noqa: B027
         """Release what a backend holds beside Python's objects. Nothing may be compiled later."""

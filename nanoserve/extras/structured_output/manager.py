@@ -54,7 +54,6 @@ from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
-    from nanoserve.extras.speculative.config import SpeculativeConfig
     from nanoserve.sequence import Sequence
 
 logger = init_logger(__name__)
@@ -79,11 +78,13 @@ class StructuredOutputManager:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         num_speculative_tokens: int = 0,
+        rejects_drafts: bool = False,
     ) -> None:
         """vocab_size: that of the model, whose logits have more columns than the tokenizer has
-        tokens. Raises ValueError for a tokenizer whose tokens cannot be read."""
+        tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
+        tokens cannot be read."""
         self.config = config
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
         self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
         self.backends: dict[str, StructuredOutputBackend] = {}
         self.executor = ThreadPoolExecutor(
@@ -93,18 +94,20 @@ class StructuredOutputManager:
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
-        self._bits: Tensor | None = None  # [256, 8] bool, on the device: see unpack
+        self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
         """For the model and the options of an engine."""
         config, model_config = engine.config, engine.model_config
+        method = getattr(config.speculative_config, "rejection_sample_method", "strict")
         return cls(
             config.structured_outputs_config or StructuredOutputsConfig(),
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
             model_config.eos_token_ids,
             config.query_lens[-1] - 1,
+            method == "standard",
         )
 
     def grammar_init(self, seq: Sequence) -> None:
@@ -149,10 +152,11 @@ class StructuredOutputManager:
                 self.guard.compile(cls.name, spec)
             return backend.compile_grammar(spec)
         error = caught.error
-        is_expected = isinstance(error, (ValueError, GuardError))
-        why = str(error) if is_expected else describe_error(error)
-        message = f"structured_outputs: {cls.name} cannot compile it: {why}"
-        raise RequestError(message) from None if is_expected else error
+        assert error is not None
+        if isinstance(error, ValueError):  # in the backend's words
+            raise RequestError(f"structured_outputs: {error}") from None
+        message = f"structured_outputs: {cls.name} cannot compile it: {describe_error(error)}"
+        raise RequestError(message) from None if isinstance(error, GuardError) else error
 
     def _shrink_cache(self, _: object) -> None:
         """Drop what failed, and the grammars that were used least recently, down to the bound."""
@@ -173,8 +177,8 @@ class StructuredOutputManager:
     def grammar_bitmask(
         self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
     ) -> Tensor:
-        """Which tokens are forbidden in each of these rows of logits, [num_rows, vocab_size] bool,
-        on the device. A row is a request and the drafts before the token to be chosen.
+        """What to add to these rows of logits, [num_rows, vocab_size] on the device: 0 or -inf. A
+        row has a request, and the drafts before the token that is to be chosen.
 
         The step of these rows is read before the next call, so one buffer is enough.
         """
@@ -193,13 +197,15 @@ class StructuredOutputManager:
         return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
-        """[num_rows, vocab_size] bool, True where the bit is 0: eight at a time, from a table."""
-        if self._bits is None or self._bits.device != bitmask.device:
-            numbers = torch.arange(256, device=bitmask.device)[:, None]
-            self._bits = (numbers >> torch.arange(8, device=bitmask.device)) & 1 == 0
+        """[num_rows, vocab_size]: 0 where the bit is 1, else -inf. Eight at a time, from a
+        table."""
+        if self._bytes is None or self._bytes.device != bitmask.device:
+            numbers, bits = (torch.arange(number, device=bitmask.device) for number in (256, 8))
+            is_allowed = (numbers[:, None] >> bits) & 1 == 1
+            self._bytes = torch.where(is_allowed, 0.0, -torch.inf)
         numbers = bitmask.view(torch.uint8).reshape(-1).int()
-        bits = self._bits.index_select(0, numbers).view(len(bitmask), -1)
-        return bits[:, : len(self.vocabulary.tokens)]
+        values = self._bytes.index_select(0, numbers).view(len(bitmask), -1)
+        return values[:, : len(self.vocabulary.tokens)]
 
     def close(self) -> None:
         """End the process, and drop what waits to be compiled. A thread that compiles goes on to
@@ -209,6 +215,15 @@ class StructuredOutputManager:
         self._cache.clear()
         for backend in self.backends.values():
             backend.destroy()
+
+
+def get_manager(engine: LLMEngine) -> StructuredOutputManager:
+    """The one manager of an engine. Raises ValueError if its tokenizer does not allow grammars."""
+    with engine._admission:
+        if engine.structured_output_manager is None:
+            engine.structured_output_manager = StructuredOutputManager.from_engine(engine)
+        manager: StructuredOutputManager = engine.structured_output_manager
+        return manager
 
 
 class StructuredOutputRequest:
@@ -279,16 +294,14 @@ class StructuredOutputRequest:
         logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
         return False
 
-    def validate_drafts(
-        self, drafts: tuple[int, ...], config: SpeculativeConfig
-    ) -> tuple[int, ...]:
+    def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
         first forbidden one, too: it is to be rejected, and what comes in its place depends on it
         (see the condition in extras/speculative/rejection.py)."""
         if not drafts or self.grammar.is_terminated():
             return ()
         num_valid = len(self.grammar.validate_tokens(list(drafts)))
-        return drafts[: num_valid + (config.rejection_sample_method == "standard")]
+        return drafts[: num_valid + self.manager.rejects_drafts]
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""
@@ -302,7 +315,7 @@ class StructuredOutputRequest:
             return self.grammar.is_terminated()
         bitmask = self.manager.allocate_token_bitmask(1)
         self.fill_bitmask(bitmask, 0, [])
-        return bool(self.manager.unpack(bitmask).all())
+        return bool(self.manager.unpack(bitmask).isinf().all())
 
     def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
