@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -232,6 +233,17 @@ def test_arguments_are_streamed_as_they_come(server: Running, says: Callable[...
     checked = TypeAdapter(responses.ChatCompletionResponse)
     for chunk in [*chunks, ask(server, H, {**CHAT, "tools": TOOLS})]:
         checked.validate_python(chunk, extra="forbid")
+
+
+def test_each_token_has_its_logprobs(server: Running, says: Callable[..., None]) -> None:
+    """Also a token that says nothing yet."""
+    says(CALL)
+    body = {**CHAT, "tools": TOOLS, "logprobs": True, "stream_options": {"include_usage": True}}
+    *chunks, last = ask_stream(server, H, body)
+    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    tokens = [each["token"] for part in found if part for each in part["content"]]
+    assert len(tokens) == last["usage"]["completion_tokens"]
+    assert "".join(tokens[:-1]) == CALL
 
 
 def test_a_strict_tool_is_called_as_it_says(client: OpenAI, says: Callable[..., None]) -> None:
@@ -618,6 +630,15 @@ def test_mistakes_are_told(
     error = refusal(server, H, {**CHAT, **mistake})
     assert words in error["message"]
     assert param in (None, error["param"])
+
+
+def test_without_the_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """extras/structured_output can be deleted: only what needs it is refused."""
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.structured_output", None)
+    assert make_params(make_request(response_format={"type": "text"}).form) is None
+    for given in ({"response_format": SCHEMA}, {"structured_outputs": {"regex": "a"}}):
+        with pytest.raises(ValueError, match="no extras/structured_output"):
+            make_params(make_request(**given).form)
 
 
 def test_a_form_that_changes_nothing(client: OpenAI) -> None:

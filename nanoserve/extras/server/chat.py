@@ -30,6 +30,7 @@ vllm/entrypoints/openai/chat_completion/: api_router.py, serving.py (V1).
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -48,12 +49,7 @@ from nanoserve.extras.server.reply import (
     to_prompt_logprobs,
     top_logprobs,
 )
-from nanoserve.extras.server.response_format import (
-    CONSTRAINTS,
-    allow_calls,
-    as_format,
-    make_params,
-)
+from nanoserve.extras.server.response_format import as_format, make_params
 from nanoserve.extras.server.responses import (
     ChatCompletionResponse,
     ChatLogprob,
@@ -68,6 +64,7 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.extras.server.app import ServerState
+    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 
 def make_router(state: ServerState) -> APIRouter:
@@ -162,18 +159,18 @@ class ChatReply(Reply[ChatCompletionRequest]):
         self.choices_with_calls: set[int] = set()
 
     @property
-    def form(self) -> Json:
-        request, form = self.request, self.request.form
+    def may_have_form(self) -> bool:
+        return self.parser_cls is not None or super().may_have_form
+
+    def make_form(self) -> StructuredOutputsParams | None:
+        """Of a call, of an answer, or of either."""
+        request, form = self.request, super().make_form()
         if self.parser_cls is None:
             return form
-        is_bound = not request.must_call and bool(CONSTRAINTS & set(form))
-        tag = self.parser_cls.get_structural_tag(
-            request.tools,
-            request.tool_choice or "auto",
-            self.is_parallel,
-            as_format(make_params(form)) if is_bound else None,
-        )
-        return form if tag is None else allow_calls(form, tag)
+        other = None if form is None or request.must_call else as_format(form)
+        choice = request.tool_choice or "auto"
+        tag = self.parser_cls.get_structural_tag(request.tools, choice, self.is_parallel, other)
+        return None if tag is None else make_params({"structural_tag": json.dumps(tag)})
 
     @property
     def is_parallel(self) -> bool:
@@ -251,8 +248,10 @@ class ChatReply(Reply[ChatCompletionRequest]):
         if self.request.stream:
             if parser_cls is None:
                 return {"content": text}
-            parser = self.parsers.setdefault(index, parser_cls(self.is_parallel))
-            return parser.extract_tool_calls_streaming(text, completion.finish_reason is not None)
+            if index not in self.parsers:
+                self.parsers[index] = parser_cls(self.is_parallel)
+            is_last = completion.finish_reason is not None
+            return self.parsers[index].extract_tool_calls_streaming(text, is_last)
         message: ChatMessage = {"content": text}
         if parser_cls is not None:
             message = parser_cls.extract_tool_calls(text, self.is_parallel)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
@@ -41,9 +41,6 @@ from nanoserve.extras.server.responses import ErrorResponse
 from nanoserve.inputs import prompt_to_seq
 from nanoserve.logger import init_logger, warning_once
 from nanoserve.sampling_params import FIELDS, MISSING, RANGES, RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 logger = init_logger(__name__)
 Json = dict[str, Any]
@@ -270,13 +267,10 @@ class GenerationRequest(OpenAIBaseModel):
         return self.prompt_logprobs
 
     def to_sampling_params(
-        self,
-        recommended: Mapping[str, Any],
-        max_tokens: int | None,
-        structured_outputs: StructuredOutputsParams | None,
+        self, recommended: Mapping[str, Any], max_tokens: int | None
     ) -> SamplingParams:
-        """recommended: the model's generation_config.json. structured_outputs: the form of an
-        answer; see response_format.py. Raises ValueError or TypeError."""
+        """recommended: the model's generation_config.json. Without structured_outputs: see
+        Reply.make_form. Raises ValueError or TypeError."""
         default = SamplingParams.from_generation_config(recommended)
         params = {name: getattr(default, name) for name in RECOMMENDED}
         params |= {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
@@ -284,7 +278,7 @@ class GenerationRequest(OpenAIBaseModel):
         params |= {name: extra[name] for name in MISSING if name in extra}
         params |= {"n": self.num_samples, "logprobs": self.num_logprobs, "max_tokens": max_tokens}
         params["prompt_logprobs"] = self.num_prompt_logprobs
-        params["structured_outputs"] = structured_outputs
+        params.pop("structured_outputs", None)
         if self.num_samples > self.num_choices and self.num_logprobs is None:
             params["logprobs"] = 0  # to know which are the likeliest
         if params["temperature"] == 0:

@@ -54,6 +54,7 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.extras.server.app import ServerState
+    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 AnyRequest = TypeVar("AnyRequest", bound=OpenAIBaseModel)
 AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
@@ -140,9 +141,14 @@ class Reply(ABC, Generic[AnyGeneration]):
         """Output tokens at most; None: as many as fit."""
 
     @property
-    def form(self) -> Json:
-        """Fields of StructuredOutputsParams: the form of the answer; {}: any."""
-        return self.request.form
+    def may_have_form(self) -> bool:
+        """False: make_form would say None."""
+        given = (self.request.response_format, self.request.structured_outputs)
+        return given != (None, None)
+
+    def make_form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have; None: any. Raises ValueError or TypeError."""
+        return make_params(self.request.form)
 
     @abstractmethod
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
@@ -181,9 +187,9 @@ class Reply(ABC, Generic[AnyGeneration]):
         """Queue all prompts."""
         request = self.request
         recommended = self.async_llm.model_config.generation_defaults
-        form = self.form
-        structured_outputs = make_params(form) if form else None
-        params = request.to_sampling_params(recommended, self.max_tokens, structured_outputs)
+        params = request.to_sampling_params(recommended, self.max_tokens)
+        if self.may_have_form:  # a schema may be long
+            params.structured_outputs = await self.async_llm.run_in_thread(self.make_form)
         for prompt in prompts:
             await self.requests.add(
                 prompt,
@@ -197,7 +203,7 @@ class Reply(ABC, Generic[AnyGeneration]):
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:
         """One beam search for each prompt, all at once. Raises ValueError if the answer must have a
         form."""
-        if self.form:
+        if self.may_have_form and self.make_form() is not None:
             message = "response_format and calls that must be valid: not with use_beam_search."
             raise VLLMValidationError(message, parameter="use_beam_search")
         tasks = [asyncio.ensure_future(self.search(prompt)) for prompt in prompts]

@@ -9,8 +9,8 @@
 
 With both of the first two, structured_outputs may have options only, such as
 disable_any_whitespace. With tools and tool_choice "auto", an answer is a call or has the form: the
-two become one structural tag. With "required" or a function there is no such answer: the form of
-response_format does not matter, and structured_outputs are an error.
+two become one structural tag, which has no options. With "required" or a function there is no such
+answer: response_format does not matter, and structured_outputs are an error.
 
 A schema is always followed, also if "strict" is false. (In OpenAI's API, such a schema is a hint.)
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 TYPES = "'text', 'json_object', 'json_schema', 'structural_tag'"
-CONSTRAINTS = {"json", "regex", "choice", "grammar", "json_object", "structural_tag"}
 SCHEMA = "{'name': ..., 'schema': {...}}"
 TAG = "{'type': 'structural_tag', 'format': {...}}, or one with 'structures' and 'triggers'"
 
@@ -85,9 +84,9 @@ def read_structured_outputs(given: Any) -> Json:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def make_params(form: Json) -> StructuredOutputsParams:
-    """The form of an answer, for SamplingParams. Raises ValueError or TypeError."""
-    return get_params_cls()(**form)
+def make_params(form: Json) -> StructuredOutputsParams | None:
+    """None for no fields. Raises ValueError or TypeError."""
+    return get_params_cls()(**form) if form else None
 
 
 def get_params_cls() -> type[StructuredOutputsParams]:
@@ -100,15 +99,8 @@ def get_params_cls() -> type[StructuredOutputsParams]:
     return StructuredOutputsParams
 
 
-def allow_calls(form: Json, tag: Json) -> Json:
-    """The form of an answer with calls of tools: its options, and the structural tag of the
-    calls, which holds as_format of all else."""
-    options = {name: value for name, value in form.items() if name not in CONSTRAINTS}
-    return {**options, "structural_tag": json.dumps(tag, ensure_ascii=False)}
-
-
 def as_format(params: StructuredOutputsParams) -> Json:
-    """The same constraint as a part of a structural tag."""
+    """The same constraint as a part of a structural tag. Raises ValueError."""
     if params.json_object:
         return json_format({"type": "object"})
     if params.json is not None:
