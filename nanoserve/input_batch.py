@@ -274,10 +274,11 @@ class InputBatch:
             (np.full(len(ids), logits_row), ids, values)
             for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)
             for ids, values in self.logit_states[row].get_edits(output)
+            if len(ids)
         ]
-        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
-        if not len(values):
+        if not edits:
             return None
+        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
         sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
         return LogitEdits(**sent)
 

@@ -108,8 +108,11 @@ class TokenAutomaton:
             True
         )
         self.has_end = self._find_ends()
-        num_bytes = len(self.is_stop) // 8
-        self.mask = functools.lru_cache(max(1, MASK_BYTES // num_bytes))(self._compute_mask)
+        row_bytes = len(self.is_stop) // 8
+        max_masks = max(1, MASK_BYTES // row_bytes)
+        self.mask = functools.lru_cache(max_masks)(self._compute_mask)
+        num_states = len(dfa.is_accepting)
+        self.num_bytes = dfa.next_state.nbytes + min(max_masks, num_states) * row_bytes
 
     def advance(self, state: int, token_id: int) -> int:
         """The state behind a token that comes in `state`; DEAD if it is forbidden there."""
@@ -117,7 +120,7 @@ class TokenAutomaton:
             return DEAD
         if token_id in self.stop_token_ids:
             return TERMINATED if self.dfa.is_accepting[state] else DEAD
-        token = self.tokens[token_id]
+        token = self.tokens[token_id] if 0 <= token_id < len(self.tokens) else None
         following = self.dfa.walk(state, token) if token else DEAD
         return following if self.has_end[following] else DEAD
 
@@ -186,12 +189,13 @@ class NanoGrammar(StructuredOutputGrammar):
 
     def __init__(self, automaton: TokenAutomaton) -> None:
         self.automaton = automaton
+        self.num_bytes = automaton.num_bytes
         self.states = [START]
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         accepted = self._walk(tokens)
         self.states += accepted
-        return len(accepted) == len(tokens)
+        return self.is_terminated() or len(accepted) == len(tokens)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         return tokens[: len(self._walk(tokens))]

@@ -38,6 +38,10 @@ from nanoserve.extras.structured_output.backend import (
 from nanoserve.extras.structured_output.json_schema import close
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
+# Where only one text can follow, any tokens of it are allowed, and not only those that a tokenizer
+# would choose.
+OPTIONS = '%llguidance {"no_forcing": true}\n'
+
 
 class GuidanceBackend(StructuredOutputBackend):
     """Everything, by the package llguidance."""
@@ -70,6 +74,8 @@ class GuidanceBackend(StructuredOutputBackend):
 class GuidanceGrammar(StructuredOutputGrammar):
     """One sequence's place in a grammar of llguidance. The matcher sees text tokens only: which
     stop tokens there are is up to the request."""
+
+    num_bytes = 2**20  # it does not tell
 
     def __init__(
         self, origin: LLMatcher, stop_token_ids: frozenset[int], stop_bits: Tensor
@@ -135,74 +141,66 @@ class ByteTokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokens = vocabulary.tokens
-        self.special_token_ids = [i for i, token in enumerate(tokens) if token is None]
         self.tokens = [token or b"" for token in tokens]
+        self.special_token_ids = [i for i, token in enumerate(tokens) if token is None]
         self.eos_token_id = min(vocabulary.eos_token_ids, default=None)
-        self.id_of = {token: i for i, token in enumerate(tokens) if token}
-        self.longest = max(map(len, self.id_of), default=0)
 
     def __call__(self, data: bytes) -> list[int]:
-        """Some tokens of these bytes: always the longest one. (It is asked for text that is
-        certain, which is used nowhere here.)"""
-        found, start = list[int](), 0
-        while start < len(data):
-            end = min(len(data), start + self.longest)
-            while end > start and data[start:end] not in self.id_of:
-                end -= 1
-            if end > start:
-                found.append(self.id_of[data[start:end]])
-            start = max(end, start + 1)
-        return found
+        return []  # it would be asked for tokens of text that is certain: see OPTIONS
 
 
 def _to_grammar(spec: GrammarSpec) -> str:
-    """The constraint as llguidance takes it."""
+    """The constraint in llguidance's form of Lark."""
     text = spec.grammar_spec
     match spec.request_type:
         case StructuredOutputOptions.JSON:
-            return _json_grammar(json.loads(text), spec)
+            lark = f"start: %json {json.dumps(_with_options(json.loads(text), spec))}"
         case StructuredOutputOptions.JSON_OBJECT:
-            return _json_grammar({"type": "object"}, spec)
+            lark = f"start: %json {json.dumps(_with_options({'type': 'object'}, spec))}"
         case StructuredOutputOptions.REGEX:
-            return LLMatcher.grammar_from_regex(text)
+            lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case StructuredOutputOptions.CHOICE:
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+            lark = f"start: /{'|'.join(map(_escape, json.loads(text)))}/"
         case StructuredOutputOptions.GRAMMAR:
-            return llguidance.grammar_from("grammar", text)
+            lark = llguidance.grammar_from("grammar", text)
         case StructuredOutputOptions.STRUCTURAL_TAG:
-            return _tag_grammar(json.loads(text), spec)
-    raise AssertionError(spec.request_type)
+            lark = _tag_grammar(json.loads(text), spec)
+    return lark if "%llguidance" in lark else OPTIONS + lark
 
 
-def _json_grammar(schema: Any, spec: GrammarSpec) -> str:
+def _with_options(schema: Any, spec: GrammarSpec) -> Any:
+    """The schema with its options inside, instead of options that it brings."""
     if spec.disable_additional_properties:
         schema = close(schema)
     options: dict[str, Any] = {
-        "lenient": False,  # refuse what is not implemented, whatever the schema's x-guidance says
+        "lenient": False,  # refuse what is not implemented
         "whitespace_flexible": not spec.disable_any_whitespace,
     }
     if spec.whitespace_pattern is not None:
         options["whitespace_pattern"] = spec.whitespace_pattern
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    schema = {True: {}, False: {"enum": []}}[schema] if isinstance(schema, bool) else schema
+    return {**schema, "x-guidance": options}
+
+
+def _escape(text: str) -> str:
+    """A regular expression of this text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def _tag_grammar(tag: Any, spec: GrammarSpec) -> str:
     """vLLM's older form of structural tags: text, in which a trigger begins a tag."""
     if "structures" not in tag:
-        raise _error(
-            spec, 'a structural tag needs "structures"; the backend xgrammar takes other ones'
-        )
+        raise _error(spec, 'a structural tag needs "structures"; the backend xgrammar takes others')
     tags = []
     for item in tag["structures"]:
         trigger = next((text for text in tag["triggers"] if item["begin"].startswith(text)), None)
         if trigger is None:
             raise _error(spec, f"{brief(item['begin'])} begins with none of the triggers")
-        grammar = _json_grammar(item["schema"], spec)
+        grammar = _with_options(item["schema"], spec)
         tags.append(
             StructTag(trigger=trigger, begin=item["begin"], grammar=grammar, end=item["end"])
         )
-    return StructTag.to_grammar(tags, assume_special=False)
+    return StructTag.to_grammar(tags, assume_special=False).removeprefix("%llguidance {}\n")
 
 
 def _error(spec: GrammarSpec, error: str) -> VLLMValidationError:

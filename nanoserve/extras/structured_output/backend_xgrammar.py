@@ -37,10 +37,11 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputOptions,
 )
 from nanoserve.extras.structured_output.dfa import build_nfa
-from nanoserve.extras.structured_output.json_schema import find_unsupported
+from nanoserve.extras.structured_output.json_schema import adapt, adapt_regex, find_unsupported
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 MAX_THREADS = 8  # for one grammar
+LONG = 4096  # characters: what is longer may take long to compile
 
 
 class XgrammarBackend(StructuredOutputBackend):
@@ -50,10 +51,11 @@ class XgrammarBackend(StructuredOutputBackend):
 
     def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
         super().__init__(vocabulary, num_speculative_tokens)
+        tokens = [token or b"" for token in vocabulary.tokens]  # b"": never allowed
+        tokens += [b""] * (-len(tokens) % 32)  # so that no bit behind them is 1
         info = xgrammar.TokenizerInfo(
-            [token or b"" for token in vocabulary.tokens],  # b"": never allowed
+            tokens,
             xgrammar.VocabType.RAW,
-            vocab_size=len(vocabulary.tokens),
             stop_token_ids=sorted(vocabulary.eos_token_ids),
         )
         threads = min(MAX_THREADS, os.cpu_count() or 1)
@@ -66,12 +68,19 @@ class XgrammarBackend(StructuredOutputBackend):
             raise _refuse("whitespace_pattern", "Leave it out, or use the backend 'guidance'")
         if spec.disable_additional_properties:
             raise _refuse("disable_additional_properties", "It never allows others unless asked")
+        if spec.request_type == StructuredOutputOptions.JSON_OBJECT and spec.disable_any_whitespace:
+            raise _refuse("disable_any_whitespace in values without a schema", "Leave it out")
         if spec.request_type == StructuredOutputOptions.REGEX:
             build_nfa(spec.grammar_spec)  # what it refuses, xgrammar ignores in part
         if spec.request_type == StructuredOutputOptions.JSON:
-            what = find_unsupported(json.loads(spec.grammar_spec))
+            what = find_unsupported(json.loads(spec.grammar_spec), spec.disable_any_whitespace)
             if what is not None:
                 raise _refuse(f"a JSON schema with {what}", "Write it otherwise")
+
+    def may_take_long(self, spec: GrammarSpec) -> bool:
+        kinds = (StructuredOutputOptions.REGEX, StructuredOutputOptions.GRAMMAR)
+        is_long = len(spec.grammar_spec) > LONG or "pattern" in spec.grammar_spec
+        return spec.request_type in kinds or is_long
 
     def compile_grammar(self, spec: GrammarSpec) -> XgrammarGrammar:
         try:
@@ -89,12 +98,13 @@ class XgrammarBackend(StructuredOutputBackend):
         text = spec.grammar_spec
         match spec.request_type:
             case StructuredOutputOptions.JSON:
-                return self.compiler.compile_json_schema(text, **options)
+                schema = adapt(json.loads(text))
+                return self.compiler.compile_json_schema(json.dumps(schema), **options)
             case StructuredOutputOptions.JSON_OBJECT:
                 anything = '{"type": "object", "additionalProperties": true}'
                 return self.compiler.compile_json_schema(anything, **options)
             case StructuredOutputOptions.REGEX:
-                return self.compiler.compile_regex(text)
+                return self.compiler.compile_regex(adapt_regex(text))
             case StructuredOutputOptions.CHOICE:
                 choices = " | ".join(
                     json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)
@@ -129,6 +139,7 @@ class XgrammarGrammar(StructuredOutputGrammar):
 
     def __init__(self, compiled: Any, stop_token_ids: frozenset[int]) -> None:
         self.compiled, self.stop_token_ids = compiled, stop_token_ids
+        self.num_bytes = compiled.memory_size_bytes
         stops = sorted(stop_token_ids) or None
         self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
 

@@ -19,6 +19,7 @@ which lets some of these pass.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
@@ -50,17 +51,20 @@ KEYWORDS_OF = {  # JSON type -> what xgrammar enforces for it
 MAKES_OBJECT = {"additionalProperties", "properties", "unevaluatedProperties"}  # also without type
 MAKES_ARRAY = {"items", "prefixItems", "unevaluatedItems"}
 ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # the first of these is read alone
+MAX_COUNTED = 64  # properties: the time to compile grows with the third power
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"}
 FORMATS |= {"relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"}
 
 
-def find_unsupported(schema: Any) -> str | None:
+def find_unsupported(schema: Any, is_compact: bool = False) -> str | None:
     """Something in this schema that xgrammar does not enforce: "uniqueItems" or "minimum without a
-    type"; None if it enforces all of it."""
+    type"; None if it enforces all of it. is_compact: there is to be no whitespace."""
     todo = [schema]
     seen = dict[int, Schema]()
     while todo:
         part = todo.pop()
+        if is_compact and (part is True or part == {}):
+            return "disable_any_whitespace in values without a schema"
         if not isinstance(part, dict) or id(part) in seen:
             continue  # a boolean; what is no schema at all, the compiler will refuse
         seen[id(part)] = part
@@ -77,13 +81,48 @@ def close(schema: Any) -> Any:
     schema says that it may."""
     if not isinstance(schema, dict):
         return schema
-    closed = {key: _map(value, close) if key in PARTS else value for key, value in schema.items()}
-    for key in MAPS & set(schema):
-        if isinstance(schema[key], dict):
-            closed[key] = {name: close(part) for name, part in schema[key].items()}
+    closed = _map_parts(schema, close)
     if {"properties", "patternProperties"} & set(schema):
         closed.setdefault("additionalProperties", False)
     return closed
+
+
+def adapt(schema: Any) -> Any:
+    """The same schema, as xgrammar has to be told. Its dot is a line break, too. With minLength or
+    maxLength it allows control characters and surrogates (and compiles longer than a pattern)."""
+    if not isinstance(schema, dict):
+        return schema
+    adapted = _map_parts(schema, adapt)
+    if isinstance(patterns := adapted.get("patternProperties"), dict):
+        adapted["patternProperties"] = {adapt_regex(key): part for key, part in patterns.items()}
+    if isinstance(adapted.get("pattern"), str):
+        adapted["pattern"] = adapt_regex(adapted["pattern"])
+    low, high = adapted.get("minLength", 0), adapted.get("maxLength", "")
+    is_valid = isinstance(low, int) and isinstance(high, (int, str)) and low <= (high or low)
+    if is_valid and (low, high) != (0, ""):
+        adapted.pop("minLength", None)
+        adapted["pattern"] = f'^[^"\\\\\\x00-\\x1f\\ud800-\\udfff]{{{low},{high}}}$'
+        adapted.pop("maxLength", None)
+    return adapted
+
+
+def adapt_regex(pattern: str) -> str:
+    """The same expression, with [^\\n] for the dot."""
+    parts = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\."  # an escape, a class, a dot
+    return re.sub(parts, lambda match: r"[^\n]" if match[0] == "." else match[0], pattern)
+
+
+def _map_parts(schema: Schema, function: Callable[[Any], Any]) -> Schema:
+    """A copy, with the function's results instead of the schemas directly inside."""
+    mapped = dict(schema)
+    for key in PARTS & set(schema):
+        value = schema[key]
+        is_list = isinstance(value, list)
+        mapped[key] = [function(part) for part in value] if is_list else function(value)
+    for key in MAPS & set(schema):
+        if isinstance(schema[key], dict):
+            mapped[key] = {name: function(part) for name, part in schema[key].items()}
+    return mapped
 
 
 def _parts(schema: Schema) -> Iterator[Any]:
@@ -96,10 +135,6 @@ def _parts(schema: Schema) -> Iterator[Any]:
     for key in MAPS & set(schema) - DEFINITIONS:
         if isinstance(schema[key], dict):
             yield from schema[key].values()
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [function(part) for part in value] if isinstance(value, list) else function(value)
 
 
 def _find_here(schema: Schema, root: Schema) -> str | None:
@@ -163,6 +198,8 @@ def _find_in_object(schema: Schema) -> str | None:
         return "additionalProperties beside propertyNames"
     if properties and others not in (None, False):
         return "additionalProperties beside properties"
+    if len(properties) > MAX_COUNTED and {"minProperties", "maxProperties"} & set(schema):
+        return f"minProperties or maxProperties beside more than {MAX_COUNTED} properties"
     if schema.get("minProperties", 0) > 1 and not properties:
         return "minProperties without properties"
     for name in schema.get("required", ()):
