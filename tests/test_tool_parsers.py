@@ -104,6 +104,7 @@ TEXTS: dict[str, tuple[str, str | None, list[Call]]] = {
         START + '{"name": "wea',
         [],
     ),
+    "a long name": (call("a" * 300, {}), None, [("a" * 300, {})]),
     "deep": (START + "[" * 100_000, START + "[" * 100_000, []),
 }
 

@@ -454,7 +454,7 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     def function(self) -> str | None:
         """The name of the function that tool_choice demands."""
         choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
-        function = choice.get("function") if choice.get("type") == "function" else None
+        function = choice.get("function") if choice.get("type", "function") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         return name if isinstance(name, str) else None
 

@@ -97,7 +97,7 @@ class Hermes2ProToolParser(ToolParser):
     TAGS = START, END = "<tool_call>", "</tool_call>"
     # A call up to its arguments, or one without arguments.
     HEAD = re.compile(
-        r'\s*\{\s*"name"\s*:\s*"([^"\\<]+)"\s*(?:,\s*"(?:arguments|parameters)"\s*:|(\}))'
+        r'\s*\{\s*"name"\s*:\s*"([^"\\<]{1,256})"\s*(?:,\s*"(?:arguments|parameters)"\s*:|(\}))'
     )
     IN_TEMPLATE = re.compile(r'<tool_call>[^<]{0,40}\{\\*"name')
 
@@ -144,14 +144,13 @@ class Hermes2ProToolParser(ToolParser):
         body, end, _ = self.text.partition(self.END)
         if not (end or finished) and self.text.lstrip()[:1] in ("", "{"):
             return False  # it may become a call
-        call = load_object(body)
-        if isinstance(name := call.get("name"), str):
-            arguments = call.get("arguments", call.get("parameters", {}))
-            self._add_call(name, json.dumps(arguments, ensure_ascii=False))
-            self.text, self.read = self.text[len(body) :], self._read_tail
-        else:
+        call = load_call(body)
+        if call is None:
             self._add_content(self.START)
             self.read = self._read_content
+        else:
+            self._add_call(*call)
+            self.text, self.read = self.text[len(body) :], self._read_tail
         return True
 
     def _read_arguments(self, finished: bool) -> bool:
@@ -299,24 +298,27 @@ class JsonValue:
         return len(text)
 
 
-def load_object(text: str) -> Json:
-    """The JSON object; {} for any other text."""
+def load_call(text: str) -> tuple[str, str] | None:
+    """Name and arguments of a call in JSON, whatever the order of its keys; None: it is none."""
     try:
-        value = json.loads(text, strict=False)
+        call = json.loads(text, strict=False)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return None
+        arguments = call.get("arguments", call.get("parameters", {}))
+        return call["name"], json.dumps(arguments, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
 
 
 def partial_tag_overlap(text: str, *tags: str) -> int:
-    """How many characters at the end of the text may be the beginning of a tag?
+    """How many characters at the end of the text may be the beginning of a tag? The tags begin with
+    their only <.
 
     >>> partial_tag_overlap("Let me look.<to", "<tool_call>")
     3
     """
-    longest = min(len(text), max(map(len, tags)) - 1)
-    sizes = range(longest, 0, -1)
-    return next((n for n in sizes if any(tag.startswith(text[-n:]) for tag in tags)), 0)
+    end = text[text.rfind("<") :] if "<" in text else ""
+    return len(end) if any(tag.startswith(end) and tag != end for tag in tags) else 0
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
