@@ -143,7 +143,7 @@ class LLMEngine(OwnedByProcess):
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
-        self.structured_output_manager: Any = None
+        self.structured_output_manager: Any = None  # made for the first request that needs it
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet
         self.claims: list[set[str]] = []  # request ids whose outputs step() leaves to a loop
@@ -214,19 +214,10 @@ class LLMEngine(OwnedByProcess):
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
         if root.sampling_params.structured_outputs is not None:
-            self.get_structured_output_manager().grammar_init(root)
+            chapter = import_module("nanoserve.extras.structured_output.manager")
+            chapter.get_manager(self).grammar_init(root)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
-
-    def get_structured_output_manager(self) -> Any:
-        """The manager of extras/structured_output, made when it is first needed. Raises ValueError
-        if the tokenizer does not allow grammars."""
-        with self._admission:
-            if self.structured_output_manager is None:
-                chapter = import_module("nanoserve.extras.structured_output.manager")
-                make = chapter.StructuredOutputManager.from_engine
-                self.structured_output_manager = make(self)
-            return self.structured_output_manager
 
     def add(self, request: RequestConsumer) -> None:
         """Queue a checked request. Raises ValueError if its request id is in use, or if outputs of
@@ -296,12 +287,13 @@ class LLMEngine(OwnedByProcess):
     def fail_request(self, request: RequestConsumer, error: BaseException) -> None:
         """End a request with finish_reason "error" when the next step begins, unless it has ended
         by then. Any thread may call this."""
-        self._inbox.append(partial(self._fail, request, error))
 
-    def _fail(self, request: RequestConsumer, error: BaseException) -> None:
-        if self.has_request(request):
-            fail = self.output_processor.fail_request
-            self.hand_out(fail(request.request_id, error, request.sequences))
+        def fail() -> None:
+            if self.has_request(request):
+                fail_request = self.output_processor.fail_request
+                self.hand_out(fail_request(request.request_id, error, request.sequences))
+
+        self._inbox.append(fail)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have neither finished nor been aborted."""
@@ -532,10 +524,9 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            if self.tokenizer is not None:
-                self.tokenizer.guard.close()
-            if self.structured_output_manager is not None:
-                self.structured_output_manager.close()
+            for part in (getattr(self.tokenizer, "guard", None), self.structured_output_manager):
+                if part is not None:
+                    part.close()
             if has_lock:
                 self._lock.release()
 

@@ -567,8 +567,9 @@ class Programs:
 
 
 def main(programs: Any) -> None:
-    """Answer calls of the methods of `programs` from standard input until it ends. A call is 8 bytes of length and a marshalled
-    tuple; a reply is a line of JSON, as the other side does not trust this one."""
+    """Answer calls from standard input until it ends: of methods of `programs`, by name. A call is
+    8 bytes of length and a marshalled tuple; a reply is a line of JSON, as the other side does not
+    trust this one."""
     calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed here is no reply
     while header := calls.read(8):

@@ -65,7 +65,7 @@ class RowLogitState:
         bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
-        self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
+        self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
         self.grammar = new.structured_output_request
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
@@ -240,38 +240,32 @@ class InputBatch:
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
         }
 
-    def _make_mask(
-        self, rows_with_state: list[LogitsRow], positions: np.ndarray
-    ) -> LogitMask | None:
+    def _make_mask(self, rows: list[LogitsRow], positions: np.ndarray) -> LogitMask | None:
         """What grammars forbid behind the known tokens and the drafts, and what is not among the
         allowed_token_ids."""
-        states = [(i, row, self.logit_states[row]) for i, row in rows_with_state]
-        masks: dict[int, Tensor] = {}
-        if with_grammar := [state for state in states if state[2].grammar is not None]:
-            drafts = [
-                self.token_ids[row, self.num_tokens[row] : positions[i]].tolist()
-                for i, row, _ in with_grammar
-            ]
-            indices, _, its_states = zip(*with_grammar, strict=True)
-            grammars = [state.grammar for state in its_states]
-            make = grammars[0].manager.grammar_bitmask
-            rows = list(zip(grammars, drafts, strict=True))
-            masks = dict(zip(indices, make(rows, self.staging.device), strict=True))
-        for i, _, state in states:
-            if state.params.allowed_token_ids is not None:
-                mask = self._get_forbidden(state)
-                masks[i] = mask | masks[i] if i in masks else mask
+        states = [(i, row, self.logit_states[row]) for i, row in rows]
+        allowed = [(i, state) for i, _, state in states if state.params.allowed_token_ids]
+        grammars = [
+            (i, state.grammar, self.token_ids[row, self.num_tokens[row] : positions[i]].tolist())
+            for i, row, state in states
+            if state.grammar is not None
+        ]
+        masks = [self._get_mask(state)[None] for _, state in allowed]
+        if grammars:
+            grammar_bitmask = grammars[0][1].manager.grammar_bitmask
+            masks.append(grammar_bitmask([own for _, *own in grammars], self.staging.device))
         if not masks:
             return None
-        logits_rows = self.staging.send(rows=np.array(list(masks)))["rows"]
-        return LogitMask(logits_rows, torch.stack(list(masks.values())))
+        indices = np.array([i for i, *_ in (*allowed, *grammars)])
+        values = masks[0] if len(masks) == 1 else torch.cat(masks)
+        return LogitMask(self.staging.send(rows=indices)["rows"], values)
 
-    def _get_forbidden(self, state: RowLogitState) -> Tensor:
-        if state.is_forbidden is None:
-            allowed = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
-            everything = torch.ones(self.vocab_size, dtype=torch.bool, device=allowed.device)
-            state.is_forbidden = everything.index_fill_(0, allowed, False)
-        return state.is_forbidden
+    def _get_mask(self, state: RowLogitState) -> Tensor:
+        if state.mask is None:
+            ids = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
+            nothing = torch.full((self.vocab_size,), -torch.inf, device=ids.device)
+            state.mask = nothing.index_fill_(0, ids, 0.0)
+        return state.mask
 
     def _make_edits(
         self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
@@ -280,10 +274,11 @@ class InputBatch:
             (np.full(len(ids), logits_row), ids, values)
             for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)
             for ids, values in self.logit_states[row].get_edits(output)
+            if len(ids)
         ]
-        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
-        if not len(values):
+        if not edits:
             return None
+        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
         sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
         return LogitEdits(**sent)
 

@@ -314,7 +314,7 @@ class Scheduler:
         most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
         seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
         if (grammar := seq.structured_output_request) is not None:
-            seq.spec_token_ids = grammar.validate_tokens(seq.spec_token_ids)
+            seq.spec_token_ids = grammar.validate_drafts(seq.spec_token_ids)
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""

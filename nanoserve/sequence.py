@@ -120,9 +120,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.needs_output_token_ids = bool(
-            self.bad_word_ids or params.logits_processors or params.structured_outputs
-        )
+        reads_output = params.logits_processors or params.structured_outputs
+        self.needs_output_token_ids = bool(self.bad_word_ids or reads_output)
 
     @property
     def num_tokens(self) -> int:

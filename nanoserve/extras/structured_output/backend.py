@@ -9,9 +9,9 @@ place in the compiled rules. It says which tokens may follow, and goes on by the
     grammar.fill_bitmask(bitmask, 0)      a: no    b: yes   c: yes   ab: no    <eos>: no
     grammar.rollback(1)                   at the beginning again
 
-A bitmask is a tensor [num_rows, ceil(vocab_size / 32)] of int32. Bit j of word i is token 32 * i + j,
-1 if the token is allowed. Stop tokens are allowed exactly where the text may end; special tokens
-and those that added_tokens lists are never text.
+A bitmask is a tensor [num_rows, ceil(vocab_size / 32)] of int32. Bit j of word i is token
+32 * i + j, 1 if the token is allowed. Stop tokens are allowed exactly where the text may end. The
+special tokens of a tokenizer, and those that were added to it, are never text.
 
 Several requests with the same constraint share the compiled rules (`fork`).
 
@@ -129,10 +129,10 @@ class StructuredOutputBackend(ABC):
         import torch
 
         num_words = -(-len(self.vocabulary.tokens) // 32)
-        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32)
+        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32, device="cpu")
 
-    def destroy(self) -> None:
-        """Release what was compiled."""
+    def destroy(self) -> None:  # noqa: B027
+        """Release what a backend holds beside Python's objects. Nothing may be compiled later."""
 
 
 def get_backend_cls(name: str) -> type[StructuredOutputBackend]:

@@ -6,7 +6,7 @@ StructuredOutputRequest, and the parts of the engine ask it:
     LLMEngine.make_request            grammar_init: check; compile in a thread, or find in the cache
     Sequence.is_ready                 is_open: has the thread ended?
     Scheduler.update_from_output      accept_tokens: go on by the new tokens; is that the end?
-                                      validate_tokens: which drafts does the grammar allow?
+                                      validate_drafts: which drafts does the grammar allow?
     InputBatch.make_sampling_batch    grammar_bitmask: which tokens may come next, in each row
     Sequence.make_branch              fork: each of n completions has its own place in the rules
 
@@ -78,11 +78,13 @@ class StructuredOutputManager:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         num_speculative_tokens: int = 0,
+        rejects_drafts: bool = False,
     ) -> None:
         """vocab_size: that of the model, whose logits have more columns than the tokenizer has
-        tokens. Raises ValueError for a tokenizer whose tokens cannot be read."""
+        tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
+        tokens cannot be read."""
         self.config = config
-        self.num_speculative_tokens = num_speculative_tokens
+        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
         self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
         self.backends: dict[str, StructuredOutputBackend] = {}
         self.executor = ThreadPoolExecutor(
@@ -92,18 +94,20 @@ class StructuredOutputManager:
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
-        self._bits: Tensor | None = None  # [256, 8] bool, on the device: see unpack
+        self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
         """For the model and the options of an engine."""
         config, model_config = engine.config, engine.model_config
+        method = getattr(config.speculative_config, "rejection_sample_method", "strict")
         return cls(
             config.structured_outputs_config or StructuredOutputsConfig(),
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
             model_config.eos_token_ids,
             config.query_lens[-1] - 1,
+            method == "standard",
         )
 
     def grammar_init(self, seq: Sequence) -> None:
@@ -148,10 +152,11 @@ class StructuredOutputManager:
                 self.guard.compile(cls.name, spec)
             return backend.compile_grammar(spec)
         error = caught.error
-        is_expected = isinstance(error, (ValueError, GuardError))
-        why = str(error) if is_expected else describe_error(error)
-        message = f"structured_outputs: {cls.name} cannot compile it: {why}"
-        raise RequestError(message) from None if is_expected else error
+        assert error is not None
+        if isinstance(error, ValueError):  # in the backend's words
+            raise RequestError(f"structured_outputs: {error}") from None
+        message = f"structured_outputs: {cls.name} cannot compile it: {describe_error(error)}"
+        raise RequestError(message) from None if isinstance(error, GuardError) else error
 
     def _shrink_cache(self, _: object) -> None:
         """Drop what failed, and the grammars that were used least recently, down to the bound."""
@@ -172,8 +177,8 @@ class StructuredOutputManager:
     def grammar_bitmask(
         self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
     ) -> Tensor:
-        """Which tokens are forbidden in each of these rows of logits, [num_rows, vocab_size] bool,
-        on the device. A row is a request and the drafts before the token to be chosen.
+        """What to add to these rows of logits, [num_rows, vocab_size] on the device: 0 or -inf. A
+        row has a request, and the drafts before the token that is to be chosen.
 
         The step of these rows is read before the next call, so one buffer is enough.
         """
@@ -188,16 +193,19 @@ class StructuredOutputManager:
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
-        return list(self.backends.values())[0].allocate_token_bitmask(num_rows)
+        backend, *_ = list(self.backends.values())  # a list: another thread may add one
+        return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
-        """[num_rows, vocab_size] bool, True where the bit is 0: eight at a time, from a table."""
-        if self._bits is None or self._bits.device != bitmask.device:
-            numbers = torch.arange(256, device=bitmask.device)[:, None]
-            self._bits = (numbers >> torch.arange(8, device=bitmask.device)) & 1 == 0
+        """[num_rows, vocab_size]: 0 where the bit is 1, else -inf. Eight at a time, from a
+        table."""
+        if self._bytes is None or self._bytes.device != bitmask.device:
+            numbers, bits = (torch.arange(number, device=bitmask.device) for number in (256, 8))
+            is_allowed = (numbers[:, None] >> bits) & 1 == 1
+            self._bytes = torch.where(is_allowed, 0.0, -torch.inf)
         numbers = bitmask.view(torch.uint8).reshape(-1).int()
-        bits = self._bits.index_select(0, numbers).view(len(bitmask), -1)
-        return bits[:, : len(self.vocabulary.tokens)]
+        values = self._bytes.index_select(0, numbers).view(len(bitmask), -1)
+        return values[:, : len(self.vocabulary.tokens)]
 
     def close(self) -> None:
         """End the process, and drop what waits to be compiled. A thread that compiles goes on to
@@ -207,6 +215,15 @@ class StructuredOutputManager:
         self._cache.clear()
         for backend in self.backends.values():
             backend.destroy()
+
+
+def get_manager(engine: LLMEngine) -> StructuredOutputManager:
+    """The one manager of an engine. Raises ValueError if its tokenizer does not allow grammars."""
+    with engine._admission:
+        if engine.structured_output_manager is None:
+            engine.structured_output_manager = StructuredOutputManager.from_engine(engine)
+        manager: StructuredOutputManager = engine.structured_output_manager
+        return manager
 
 
 class StructuredOutputRequest:
@@ -277,9 +294,14 @@ class StructuredOutputRequest:
         logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
         return False
 
-    def validate_tokens(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The first of these drafts, as far as the grammar allows them."""
-        return tuple(self.grammar.validate_tokens(list(tokens))) if tokens else ()
+    def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
+        first forbidden one, too: it is to be rejected, and what comes in its place depends on it
+        (see the condition in extras/speculative/rejection.py)."""
+        if not drafts or self.grammar.is_terminated():
+            return ()
+        num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        return drafts[: num_valid + self.manager.rejects_drafts]
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""
@@ -293,7 +315,7 @@ class StructuredOutputRequest:
             return self.grammar.is_terminated()
         bitmask = self.manager.allocate_token_bitmask(1)
         self.fill_bitmask(bitmask, 0, [])
-        return bool(self.manager.unpack(bitmask).all())
+        return bool(self.manager.unpack(bitmask).isinf().all())
 
     def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind

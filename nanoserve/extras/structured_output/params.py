@@ -14,7 +14,9 @@ One of six constraints, with vLLM's names:
 Whether a backend has each feature of a schema or regex is asked when the request is added. Here are
 the checks that need no backend: types, sizes, nesting.
 
-StructuredOutputsConfig is the engine option: LLM(structured_outputs_config={"backend": "guidance"}).
+StructuredOutputsConfig is an option of the engine:
+
+    LLM(structured_outputs_config={"backend": "guidance"})
 
 vLLM: GuidedDecodingParams in vllm/sampling_params.py (V0); StructuredOutputsParams there and
 vllm/config/structured_outputs.py (V1).
@@ -110,7 +112,7 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[StructuredOutputOptions, str]:
-        """The constraint as a backend gets it: its kind, and its text (of a choice, a JSON list)."""
+        """The constraint as a backend gets it: its kind and its text (of a choice: a JSON list)."""
         [name] = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         value = getattr(self, name)
         if name == "json_object":
@@ -129,13 +131,14 @@ class StructuredOutputsParams:
 
 def _check_json(name: str, text: str) -> None:
     """Raise unless `text` is JSON, an object or a Boolean, that is not nested too deeply."""
+    too_deep = _error(f"{name} is nested more than {NESTING_LIMIT} levels deep; allowed: less.")
     try:
         level = [json.loads(text)]
     except RecursionError:
-        level = []
+        raise too_deep from None
     except ValueError as error:
         raise _error(f"{name} is {brief(text)}, which is not JSON ({error}).") from None
-    if level and not isinstance(level[0], (dict, bool)):
+    if not isinstance(level[0], (dict, bool)):
         raise _error(f"{name} is {brief(text)}; allowed: a JSON object.")
     for _ in range(NESTING_LIMIT):
         level = [
@@ -147,7 +150,7 @@ def _check_json(name: str, text: str) -> None:
         ]
         if not level:
             return
-    raise _error(f"{name} is nested more than {NESTING_LIMIT} levels deep; allowed: less.")
+    raise too_deep
 
 
 def _error(message: str) -> VLLMValidationError:
