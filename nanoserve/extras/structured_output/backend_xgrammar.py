@@ -71,7 +71,9 @@ class XgrammarBackend(StructuredOutputBackend):
         if spec.request_type == StructuredOutputOptions.JSON_OBJECT and spec.disable_any_whitespace:
             raise _refuse("disable_any_whitespace in values without a schema", "Leave it out")
         if spec.request_type == StructuredOutputOptions.REGEX:
-            build_nfa(spec.grammar_spec)  # what it refuses, xgrammar ignores in part
+            build_nfa(
+                spec.grammar_spec, is_outline=True
+            )  # what it refuses, xgrammar ignores in part
         if spec.request_type == StructuredOutputOptions.JSON:
             what = find_unsupported(json.loads(spec.grammar_spec), spec.disable_any_whitespace)
             if what is not None:
