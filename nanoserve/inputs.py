@@ -438,9 +438,9 @@ def check_messages_length(messages: Any) -> None:
 def _parse_tool_call(call: Any) -> dict[str, Any]:
     """A copy of a tool call, with a dict for its arguments. What is no JSON object becomes {}: it
     stands in the history, so that refusing it would end the conversation."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    is_function = isinstance(function, Mapping) and isinstance(function.get("name"), str)
-    if not is_function or call.get("type", "function") != "function":
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    has_name = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    if not has_name or call.get("type", "function") != "function":
         raise VLLMValidationError(
             f"tool_calls holds {brief(call)}; allowed: {{'type': 'function', 'function': "
             "{'name': ..., 'arguments': ...}}.",
