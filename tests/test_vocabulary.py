@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_output_processor import demo_tokenizer, llama_like_tokenizer, metaspace_tokenizer
 
@@ -23,6 +23,7 @@ def join(vocabulary: Vocabulary, token_ids: list[int]) -> bytes:
     return b"".join(vocabulary.tokens[token_id] or b"" for token_id in token_ids)
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=20))
 def test_byte_level(text: str) -> None:
     """Also of halves of characters: "😀" is four tokens here."""

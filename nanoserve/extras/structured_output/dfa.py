@@ -39,21 +39,21 @@ import numpy as np
 from nanoserve.exceptions import VLLMValidationError, brief
 
 try:
-    from re import _parser as re_parser
+    from re import _parser as re_parser  # type: ignore[attr-defined]
 except ImportError:  # Python 3.10
     import sre_parse as re_parser
 
 DEAD, START = 0, 1  # states of a DFA: nothing can be allowed any more; no byte yet
-MAX_STATES = 50_000  # of the NFA
+MAX_STATES = 30_000  # of the NFA
 MAX_DFA_STATES = 10_000  # half a KiB each
 MAX_WORK = 3_000_000  # visits of a state of the NFA, or of one of its edges
 MAX_CODE_POINT = 0x10FFFF
 
-Ranges = list[tuple[int, int]]  # of code points or bytes: (first, last)
+Ranges = tuple[tuple[int, int], ...]  # of code points or bytes: (first, last)
 CATEGORIES: dict[str, Ranges] = {
-    "DIGIT": [(0x30, 0x39)],
-    "SPACE": [(0x09, 0x0D), (0x20, 0x20)],
-    "WORD": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+    "DIGIT": ((0x30, 0x39),),
+    "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
+    "WORD": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
 NOT_REGULAR = {
     "ASSERT": "look-ahead and look-behind",
@@ -86,12 +86,13 @@ class DFA:
         return bool(self.is_accepting[self.walk(START, text.encode())])
 
 
-def build_nfa(pattern: str) -> NFA:
+def build_nfa(pattern: str, is_outline: bool = False) -> NFA:
     """The NFA of a regular expression. Raises VLLMValidationError if it has a mistake or something
-    that is not supported, or is too large."""
-    if len(pattern) > MAX_STATES:
+    that is not supported, or is too large. is_outline: repeat nothing more than once, to check what
+    does not depend on sizes."""
+    if len(pattern) > MAX_STATES and not is_outline:
         raise _error(pattern, f"has {len(pattern)} characters; allowed: {MAX_STATES}")
-    nfa = NFA(pattern)
+    nfa = NFA(pattern, is_outline)
     try:
         nfa.end = nfa.add_all(_parse(pattern), nfa.add_state())
     except RecursionError:
@@ -132,8 +133,8 @@ class NFA:
     alternatives may share it.
     """
 
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
+    def __init__(self, pattern: str, is_outline: bool) -> None:
+        self.pattern, self.is_outline = pattern, is_outline
         self.end = 0  # the accepting state
         self.edges: list[list[tuple[int, int, int]]] = []  # (first byte, last byte, next state)
         self.jumps: list[list[int]] = []  # next states that take no byte
@@ -184,18 +185,24 @@ class NFA:
     def add_characters(self, ranges: Ranges, start: int) -> int:
         """Add one character of these code points."""
         end = self.add_state()
+        tails: dict[Ranges, int] = {(): end}  # what is left of a character -> its state
+
+        def find_tail(sequence: Ranges) -> int:
+            if sequence not in tails:
+                tails[sequence] = state = self.add_state()
+                self.edges[state].append((*sequence[0], find_tail(sequence[1:])))
+            return tails[sequence]
+
         for sequence in (found for pair in ranges for found in utf8_sequences(*pair)):
-            state = start
-            for i, (first, last) in enumerate(sequence, start=1):
-                following = end if i == len(sequence) else self.add_state()
-                self.edges[state].append((first, last, following))
-                state = following
+            self.edges[start].append((*sequence[0], find_tail(sequence[1:])))
         return end
 
     def add_repeated(
         self, items: Any, least: int, most: Any, start: int, is_first: bool, is_last: bool
     ) -> int:
         """Add `items` from `least` to `most` times."""
+        if self.is_outline:
+            least, most = min(least, 1), 1
         state = start
         for _ in range(least):
             state = self.add_all(items, self.add_state(state), is_first, is_last)
@@ -224,12 +231,12 @@ def _are_anchors(items: Any) -> bool:
 def _ranges(op: str, value: Any) -> Ranges:
     """The code points of an item that is one character."""
     if op == "ANY":
-        return complement([(0x0A, 0x0A)])
+        return complement(((0x0A, 0x0A),))
     if op == "LITERAL":
-        return valid([(value, value)])
+        return valid(((value, value),))
     if op == "NOT_LITERAL":
-        return complement([(value, value)])
-    found: Ranges = []
+        return complement(((value, value),))
+    found: list[tuple[int, int]] = []
     for kind, what in value:
         if kind.name == "CATEGORY":
             category = what.name.removeprefix("CATEGORY_")
@@ -237,7 +244,7 @@ def _ranges(op: str, value: Any) -> Ranges:
             found += complement(ranges) if category.startswith("NOT_") else ranges
         elif kind.name != "NEGATE":
             found.append(what if kind.name == "RANGE" else (what, what))
-    return complement(found) if value[0][0].name == "NEGATE" else valid(found)
+    return (complement if value[0][0].name == "NEGATE" else valid)(tuple(found))
 
 
 def complement(ranges: Ranges) -> Ranges:
@@ -246,17 +253,17 @@ def complement(ranges: Ranges) -> Ranges:
     for first, last in sorted(ranges):
         found.append((low, first - 1))
         low = max(low, last + 1)
-    return valid([*found, (low, MAX_CODE_POINT)])
+    return valid((*found, (low, MAX_CODE_POINT)))
 
 
 def valid(ranges: Ranges) -> Ranges:
     """The same code points without the surrogates, which are no characters."""
     cut = [(first, min(last, 0xD7FF)) for first, last in ranges]
     cut += [(max(first, 0xE000), last) for first, last in ranges]
-    return [(first, last) for first, last in cut if first <= last]
+    return tuple((first, last) for first, last in cut if first <= last)
 
 
-def utf8_sequences(first: int, last: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def utf8_sequences(first: int, last: int) -> Iterator[Ranges]:
     """Sequences of byte ranges: together, the UTF-8 of all code points from `first` to `last`.
 
     (0x41, 0xFF) -> ((0x41, 0x7F),) and ((0xC2, 0xC3), (0x80, 0xBF))

@@ -38,7 +38,7 @@ class Vocabulary:
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> Vocabulary:
     """The Vocabulary of a model whose logits have vocab_size entries. Raises VLLMValidationError
     for a tokenizer whose tokens are not known as bytes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     kinds = set() if decoder is None else set(_find_types(json.loads(decoder.__getstate__())))
     if not kinds or kinds - DECODERS:
