@@ -113,6 +113,16 @@ def texts(output: RequestOutput) -> Texts:
     return [(each.text, tuple(each.token_ids), each.finish_reason) for each in output.outputs]
 
 
+def run(llm: LLM) -> dict[str, RequestOutput]:
+    """Step to the end; the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    for _ in range(5000):
+        if not llm.engine.has_unfinished_requests():
+            return last
+        last |= {output.request_id: output for output in llm.engine.step()}
+    raise AssertionError("it does not end")
+
+
 @pytest.fixture(scope="module")
 def alone(get_llm: Callable[..., LLM]) -> list[Texts]:
     """The outputs of REQUESTS, each without any other in the engine."""
@@ -143,8 +153,7 @@ def test_the_same_tokens_in_any_company(
         llm.engine.add_request(str(i), *REQUESTS[i])
         for _ in range(gap):
             found |= {output.request_id: output for output in llm.engine.step()}
-    while llm.engine.has_unfinished_requests():
-        found |= {output.request_id: output for output in llm.engine.step()}
+    found |= run(llm)
     assert {i: texts(found[str(i)]) for i in order} == dict(enumerate(alone))
 
 
@@ -156,8 +165,29 @@ def test_drafts_are_accepted(get_llm: Callable[..., LLM]) -> None:
     assert output.metrics is not None and output.metrics.num_accepted_tokens > 10
 
 
-def test_drafts_of_the_rejection_sampler(get_llm: Callable[..., LLM]) -> None:
-    """It gets the first forbidden draft, too, which it must reject."""
+@pytest.mark.parametrize("rejects", [False, True])
+def test_drafts_are_checked_by_the_grammar_first(
+    get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, rejects: bool
+) -> None:
+    """What is behind a forbidden one is not computed. A RejectionSampler gets that one itself: it
+    rejects it, and draws from what the draft's probability leaves."""
+    llm = get_llm()
+    a, b, z = (llm.get_tokenizer().encode(char, add_special_tokens=False)[0] for char in "abz")
+    request = llm.engine.make_request("0", "x", constrained(regex="abab?"))
+    grammar = request.root.structured_output_request
+    monkeypatch.setattr(grammar.manager, "rejects_drafts", rejects)
+    grammar._future.result(TIMEOUT)
+    assert grammar.validate_drafts((a, b, a)) == (a, b, a)
+    assert grammar.validate_drafts((a, z, b, a)) == (a, z)[: 1 + rejects]
+    assert grammar.accept_tokens((a, b)) and not grammar.accept_tokens((b,))
+    assert grammar.validate_drafts((a, 2, b)) == (a, 2, b)[: 2 + rejects]  # 2 is <|im_end|>
+    assert grammar.accept_tokens((a, 2, b)) and grammar.is_terminated()
+    assert grammar.validate_drafts((a,)) == ()
+    grammar.rollback_to(1)
+    assert grammar.accept_tokens((b, a, b, 2))
+
+
+def test_drafts_of_the_rejection_sampler() -> None:
     config = {**GUESSES, "rejection_sample_method": "standard"}
     with LLM(num_kv_blocks=64, speculative_config=config) as llm:
         for i, regex in enumerate(REGEXES):
@@ -297,14 +327,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     compiler = Compiler(monkeypatch)
     yield compiler
     compiler.go.set()
-
-
-def run(llm: LLM) -> dict[str, RequestOutput]:
-    """Step to the end; the last output of each request."""
-    last: dict[str, RequestOutput] = {}
-    while llm.engine.has_unfinished_requests():
-        last |= {output.request_id: output for output in llm.engine.step()}
-    return last
 
 
 @pytest.mark.parametrize("name", ["plain", "overlapped"])

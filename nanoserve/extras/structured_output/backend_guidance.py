@@ -54,9 +54,13 @@ class GuidanceBackend(StructuredOutputBackend):
 
     @classmethod
     def check(cls, spec: GrammarSpec) -> None:
-        error = LLMatcher.validate_grammar(_to_grammar(spec))
-        if error and not error.startswith("WARNING"):
-            raise _error(spec, error)
+        try:
+            grammar = _to_grammar(spec)
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:
+            raise _error(spec, f"{type(error).__name__}: {error}") from error
+        message = LLMatcher.validate_grammar(grammar)
+        if message and not message.startswith("WARNING"):
+            raise _error(spec, message)
 
     def compile_grammar(self, spec: GrammarSpec) -> GuidanceGrammar:
         matcher = LLMatcher(self.tokenizer, _to_grammar(spec), log_level=0)

@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import xgrammar
 from torch import Tensor
+from xgrammar import Grammar
 
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.structured_output.backend import (
@@ -41,7 +43,7 @@ from nanoserve.extras.structured_output.json_schema import adapt, adapt_regex, f
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 MAX_THREADS = 8  # for one grammar
-LONG = 4096  # characters: what is longer may take long to compile
+LONG = 4096  # characters: what is longer may take long
 
 
 class XgrammarBackend(StructuredOutputBackend):
@@ -68,16 +70,13 @@ class XgrammarBackend(StructuredOutputBackend):
             raise _refuse("whitespace_pattern", "Leave it out, or use the backend 'guidance'")
         if spec.disable_additional_properties:
             raise _refuse("disable_additional_properties", "It never allows others unless asked")
-        if spec.request_type == StructuredOutputOptions.JSON_OBJECT and spec.disable_any_whitespace:
+        if spec.request_type is StructuredOutputOptions.JSON_OBJECT and spec.disable_any_whitespace:
             raise _refuse("disable_any_whitespace in values without a schema", "Leave it out")
-        if spec.request_type == StructuredOutputOptions.REGEX:
-            build_nfa(
-                spec.grammar_spec, is_outline=True
-            )  # what it refuses, xgrammar ignores in part
-        if spec.request_type == StructuredOutputOptions.JSON:
-            what = find_unsupported(json.loads(spec.grammar_spec), spec.disable_any_whitespace)
-            if what is not None:
-                raise _refuse(f"a JSON schema with {what}", "Write it otherwise")
+        if spec.request_type is StructuredOutputOptions.REGEX:
+            build_nfa(spec.grammar_spec, is_outline=True)  # what it refuses, xgrammar ignores
+        text = _adapt(spec)
+        if len(text) <= LONG:
+            _to_grammar(spec, text)
 
     def may_take_long(self, spec: GrammarSpec) -> bool:
         kinds = (StructuredOutputOptions.REGEX, StructuredOutputOptions.GRAMMAR)
@@ -86,51 +85,10 @@ class XgrammarBackend(StructuredOutputBackend):
 
     def compile_grammar(self, spec: GrammarSpec) -> XgrammarGrammar:
         try:
-            compiled = self._compile(spec)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:
-            kind = spec.request_type.name.lower()
-            message = f"xgrammar cannot compile this {kind}, {brief(spec.grammar_spec)}: {error}"
-            raise VLLMValidationError(message, parameter="structured_outputs") from error
+            compiled = self.compiler.compile_grammar(_to_grammar(spec, _adapt(spec)))
+        except RuntimeError as error:
+            raise _error(spec, error) from error
         return XgrammarGrammar(compiled, spec.stop_token_ids)
-
-    def _compile(self, spec: GrammarSpec) -> Any:
-        options: dict[str, Any] = {"any_whitespace": not spec.disable_any_whitespace}
-        if spec.disable_any_whitespace:
-            options["separators"] = (",", ":")
-        text = spec.grammar_spec
-        match spec.request_type:
-            case StructuredOutputOptions.JSON:
-                schema = adapt(json.loads(text))
-                return self.compiler.compile_json_schema(json.dumps(schema), **options)
-            case StructuredOutputOptions.JSON_OBJECT:
-                anything = '{"type": "object", "additionalProperties": true}'
-                return self.compiler.compile_json_schema(anything, **options)
-            case StructuredOutputOptions.REGEX:
-                return self.compiler.compile_regex(adapt_regex(text))
-            case StructuredOutputOptions.CHOICE:
-                choices = " | ".join(
-                    json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)
-                )
-                return self.compiler.compile_grammar(f"root ::= {choices}")
-            case StructuredOutputOptions.GRAMMAR:
-                is_ebnf = "::=" in text
-                return (self.compiler.compile_grammar if is_ebnf else self.compiler.compile_lark)(
-                    text
-                )
-            case StructuredOutputOptions.STRUCTURAL_TAG:
-                return self._compile_tag(json.loads(text))
-        raise AssertionError(spec.request_type)
-
-    def _compile_tag(self, tag: Any) -> Any:
-        if "structures" not in tag:
-            return self.compiler.compile_structural_tag(tag)
-        items = [  # vLLM's older form
-            xgrammar.StructuralTagItem(
-                begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"]
-            )
-            for item in tag["structures"]
-        ]
-        return self.compiler.compile_structural_tag(items, tag["triggers"])
 
     def destroy(self) -> None:
         del self.compiler
@@ -175,8 +133,89 @@ class XgrammarGrammar(StructuredOutputGrammar):
         return XgrammarGrammar(self.compiled, self.stop_token_ids)
 
 
+# -- what xgrammar is told --
+
+
+def _adapt(spec: GrammarSpec) -> str:
+    """The text of a constraint, so that xgrammar does what it says. Raises VLLMValidationError if
+    that is not possible."""
+    kind, text = spec.request_type, spec.grammar_spec
+
+    def adapt_schema(schema: Any) -> Any:
+        if (what := find_unsupported(schema, spec.disable_any_whitespace)) is not None:
+            raise _refuse(f"a JSON schema with {what}", "Write it otherwise")
+        return adapt(schema)
+
+    try:
+        match kind:
+            case StructuredOutputOptions.JSON:
+                return json.dumps(adapt_schema(json.loads(text)))
+            case StructuredOutputOptions.JSON_OBJECT:
+                return '{"type": "object", "additionalProperties": true}'
+            case StructuredOutputOptions.REGEX:
+                return adapt_regex(text)
+            case StructuredOutputOptions.CHOICE:
+                choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+                return f"root ::= {' | '.join(choices)}"
+            case StructuredOutputOptions.STRUCTURAL_TAG:
+                return json.dumps(_adapt_tag(json.loads(text), adapt_schema))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _error(spec, error) from error
+    return text
+
+
+def _to_grammar(spec: GrammarSpec, text: str) -> Grammar:
+    """xgrammar's rules of an adapted text. Raises VLLMValidationError."""
+    options: dict[str, Any] = {"any_whitespace": not spec.disable_any_whitespace}
+    if spec.disable_any_whitespace:
+        options["separators"] = (",", ":")
+    try:
+        match spec.request_type:
+            case StructuredOutputOptions.JSON | StructuredOutputOptions.JSON_OBJECT:
+                return Grammar.from_json_schema(text, **options)
+            case StructuredOutputOptions.REGEX:
+                return Grammar.from_regex(text)
+            case StructuredOutputOptions.STRUCTURAL_TAG:
+                return _read_tag(json.loads(text))
+        return (Grammar.from_ebnf if "::=" in text else Grammar.from_lark)(text)
+    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise _error(spec, error) from error
+
+
+def _adapt_tag(tag: Any, function: Callable[[Any], Any]) -> Any:
+    """A structural tag, or a part of it, with the function's results instead of its schemas."""
+    if isinstance(tag, list):
+        return [_adapt_tag(part, function) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    schemas = {"json_schema", "schema"} if "begin" in tag else {"json_schema"}
+    return {
+        key: function(part) if key in schemas else _adapt_tag(part, function)
+        for key, part in tag.items()
+    }
+
+
+def _read_tag(tag: Any) -> Grammar:
+    if "structures" not in tag:
+        return Grammar.from_structural_tag(tag)
+    items = [  # vLLM's older form
+        xgrammar.StructuralTagItem(
+            begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"]
+        )
+        for item in tag["structures"]
+    ]
+    return Grammar.from_structural_tag(items, tag["triggers"])
+
+
 def _refuse(what: str, advice: str) -> VLLMValidationError:
     return VLLMValidationError(
         f"the backend 'xgrammar' does not support {what}. {advice}.",
         parameter="structured_outputs",
+    )
+
+
+def _error(spec: GrammarSpec, error: Exception) -> VLLMValidationError:
+    kind, given = spec.request_type.name.lower(), brief(spec.grammar_spec)
+    return VLLMValidationError(
+        f"xgrammar cannot read this {kind}, {given}: {error}", parameter="structured_outputs"
     )

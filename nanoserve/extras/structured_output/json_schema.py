@@ -53,7 +53,7 @@ MAKES_ARRAY = {"items", "prefixItems", "unevaluatedItems"}
 ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # the first of these is read alone
 # What JSON writes in a string as it is: no quote, backslash, control character or surrogate.
 CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
-MAX_COUNTED = 64  # properties: the time to compile grows with the third power
+MAX_COUNTED = 32  # properties: the time to compile grows with the third power
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"}
 FORMATS |= {"relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"}
 

@@ -12,6 +12,7 @@ import os
 import random
 import re
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -344,6 +345,66 @@ def assert_fit(name: str, schema: Any, seed: int) -> bool:
 
 def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
+
+
+KEYS = """type properties items required anyOf oneOf allOf enum const $ref pattern patternProperties
+propertyNames minLength maxLength minProperties additionalProperties format uniqueItems minimum a
+structures triggers begin schema end json_schema"""
+ANYTHING = st.recursive(
+    st.sampled_from([None, True, 1, -1.5, "a", "string", "object", "#", "#/a", "(", []]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(KEYS.split()),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize("kind", ["JSON", "STRUCTURAL_TAG"])
+@given(ANYTHING.filter(lambda value: isinstance(value, dict)))
+@settings(max_examples=50)
+def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
+    """What is refused is refused at the door or by the compiler, with an error of the request."""
+    with suppress(VLLMValidationError):
+        mask(make_grammar(name, kind, json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"minimum": 3}, "minimum without a type"),
+        ({"anyOf": [{"type": "object"}], "minProperties": 2}, "minProperties beside anyOf"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may overlap"),
+        ({"type": "object", "required": ["a"]}, "not in properties"),
+        ({"properties": {"a": {"not": {}}}}, "not"),
+        ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
+        ({"type": "string", "format": "idn-email"}, "idn-email"),
+        ({"$ref": "https://example.com/schema"}, r"\$ref"),
+        (
+            {"properties": {"a": {"type": "null"}}, "additionalProperties": True},
+            "additionalProperties beside properties",
+        ),
+    ],
+)
+def test_what_xgrammar_would_ignore_is_refused(schema: Any, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words):
+        make_grammar("xgrammar", "JSON", json.dumps(schema))
+
+
+def test_alternatives_that_exclude_each_other() -> None:
+    """As pydantic writes a union with a discriminator."""
+    kinds = [
+        {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+        for kind in ("cat", "dog")
+    ]
+    schema = {"oneOf": [{"$ref": "#/$defs/cat"}, kinds[1]], "$defs": {"cat": kinds[0]}}
+    assert assert_fit("xgrammar", schema, 0)
 
 
 # -- the JSON Schema Test Suite --
