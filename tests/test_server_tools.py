@@ -292,6 +292,21 @@ def test_a_function_that_is_named_is_called_once(client: OpenAI, seed: int) -> N
     assert choice.finish_reason == "stop"
 
 
+def test_a_schema_that_no_backend_knows(server: Running) -> None:
+    """It cannot be followed, so that the request is refused, unless that is not asked for."""
+    function = {"name": "f", "parameters": {"type": "object", "not": {}}}
+    body = {**CHAT, "tools": [{"function": function}], "max_tokens": 40}
+    ask(server, H, body)  # it may be called as the model likes
+    error = refusal(server, H, {**body, "tool_choice": "required"})
+    assert error["param"] == "tools"
+    assert error["message"].endswith(
+        'With "strict": false the arguments of a function are any object.'
+    )
+    function["strict"] = False
+    found = ask(server, H, {**body, "tool_choice": "required"})
+    assert found["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+
+
 def test_a_conversation_with_a_tool(client: OpenAI, async_llm: AsyncLLM) -> None:
     """The call and its result reach the template as the model has written the call."""
     given = {"tools": TOOLS, "extra_body": {"return_prompt_text": True}}

@@ -196,6 +196,15 @@ class ChatReply(Reply[ChatCompletionRequest]):
             self.echoed = last["content"] if request.echo else ""
         return [self.prompt_text]
 
+    async def add(self, prompts: list[Any]) -> None:
+        try:
+            await super().add(prompts)
+        except VLLMValidationError as error:
+            if self.parser_cls is None or error.parameter != "structured_outputs":
+                raise
+            advice = 'With "strict": false the arguments of a function are any object.'
+            raise VLLMValidationError(f"{error} {advice}", parameter="tools") from error
+
     def begin(self, output: RequestOutput) -> list[Json]:
         """The role of each choice, and its text if that is echoed."""
         chunks = []
