@@ -55,7 +55,7 @@ class Choice(TypedDict):
     """What the choices of all answers have. In a stream: what is new since the last chunk."""
 
     index: int  # prompt i, its completion j: i * n + j
-    finish_reason: str | None  # "stop", "length", "abort"; None while the stream goes on
+    finish_reason: str | None  # "stop", "length", "abort", "tool_calls"; None: the stream goes on
     stop_reason: int | str | None  # the stop string or stop token id; None for an EOS token
     token_ids: NotRequired[list[int]]  # if return_token_ids
 
