@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from nanoserve.extras.async_llm import AsyncLLM as AsyncLLM
     from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
+    from nanoserve.extras.structured_output import (
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +46,7 @@ CHAPTERS = {
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "BeamSearchParams": "beam_search",
+    "StructuredOutputsParams": "structured_output",
 }
 
 
@@ -54,4 +58,4 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(chapter), name)
     except ModuleNotFoundError as error:
-        raise AttributeError(f"the chapter extras/{CHAPTERS[name]}.py was deleted") from error
+        raise AttributeError(f"the chapter extras/{CHAPTERS[name]} was deleted") from error

@@ -224,10 +224,15 @@ GROUPS = (
     ),
     Group(
         "not there yet",
-        "structured output and reasoning parsers",
-        "Structured output is not there yet; a logits processor can restrict the tokens.",
-        """structured_outputs_config guided_decoding_backend=auto|xgrammar reasoning_parser
-        reasoning_parser_plugin reasoning_config""",
+        "reasoning parsers",
+        "Reasoning is not parsed yet: it is part of the text.",
+        "reasoning_parser reasoning_parser_plugin reasoning_config",
+    ),
+    Group(
+        "other name",
+        "the backend of structured output",
+        "Give structured_outputs_config={'backend': 'xgrammar'}.",
+        "guided_decoding_backend=auto",
     ),
     Group(
         "not there yet",

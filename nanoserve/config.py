@@ -171,6 +171,11 @@ ALIASES = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "device_memory_utilization": "gpu_memory_utilization",
 }
+# Options that a chapter reads: name -> module in extras, class.
+CHAPTER_CONFIGS = {
+    "speculative_config": ("speculative.config", "SpeculativeConfig"),
+    "structured_outputs_config": ("structured_output.params", "StructuredOutputsConfig"),
+}
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "speculative_config": "-sc"}  # as in vLLM
 # Whose flags take 1k (1000), 1K (1024), ... as in vLLM.
 WITH_SUFFIX = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
@@ -260,6 +265,10 @@ class EngineConfig:
     """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, or its
     JSON, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. The keys are in
     extras/speculative/config.py."""
+    structured_outputs_config: Any = None
+    """Which backend makes grammars of structured_outputs: a dict, or its JSON, such as
+    {"backend": "xgrammar"}; None: {"backend": "auto"}. The keys are in
+    extras/structured_output/params.py."""
     max_logprobs: int = 20
     """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
@@ -276,9 +285,9 @@ class EngineConfig:
             if each.kind is not Any:  # a number of NumPy or torch becomes Python's
                 object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
             each.check(getattr(self, each.name))
-        if self.speculative_config is not None:
-            speculative_config = _read_speculative_config(self.speculative_config)
-            object.__setattr__(self, "speculative_config", speculative_config)
+        for name, (chapter, cls) in CHAPTER_CONFIGS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _read_chapter_config(name, chapter, cls, value))
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
@@ -359,16 +368,17 @@ class EngineConfig:
         return resolved
 
 
-def _read_speculative_config(value: Any) -> Any:
-    """The SpeculativeConfig of the chapter, from a dict or JSON."""
+def _read_chapter_config(name: str, chapter: str, cls: str, value: Any) -> Any:
+    """The config of a chapter, from a dict or JSON."""
     try:
-        chapter = import_module("nanoserve.extras.speculative.config")
+        module = import_module(f"nanoserve.extras.{chapter}")
     except ModuleNotFoundError as error:
+        folder = chapter.partition(".")[0]
         raise ValueError(
-            f"speculative_config needs nanoserve/extras/speculative, and it is not there: {error}. "
-            "Leave speculative_config out."
+            f"{name} needs nanoserve/extras/{folder}, and it is not there: {error}. Leave {name} "
+            "out."
         ) from error
-    return chapter.SpeculativeConfig.read(value)
+    return getattr(module, cls).read(value)
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

@@ -42,6 +42,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -144,6 +145,7 @@ class LLMEngine(OwnedByProcess):
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        self.structured_output_manager: Any = None  # made for the first request that needs it
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet
         self.claims: list[set[str]] = []  # request ids whose outputs step() leaves to a loop
@@ -213,6 +215,9 @@ class LLMEngine(OwnedByProcess):
         self._check_open()
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
+        if root.sampling_params.structured_outputs is not None:
+            chapter = import_module("nanoserve.extras.structured_output.manager")
+            chapter.get_manager(self).grammar_init(root)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 
@@ -227,6 +232,8 @@ class LLMEngine(OwnedByProcess):
             raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         with delayed_interrupt():
             self.output_processor.add(request)
+            for gate in {gate for seq in request.sequences for gate in seq.gates}:  # forks share it
+                gate.start(partial(self.fail_request, request))
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
         self._check_open()  # close() has ended what was queued before, and nothing after
@@ -278,6 +285,17 @@ class LLMEngine(OwnedByProcess):
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
             outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
             self._outputs += outputs
+
+    def fail_request(self, request: RequestConsumer, error: BaseException) -> None:
+        """End a request with finish_reason "error" when the next step begins, unless it has ended
+        by then. Any thread may call this."""
+
+        def fail() -> None:
+            if self.has_request(request):
+                fail_request = self.output_processor.fail_request
+                self.hand_out(fail_request(request.request_id, error, request.sequences))
+
+        self._inbox.append(fail)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have neither finished nor been aborted."""
@@ -508,8 +526,9 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            if self.tokenizer is not None:
-                self.tokenizer.guard.close()
+            for part in (getattr(self.tokenizer, "guard", None), self.structured_output_manager):
+                if part is not None:
+                    part.close()
             if has_lock:
                 self._lock.release()
 

@@ -97,7 +97,10 @@ class NoTokenError(RequestError):
 
 
 # The fields of SamplingParams that can forbid tokens.
-CHANGES_LOGITS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "logits_processors")
+CHANGES_LOGITS = (
+    *("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias"),
+    "logits_processors",
+)
 
 
 def _name(function: Any) -> str:

@@ -86,6 +86,8 @@ class Guard:
     it. The process ends with close(), with the Guard, and with the process that started it.
     """
 
+    module = "nanoserve.guard"  # what the process runs
+
     def __init__(self, backend: Any | None = None, own_template: str | None = None) -> None:
         """backend: a tokenizer of the tokenizers library, which the process is to have, too;
         own_template: one that came with this package, and so is rendered here, in no process."""
@@ -162,7 +164,7 @@ class Guard:
         }
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nanoserve.guard"],
+                [sys.executable, "-m", self.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -172,12 +174,15 @@ class Guard:
             )
             self._end_last()
             self._end_last = weakref.finalize(self, _end, process, self._pid)
-            backend = None if self.backend is None else self.backend.to_str()
-            _result(_ask(process, "start", backend))
+            _result(_ask(process, "start", *self.start_args()))
         except unless_signal(GuardError, OSError) as error:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
+
+    def start_args(self) -> tuple[Any, ...]:
+        """What the process is told first."""
+        return (None if self.backend is None else self.backend.to_str(),)
 
     def _is_own(self, chat_template: Any) -> bool:
         return self.own_template is not None and chat_template == self.own_template
@@ -528,6 +533,7 @@ class Programs:
 
     def start(self, backend: str | None) -> None:
         """Import what the calls need, so that it does not count as a call's time."""
+        sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here needs it
         from tokenizers import Tokenizer
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -560,13 +566,12 @@ class Programs:
         _from_pretrained(folder)
 
 
-def main() -> None:
-    """Answer calls from standard input until it ends. A call is 8 bytes of length and a marshalled
-    tuple; a reply is a line of JSON, as the other side does not trust this one."""
+def main(programs: Any) -> None:
+    """Answer calls from standard input until it ends: of methods of `programs`, by name. A call is
+    8 bytes of length and a marshalled tuple; a reply is a line of JSON, as the other side does not
+    trust this one."""
     calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed here is no reply
-    sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here needs it
-    programs = Programs()
     while header := calls.read(8):
         task, args, seconds, megabytes = marshal.loads(calls.read(int.from_bytes(header, "little")))
         # If the other side is no longer there to end a call.
@@ -597,4 +602,4 @@ def limit_memory(megabytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Programs())

@@ -409,9 +409,11 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
         as_parts = [{"type": "text", "text": text} for text in texts]
         has_parts = content_format == "openai" and role != "tool"
         message["content"] = as_parts if has_parts else "\n".join(texts)
-        if role == "assistant" and isinstance(message.get("tool_calls"), (list, tuple)):
-            message["tool_calls"] = [_parse_tool_call(call) for call in message["tool_calls"]]
-            if not message["tool_calls"]:  # as if there were none: templates ask for the key only
+        calls = message.get("tool_calls")
+        if role == "assistant" and calls is not None:
+            given = calls if isinstance(calls, (list, tuple)) else [calls]  # one alone
+            message["tool_calls"] = [_parse_tool_call(call) for call in given]
+            if not given:  # as if there were none: templates ask for the key only
                 del message["tool_calls"]
         parsed.append(message)
     return parsed
@@ -436,8 +438,9 @@ def check_messages_length(messages: Any) -> None:
 def _parse_tool_call(call: Any) -> dict[str, Any]:
     """A copy of a tool call, with a dict for its arguments. What is no JSON object becomes {}: it
     stands in the history, so that refusing it would end the conversation."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    has_name = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    if not has_name or call.get("type", "function") != "function":
         raise VLLMValidationError(
             f"tool_calls holds {brief(call)}; allowed: {{'type': 'function', 'function': "
             "{'name': ..., 'arguments': ...}}.",

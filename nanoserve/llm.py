@@ -247,8 +247,9 @@ class LLM(OwnedByProcess):
         chat_template_content_format: "string" or "openai" (see inputs.parse_chat_messages); "auto":
         what the template expects. add_generation_prompt opens the assistant's turn.
         continue_final_message continues the last message instead (give add_generation_prompt=False
-        with it). The template gets tools (JSON schemas) and chat_template_kwargs (such as
-        {"enable_thinking": False}). The other arguments are those of generate.
+        with it). The template gets tools (JSON schemas; extras/server/tool_parsers.py finds the
+        calls in an answer) and chat_template_kwargs (such as {"enable_thinking": False}). The
+        other arguments are those of generate.
         """
         refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(

@@ -182,7 +182,8 @@ class BranchState:
         seq, params = self.sequence, self.sequence.sampling_params
         finish_reason, token_ids = seq.status.finish_reason, update.new_token_ids
         num_before = seq.num_output_tokens - len(token_ids)
-        if finish_reason == "stop" and not params.include_stop_str_in_output:
+        ends_in_stop = not seq.stop_token_ids.isdisjoint(token_ids[-1:])
+        if ends_in_stop and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the stop token is not part of the text
         new_texts = [self.detokenizer.append(token_id) for token_id in token_ids]
         if finish_reason:

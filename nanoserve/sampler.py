@@ -19,7 +19,7 @@ that of V0 (0.6.6):
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Stages 2 and 3 are one LogitMask (whole rows of "forbidden or not"). Bad words, min_tokens and
+it. Stages 2 and 3 are one LogitMask (whole rows of 0 or -inf). Bad words, min_tokens and
 logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
@@ -51,10 +51,11 @@ from nanoserve.sequence import TokenLogprobs
 
 
 class LogitMask(NamedTuple):
-    """For k of the rows: which tokens are forbidden. The other rows forbid none."""
+    """k additions to rows of the logits: -inf forbids a token, and 0 leaves it as it is. Several of
+    one row forbid what any of them forbids."""
 
     logits_rows: Tensor  # [k] int64
-    is_forbidden: Tensor  # [k, vocab_size] bool
+    values: Tensor  # [k, vocab_size] float32: 0 or -inf
 
 
 class LogitEdits(NamedTuple):
@@ -228,8 +229,7 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def apply_mask(logits: Tensor, mask: LogitMask) -> Tensor:
     """Forbid many tokens of some rows."""
-    masked = torch.where(mask.is_forbidden, -torch.inf, logits[mask.logits_rows])
-    return logits.index_copy(0, mask.logits_rows, masked)
+    return logits.index_add(0, mask.logits_rows, mask.values)
 
 
 def apply_edits(logits: Tensor, edits: LogitEdits) -> Tensor:

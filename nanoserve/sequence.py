@@ -36,9 +36,10 @@ vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nanoserve.sampling_params import SamplingParams
 
@@ -57,6 +58,17 @@ class SequenceStatus(Enum):
     def __init__(self, value: str) -> None:
         # "stop", "length", "abort" or "error" for a finished sequence, else None
         self.finish_reason = value if self.name.startswith("FINISHED") else None
+
+
+class Gate(Protocol):
+    """What a waiting sequence needs before it can run: a compiled grammar, an adapter in memory."""
+
+    def start(self, fail: Callable[[BaseException], object]) -> None:
+        """The request was added: begin what the sequence waits for, in another thread. Must not
+        raise. Any thread may call `fail`: it ends the request with this error."""
+
+    def is_open(self) -> bool:
+        """May the sequence be admitted now? Asked before each step in which there is room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +100,8 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must never be completed
     branch: int = 0  # which of the request's n completions this is
     always_sync: bool = False  # each next step depends on the last one's output (a beam search)
+    gates: tuple[Gate, ...] = ()  # it waits until all are open
+    structured_output_request: Any = None  # its grammar (extras/structured_output/manager.py)
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
     status: SequenceStatus = SequenceStatus.WAITING
@@ -106,7 +120,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.needs_output_token_ids = bool(self.bad_word_ids or params.logits_processors)
+        reads_output = params.logits_processors or params.structured_outputs
+        self.needs_output_token_ids = bool(self.bad_word_ids or reads_output)
 
     @property
     def num_tokens(self) -> int:
@@ -145,14 +160,16 @@ class Sequence:
         return self.num_output_tokens + num_in_flight >= self.max_tokens or self.needs_sync
 
     def is_ready(self) -> bool:
-        """False while a waiting sequence cannot be admitted yet: a token was in flight when the
-        sequence was preempted."""
-        return self.num_output_placeholders == 0
+        """False while a waiting sequence cannot be admitted yet: a gate is closed, or a token was
+        in flight when the sequence was preempted."""
+        return self.num_output_placeholders == 0 and all(gate.is_open() for gate in self.gates)
 
     def make_branch(self, branch: int) -> Sequence:
         """Another of the request's n completions, with no output yet. It holds no blocks."""
+        grammar = self.structured_output_request
         return replace(
             self,
+            structured_output_request=grammar and grammar.fork(),
             seq_id=self.seq_id - self.branch + branch,
             branch=branch,
             num_pending_forks=0,
@@ -179,6 +196,7 @@ class NewSequence(NamedTuple):
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
     cache_salt: str | None = None
+    structured_output_request: Any = None  # shared with the scheduler: rank 0 alone makes masks
 
 
 class ScheduledSequence(NamedTuple):

@@ -302,9 +302,12 @@ def test_tool_calls_and_their_results() -> None:
         assert (one["content"], two["content"]) == ("42", "4\n2")
     calls["tool_calls"][1]["function"]["arguments"]["a"] = "2"
     assert repr(messages) == before
-    for call in ("add", {"function": None}, {"type": "custom", "function": {}}):
+    nameless = {"function": {"arguments": "{}"}}
+    for call in ("add", 7, {"function": None}, nameless, {"type": "custom", "function": {}}):
         with pytest.raises(VLLMValidationError, match=r"tool_calls holds .*; allowed: "):
             parse_chat_messages([{"role": "assistant", "tool_calls": [call]}], "string")
+    with pytest.raises(VLLMValidationError, match=r"tool_calls holds 7; allowed: "):
+        parse_chat_messages([{"role": "assistant", "tool_calls": 7}], "string")
 
 
 @pytest.mark.parametrize("part", [IMAGE, {"type": "input_audio"}, {"text": "Hi"}, {}, None, 5])

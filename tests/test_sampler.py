@@ -207,8 +207,8 @@ def constrained_batch(rules: list[Rules]) -> SamplingBatch:
     penalized = [(i, r) for i, r in enumerate(rules) if r.has_penalties]
     mask = penalties = None
     if masked:
-        forbidden = torch.tensor([[t not in mask for t in range(VOCAB)] for _, mask in masked])
-        mask = LogitMask(torch.tensor([i for i, _ in masked]), forbidden)
+        rows = [[0.0 if t in mask else -math.inf for t in range(VOCAB)] for _, mask in masked]
+        mask = LogitMask(torch.tensor([i for i, _ in masked]), torch.tensor(rows))
     if penalized:
         some = [r for _, r in penalized]
         seen = [[*r.prompt, *r.output] for r in some]

@@ -118,6 +118,7 @@ def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
         "branch": 0,
         "num_samples": 3,
         "cache_salt": "mine",
+        "structured_output_request": None,
     }
 
 

@@ -139,6 +139,23 @@ COLUMNS: dict[str, Columns] = {
         "tokens per step": ("tokens_per_step", ".2f"),
         "same tokens": ("same_tokens", ".0%"),
     },
+    "structured": {
+        "backend": ("backend", ""),
+        "constraint": ("constraint", ""),
+        "constrained": ("constrained", ".0%"),
+        "tok/s": ("tokens_per_second", ".0f"),
+        "of unconstrained": ("of_unconstrained", ".3f"),
+    },
+    "structured.masks": {
+        "backend": ("backend", ""),
+        "constraint": ("constraint", ""),
+        "build ms": ("build_ms", ".0f"),
+        "compile ms": ("compile_ms", ".1f"),
+        "mask us, new": ("new_mask_us", ".1f"),
+        "slowest": ("slowest_mask_us", ".0f"),
+        "known": ("mask_us", ".1f"),
+        "token us": ("accept_us", ".1f"),
+    },
     "scheduler": {
         "running": ("num_running", "d"),
         "context": ("context", "d"),
@@ -213,6 +230,7 @@ WORKLOADS = {
     "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
     "spec": "at most {num_speculative_tokens} drafts; slower than plain decoding: {slower}",
+    "structured": "{batch} requests, {num_output} tokens each; vocabulary of {vocab_size} tokens",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "

@@ -30,6 +30,7 @@ from nanoserve.bench import (
     report,
     serving,
     speculation,
+    structured,
     suites,
 )
 from nanoserve.bench.peers import PEER_NAMES
@@ -49,6 +50,7 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
     "spec": speculation.spec_suite,
+    "structured": structured.structured_suite,
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
     "steps": inside.steps_suite,

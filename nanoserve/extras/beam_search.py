@@ -57,7 +57,7 @@ class BeamSearchParams:
     temperature: float = 0.0  # changes nothing, as in vLLM: beams are ranked before temperature
     length_penalty: float = 1.0  # above 0: long results rank higher; 0: by log-probability alone
     include_stop_str_in_output: bool = False  # changes nothing: there are no stop strings
-    structured_outputs: None = None  # not here
+    structured_outputs: None = None  # no beam has a grammar
     skip_special_tokens: bool = True  # leave special tokens out of the texts
     watermarking: bool | None = None  # not here
 
@@ -76,7 +76,7 @@ class BeamSearchParams:
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "True or False")
         if self.structured_outputs is not None:
-            self._refuse("structured_outputs", "None; nanoserve has no structured outputs")
+            self._refuse("structured_outputs", "None; a beam search obeys no grammar")
         if self.watermarking:
             self._refuse("watermarking", "None or False; nanoserve has no watermarking")
 

@@ -7,8 +7,8 @@ One declaration, of which the flags are made:
 
 This module imports neither FastAPI nor torch: `nanoserve serve --help` needs neither.
 
-Left out: several API servers in front of one engine (api_server_count), tool and reasoning parsers,
-LoRA modules, request logs, a gRPC server.
+Left out: several API servers in front of one engine (api_server_count), reasoning parsers, parsers
+of calls from other packages (tool_parser_plugin), LoRA modules, request logs, a gRPC server.
 
 vLLM: vllm/entrypoints/launchers/cli_args.py (V1).
 """
@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanoserve.exceptions import brief
 
+ToolParserName = Literal["hermes", "qwen3_json"]  # tool_parsers.TOOL_PARSERS
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -39,6 +40,9 @@ class FrontendArgs:
     api_key: tuple[str, ...] = ()  # requests need one of them; VLLM_API_KEY may hold one, too
     chat_template: str | None = None  # a Jinja template, or a file with one; None: the model's
     trust_request_chat_template: bool = False  # a request may bring a chat template
+    tool_call_parser: ToolParserName | None = None  # format of calls; None: the chat template's
+    enable_auto_tool_choice: bool = True  # tools without tool_choice are for the model to choose
+    exclude_tools_when_tool_choice_none: bool = False  # such tools do not reach the template
     allowed_origins: tuple[
         str, ...
     ] = ()  # pages of these origins may ask, such as http://localhost:3000
@@ -59,6 +63,10 @@ class FrontendArgs:
             check_number(name, getattr(self, name), kinds, low, high)
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("HTTPS needs both ssl_keyfile and ssl_certfile; one was given.")
+        parsers = get_args(ToolParserName)
+        if self.tool_call_parser not in (None, *parsers):
+            given, allowed = brief(self.tool_call_parser), f"None, {', '.join(parsers)}"
+            raise ValueError(f"tool_call_parser is {given}; allowed: {allowed}.")
         for origin in self.allowed_origins:
             if origin != "*" and "://" not in origin:
                 allowed = "http://HOST:PORT, https://HOST, or * for all"

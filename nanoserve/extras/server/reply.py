@@ -34,9 +34,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoserve import __version__
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.extras.beam_search import BeamSearchSequence
 from nanoserve.extras.server.errors import HTTPError, describe
 from nanoserve.extras.server.protocol import GenerationRequest, Json, OpenAIBaseModel, read_request
+from nanoserve.extras.server.response_format import make_params
 from nanoserve.extras.server.responses import PromptLogprob, PromptLogprobs, Usage
 from nanoserve.extras.server.streaming import (
     DONE,
@@ -52,6 +54,7 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.extras.server.app import ServerState
+    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 AnyRequest = TypeVar("AnyRequest", bound=OpenAIBaseModel)
 AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
@@ -137,9 +140,20 @@ class Reply(ABC, Generic[AnyGeneration]):
     def max_tokens(self) -> int | None:
         """Output tokens at most; None: as many as fit."""
 
+    @property
+    def may_have_form(self) -> bool:
+        """False: make_form would say None."""
+        given = (self.request.response_format, self.request.structured_outputs)
+        return given != (None, None)
+
+    def make_form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have; None: any. Raises ValueError or TypeError."""
+        return make_params(self.request.form)
+
     @abstractmethod
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
-        """A choice; in a stream: what is new. index: i * n + j for completion j of prompt i."""
+        """A choice; in a stream: what is new, {} if nothing is. index: i * n + j for completion j
+        of prompt i."""
 
     def begin(self, output: RequestOutput) -> list[Json]:
         """The chunks of a stream that come before the first output of a prompt."""
@@ -174,6 +188,8 @@ class Reply(ABC, Generic[AnyGeneration]):
         request = self.request
         recommended = self.async_llm.model_config.generation_defaults
         params = request.to_sampling_params(recommended, self.max_tokens)
+        if self.may_have_form:  # a schema may be long
+            params.structured_outputs = await self.async_llm.run_in_thread(self.make_form)
         for prompt in prompts:
             await self.requests.add(
                 prompt,
@@ -185,7 +201,11 @@ class Reply(ABC, Generic[AnyGeneration]):
             )
 
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:
-        """One beam search for each prompt, all at once."""
+        """One beam search for each prompt, all at once. Raises ValueError if the answer must have a
+        form."""
+        if self.may_have_form and self.make_form() is not None:
+            message = "response_format and calls that must be valid: not with use_beam_search."
+            raise VLLMValidationError(message, parameter="use_beam_search")
         tasks = [asyncio.ensure_future(self.search(prompt)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)
@@ -246,9 +266,11 @@ class Reply(ABC, Generic[AnyGeneration]):
             async for number, output in self.requests.outputs():
                 is_long = bool(output.prompt_logprobs) and number not in self.prompt_tokens
                 if is_long:  # with echo: the logprobs of a whole prompt, for each choice
-                    yield await asyncio.to_thread(self.to_events, number, output)
+                    events = await asyncio.to_thread(self.to_events, number, output)
                 else:
-                    yield self.to_events(number, output)
+                    events = self.to_events(number, output)
+                if events:
+                    yield events
             options = self.request.stream_options
             if options is not None and options.include_usage:
                 more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
@@ -268,7 +290,8 @@ class Reply(ABC, Generic[AnyGeneration]):
             self.count_prompt(number, output)
             chunks += self.begin(output)
         for completion in output.outputs:
-            chunks.append(self.to_chunk(number, self.make_choice(number, output, completion)))
+            if choice := self.make_choice(number, output, completion):
+                chunks.append(self.to_chunk(number, choice))
         return chunks
 
     def to_chunk(self, number: int, choice: Json) -> Json:
