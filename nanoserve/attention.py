@@ -56,6 +56,7 @@ class StepMetadata:
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
     plan: Any = None  # what the backend's `plan` prepared for all layers
+    lora: Any = None  # which tokens have which adapter (extras/lora); None: none has one
 
 
 class AttentionBackend:
