@@ -203,9 +203,9 @@ GROUPS = (
     Group(
         "not there yet",
         "quantization",
-        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
-        "float32, bfloat16 or float16; dtype chooses among them.",
-        """quantization quantization_config quantization_param_path kv_cache_dtype
+        "A quantized KV cache is not there yet. How weights are quantized is said by config.json, "
+        "or by quantization.",
+        """quantization_config quantization_param_path kv_cache_dtype
         kv_cache_dtype_skip_layers calculate_kv_scales=False""",
     ),
     Group(
@@ -398,7 +398,6 @@ def python_value(text: str) -> Any:
 
 # vLLM's short flags of these options.
 SHORT_FLAGS = {
-    "quantization": "-q",
     "nnodes": "-n",
     "node_rank": "-r",
     "pipeline_parallel_size": "-pp",
