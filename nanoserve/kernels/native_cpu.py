@@ -61,24 +61,26 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # -- the library --
 
 
-def load_library() -> ctypes.CDLL | None:
-    """The compiled source; None, with a line in the log, if it cannot be compiled here.
+def load_library(source: Path | None = None) -> ctypes.CDLL | None:
+    """The compiled source (None: native_cpu.cpp); None, with a line in the log, if it cannot be
+    compiled here.
 
     The compiler is $CXX, or c++. It is needed only where no library is kept: an image may be built
     where there is one, and run where there is none.
     """
+    source = source or SOURCE
     if platform.system() != "Linux":
         return None
     try:
         command = [*(shlex.split(os.environ.get("CXX", "")) or ["c++"]), *shlex.split(FLAGS)]
-        folder, name = cache_folder(), f"native_cpu-{_digest_of_need(command)}"
+        folder, name = cache_folder(), f"{source.stem}-{_digest_of_need(command, source)}"
         library = _load_kept(folder, name) if folder else None
         if library is None and shutil.which(command[0]) is None:
             logger.info(
                 "no C++ compiler (%s) was found: PyTorch's operators do their work", command[0]
             )
             return None
-        return library or _compile(command, name, folder)
+        return library or _compile([*command, str(source)], name, folder)
     except unless_signal(OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
@@ -123,10 +125,10 @@ def _compile(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
     hung = folder / f"{name}.hung" if folder else None
     if hung and hung.exists() and time.time() - hung.stat().st_mtime < RETRY_AFTER:
         raise OSError(f"the compiler hung a short time ago (delete {hung} to try it again)")
-    with tempfile.TemporaryDirectory(prefix="native_cpu-", dir=folder) as unfinished:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder) as unfinished:
         file = Path(unfinished, "library.so")
         try:
-            _run([*command, str(SOURCE), "-o", str(file)])
+            _run([*command, "-o", str(file)])
         except subprocess.TimeoutExpired:
             if hung:
                 hung.touch()
@@ -136,7 +138,7 @@ def _compile(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
             with file.open("rb") as written:
                 digest = _digest(written.read())
                 os.fsync(written.fileno())
-            _remove_old(folder)
+            _remove_old(folder, name.partition("-")[0])
             os.replace(file, folder / f"{name}-{digest}.so")
     return library
 
@@ -158,9 +160,9 @@ def _run(command: list[str]) -> None:
         raise subprocess.CalledProcessError(process.returncode, command[0], stderr=errors)
 
 
-def _remove_old(folder: Path) -> None:
+def _remove_old(folder: Path, stem: str) -> None:
     """Delete what earlier sources, and processes that were killed, left behind."""
-    for path in folder.glob("native_cpu-*"):
+    for path in folder.glob(f"{stem}-*"):
         with suppress(OSError):  # another process may do the same
             if time.time() - path.stat().st_mtime > KEEP_FOR:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -178,11 +180,11 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _digest_of_need(command: list[str]) -> str:
+def _digest_of_need(command: list[str], source: Path) -> str:
     """Of all that the library depends on: source, command, processor. "-march=native" makes code
     for this processor, and several machines may share a home folder. The compiler itself is no part
     of it, because it may be gone."""
-    parts = [SOURCE.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
+    parts = [source.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
         kept = ("model name", "flags", "Features", "CPU part")
