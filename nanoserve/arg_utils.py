@@ -203,10 +203,16 @@ GROUPS = (
     Group(
         "not there yet",
         "quantization",
-        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
-        "float32, bfloat16 or float16; dtype chooses among them.",
-        """quantization quantization_config quantization_param_path kv_cache_dtype
-        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+        "Quantized weights are not there yet. Give a checkpoint in float32, bfloat16 or float16; "
+        "dtype chooses among them.",
+        "quantization quantization_config",
+    ),
+    Group(
+        "left out",
+        "scales and layers of a quantized KV cache",
+        "kv_cache_dtype is for all layers, and the scale of each token and head is computed when "
+        "its key and value are stored.",
+        "quantization_param_path kv_cache_dtype_skip_layers calculate_kv_scales=False",
     ),
     Group(
         "other name",

@@ -29,7 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-KINDS = ("int4", "int8", "fp8")
+from nanoserve.attention import quantize_rows
+from nanoserve.kernels.quantized_cpu import KINDS, NativeProduct, library, unpack_int4
+
 FP8 = torch.float8_e4m3fn
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 
@@ -37,27 +39,9 @@ FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def unpack_int4(codes: Tensor) -> Tensor:
-    """uint8 [.., n / 2] -> uint8 [.., n]; a byte holds the code of an even place in its lower half,
-    that of the next place in its upper half."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-
-
 def pack_int4(codes: Tensor) -> Tensor:
     """The inverse of unpack_int4; n is even."""
     return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [.., n] as numbers of 8 bits (int8 or FP8) and one float32 scale for each row, [.., 1].
-
-    numbers * scale is x, rounded; the largest number of a row is exact. NaN stays NaN.
-    """
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / largest
-    scaled = x / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
 class QuantizedWeight(nn.Module):
@@ -183,14 +167,12 @@ def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Mo
     """What multiplies by this weight on its device; None: it is dequantized for each product."""
     device = weight.codes.device
     if device.type == "cpu":
-        from nanoserve.kernels import quantized_cpu
-
-        return quantized_cpu.NativeProduct if quantized_cpu.library() else None
+        return NativeProduct if library() else None
     if device.type != "cuda" or weight.num_experts > 1:
         return None
     if weight.kind != "fp8":
         try:
-            from nanoserve.kernels import quantized_triton
+            from nanoserve.kernels import quantized_triton  # here: a Mac has no Triton
         except ImportError:
             return None
         return quantized_triton.TritonProduct if quantized_triton.can_multiply(weight) else None
