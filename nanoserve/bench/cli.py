@@ -16,8 +16,8 @@ measured bandwidth and operation rate of this machine allow. On a busy machine, 
 say nothing: see the range.
 
 Suites: throughput, batch, latency, batching, chunked, prefix, spec, quantization, scheduler,
-memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching, chunked, steps and kernel in
-nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
+memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching, chunked, steps and
+kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
