@@ -201,12 +201,18 @@ GROUPS = (
         qlora_adapter_name_or_path""",
     ),
     Group(
-        "not there yet",
-        "quantization",
-        "A quantized KV cache is not there yet. How weights are quantized is said by config.json, "
-        "or by quantization.",
-        """quantization_config quantization_param_path kv_cache_dtype
-        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+        "other name",
+        "quantization by a dict",
+        "A checkpoint's config.json says how its weights are quantized; quantization (fp8, int8 or "
+        "int4) does it while loading.",
+        "quantization_config",
+    ),
+    Group(
+        "left out",
+        "scales and layers of a quantized KV cache",
+        "kv_cache_dtype is for all layers, and the scale of each token and head is computed when "
+        "its key and value are stored.",
+        "quantization_param_path kv_cache_dtype_skip_layers calculate_kv_scales=False",
     ),
     Group(
         "other name",

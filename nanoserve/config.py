@@ -179,6 +179,11 @@ BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # vLLM's names for values that have another name here.
 VALUE_ALIASES = {
     "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {
+        "fp8_e4m3": "fp8",
+        "fp8_per_token_head": "fp8",
+        "int8_per_token_head": "int8",
+    },
     "load_format": {"safetensors": "auto"},
     "quantization": {
         "fp8_per_channel": "fp8",
@@ -205,6 +210,9 @@ class EngineConfig:
     """Folder or Hugging Face id of the tokenizer; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
+    and head, so that a block takes a quarter to a half of the memory."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: a CUDA GPU if there is one."""
     max_model_len: int | None = None
