@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from nanoserve.checkpoint import (
+    OBJECT,
     QUANTIZATION_KEYS,
     Rule,
     find_quantization,
@@ -75,7 +76,7 @@ class Section:
 
     def at(self, key: str) -> Section:
         """The object below a key."""
-        return Section(self.values[key], f"{self.place}.{key}")
+        return Section(self.require(key, OBJECT), f"{self.place}.{key}")
 
     def refuse(self, key: str, what: str) -> None:
         """Raise ValueError because of what a key says. `what` is allowed, or why it is not."""
