@@ -49,7 +49,8 @@ Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> 
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
-INTEGERS = {("I32",): torch.int32, ("I8",): torch.int8}  # types of codes in files
+# Types of codes in files.
+INTEGERS: dict[Any, torch.dtype] = {("I32",): torch.int32, ("I8",): torch.int8}
 MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 

@@ -152,9 +152,8 @@ def get_quantization_config(
         if quantization is None:
             return None
         if quantization in ONLINE:
-            from nanoserve.extras.quantization.online import OnlineConfig
-
-            return OnlineConfig(quantization)
+            online: QuantizationConfig = _find("online", "OnlineConfig")(quantization)
+            return online
         raise ValueError(
             f"quantization is {quantization!r}, and {file} has no quantization_config: the weights "
             f"are floating-point. Leave quantization out, or quantize them while loading with one "
@@ -173,12 +172,14 @@ def get_quantization_config(
             f"quantization is {quantization!r}, and {file} has {how}. Leave quantization out: the "
             "weights are quantized already."
         )
-    module, cls = METHODS[method]
-    chapter = import_module(f"{__package__}.{module}")
-    config: QuantizationConfig = getattr(chapter, cls).from_config(
-        Section(hf[key], f"{file}, {key}")
-    )
+    section = Section(hf[key], f"{file}, {key}")
+    config: QuantizationConfig = _find(*METHODS[method]).from_config(section)
     return config
+
+
+def _find(module: str, cls: str) -> Any:
+    """A class of this folder."""
+    return getattr(import_module(f"{__package__}.{module}"), cls)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
