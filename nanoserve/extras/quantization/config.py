@@ -53,6 +53,11 @@ GROUP_SIZE = Rule(
     "-1 or an even int from 2 to 65536",
     lambda value: type(value) is int and (value == -1 or (2 <= value <= 65536 and value % 2 == 0)),
 )
+# Layers that are one product, and the matrices of the checkpoint in them.
+PACKED_MODULES_MAPPING = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 MAX_REPEATS = 4  # in a regular expression: its time is at most this power of a name's length
 
 
@@ -87,11 +92,6 @@ class QuantizationConfig(ABC):
     """What config.json says about quantized weights, in one format."""
 
     name: ClassVar[str]  # as in config.json
-    # Fused layers, and the matrices of the checkpoint in them: vLLM's name.
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
     quantizes_head: bool  # the language-model head, too, if config.json lists no exception
 
     @classmethod
@@ -114,8 +114,7 @@ class QuantizationConfig(ABC):
         if isinstance(layer, VocabParallelEmbedding) and not is_head:
             return None
         names = [
-            f"{parent}.{part}".lstrip(".")
-            for part in self.packed_modules_mapping.get(last, (last,))
+            f"{parent}.{part}".lstrip(".") for part in PACKED_MODULES_MAPPING.get(last, (last,))
         ]
         methods = [self.method_of(name) for name in names]
         if any(method != methods[0] for method in methods):
