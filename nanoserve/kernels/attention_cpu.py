@@ -56,7 +56,8 @@ class TorchBackend(AttentionBackend):
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         stored, slots = as_stored(key, value, kv_cache), metadata.slot_mapping
         for i in range(0, len(stored), 2):  # the numbers, then their scales
-            store_kv_torch(*stored[i : i + 2], *kv_cache[i : i + 2], slots, plan=metadata.plan)
+            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
+            store_kv_torch(*two, slots, plan=metadata.plan)
 
     def attend(
         self,
@@ -70,7 +71,8 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         return paged_attention_torch(
             query,
-            *kv_cache[:2],
+            kv_cache[0],
+            kv_cache[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
