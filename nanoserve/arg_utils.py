@@ -200,12 +200,18 @@ GROUPS = (
         qlora_adapter_name_or_path""",
     ),
     Group(
-        "not there yet",
-        "quantization",
-        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
-        "float32, bfloat16 or float16; dtype chooses among them.",
-        """quantization quantization_config quantization_param_path kv_cache_dtype
-        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+        "other name",
+        "quantization by a dict",
+        "A checkpoint's config.json says how its weights are quantized; quantization (fp8, int8 or "
+        "int4) does it while loading.",
+        "quantization_config",
+    ),
+    Group(
+        "left out",
+        "scales and layers of a quantized KV cache",
+        "kv_cache_dtype is for all layers, and the scale of each token and head is computed when "
+        "its key and value are stored.",
+        "quantization_param_path kv_cache_dtype_skip_layers calculate_kv_scales=False",
     ),
     Group(
         "other name",
@@ -397,7 +403,6 @@ def python_value(text: str) -> Any:
 
 # vLLM's short flags of these options.
 SHORT_FLAGS = {
-    "quantization": "-q",
     "nnodes": "-n",
     "node_rank": "-r",
     "pipeline_parallel_size": "-pp",

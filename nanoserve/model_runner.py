@@ -53,6 +53,7 @@ from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
+    choose_kv_cache_dtype,
     copy_blocks,
     determine_num_kv_blocks,
     size_cpu_pool,
@@ -179,8 +180,9 @@ class ModelRunner:
         self.num_model_layers = len(specs)
         specs += self.proposer.kv_cache_specs() if self.proposer else []
         self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config, specs)
-        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
-        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
+        dtype = self.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, dtype)
+        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
 
@@ -281,7 +283,7 @@ class ModelRunner:
             lora=self.lora_slots and self.lora_slots.plan(step, tensors, shape),
         )
         if shape is None or self.backend.supports_cuda_graphs:
-            metadata = self.backend.plan(metadata, self.block_size, self.dtype)
+            metadata = self.backend.plan(metadata, self.block_size, self.kv_cache_dtype)
         return StepInputs(step, tensors, metadata, shape)
 
     def forward(self, inputs: StepInputs) -> Tensor:
