@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanoserve.extras.async_llm import AsyncLLM as AsyncLLM
     from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
+    from nanoserve.extras.lora import LoRARequest as LoRARequest
     from nanoserve.extras.structured_output import (
         StructuredOutputsParams as StructuredOutputsParams,
     )
@@ -47,6 +48,7 @@ CHAPTERS = {
     "AsyncLLMEngine": "async_llm",
     "BeamSearchParams": "beam_search",
     "StructuredOutputsParams": "structured_output",
+    "LoRARequest": "lora",
 }
 
 

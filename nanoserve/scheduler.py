@@ -458,6 +458,7 @@ def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:
         seed=seq.seed,
         branch=seq.branch,
         num_samples=1 + seq.num_pending_forks,
-        cache_salt=seq.cache_salt,
+        extra_keys=seq.extra_keys,
+        lora_slot=seq.lora.slot if seq.lora else -1,
         structured_output_request=seq.structured_output_request,
     )

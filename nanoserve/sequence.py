@@ -36,7 +36,7 @@ vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -102,6 +102,7 @@ class Sequence:
     always_sync: bool = False  # each next step depends on the last one's output (a beam search)
     gates: tuple[Gate, ...] = ()  # it waits until all are open
     structured_output_request: Any = None  # its grammar (extras/structured_output/manager.py)
+    lora: Any = None  # its adapter, an Adapter of extras/lora; None: the model as it is
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
     status: SequenceStatus = SequenceStatus.WAITING
@@ -138,6 +139,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def extra_keys(self) -> Hashable:
+        """Sequences share what is cached only if these are equal."""
+        return self.cache_salt if self.lora is None else (self.cache_salt, self.lora.key)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -195,7 +201,8 @@ class NewSequence(NamedTuple):
     seed: int
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
-    cache_salt: str | None = None
+    extra_keys: Hashable = None
+    lora_slot: int = -1  # where the adapter is on the device; -1: none
     structured_output_request: Any = None  # shared with the scheduler: rank 0 alone makes masks
 
 
@@ -229,6 +236,7 @@ class SchedulerOutput:
     blocks_to_swap_out: tuple[BlockPair, ...] = ()  # (KV block, CPU block): copied first
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
+    loras_to_load: tuple[tuple[int, Any], ...] = ()  # (slot, an adapter's weights by layer)
     is_restart: bool = False  # the last step failed: the runner drops every sequence
     needs_sync: bool = False  # this step's tokens must be known before the next is scheduled
 
