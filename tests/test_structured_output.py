@@ -7,6 +7,7 @@ test_server_tools.py. Here `re` judges whole outputs of the demo model.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import threading
@@ -193,6 +194,38 @@ def test_drafts_of_the_rejection_sampler() -> None:
         for i, regex in enumerate(REGEXES):
             [output] = llm.generate("The cat", constrained(i, regex), use_tqdm=False)
             assert re.fullmatch(regex, output.outputs[0].text)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_a_json_schema(get_llm: Callable[..., LLM]) -> None:
+    """The stack of a pushdown automaton goes back with the drafts, too."""
+    pytest.importorskip("xgrammar")
+    structured = StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True)
+    requests = [
+        SamplingParams(structured_outputs=structured, temperature=1.5, seed=i, max_tokens=99, n=2)
+        for i in range(3)
+    ]
+    found = {
+        name: list(map(texts, get_llm(name).generate(PROMPTS, requests, use_tqdm=False)))
+        for name in ("plain", "overlapped", "swap", "wild drafts", "ngram")
+    }
+    for text, _, finish_reason in (each for output in found["plain"] for each in output):
+        value = json.loads(text)
+        assert list(value) == ["name", "age", "tags"] and finish_reason == "stop"
+        assert len(value["name"]) <= 8 and 0 <= value["age"] <= 99
+        assert {*value["tags"]} <= {"a", "b"} and len(value["tags"]) <= 3
+    assert all(each == found["plain"] for each in found.values())
 
 
 # -- the end of an output --

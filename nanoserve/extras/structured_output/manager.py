@@ -161,8 +161,10 @@ class StructuredOutputManager:
         assert error is not None
         if isinstance(error, ValueError):  # in the backend's words
             raise RequestError(f"structured_outputs: {error}") from None
-        message = f"structured_outputs: {cls.name} cannot compile it: {describe_error(error)}"
-        raise RequestError(message) from None if isinstance(error, GuardError) else error
+        is_limit = isinstance(error, GuardError)
+        why = str(error) if is_limit else describe_error(error)
+        message = f"structured_outputs: {cls.name} cannot compile it: {why}"
+        raise RequestError(message) from None if is_limit else error
 
     def _shrink_cache(self, _: object) -> None:
         """Drop what failed, and the grammars that were used least recently, down to the bound."""
