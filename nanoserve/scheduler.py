@@ -348,9 +348,8 @@ class Scheduler:
         """Append tokens until one ends the sequence. Returns how many were appended: none if its
         grammar does not allow them."""
         grammar = seq.structured_output_request
-        if grammar is not None and not grammar.accept_tokens(sampled):
-            seq.status = SequenceStatus.FINISHED_ERROR
-            seq.stop_reason = f"the grammar of structured_outputs forbids tokens {sampled}"
+        if grammar is not None and (error := grammar.accept_tokens(sampled)) is not None:
+            seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, error
             return 0
         for num_new, token_id in enumerate(sampled, start=1):
             if type(token_id) is not int:

@@ -615,6 +615,23 @@ def test_the_prefix_suite(tiny_settings: turns.Settings) -> None:
     assert "100.0%" in report.format_suite("prefix", result)
 
 
+@pytest.mark.slow
+def test_the_structured_suite(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every backend that is installed, with what it takes; others are left out by name."""
+    structured = pytest.importorskip("nanoserve.bench.structured")
+    monkeypatch.setattr(structured, "NUM_OUTPUT", 8)
+    found = structured.structured_suite(tiny_settings)
+    measured = {(row["backend"], row["constraint"]) for row in found["rows"]}
+    assert ("nano", "regex") in measured
+    names = {name for name, _ in measured} | set(found["skipped"])
+    assert names == {"nano", "xgrammar", "guidance"}
+    assert len(found["rows"]) == 3 * len(found["masks"]) == 3 * len(measured)
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+    assert "of unconstrained" in report.format_suite("structured", found)
+
+
 def test_the_parts_of_a_step_add_up(tiny_settings: turns.Settings) -> None:
     variants = {"no chunks": {"enable_chunked_prefill": False}}
     result = inside.steps_suite(replace(tiny_settings, variants=variants))
@@ -843,9 +860,14 @@ def test_a_suite_that_cannot_run_is_left_out(
 def test_the_command_line_names_every_suite() -> None:
     """cli.py, which imports no torch, has a list of its own."""
     assert (*run.SUITES, "gpu") == cli.SUITE_NAMES
-    assert set(run.SUITES) - set(run.DEFAULT_SUITES) == {
-        "batch", "spec", "quantization", "parallel", "serve",
-    }  # fmt: skip
+    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {
+        "batch",
+        "spec",
+        "structured",
+        "quantization",
+        "parallel",
+        "serve",
+    }
 
 
 @pytest.mark.parametrize(

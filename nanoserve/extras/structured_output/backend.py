@@ -53,6 +53,14 @@ class StructuredOutputOptions(Enum):
     STRUCTURAL_TAG = auto()
 
 
+# What "auto" tries, in this order. (xgrammar is slow where a regex nests quantifiers.)
+AUTO = dict.fromkeys(
+    (StructuredOutputOptions.REGEX, StructuredOutputOptions.CHOICE),
+    ("nano", "guidance", "xgrammar"),
+)
+OTHERS = ("xgrammar", "guidance")
+
+
 @dataclass(frozen=True)
 class GrammarSpec:
     """All that compiled rules depend on, beside the vocabulary: two equal ones share them."""
@@ -154,7 +162,7 @@ def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBack
     """The class that compiles this: `backend`, or for "auto" the first one that can. Raises
     VLLMValidationError with the reasons of all that refuse it."""
     reasons: list[str] = []
-    for name in BACKENDS if backend == "auto" else [backend]:
+    for name in AUTO.get(spec.request_type, OTHERS) if backend == "auto" else [backend]:
         try:
             cls = get_backend_cls(name)
             cls.check(spec)

@@ -19,7 +19,9 @@ always, the second as if d had come, the third as if d e had. The drafts are tak
 *Time and memory.* What is compiled comes from a request, and a few characters can ask for hours:
 ((a{1,99}){1,99}){1,99}. A backend refuses what is too large before it begins. What may take long
 is compiled in a process first, which is killed at a limit; only if this process has ended in time
-is it compiled here, where nothing can stop it. A compiled grammar stays in a cache of
+is it compiled here, where nothing can stop it. Some grammars are small and take longer with each
+token, such as ((a+)+)+b in xgrammar: a sequence whose masks have taken more than SECONDS and
+TOKEN_SECONDS for each token ends with an error. A compiled grammar stays in a cache of
 CACHE_BYTES, so a second request with the same constraint starts at once.
 
 Left out: masks made by several threads at once (vLLM: in batches of more than 128 rows).
@@ -31,9 +33,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +64,8 @@ logger = init_logger(__name__)
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars that no request uses, about
 CACHE_ENTRIES = 1024
+# What a sequence may spend on masks, of a CPU: so much, and so much for each of its tokens.
+SECONDS, TOKEN_SECONDS = 1.0, 0.02
 Key = tuple[str, GrammarSpec]  # name of the backend, what is compiled
 
 
@@ -155,8 +161,10 @@ class StructuredOutputManager:
         assert error is not None
         if isinstance(error, ValueError):  # in the backend's words
             raise RequestError(f"structured_outputs: {error}") from None
-        message = f"structured_outputs: {cls.name} cannot compile it: {describe_error(error)}"
-        raise RequestError(message) from None if isinstance(error, GuardError) else error
+        is_limit = isinstance(error, GuardError)
+        why = str(error) if is_limit else describe_error(error)
+        message = f"structured_outputs: {cls.name} cannot compile it: {why}"
+        raise RequestError(message) from None if is_limit else error
 
     def _shrink_cache(self, _: object) -> None:
         """Drop what failed, and the grammars that were used least recently, down to the bound."""
@@ -248,6 +256,7 @@ class StructuredOutputRequest:
         self.num_tokens = 0  # that the grammar has accepted
         self._future = future
         self._grammar: StructuredOutputGrammar | None = None
+        self._seconds = 0.0  # that masks and tokens have taken
 
     def fork(self) -> StructuredOutputRequest:
         """For another completion: at the beginning of the same rules."""
@@ -280,19 +289,25 @@ class StructuredOutputRequest:
 
     # -- tokens --
 
-    def accept_tokens(self, tokens: tuple[int, ...]) -> bool:
-        """The sequence has these new tokens; those behind a stop token are dropped. False if the
-        grammar does not allow one: a logits processor has chosen it, or the backend is wrong."""
-        with Caught() as caught:
+    def accept_tokens(self, tokens: tuple[int, ...]) -> str | None:
+        """The sequence has these new tokens; those behind a stop token are dropped. If it must end
+        with an error: why. (The grammar forbids a token that a logits processor has chosen, or it
+        has taken too long.)"""
+        with Caught() as caught, self._timed():
             for token in tokens:
                 if self.grammar.is_terminated():
-                    return True
+                    break
                 if not self.grammar.accept_tokens(self.request_id, [token]):
-                    return False
+                    return f"structured_outputs: the grammar does not allow token {token}"
                 self.num_tokens += 1
-            return True
-        logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
-        return False
+        if caught.error is not None:
+            logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
+            return f"structured_outputs: the grammar failed: {describe_error(caught.error)}"
+        if self._seconds > SECONDS + TOKEN_SECONDS * self.num_tokens:
+            return (
+                f"structured_outputs: masks have taken {self._seconds:.1f} s. Nest and repeat less."
+            )
+        return None
 
     def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
         """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
@@ -300,8 +315,17 @@ class StructuredOutputRequest:
         (see the condition in extras/speculative/rejection.py)."""
         if not drafts or self.grammar.is_terminated():
             return ()
-        num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        with self._timed():
+            num_valid = len(self.grammar.validate_tokens(list(drafts)))
         return drafts[: num_valid + self.manager.rejects_drafts]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.thread_time()  # of the CPU: a machine that is busy elsewhere does not count
+        try:
+            yield
+        finally:
+            self._seconds += time.thread_time() - start
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""
@@ -321,14 +345,15 @@ class StructuredOutputRequest:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
         a draft that ends the text, or is not allowed, no token counts: any row will do.)"""
         grammar, num_accepted = self.grammar, 0
-        for draft in drafts:
-            if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
-                break
-            num_accepted += 1
-        if not grammar.is_terminated():
-            grammar.fill_bitmask(bitmask, index)
-        if num_accepted:
-            grammar.rollback(num_accepted)
+        with self._timed():
+            for draft in drafts:
+                if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
+                    break
+                num_accepted += 1
+            if not grammar.is_terminated():
+                grammar.fill_bitmask(bitmask, index)
+            if num_accepted:
+                grammar.rollback(num_accepted)
         if not self.stop_token_ids:
             row = bitmask[index].view(torch.uint8)
             for token_id in self.manager.vocabulary.eos_token_ids:

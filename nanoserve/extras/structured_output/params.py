@@ -162,8 +162,8 @@ class StructuredOutputsConfig:
     """The keys of structured_outputs_config. Raises ValueError or TypeError for values that are not
     allowed."""
 
-    # auto: automaton.py for regex and choice; xgrammar for all else, or guidance without xgrammar.
-    # A request that one of them refuses goes to the next one.
+    # auto: for regex and choice automaton.py, for all else xgrammar. What one of them refuses, or
+    # what is not installed, goes to the next one of backend.AUTO.
     backend: str = "auto"
     disable_any_whitespace: bool = False  # in all requests
     disable_additional_properties: bool = False  # in all requests
