@@ -1,8 +1,8 @@
 """What do fewer bits save, and what do they cost? The suite "quantization".
 
 The same checkpoint in several engines: with weights of 8 and 4 bits (quantized while they are
-loaded), and with a KV cache of 8 bits. Each takes turns with an engine that has the checkpoint as it
-is; no more than two are in memory at once.
+loaded), and with a KV cache of 8 bits. Each takes turns with an engine that has the checkpoint as
+it is; no more than two are in memory at once.
 
     weights               MiB of the model, as the engine holds it
     KV bytes              of one token
@@ -14,8 +14,8 @@ is; no more than two are in memory at once.
 
 The demo model gets held-out questions of its own training corpus (demo/training/evaluate.py), with
 the answers. A model of random weights has nothing to say that is right: there the answers are what
-the first engine says itself, so that "right" means the same as that engine; their
-likeliest tokens are nearly as likely as others, so that few answers stay the same to the end.
+the first engine says itself, so that "right" means the same as that engine. (It knows no token much
+likelier than others, so that few answers stay the same to the end.)
 
 vLLM: benchmarks/kernels/ (speed), tests/quantization/, lm-eval in tests/evals/ (quality).
 """
