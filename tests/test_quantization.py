@@ -120,8 +120,10 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq, 8 bits", "awq", "fp8"])
-@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("gptq", "mixtral"), ("fp8", "mixtral"), ("gptq, 8 bits", "qwen3_moe"), ("awq", "qwen3_moe")],
+)
 def test_experts_are_quantized(
     name: str, model_type: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -144,7 +146,13 @@ def test_experts_are_quantized(
 # -- the engine --
 
 
-@pytest.mark.parametrize("name", FORMATS)
+OFTEN = ("gptq, zeros", "gptq, 8 bits, act-order", "awq", "fp8, blocks")  # in every run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FORMATS],
+)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -155,7 +163,9 @@ def test_greedy_tokens_are_those_of_transformers(
             assert_same_greedy(plain, prompt, tokens, 12)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.slow)]
+)
 def test_other_families(model_type: str, make_quantized: Callable[..., tuple[Path, Path]]) -> None:
     """With biases, norms of heads, windows."""
     quantized, plain = make_quantized("gptq, zeros", model_type)
@@ -164,7 +174,7 @@ def test_other_families(model_type: str, make_quantized: Callable[..., tuple[Pat
             assert_same_greedy(plain, prompt, tokens, 12)
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8, blocks", "gptq, one group"])
+@pytest.mark.parametrize("name", ["awq", "gptq, one group"])
 def test_two_ranks_say_the_same(
     name: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:

@@ -135,13 +135,22 @@ def make_folders(
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_numbers_and_tokens(name: str, make_folders: Callable[[str], tuple[Path, Path]]) -> None:
+def test_the_numbers_of_each_scheme(
+    name: str, make_folders: Callable[[str], tuple[Path, Path]]
+) -> None:
     quantized, plain = make_folders(name)
     for rank, world_size in ((0, 1), (0, 2), (1, 2)):
         expected = linear_layers(load(plain, rank, world_size))
         for key, layer in linear_layers(load(quantized, rank, world_size)).items():
             assert hasattr(layer, "quantized_weight") == ("layers" in key)
             torch.testing.assert_close(weight_of(layer), weight_of(expected[key]), msg=key)
+
+
+@pytest.mark.parametrize("name", ["w4a16, zeros", "w8a8", "fp8, static"])
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, make_folders: Callable[[str], tuple[Path, Path]]
+) -> None:
+    quantized, plain = make_folders(name)
     with LLM(quantized, num_kv_blocks=32, max_model_len=64) as llm:
         for prompt, tokens in zip(PROMPTS, answers(llm), strict=True):
             assert_same_greedy(plain, prompt, tokens, 12)
