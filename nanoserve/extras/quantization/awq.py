@@ -24,12 +24,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, TEXT, list_of, whole
+from nanoserve.checkpoint import FLAG, TEXT, whole
 from nanoserve.extras.quantization.config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.linear import (
@@ -94,11 +93,9 @@ class AWQConfig(QuantizationConfig):
         if not section.get("zero_point", FLAG, True):
             section.refuse("zero_point", "allowed: true, because the files always have zeros")
         group_size = section.require("group_size", GROUP_SIZE)
-        ignored = section.get("modules_to_not_convert", list_of(TEXT), [])
-        for pattern in ignored:
-            check_pattern(pattern, section.place)
         method = AWQLinearMethod("int4", group_size, has_zeros=True)
-        return cls(method, tuple(ignored), section.get("lm_head", FLAG, False))
+        ignored = section.names("modules_to_not_convert")
+        return cls(method, ignored, section.get("lm_head", FLAG, False))
 
     def method_of(self, name: str) -> AWQLinearMethod | None:
         return None if matches(name, self.ignored) else self.method

@@ -27,7 +27,6 @@ compressed_tensors/compressors/ and quantization/quant_args.py of that package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +38,6 @@ from nanoserve.extras.quantization.config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.fp8 import Fp8LinearMethod
@@ -125,17 +123,14 @@ class CompressedTensorsConfig(QuantizationConfig):
         for key in ("sparsity_config", "transform_config"):
             if (inner := section.get(key, OBJECT)) and inner.get("format") != "dense":
                 section.refuse(key, "sparse and transformed weights are not supported")
-        ignored = section.get("ignore", list_of(TEXT), [])
-        _check_patterns(ignored, section)
         layout = section.get("format", TEXT)
         groups = section.at("config_groups")
         found = []
         for key in groups.values:
             group = groups.at(key)
-            targets = group.require("targets", list_of(TEXT, least=1))
-            _check_patterns(targets, group)
-            found.append((tuple(targets), _read_method(group, group.get("format", TEXT, layout))))
-        return cls(tuple(found), tuple(ignored))
+            targets = group.names("targets")
+            found.append((targets, _read_method(group, group.get("format", TEXT, layout))))
+        return cls(tuple(found), section.names("ignore"))
 
     def method_of(self, name: str) -> QuantizedLinearMethod | None:
         if matches(name, self.ignored):
@@ -145,11 +140,6 @@ class CompressedTensorsConfig(QuantizationConfig):
                 if ("Linear" in targets) if not is_by_name else matches(name, targets):
                     return method
         return None
-
-
-def _check_patterns(patterns: Iterable[str], section: Section) -> None:
-    for pattern in patterns:
-        check_pattern(pattern, section.place)
 
 
 def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
