@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -39,15 +39,17 @@ from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.extras.quantization.config import check_pattern, matches
+from nanoserve.extras.quantization.config import check_pattern, get_quantization_config, matches
 from nanoserve.extras.quantization.online import (
     quantize_fp8,
     quantize_int4,
     quantize_int8,
 )
 from nanoserve.kernels.quantized import QuantizedWeight
+from nanoserve.layers import ColumnParallelLinear, LayerConfig, LinearBase, RowParallelLinear
 from nanoserve.models.base import Model
 from nanoserve.models.moe import ExpertsLinear
+from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
 FORMATS: dict[str, Any] = {
@@ -114,6 +116,64 @@ def test_with_act_order_columns_are_sorted_by_group(
     assert sorted(order.tolist()) == list(range(64)) != order.tolist()
     with pytest.raises(ValueError, match=r"o_proj: with act-order.*tensor_parallel_size=1"):
         load(quantized, 0, 2)
+
+
+@given(
+    name=st.sampled_from(["gptq", "gptq_v2", "awq", "fp8"]),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([-1, 2, 8, 16, 24]),
+    outputs=st.sampled_from([8, 16, 24, 64]),
+    inputs=st.sampled_from([8, 16, 48, 64]),
+    world_size=st.sampled_from([1, 2, 4]),
+    is_row=st.booleans(),
+)
+def test_a_cut_is_right_or_refused(
+    name: str, bits: int, group: int, outputs: int, inputs: int, world_size: int, is_row: bool
+) -> None:
+    """Layers of any size on any number of ranks."""
+    if group != -1 and inputs % group:
+        return
+    if name == "awq":
+        settings, write = awq(group)
+    elif name == "fp8":
+        settings, write = fp8(block=[bits * 2, inputs if group == -1 else group])
+    else:
+        settings, write = gptq(bits, group, sym=False, version=name)
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    tensors, expected = write("q_proj", weight)
+    hf = {"quantization_config": settings}
+    for rank in range(world_size):
+        layer_config = LayerConfig(
+            parallel=ParallelState(rank, world_size),
+            quant_config=get_quantization_config(None, FakeModelConfig(hf)),
+            prefix="q_proj",
+        )
+        try:
+            if is_row:
+                layer: LinearBase = RowParallelLinear(
+                    inputs, outputs, bias=False, layer_config=layer_config
+                )
+            else:
+                layer = ColumnParallelLinear(
+                    inputs, {"q_proj": outputs}, bias=False, layer_config=layer_config
+                )
+            shards = list(layer.shards("mlp.q_proj"))
+        except ValueError as error:
+            assert "tensor_parallel_size" in str(error) and world_size > 1  # noqa: PT017
+            return
+        for key, shard in shards:
+            if (tensor := tensors.get(key.removeprefix("mlp.q_proj."))) is not None:
+                assert tensor.shape == shard.full_shape
+                shard.load(shard.target, tensor[shard.slices])
+        [matrix] = layer.matrices("mlp.q_proj")
+        size = outputs // world_size if matrix.dim == 0 else inputs // world_size
+        part = expected.narrow(matrix.dim, matrix.start, size)
+        assert torch.equal(weight_of(layer), part)
+
+
+class FakeModelConfig(NamedTuple):
+    hf_config: dict[str, Any]
+    path: Path = Path("folder")
 
 
 EXPERTS = {

@@ -21,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from nanoserve.checkpoint import FLAG, TEXT, whole
@@ -36,6 +35,7 @@ from nanoserve.extras.quantization.linear import (
     SCALES,
     QuantizedLinearMethod,
     Shards,
+    as_bytes,
     weight_of,
 )
 from nanoserve.kernels.quantized import pack_int4, unpack_int4
@@ -46,7 +46,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in an int32
 
 def unpack_awq(values: Tensor) -> Tensor:
     """int32 [n, outputs / 8] -> uint8 [outputs, n]."""
-    numbers = unpack_int4(values.contiguous().view(torch.uint8))
+    numbers = unpack_int4(as_bytes(values))
     return numbers.unflatten(1, (-1, 8))[..., PLACES].flatten(1).t()
 
 
@@ -67,7 +67,7 @@ class AWQLinearMethod(QuantizedLinearMethod):
                 f"{matrix.name} has {matrix.shape[0]} outputs; allowed in an AWQ checkpoint: a "
                 "multiple of 8."
             )
-        shard = partial(self.shard, layer, matrix, is_transposed=True)
+        shard = partial(self.shard, layer, matrix, packed=0, is_transposed=True)
         for name, target, dtypes, load, units in (
             ("qweight", weight.codes[rows], INT32, load_qweight, (8, 1)),
             ("qzeros", weight.zeros[rows], INT32, load_qzeros, (8, self.group_size)),

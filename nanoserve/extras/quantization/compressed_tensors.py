@@ -77,7 +77,7 @@ class IntLinearMethod(Fp8LinearMethod):
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:
-            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32))
+            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32), 1)
             yield f"{name}.weight_packed", codes
             load = partial(_check_shape, name=f"{name}.weight_shape", shape=matrix.shape)
             sizes = Shard(torch.empty(0), (2,), 0, 0, 2, ("I64", "I32"), load)
@@ -93,7 +93,7 @@ class IntLinearMethod(Fp8LinearMethod):
         target = weight.zeros[rows]
         if self.is_packed:
             load = partial(_load_zeros, kind=self.kind)
-            zeros = shard(target, INT32, load, (per_int32, self.group_size))
+            zeros = shard(target, INT32, load, (per_int32, self.group_size), 0)
         elif self.strategy == "tensor":
             zeros = Shard(target, (), dtypes=INT8)
         else:
