@@ -25,8 +25,10 @@ from typing import Any, ClassVar
 from nanoserve.checkpoint import (
     OBJECT,
     QUANTIZATION_KEYS,
+    TEXT,
     Rule,
     find_quantization,
+    list_of,
     read_json,
     read_key,
 )
@@ -53,6 +55,11 @@ GROUP_SIZE = Rule(
     "-1 or an even int from 2 to 65536",
     lambda value: type(value) is int and (value == -1 or (2 <= value <= 65536 and value % 2 == 0)),
 )
+# Layers that are one product, and the matrices of the checkpoint in them.
+PACKED_MODULES_MAPPING = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 MAX_REPEATS = 4  # in a regular expression: its time is at most this power of a name's length
 
 
@@ -74,6 +81,14 @@ class Section:
             raise ValueError(f"{self.place} has no {key!r}; allowed: {rule.allowed}.")
         return value
 
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of layers, see `matches`."""
+        names = self.get(key, list_of(TEXT), [])
+        for name in names:
+            if name.startswith("re:"):
+                check_pattern(name[3:], self.place)
+        return tuple(names)
+
     def at(self, key: str) -> Section:
         """The object below a key."""
         return Section(self.require(key, OBJECT), f"{self.place}.{key}")
@@ -87,11 +102,6 @@ class QuantizationConfig(ABC):
     """What config.json says about quantized weights, in one format."""
 
     name: ClassVar[str]  # as in config.json
-    # Fused layers, and the matrices of the checkpoint in them: vLLM's name.
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
     quantizes_head: bool  # the language-model head, too, if config.json lists no exception
 
     @classmethod
@@ -114,8 +124,7 @@ class QuantizationConfig(ABC):
         if isinstance(layer, VocabParallelEmbedding) and not is_head:
             return None
         names = [
-            f"{parent}.{part}".lstrip(".")
-            for part in self.packed_modules_mapping.get(last, (last,))
+            f"{parent}.{part}".lstrip(".") for part in PACKED_MODULES_MAPPING.get(last, (last,))
         ]
         methods = [self.method_of(name) for name in names]
         if any(method != methods[0] for method in methods):
@@ -152,9 +161,8 @@ def get_quantization_config(
         if quantization is None:
             return None
         if quantization in ONLINE:
-            from nanoserve.extras.quantization.online import OnlineConfig
-
-            return OnlineConfig(quantization)
+            online: QuantizationConfig = _find("online", "OnlineConfig")(quantization)
+            return online
         raise ValueError(
             f"quantization is {quantization!r}, and {file} has no quantization_config: the weights "
             f"are floating-point. Leave quantization out, or quantize them while loading with one "
@@ -173,12 +181,16 @@ def get_quantization_config(
             f"quantization is {quantization!r}, and {file} has {how}. Leave quantization out: the "
             "weights are quantized already."
         )
-    module, cls = METHODS[method]
-    chapter = import_module(f"{__package__}.{module}")
-    config: QuantizationConfig = getattr(chapter, cls).from_config(
-        Section(hf[key], f"{file}, {key}")
-    )
+    section = Section(hf[key], f"{file}, {key}")
+    if section.get("kv_cache_scheme", OBJECT):
+        logger.warning("%s: kv_cache_scheme is ignored; see the option kv_cache_dtype.", file)
+    config: QuantizationConfig = _find(*METHODS[method]).from_config(section)
     return config
+
+
+def _find(module: str, cls: str) -> Any:
+    """A class of this folder."""
+    return getattr(import_module(f"{__package__}.{module}"), cls)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -192,15 +204,14 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def check_pattern(pattern: str, place: str) -> None:
     """Raise ValueError for a regular expression that is none, or that could take very long: one
-    that repeats what contains a repetition, or that repeats many times."""
-    regex = pattern.removeprefix("re:")
+    that repeats a group, or that repeats many times."""
     try:
-        re.compile(regex)
-        repeats = len(re.findall(r"[*+?{]", regex.replace("(?", "(")))
-        is_slow = re.search(r"\)[*+{]", regex) or repeats > MAX_REPEATS
+        re.compile(pattern)
+        repeats = len(re.findall(r"[*+?{]", pattern.replace("(?", "(")))
+        is_slow = re.search(r"\)[*+{]", pattern) or repeats > MAX_REPEATS
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{place}: {brief(pattern)} is no regular expression ({error}).") from None
-    if is_slow or len(regex) > 1000:
+    if is_slow or len(pattern) > 1000:
         raise ValueError(
             f"{place}: {brief(pattern)} could take very long; allowed: regular expressions of up "
             f"to 1000 characters with up to {MAX_REPEATS} repetitions, none of them of a group."
