@@ -16,16 +16,30 @@ Files of compressed-tensors are written by that package: see test_quantization_f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanoserve import LLM, SamplingParams
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kernels.quantized import QuantizedWeight
+from nanoserve.layers import LayerConfig, LinearBase
+from nanoserve.models.base import Model
+from nanoserve.models.loader import load_model
+from nanoserve.parallel import ParallelState
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12] * 9, [200]]
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's order_map
 # (name of the matrix, weight [outputs, inputs]) -> tensors of the checkpoint, what they stand for
 Writer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -176,3 +190,63 @@ def fp8(
         return tensors, numbers
 
     return config, write
+
+
+# -- reading them --
+
+
+def load(folder: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Model:
+    """The model as it is loaded, before weights are packed."""
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(max_model_len=64, **options).resolve(model_config)
+    parallel = ParallelState(rank, world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuantizedWeight, "prepare", lambda self: None)
+        return load_model(config, model_config, LayerConfig(parallel=parallel), use_tqdm=False)
+
+
+def linear_layers(model: Model) -> dict[str, LinearBase]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
+
+
+def weight_of(layer: LinearBase) -> Tensor:
+    """[out, in], whatever the layer keeps."""
+    if hasattr(layer, "quantized_weight"):
+        return layer.quantized_weight.dequantize()
+    return layer.weight
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [list(done.outputs[0].token_ids) for done in llm.generate(PROMPTS, GREEDY)]
+
+
+def change(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    """A copy whose quantization_config has other keys; None: without this key."""
+    copy = Path(shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True))
+    settings = json.loads((folder / "config.json").read_text())
+    section = {**settings["quantization_config"], **keys}
+    settings["quantization_config"] = {k: v for k, v in section.items() if v is not None}
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy
+
+
+def any_json(keys: list[str]) -> st.SearchStrategy[Any]:
+    """Values as they may stand in config.json, and near misses of good ones."""
+    scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
+    scalars |= st.sampled_from(["re:(", "re:.*", "+:.*", "gptq", "static", 4, 8, 16, 32, 128])
+    objects = st.sampled_from(keys)
+    return st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(objects, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+def read_or_refuse(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Build the model with other keys in quantization_config; a ValueError is an answer, too."""
+    hf = json.loads((folder / "config.json").read_text())
+    edit(hf["quantization_config"])
+    config = EngineConfig(max_model_len=64, load_format="dummy")
+    with contextlib.suppress(ValueError):
+        model_config = ModelConfig.from_folder(folder, hf)
+        load_model(config.resolve(model_config), model_config, LayerConfig(), use_tqdm=False)

@@ -27,19 +27,17 @@ compressed_tensors/compressors/ and quantization/quant_args.py of that package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, OBJECT, TEXT, list_of, one_of, whole
-from nanoserve.extras.quantization.config import (
+from nanoserve.checkpoint import FLAG, OBJECT, TEXT, Rule, list_of, one_of, whole
+from nanoserve.extras.quantization.base_config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.fp8 import Fp8LinearMethod
@@ -64,6 +62,7 @@ FORMATS = {
     "naive-quantized": (("float", 8), ("int", 8)),
     "pack-quantized": (("int", 4), ("int", 8)),
 }
+ORDER = Rule("a string, true or false", lambda value: isinstance(value, (str, bool)))
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -78,7 +77,7 @@ class IntLinearMethod(Fp8LinearMethod):
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:
-            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32))
+            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32), 1)
             yield f"{name}.weight_packed", codes
             load = partial(_check_shape, name=f"{name}.weight_shape", shape=matrix.shape)
             sizes = Shard(torch.empty(0), (2,), 0, 0, 2, ("I64", "I32"), load)
@@ -94,7 +93,7 @@ class IntLinearMethod(Fp8LinearMethod):
         target = weight.zeros[rows]
         if self.is_packed:
             load = partial(_load_zeros, kind=self.kind)
-            zeros = shard(target, INT32, load, (per_int32, self.group_size))
+            zeros = shard(target, INT32, load, (per_int32, self.group_size), 0)
         elif self.strategy == "tensor":
             zeros = Shard(target, (), dtypes=INT8)
         else:
@@ -121,22 +120,17 @@ class CompressedTensorsConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, section: Section) -> CompressedTensorsConfig:
         """Raises ValueError for schemes that are not supported."""
-        if section.get("quantization_status", TEXT, "compressed") != "compressed":
-            section.refuse("quantization_status", "allowed: compressed, which is how files are")
         for key in ("sparsity_config", "transform_config"):
             if (inner := section.get(key, OBJECT)) and inner.get("format") != "dense":
                 section.refuse(key, "sparse and transformed weights are not supported")
-        ignored = section.get("ignore", list_of(TEXT), [])
-        _check_patterns(ignored, section)
         layout = section.get("format", TEXT)
         groups = section.at("config_groups")
         found = []
         for key in groups.values:
             group = groups.at(key)
-            targets = group.require("targets", list_of(TEXT, least=1))
-            _check_patterns(targets, group)
-            found.append((tuple(targets), _read_method(group, group.get("format", TEXT, layout))))
-        return cls(tuple(found), tuple(ignored))
+            targets = group.names("targets")
+            found.append((targets, _read_method(group, group.get("format", TEXT, layout))))
+        return cls(tuple(found), section.names("ignore"))
 
     def method_of(self, name: str) -> QuantizedLinearMethod | None:
         if matches(name, self.ignored):
@@ -146,11 +140,6 @@ class CompressedTensorsConfig(QuantizationConfig):
                 if ("Linear" in targets) if not is_by_name else matches(name, targets):
                     return method
         return None
-
-
-def _check_patterns(patterns: Iterable[str], section: Section) -> None:
-    for pattern in patterns:
-        check_pattern(pattern, section.place)
 
 
 def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
@@ -171,15 +160,17 @@ def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
         group.refuse("output_activations", "allowed: null")
     quantizes_inputs, has_input_scale = _read_inputs(group, codes)
     is_symmetric = weights.get("symmetric", FLAG, True)
-    strategy = weights.get("strategy", one_of(*STRATEGIES), "tensor")
-    group_size = -1
-    block = [1, -1]
+    group_size, block = weights.get("group_size", GROUP_SIZE), [1, -1]
+    default = {None: "tensor", -1: "channel"}.get(group_size, "group")
+    strategy = weights.get("strategy", one_of(*STRATEGIES), default)
     if strategy == "group":
         group_size = weights.require("group_size", GROUP_SIZE)
-    elif strategy == "block":
+    else:
+        group_size = -1
+    if strategy == "block":
         block = weights.require("block_structure", list_of(whole(1, 2**16), least=2))
         group_size = block[1]
-    if weights.get("actorder", TEXT) in ("group", "dynamic"):
+    if weights.get("actorder", ORDER) in ("group", "dynamic", True):
         weights.refuse("actorder", "allowed: weight, static or null, which leave columns in place")
     if codes == "float":
         if not is_symmetric:
