@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_documents import exists
 
-from nanoserve import LLM, EngineArgs, SamplingParams
+from nanoserve import LLM, EngineArgs, LoRARequest, SamplingParams
 from nanoserve.extras import lesson, sabotage, trace
 from nanoserve.extras.arrivals import serve
 
@@ -73,6 +73,18 @@ def behind_smaller_ones() -> list[list[int]]:
     return [[*run.wait("D")]]
 
 
+def a_voice_behind_another() -> list[list[int]]:
+    """The same prompt, without an adapter and then with one."""
+    adapter = LoRARequest("pirate", 1, str(PACKAGE / "demo" / "lora"))
+    with lesson.small_llm(enable_lora=True, max_lora_rank=8) as llm:
+        prompts = [lesson.prompt(llm, "D")] * 2
+        outputs = [
+            llm.generate(prompt, GREEDY, lora_request=wish, use_tqdm=False)[0].outputs[0]
+            for prompt, wish in zip(prompts, (None, adapter), strict=True)
+        ]
+    return [list(output.token_ids) for output in outputs]
+
+
 def number_of_steps() -> list[list[int]]:
     """Of a mistake that changes no token."""
     with lesson.small_llm() as llm:
@@ -123,6 +135,8 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
     "short_answers": after([], "Tell me a story."),
     "deaf": after_a_client_left,
+    "one_root": a_voice_behind_another,
+    "other_scales": after([], "A", quantization="int4"),
     "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
 }
 

@@ -1,4 +1,4 @@
-"""Which answers does the engine itself give? The oracles of notebooks 06, 09 and 13.
+"""Which answers does the engine itself give? The oracles of notebooks 06, 09, 13, 15.
 
 An exercise ends with a check of the reader's answers against those of the real engine. Where that
 takes more than a line, a function here has the inputs and the engine's answers:
@@ -143,6 +143,44 @@ def depths(
         oracle.append(ids[0, len(prompt) :].tolist())
     same = "the depth changes nothing: does your loop run, and does it stop after `depth` layers?"
     return mine, oracle, {(tuple(mine[0]),) * len(mine): same}
+
+
+# -- adapters --
+
+
+def adapter_copy(**values: Any) -> Path:
+    """A copy of the demo model's adapter in which adapter_config.json has these values. It is
+    deleted when Python ends."""
+    home = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    copy = Path(shutil.copytree(MODEL_DIR / "lora", home / "copy", copy_function=shutil.copyfile))
+    file = copy / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return copy
+
+
+def adapter_reads(order: str, room: int) -> int:
+    """How many times an engine with one slot, and memory for `room` adapters, reads one from disk,
+    if requests come one after the other and want these: "pqp"."""
+    from nanoserve.extras.lora import manager, request
+
+    reads, right = [], manager.Adapter.load
+
+    def load(adapter: manager.Adapter) -> Any:
+        reads.append(adapter)
+        return right(adapter)
+
+    options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": room, "max_lora_rank": 8}
+    params = SamplingParams(max_tokens=1)
+    setattr(manager.Adapter, "load", load)  # noqa: B010 (mypy)
+    try:
+        with lesson.small_llm(**options) as llm:
+            for name in order:
+                wish = request.LoRARequest(name, ord(name), str(MODEL_DIR / "lora"))
+                llm.generate([[5, 6]], params, lora_request=wish, use_tqdm=False)
+    finally:
+        setattr(manager.Adapter, "load", right)  # noqa: B010
+    return len(reads)
 
 
 # -- several ranks --
