@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanoserve.extras.async_llm import AsyncLLM as AsyncLLM
     from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
+    from nanoserve.extras.lora import LoRARequest as LoRARequest
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +44,7 @@ CHAPTERS = {
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "BeamSearchParams": "beam_search",
+    "LoRARequest": "lora",
 }
 
 

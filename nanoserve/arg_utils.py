@@ -7,8 +7,8 @@ vLLM writes. Every option of vLLM 0.32 and of the V0 engine (0.6.6) is known by 
     LLM(enable_prefix_caching=None)       None where vLLM allows it: the default
     LLM(num_kv_blocks=8)                  ALIASES in config.py: num_gpu_blocks_override
     LLM(dtype="half")                     VALUE_ALIASES in config.py: "float16"
-    LLM(enable_lora=False)                KNOWN: a value that changes nothing here is accepted
-    LLM(enable_lora=True)                 ValueError: says what is missing and what to use
+    LLM(enable_sleep_mode=False)          KNOWN: a value that changes nothing here is accepted
+    LLM(enable_sleep_mode=True)           ValueError: says what is missing and what to use
     LLM(max_num_seq=8)                    TypeError: Did you mean 'max_num_seqs'?
 
 EngineArgs holds such options, and adds them to a command line. coming_from_vllm.md lists these
@@ -189,12 +189,11 @@ GROUPS = (
         "io_processor_plugin tokens_only=False",
     ),
     Group(
-        "not there yet",
-        "LoRA adapters",
-        "LoRA adapters are not there yet. Merge the adapter into the checkpoint "
-        "(peft: merge_and_unload) and give the new folder as model.",
-        """enable_lora=False max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype
-        fully_sharded_loras=False lora_target_modules default_mm_loras
+        "left out",
+        "other kinds of LoRA adapters, and how they are divided",
+        "enable_lora, max_loras, max_lora_rank and max_cpu_loras are there. Adapters have the "
+        "model's dtype, and are divided as its matrices are.",
+        """lora_dtype fully_sharded_loras=False lora_target_modules default_mm_loras
         enable_tower_connector_lora=False specialize_active_lora=False
         enable_mixed_moe_lora_format=False enable_moe_shared_loras=False max_lora_cls_labels
         enable_lora_bias=False lora_extra_vocab_size=256 long_lora_scaling_factors
@@ -203,10 +202,16 @@ GROUPS = (
     Group(
         "not there yet",
         "quantization",
-        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
-        "float32, bfloat16 or float16; dtype chooses among them.",
-        """quantization quantization_config quantization_param_path kv_cache_dtype
-        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+        "Quantized weights are not there yet. Give a checkpoint in float32, bfloat16 or float16; "
+        "dtype chooses among them.",
+        "quantization quantization_config",
+    ),
+    Group(
+        "left out",
+        "scales and layers of a quantized KV cache",
+        "kv_cache_dtype is for all layers, and the scale of each token and head is computed when "
+        "its key and value are stored.",
+        "quantization_param_path kv_cache_dtype_skip_layers calculate_kv_scales=False",
     ),
     Group(
         "other name",
@@ -513,7 +518,7 @@ class EngineArgs(EngineConfig):
     """The options of an engine under vLLM's names: those of EngineConfig, and vLLM's others with
     values that change nothing here.
 
-    >>> engine_args = EngineArgs(model="Qwen/Qwen3-0.6B", max_num_seqs=8, enable_lora=False)
+    >>> engine_args = EngineArgs(model="Qwen/Qwen3-0.6B", max_num_seqs=8, enable_lora=True)
     >>> engine = LLMEngine.from_engine_args(engine_args)
 
     Fields can be changed until the engine is built. `dataclasses.asdict(engine_args)` are keyword

@@ -159,6 +159,8 @@ RANGES = {
     "block_size": BLOCKS,
     "gpu_memory_utilization": (ABOVE_ZERO, 1, "more than 0, up to 1"),
     "long_prefill_token_threshold": (0, INT64, "0 to 2**63 - 1"),
+    "max_lora_rank": (1, 2**16, "1 to 65536"),
+    "max_loras": (1, 2**16, "1 to 65536"),
     "max_logprobs": (-1, INT64, "-1 to 2**63 - 1"),
     "num_cpu_blocks": BLOCKS,
     "num_gpu_blocks_override": BLOCKS,
@@ -179,6 +181,11 @@ BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # vLLM's names for values that have another name here.
 VALUE_ALIASES = {
     "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {
+        "fp8_e4m3": "fp8",
+        "fp8_per_token_head": "fp8",
+        "int8_per_token_head": "int8",
+    },
     "load_format": {"safetensors": "auto"},
     "model_impl": {"vllm": "nanoserve"},
     "attention_backend": {"TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch"},
@@ -199,6 +206,9 @@ class EngineConfig:
     """Folder or Hugging Face id of the tokenizer; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
+    and head, so that a block takes a quarter to a half of the memory."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: a CUDA GPU if there is one."""
     max_model_len: int | None = None
@@ -260,6 +270,14 @@ class EngineConfig:
     """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, or its
     JSON, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. The keys are in
     extras/speculative/config.py."""
+    enable_lora: bool = False
+    """Requests may have LoRA adapters (lora_request)."""
+    max_loras: int = 1
+    """Adapters in one step at most: slots on the device."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter; each slot has room for it."""
+    max_cpu_loras: int | None = None
+    """Adapters whose weights are kept in main memory, those in slots included; None: max_loras."""
     max_logprobs: int = 20
     """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
@@ -277,7 +295,8 @@ class EngineConfig:
                 object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
             each.check(getattr(self, each.name))
         if self.speculative_config is not None:
-            speculative_config = _read_speculative_config(self.speculative_config)
+            chapter = load_chapter("speculative_config", "speculative.config")
+            speculative_config = chapter.SpeculativeConfig.read(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculative_config)
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
@@ -288,6 +307,12 @@ class EngineConfig:
             raise ValueError(
                 f"swap_space ({self.swap_space} GiB) and num_cpu_blocks ({self.num_cpu_blocks}) "
                 "both set the size of the CPU pool. Give one of them."
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras {self.max_loras}: "
+                "adapters on the device are kept on the CPU, too. Raise the first or lower the "
+                "second."
             )
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
@@ -359,16 +384,15 @@ class EngineConfig:
         return resolved
 
 
-def _read_speculative_config(value: Any) -> Any:
-    """The SpeculativeConfig of the chapter, from a dict or JSON."""
+def load_chapter(option: str, name: str) -> Any:
+    """The module `name` of extras/, which an option needs. Raises ValueError if it was deleted."""
     try:
-        chapter = import_module("nanoserve.extras.speculative.config")
+        return import_module(f"nanoserve.extras.{name}")
     except ModuleNotFoundError as error:
+        folder = f"nanoserve/extras/{name.partition('.')[0]}"
         raise ValueError(
-            f"speculative_config needs nanoserve/extras/speculative, and it is not there: {error}. "
-            "Leave speculative_config out."
+            f"{option} needs {folder}, and it is not there: {error}. Leave {option} out."
         ) from error
-    return chapter.SpeculativeConfig.read(value)
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

@@ -47,12 +47,18 @@ from typing import Any, NamedTuple
 
 from nanoserve.arg_utils import EngineArgs, check_engine_args, check_seams
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing
+from nanoserve.inputs import (
+    PromptType,
+    as_arrival_time,
+    as_request_ids,
+    attach_lora,
+    refuse_missing,
+)
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -123,6 +129,9 @@ class LLMEngine(OwnedByProcess):
         from nanoserve.parallel import with_device
 
         self.config = with_device(config).resolve(self.model_config)
+        self.lora_manager: Any = None  # adapters
+        if config.enable_lora:
+            self.lora_manager = load_chapter("enable_lora", "lora.manager").LoRAManager(self)
         tokenizer_folder = resolve_folder(config.tokenizer, "tokenizer", default=folder)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
@@ -176,7 +185,7 @@ class LLMEngine(OwnedByProcess):
         prompt: PromptType,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: Any = None,
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -185,13 +194,13 @@ class LLMEngine(OwnedByProcess):
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never be
         served, QueueOverflowError if max_num_waiting requests wait. The arguments are vLLM's, in
-        vLLM's order; cache_salt is for prompts that do not have a salt of their own. lora_request,
-        tokenization_kwargs and trace_headers: None."""
+        vLLM's order; cache_salt is for prompts that do not have a salt of their own; lora_request
+        is a LoRARequest. tokenization_kwargs and trace_headers: None."""
         self.check_admission()  # here too: a server that is busy should not tokenize in vain
-        refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
-        refuse_missing("add_request", tokenization_kwargs=tokenization_kwargs)
+        missing = {"trace_headers": trace_headers, "tokenization_kwargs": tokenization_kwargs}
+        refuse_missing("add_request", **missing)
         params = self.get_default_sampling_params() if params is None else params
-        request = self.make_request(request_id, prompt, params, priority, cache_salt)
+        request = self.make_request(request_id, prompt, params, priority, cache_salt, lora_request)
         metrics = request.root.metrics
         metrics.arrival_time = as_arrival_time(arrival_time) or metrics.arrival_time
         with self._admission:
@@ -206,11 +215,13 @@ class LLMEngine(OwnedByProcess):
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: Any = None,
     ) -> RequestState:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
         self._check_open()
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
+        attach_lora(self.lora_manager, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 
@@ -225,6 +236,8 @@ class LLMEngine(OwnedByProcess):
             raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         with delayed_interrupt():
             self.output_processor.add(request)
+            for gate in {gate for seq in request.sequences for gate in seq.gates}:  # forks share it
+                gate.start(partial(self.fail_request, request))
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
         self._check_open()  # close() has ended what was queued before, and nothing after
@@ -276,6 +289,16 @@ class LLMEngine(OwnedByProcess):
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
             outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
             self._outputs += outputs
+
+    def fail_request(self, request: RequestConsumer, error: BaseException) -> None:
+        """End a request with finish_reason "error" when the next step begins, unless it has ended
+        by then. Any thread may call this."""
+        self._inbox.append(partial(self._fail, request, error))
+
+    def _fail(self, request: RequestConsumer, error: BaseException) -> None:
+        if self.has_request(request):
+            fail = self.output_processor.fail_request
+            self.hand_out(fail(request.request_id, error, request.sequences))
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have neither finished nor been aborted."""
@@ -384,7 +407,7 @@ class LLMEngine(OwnedByProcess):
         """The next step, about to be launched. None if no sequence can be scheduled."""
         start = perf_counter()
         with self.changing():
-            scheduler_output = self.scheduler.schedule()
+            scheduler_output = (self.lora_manager or self.scheduler).schedule()
         end = perf_counter()
         self._idle_watch.note(scheduler_output.is_empty)
         if not scheduler_output.is_empty:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+IDLE_PAUSE = 0.001  # seconds after a step without work: other threads do what sequences wait for
 IDLE_SECONDS = 5  # without work, until a warning
 STALL_SECONDS = 60  # until it is an error
 PROBE_SEQ_ID = -1  # no request has it
@@ -116,6 +117,7 @@ class IdleWatch:
                 message % STALL_SECONDS + "All are ready: the scheduler or the block manager does "
                 "not let them run."
             )
+        time.sleep(IDLE_PAUSE)
 
 
 class FaultSearch:

@@ -117,6 +117,7 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.branches = np.zeros(max_num_seqs, np.int64)
         self.num_samples = np.zeros(max_num_seqs, np.int64)
+        self.lora_slots = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.zeros(max_num_seqs, np.float32)
@@ -133,7 +134,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.seeds[row], self.branches[row] = new.seed, new.branch
-        self.num_samples[row] = new.num_samples
+        self.num_samples[row], self.lora_slots[row] = new.num_samples, new.lora_slot
         params = new.sampling_params
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k or self.vocab_size, self.vocab_size)

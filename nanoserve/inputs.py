@@ -147,6 +147,21 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
+def attach_lora(manager: Any, root: Any, lora_request: Any) -> None:
+    """Let a request, whose first sequence is `root`, run with an adapter. `manager` is the engine's
+    LoRAManager; None: it has none. Raises ValueError or TypeError if it cannot."""
+    if lora_request is None:
+        return
+    if manager is None:
+        raise VLLMValidationError(
+            f"lora_request is {brief(lora_request)}, and this engine takes no adapters. Build it "
+            "with enable_lora=True, or leave lora_request out.",
+            parameter="lora_request",
+            value=lora_request,
+        )
+    manager.attach(root, lora_request)
+
+
 def parse_prompt(prompt: Any) -> PromptComponents:
     """The parts of one prompt, of any form. Raises TypeError or ValueError for anything else."""
     if isinstance(prompt, PromptComponents):

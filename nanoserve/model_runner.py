@@ -46,13 +46,14 @@ from torch import Tensor
 
 from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, StepMetadata
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, GraphShape, pad_step
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
+    choose_kv_cache_dtype,
     copy_blocks,
     determine_num_kv_blocks,
     size_cpu_pool,
@@ -88,6 +89,7 @@ class StepArrays(Generic[Array]):
     positions: Array  # [num_tokens] int64
     token_rows: Array  # [num_tokens] int64: each token's row in the InputBatch
     slot_mapping: Array  # [num_tokens] int64: where to store each token's key and value
+    lora_ids: Array  # [num_tokens] int64: the slot of each token's adapter; -1: none
     query_start_loc: Array  # [num_seqs + 1] int32
     seq_lens: Array  # [num_seqs] int32
     block_table: Array  # [num_seqs, max_blocks] int32
@@ -143,6 +145,9 @@ class ModelRunner:
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
+            self.lora_slots: Any = None  # adapters
+            if config.enable_lora:
+                self.lora_slots = load_chapter("enable_lora", "lora.layers").LoRASlots(self)
             self.proposer: Any = None  # of drafts, on rank 0
             if config.speculative_config is not None and self.parallel.rank == 0:
                 self.proposer = config.speculative_config.make_proposer(self)
@@ -175,8 +180,9 @@ class ModelRunner:
         self.num_model_layers = len(specs)
         specs += self.proposer.kv_cache_specs() if self.proposer else []
         self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config, specs)
-        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
-        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
+        dtype = self.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, dtype)
+        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
 
@@ -193,6 +199,8 @@ class ModelRunner:
             copy_blocks(self.kv_caches, self.cpu_kv_caches, scheduler_output.blocks_to_swap_out)
             copy_blocks(self.cpu_kv_caches, self.kv_caches, scheduler_output.blocks_to_swap_in)
             copy_blocks(self.kv_caches, self.kv_caches, scheduler_output.blocks_to_copy)
+            for slot, weights in scheduler_output.loras_to_load:
+                self.lora_slots.load(slot, weights)
             rows = self.update_batch(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
@@ -247,6 +255,7 @@ class ModelRunner:
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
+            lora_ids=batch.lora_slots[token_rows],
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_table=batch.block_tables[rows, :max_blocks],
@@ -271,9 +280,10 @@ class ModelRunner:
             block_table=block_table,
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
+            lora=self.lora_slots and self.lora_slots.plan(step, tensors, shape),
         )
         if shape is None or self.backend.supports_cuda_graphs:
-            metadata = self.backend.plan(metadata, self.block_size, self.dtype)
+            metadata = self.backend.plan(metadata, self.block_size, self.kv_cache_dtype)
         return StepInputs(step, tensors, metadata, shape)
 
     def forward(self, inputs: StepInputs) -> Tensor:

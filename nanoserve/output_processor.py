@@ -73,7 +73,7 @@ class RequestOutput:
     finished: bool
     # Over all completions: num_preemptions is the largest of them, tokens and drafts are summed up.
     metrics: RequestMetrics | None = None
-    lora_request: None = None  # not here
+    lora_request: Any = None  # the LoRARequest, if it has an adapter
     encoder_prompt: None = None  # not here
     encoder_prompt_token_ids: None = None  # not here
     num_cached_tokens: int | None = None  # prompt tokens whose KV came from the prefix cache
@@ -333,6 +333,7 @@ class RequestState:
             outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
             finished=is_finished,
             metrics=self._merge_metrics(is_finished),
+            lora_request=self.root.lora and self.root.lora.request,
             num_cached_tokens=self.root.num_cached_tokens,
         )
 

@@ -43,6 +43,19 @@ inline float to_float(bfloat16 x) {  // the upper half of a float32
     return result;
 }
 
+struct fp8 {  // e4m3: a float32 but for its exponent, which is smaller by 120
+    uint8_t bits;
+};
+
+inline float to_float(fp8 x) {
+    uint32_t bits = uint32_t(x.bits & 0x80) << 24 | uint32_t(x.bits & 0x7F) << 20;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result * 0x1p120f;
+}
+
+inline float to_float(int8_t x) { return x; }
+
 inline void from_float(float x, float* to) { *to = x; }
 
 inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
@@ -197,6 +210,9 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 //     after each tile of keys        top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
+// Numbers of 8 bits are decoded where they are used: a score is multiplied by its key's scale, and a
+// weight by its value's.
+//
 // Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
 // share a key head (GQA) find its keys in the cache of their core.
 
@@ -207,10 +223,11 @@ struct Sizes {  // of one call
 };
 
 // One token, one key head, and `group` of the query heads that read it. Returns false if the block
-// table names a block that does not exist.
-template <typename T, int DIM>
-bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
-            const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
+// table names a block that does not exist. T: type of the query, C: of the cache.
+template <typename T, typename C, int DIM>
+bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
+            const float* key_scales, const float* value_scales, const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
+    constexpr bool IS_SCALED = sizeof(C) == 1;
     constexpr int ROOM = DIM ? DIM : MAX_DIM;
     constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
     const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
@@ -227,18 +244,18 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
         number = std::min({TILE, s.block_size - offset, num_keys - position});
         if (*block < 0 || *block >= s.num_blocks) return false;
         const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
-        const T *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
+        const C *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
         if (offset == 0 && num_keys - position > s.block_size && block[1] >= 0 &&
             block[1] < s.num_blocks) {
             const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
-            prefetch(key_cache + next * dim, sizeof(T) * s.block_size * dim);
-            prefetch(value_cache + next * value_dim, sizeof(T) * s.block_size * value_dim);
+            prefetch(key_cache + next * dim, sizeof(C) * s.block_size * dim);
+            prefetch(value_cache + next * value_dim, sizeof(C) * s.block_size * value_dim);
         }
         for (int head = 0; head < group; head++) {
             float weight[TILE], highest = top[head], added = 0, sums[ROOM];
             int i = 0;
             for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
-                const T* key = keys + i * dim;
+                const C* key = keys + i * dim;
                 float a = 0, b = 0, c = 0, e = 0;
 #pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
                 for (int d = 0; d < dim; d++) {
@@ -256,6 +273,7 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
                 weight[i] = score;
             }
             for (i = 0; i < number; i++) {
+                if (IS_SCALED) weight[i] *= key_scales[at + i];
                 if (s.soft_cap != 0) weight[i] = s.soft_cap * std::tanh(weight[i] / s.soft_cap);
                 highest = std::max(highest, weight[i]);
             }
@@ -265,11 +283,12 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
             for (int i = 0; i < number; i++) {
                 weight[i] = exp_negative(weight[i] - from);
                 added += weight[i];
+                if (IS_SCALED) weight[i] *= value_scales[at + i];
             }
 #pragma omp simd
             for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
             for (i = 0; i + 4 <= number; i += 4) {
-                const T* value = values + i * value_dim;
+                const C* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++)
                     sums[d] += weight[i] * to_float(value[d]) +
@@ -278,7 +297,7 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
                                weight[i + 3] * to_float(value[3 * value_dim + d]);
             }
             for (; i < number; i++) {
-                const T* value = values + i * value_dim;
+                const C* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
             }
@@ -293,9 +312,9 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
     return true;
 }
 
-template <typename T, int DIM>
-bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
-                const int32_t* block_table, const int32_t* num_keys, T* output) {
+template <typename T, typename C, int DIM>
+bool attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
+                const float* key_scales, const float* value_scales, const int32_t* block_table, const int32_t* num_keys, T* output) {
     const int group = s.num_heads / s.num_kv_heads;
     const double total = std::accumulate(num_keys, num_keys + s.num_tokens, 0.0) * s.num_heads;
     bool is_right = true;
@@ -305,22 +324,22 @@ bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* val
         for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
             for (int head = 0; head < group; head += MAX_GROUP) {
                 const size_t at = size_t(token) * s.num_heads + kv_head * group + head;
-                is_right &= attend<T, DIM>(
-                    s, query + at * s.key_dim, key_cache, value_cache,
+                is_right &= attend<T, C, DIM>(
+                    s, query + at * s.key_dim, key_cache, value_cache, key_scales, value_scales,
                     block_table + size_t(token) * s.max_blocks, num_keys[token], kv_head,
                     std::min(MAX_GROUP, group - head), output + at * s.value_dim);
             }
     return is_right;
 }
 
-template <typename T, typename... Arguments>
+template <typename T, typename C, typename... Arguments>
 bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
     switch (s.key_dim == s.value_dim ? s.key_dim : 0) {
-        case 32: return attend_all<T, 32>(s, arguments...);
-        case 64: return attend_all<T, 64>(s, arguments...);
-        case 80: return attend_all<T, 80>(s, arguments...);
-        case 128: return attend_all<T, 128>(s, arguments...);
-        default: return attend_all<T, 0>(s, arguments...);
+        case 32: return attend_all<T, C, 32>(s, arguments...);
+        case 64: return attend_all<T, C, 64>(s, arguments...);
+        case 80: return attend_all<T, C, 80>(s, arguments...);
+        case 128: return attend_all<T, C, 128>(s, arguments...);
+        default: return attend_all<T, C, 0>(s, arguments...);
     }
 }
 
@@ -335,9 +354,10 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 // negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
 // [num_tokens, num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
 //
-// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
-// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
-// if the block table names a block that does not exist.
+// query [num_tokens, num_heads, key_dim], output [.., value_dim]; scales (of a cache of 8 bits, else
+// null) [num_blocks, num_kv_heads, block_size]; block_table [num_tokens, max_blocks]; num_keys
+// [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0 if the block table names
+// a block that does not exist. It is there for each type of the cache, too.
 //
 // gate_up [num_tokens, 2 * size]; output [num_tokens, size].
 #define EXPORT(T, NAME)                                                                            \
@@ -353,13 +373,22 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
     }                                                                                              \
     extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
         silu_and_mul(num_tokens, size, gate_up, output);                                           \
-    }                                                                                              \
+    }
+
+#define EXPORT_DECODE(T, C, NAME)                                                                  \
     extern "C" int paged_decode_##NAME(                                                            \
-        const Sizes* sizes, const T* query, const T* key_cache, const T* value_cache,              \
-        const int32_t* block_table, const int32_t* num_keys, T* output) {                          \
-        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys,       \
-                               output);                                                            \
+        const Sizes* sizes, const T* query, const C* key_cache, const C* value_cache,              \
+        const float* key_scales, const float* value_scales, const int32_t* block_table,            \
+        const int32_t* num_keys, T* output) {                                                      \
+        return paged_decode<T, C>(*sizes, query, key_cache, value_cache, key_scales, value_scales, \
+                                  block_table, num_keys, output);                                  \
     }
 
 EXPORT(float, f32)
 EXPORT(bfloat16, bf16)
+EXPORT_DECODE(float, float, f32)
+EXPORT_DECODE(float, int8_t, f32_int8)
+EXPORT_DECODE(float, fp8, f32_fp8)
+EXPORT_DECODE(bfloat16, bfloat16, bf16)
+EXPORT_DECODE(bfloat16, int8_t, bf16_int8)
+EXPORT_DECODE(bfloat16, fp8, bf16_fp8)

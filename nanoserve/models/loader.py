@@ -131,16 +131,16 @@ def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
 def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
     """Raise ValueError, naming the tensors, unless the files have what the model wants: names,
     shapes, and types that are floating-point."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Shard] = {}
     missing: dict[str, None] = {}
     for name, shard in model.shards():
         if name in tensors:
-            shapes[name] = shard.full_shape
-        else:
+            places[name] = shard
+        elif not shard.is_optional:
             missing[name] = None
             if len(missing) > MOST_MISSING:
                 break
-    extra = [name for name in tensors if name not in shapes and not _is_ignorable(model, name)]
+    extra = [name for name in tensors if name not in places and not _is_ignorable(model, name)]
     extra = [] if len(missing) > MOST_MISSING else extra
     if missing or extra:
         problems = [f"missing: {listing(list(missing))}"] * bool(missing)
@@ -149,11 +149,12 @@ def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
             f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
             "Is the download complete, and do the two belong together?"
         )
-    for name, expected in shapes.items():
+    for name, place in places.items():
         file, _, shape = tensors[name]
-        if shape != expected:
+        if shape != place.full_shape:
+            expected = place.full_shape
             raise ValueError(f"{name} in {file.name} has shape {shape}, expected {expected}.")
-        check_dtype(name, tensors[name])
+        check_dtype(name, tensors[name], place.dtypes)
 
 
 def fill_from_checkpoint(
@@ -173,7 +174,7 @@ def fill_from_checkpoint(
             for name, source in read_slices(file):
                 if name in shards:
                     for shard in shards[name]:
-                        shard.target.copy_(source[shard.slices])  # converts to its dtype and device
+                        shard.load(shard.target, source[shard.slices])
                     bar.update()
 
 
@@ -195,7 +196,8 @@ def fill_randomly(model: Model, seed: int) -> None:
     for name, shards in shards_by_name(model).items():
         noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
         for shard in shards:
-            shard.target.copy_(noise[shard.slices] + 1 if "norm" in name else noise[shard.slices])
+            values = noise[shard.slices]
+            shard.load(shard.target, values + 1 if "norm" in name else values)
 
 
 def _is_ignorable(model: Model, name: str) -> bool:

@@ -31,14 +31,21 @@ vLLM: vllm/model_executor/layers/fused_moe/layer.py, fused_moe.py (V0 and V1). P
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import StepMetadata
-from nanoserve.layers import LayerConfig, Shard, silu_and_mul
+from nanoserve.layers import (
+    LayerConfig,
+    LinearBase,
+    LinearMethod,
+    Matrix,
+    Shard,
+    silu_and_mul,
+)
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -162,6 +169,62 @@ def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMa
     return grouped_matmul_blocks
 
 
+class ExpertsMethod(LinearMethod):
+    """How the matrices of all experts are stored: as they stand, for a grouped product.
+
+    Quantization has a method of its own, whose `experts` dequantizes what `index_select` takes.
+    """
+
+    def experts(self, layer: LinearBase, num_experts: int) -> Tensor:
+        """The weight as [num_experts, out, in]."""
+        return layer.weight.unflatten(0, (num_experts, -1))
+
+
+class ExpertsLinear(LinearBase):
+    """One matrix of every expert, or two, one below the other.
+
+    With outputs=("gate_proj", "up_proj"), the rows are: expert 0's gate, its up, expert 1's gate...
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        outputs: tuple[str, ...],
+        shape: tuple[int, int],
+        part: tuple[int, int, int],
+        padded: tuple[int, int],
+        layer_config: LayerConfig,
+    ) -> None:
+        """`shape`: of a matrix in the checkpoint. `part`: this rank has `size` rows (dim 0) or
+        columns (dim 1) from `start` on: (dim, start, size). `padded`: shape of a matrix here."""
+        num_matrices = config.num_experts * len(outputs)
+        layer_config = layer_config.at(f"experts.0.{outputs[0]}")
+        super().__init__(num_matrices * padded[0], padded[1], layer_config)
+        self.config, self.outputs, self.shape, self.part = config, outputs, shape, part
+        self.num_rows = padded[0]
+        self.weight.zero_()  # the padding stays so
+
+    @property
+    def experts(self) -> Tensor:
+        """[num_experts, rows, columns]."""
+        method = self.linear_method
+        assert isinstance(method, ExpertsMethod), f"{type(method).__name__} is not for experts"
+        return method.experts(self, self.config.num_experts)
+
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        """Three for each expert, in two layers: ...mlp.experts.7.gate_proj and so on."""
+        block = f"{name.rsplit('.', 2)[0]}.{self.config.block_name}"
+        dim, start, size = self.part
+        first = 0
+        for number in range(self.config.num_experts):
+            for output in self.outputs:
+                rows = slice(first, first + (size if dim == 0 else self.shape[0]))
+                columns = slice(0, self.shape[1] if dim == 0 else size)
+                first += self.num_rows
+                name = f"{block}.experts.{number}.{output}"
+                yield Matrix(name, self.shape, rows, dim, start, columns)
+
+
 class MixtureOfExperts(nn.Module):
     """A router and its experts; replaces an MLP."""
 
@@ -170,9 +233,7 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.parallel = layer_config.parallel
         full = config.intermediate_size
-        self.start, self.size = layer_config.parallel.shard_range(
-            full, "intermediate size of an expert"
-        )
+        start, size = layer_config.parallel.shard_range(full, "intermediate size of an expert")
         per_row = ALIGNMENT // layer_config.dtype.itemsize
         if hidden_size % per_row:
             raise ValueError(
@@ -180,35 +241,40 @@ class MixtureOfExperts(nn.Module):
                 f"multiple of {per_row}."
             )
         # A part of any size is padded with rows and columns of zeros: silu(0) * 0 = 0 adds nothing.
-        padded = -(-self.size // per_row) * per_row
+        padded = -(-size // per_row) * per_row
         self.router = layer_config.empty(config.num_experts, hidden_size)  # the same on every rank
-        self.gate_up = layer_config.empty(config.num_experts, 2 * padded, hidden_size)
-        self.down = layer_config.empty(config.num_experts, hidden_size, padded)
-        if padded != self.size:
-            self.gate_up.zero_()
-            self.down.zero_()
-        self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
+        plain = replace(layer_config, linear_method=ExpertsMethod())
+        self.gate_up = ExpertsLinear(
+            config,
+            (config.gate_name, config.up_name),
+            (full, hidden_size),
+            (0, start, size),
+            (padded, hidden_size),
+            plain,
+        )
+        self.down = ExpertsLinear(
+            config,
+            (config.down_name,),
+            (hidden_size, full),
+            (1, start, size),
+            (hidden_size, padded),
+            plain,
+        )
+        self.matmul = grouped_matmul_blocks
+        methods = {type(self.gate_up.linear_method), type(self.down.linear_method)}
+        if methods == {ExpertsMethod}:
+            self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         weights, expert_ids = route(
             F.linear(x, self.router), self.config.top_k, self.config.normalize
         )
-        output = run_experts_grouped(x, self.gate_up, self.down, weights, expert_ids, self.matmul)
+        gate_up, down = self.gate_up.experts, self.down.experts
+        output = run_experts_grouped(x, gate_up, down, weights, expert_ids, self.matmul)
         return self.parallel.all_reduce(output)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """Three matrices for each expert: ...mlp.experts.7.gate_proj.weight and so on."""
-        config = self.config
-        block = f"{name.rpartition('.')[0]}.{config.block_name}"
+        """Of the router; the experts have their own."""
+        block = f"{name.rpartition('.')[0]}.{self.config.block_name}"
         yield f"{block}.gate.weight", Shard(self.router, tuple(self.router.shape))
-        hidden, full = self.router.shape[1], config.intermediate_size
-        middle = self.gate_up.shape[1] // 2
-        for number in range(config.num_experts):
-            expert = f"{block}.experts.{number}"
-            gate = self.gate_up[number, : self.size]
-            up = self.gate_up[number, middle : middle + self.size]
-            down = self.down[number, :, : self.size]
-            yield f"{expert}.{config.gate_name}.weight", Shard(gate, (full, hidden), 0, self.start)
-            yield f"{expert}.{config.up_name}.weight", Shard(up, (full, hidden), 0, self.start)
-            yield f"{expert}.{config.down_name}.weight", Shard(down, (hidden, full), 1, self.start)
