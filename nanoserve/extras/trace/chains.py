@@ -52,11 +52,13 @@ def hash_chain(
     prompts: dict[str, list[int]],
     salts: dict[str, str] | None = None,
     columns: int = 5,
+    loras: dict[str, Any] | None = None,
 ) -> None:
     """Draw the chains of `prompts` (name -> token ids) as a tree, some with a cache salt (`salts`:
-    name -> salt). At most `columns` blocks of a prompt are drawn; a block that several chains pass
-    is drawn once, with a stripe for each."""
-    chains = {name: _chain(engine, ids, (salts or {}).get(name)) for name, ids in prompts.items()}
+    name -> salt) or an adapter (`loras`: name -> LoRARequest). At most `columns` blocks of a prompt
+    are drawn; a block that several chains pass is drawn once, with a stripe for each."""
+    keys = {name: ((salts or {}).get(name), (loras or {}).get(name)) for name in prompts}
+    chains = {name: _chain(engine, ids, *keys[name]) for name, ids in prompts.items()}
     passing: dict[Any, list[str]] = {}  # BlockHash -> names
     for name, chain in chains.items():
         for block_hash in (chain[0].parent, *chain):
@@ -97,10 +99,14 @@ def block_digests(engine: LLMEngine, token_ids: list[int], salt: str | None = No
     return [_digest(block_hash) for block_hash in _chain(engine, token_ids, salt)]
 
 
-def _chain(engine: LLMEngine, token_ids: list[int], salt: str | None) -> list[Any]:
+def _chain(
+    engine: LLMEngine, token_ids: list[int], salt: str | None, wish: Any = None
+) -> list[Any]:
     """The BlockHashes of the blocks of a prompt that a request may find in the cache."""
     params = SamplingParams(temperature=0)
     seq = engine.input_processor.process("drawn", token_ids, params, cache_salt=salt)
+    if wish is not None:
+        engine.lora_manager.attach(seq, wish)
     engine.block_manager.get_cached_blocks(seq)  # makes the hashes; changes nothing else
     return list(seq.block_hashes)
 
@@ -109,7 +115,11 @@ def _digest(block_hash: Any) -> str:
     """SHA-256 over (hash of the parent, token ids), as hexadecimal digits."""
     if block_hash is None:
         return ""
-    content = repr((_digest(block_hash.parent), block_hash.token_ids))
+    content = block_hash.token_ids
+    if block_hash.parent is None and isinstance(content, tuple):  # as in vLLM, an adapter's name
+        salt, adapter = content
+        content = (salt, adapter.request.name)
+    content = repr((_digest(block_hash.parent), content))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -125,10 +135,14 @@ def _cells(
     return list(zip(texts, lefts, cells, strict=True))
 
 
-def _draw_root(ax: Axes, salt: Any, y: float) -> None:
+def _draw_root(ax: Axes, keys: Any, y: float) -> None:
+    """`keys`: a salt, or (salt, adapter), or None."""
     box(ax, 0, y - CELLS, ROOT, CELLS, facecolor=CACHED)
-    text = "no extra keys" if salt is None else f"salt {salt!r}"
-    label(ax, ROOT / 2, y - CELLS / 2, text, size=8.5)
+    salt, adapter = keys if isinstance(keys, tuple) else (keys, None)
+    texts = [f"salt {salt!r}"] if salt is not None else []
+    texts += [f"LoRA {adapter.request.name!r}"] if adapter is not None else []
+    text = ", ".join(texts) or "no extra keys"
+    label(ax, ROOT / 2, y - CELLS / 2, *fit(text, ROOT - 0.06, 8.5))
 
 
 def _draw_block(

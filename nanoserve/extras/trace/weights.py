@@ -3,8 +3,8 @@
     trace.matrices("LoRA", {"W": weight, "lora_B": b, "lora_A": a, "B A": b @ a})
     trace.staircase("Rounded", row, {"8 bits": row_8, "4 bits": row_4})
 
-`matrices` draws each number as a dot of colour: red above 0, blue below, white near 0. All are
-drawn to one scale, so that a thin matrix is thin. `staircase` draws each number before (to the
+`matrices` draws each number as a dot of colour: red above 0, blue below, white near 0, full colour
+from three times the usual size on. All are drawn to one scale, so that a thin matrix is thin. `staircase` draws each number before (to the
 right) against the same one after (upwards): a number that did not change lies on the diagonal.
 
 vLLM: none.
@@ -39,7 +39,7 @@ def matrices(title: str, tables: Mapping[str, Any], shared: bool = False) -> Non
     """Draw matrices [rows, columns] side by side, with their shapes. shared: one scale of colours
     for all, as for a matrix before and after; else each has its own."""
     arrays = {name: _as_array(table) for name, table in tables.items()}
-    tops = {name: float(np.abs(array).max()) or 1.0 for name, array in arrays.items()}
+    tops = {name: 3 * float(np.sqrt(np.square(a).mean())) or 1.0 for name, a in arrays.items()}
     if shared:
         tops = dict.fromkeys(arrays, max(tops.values()))
     rows, columns = zip(*(array.shape for array in arrays.values()), strict=True)
@@ -50,7 +50,7 @@ def matrices(title: str, tables: Mapping[str, Any], shared: bool = False) -> Non
     gap = min(GAP, (WIDTH - total) / max(1, len(arrays) - 1))
     ax = canvas(tallest + 1.15, title)
     limits = ax.get_xlim(), ax.get_ylim()
-    x = 0.0
+    x = max(0.0, (WIDTH - total - gap * (len(arrays) - 1)) / 2)
     for name, array in arrays.items():
         height, width = sizes[name]
         room = max(width, 0.9)
@@ -61,7 +61,8 @@ def matrices(title: str, tables: Mapping[str, Any], shared: bool = False) -> Non
         box(ax, left, bottom, width, height, facecolor="none", edgecolor=LINE, linewidth=0.6)
         label(ax, x + room / 2, tallest + 0.62, *fit(name, room + gap - 0.05, 9.5), weight="bold")
         label(ax, x + room / 2, 0.27, f"{array.shape[0]} × {array.shape[1]}", 8)
-        label(ax, x + room / 2, 0.09, f"up to ±{tops[name]:.2g}", 7.5, color=FAINT)
+        largest = f"up to ±{np.abs(array).max():.2g}"
+        label(ax, x + room / 2, 0.09, largest, 7.5, color=FAINT)
         x += room + gap
     ax.set_xlim(limits[0])
     ax.set_ylim(limits[1])

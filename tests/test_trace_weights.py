@@ -40,9 +40,9 @@ def test_matrices_are_drawn_to_one_scale(plt: Any) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_shared_scale_makes_sizes_comparable(plt: Any, shared: bool) -> None:
-    trace.matrices("Error", {"before": [[3.0, -1.0]], "error": [[0.1, 0.0]]}, shared=shared)
-    tops = [image.get_clim()[1] for image in plt.gcf().axes[0].images]
-    assert tops == ([3.0, 3.0] if shared else [3.0, 0.1])
+    trace.matrices("Error", {"before": [[2.0, -2.0]], "error": [[0.1, 0.1]]}, shared=shared)
+    tops = [image.norm.vmax for image in plt.gcf().axes[0].images]
+    assert tops == pytest.approx([6.0, 6.0] if shared else [6.0, 0.3])
 
 
 def test_a_staircase_counts_its_steps(plt: Any) -> None:
