@@ -200,11 +200,11 @@ GROUPS = (
         qlora_adapter_name_or_path""",
     ),
     Group(
-        "not there yet",
-        "quantization",
-        "Quantized weights are not there yet. Give a checkpoint in float32, bfloat16 or float16; "
-        "dtype chooses among them.",
-        "quantization quantization_config",
+        "other name",
+        "quantization by a dict",
+        "A checkpoint's config.json says how its weights are quantized; quantization (fp8, int8 or "
+        "int4) does it while loading.",
+        "quantization_config",
     ),
     Group(
         "left out",
@@ -403,7 +403,6 @@ def python_value(text: str) -> Any:
 
 # vLLM's short flags of these options.
 SHORT_FLAGS = {
-    "quantization": "-q",
     "nnodes": "-n",
     "node_rank": "-r",
     "pipeline_parallel_size": "-pp",

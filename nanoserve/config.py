@@ -173,7 +173,7 @@ ALIASES = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "device_memory_utilization": "gpu_memory_utilization",
 }
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "speculative_config": "-sc"}  # as in vLLM
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "speculative_config": "-sc", "quantization": "-q"}
 # Whose flags take 1k (1000), 1K (1024), ... as in vLLM.
 WITH_SUFFIX = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -187,6 +187,12 @@ VALUE_ALIASES = {
         "int8_per_token_head": "int8",
     },
     "load_format": {"safetensors": "auto"},
+    "quantization": {
+        "fp8_per_channel": "fp8",
+        "int8_per_channel_weight_only": "int8",
+        **dict.fromkeys(("auto_awq", "awq_marlin"), "awq"),
+        **dict.fromkeys(("auto_gptq", "gptq_marlin"), "gptq"),
+    },
     "model_impl": {"vllm": "nanoserve"},
     "attention_backend": {"TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch"},
 }
@@ -252,6 +258,11 @@ class EngineConfig:
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: safetensors; dummy: random weights from config.json alone."""
+    quantization: (
+        Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"] | None
+    ) = None
+    """fp8, int8 or int4: weights in floating point are quantized while they are loaded; the name of
+    a format: the checkpoint must have it; None: as config.json says."""
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
     attention_backend: Any = field(default="auto", hash=False)  # one of your own may have no hash
@@ -339,7 +350,9 @@ class EngineConfig:
                 how = {"type": each.read, "choices": each.choices or None}
                 how["metavar"] = None if each.choices else kind.__name__.upper()
             aliases = [to_flag(alias) for alias in ALIASES if ALIASES[alias] == each.name]
-            flags = [each.flag, *aliases, *filter(None, [SHORT_FLAGS.get(each.name)])]
+            taken = parser._option_string_actions  # the program's own -q stays its own
+            short = [flag for flag in SHORT_FLAGS.get(each.name, "").split() if flag not in taken]
+            flags = [each.flag, *aliases, *short]
             action = group.add_argument(*flags, default=each.default, **how)
             # Not given above: the action of a bool may add the default itself, or may not.
             action.help = each.cli_help
@@ -418,8 +431,9 @@ def _read_options() -> tuple[Option, ...]:
     options = []
     for each in fields(EngineConfig):
         hint = hints[each.name]
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        kind = str if choices else (get_args(hint) or (hint,))[0]  # of `int | None`: int
+        kind = hint if get_origin(hint) is Literal else (get_args(hint) or (hint,))[0]
+        choices = get_args(kind)  # kind is int, say, of `int | None`, or a Literal
+        kind = str if choices else kind
         options.append(
             Option(each.name, kind, each.default, help_texts.get(each.name, ""), choices)
         )

@@ -169,7 +169,7 @@ def test_what_is_not_here_is_refused_by_name() -> None:
 
 def test_some_messages() -> None:
     for options, words in [
-        ({"quantization": "awq"}, "LLM(quantization='awq'): Quantized weights and a quantized KV"),
+        ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; allowed: fp8, int8"),
         ({"enable_lora": True}, "Leave enable_lora out, or set it to False."),
         ({"runner": "pooling"}, "set it to 'auto' or 'generate'."),
         ({"pipeline_parallel_size": 2}, "tensor_parallel_size only"),
@@ -453,8 +453,8 @@ def test_vllm_flags_that_change_nothing_are_read(capsys: pytest.CaptureFixture[s
     """--help does not list them; a value that asks for what is not here is refused."""
     neutral = ["--trust-remote-code", "--no-enable-lora", "--pipeline_parallel_size", "1"]
     assert parse(*neutral, "--runner", "generate", "--max-loras", "1") == EngineArgs()
-    with pytest.raises(ValueError, match=r"EngineArgs\(quantization='awq'\)"):
-        parse("--quantization", "awq")
+    with pytest.raises(ValueError, match=r"EngineArgs\(quantization_config='x'\)"):
+        parse("--quantization-config", "x")
     with pytest.raises(ValueError, match=r"EngineArgs\(enable_lora=True\)"):
         parse("--enable-lora")
     page = EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
@@ -496,7 +496,6 @@ def test_vllms_short_flags(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert parse(*words.split()) == EngineArgs(), words
     for words, option in [
-        ("-q awq", "quantization='awq'"),
         ("-pp 2", "pipeline_parallel_size=2"),
         ("-dp 2", "data_parallel_size=2"),
         ("-ep", "enable_expert_parallel=True"),

@@ -257,7 +257,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["chat", "--chat-templete", "x"], "no option --chat-templete. Did you mean --chat-temp"),
         (["complete", "a", "--chat-template", "x"], "no option --chat-template. (--help"),
         (["chat", "--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
-        (["complete", "a", "--quantization", "awq"], "error: --quantization: Quantized weights"),
+        (["complete", "a", "--quantization", "x"], "--quantization: invalid choice: 'x'"),
         (["complete", "a", "--enable-lora"], "as model. Leave --enable-lora out. (--help"),
         (["complete", "a", "--temperature", "-1"], "temperature is -1.0; allowed: 0 (greedy)"),
         (["complete", "a", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),

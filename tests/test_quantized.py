@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -236,8 +237,7 @@ def test_rows_of_experts(kind: str, is_prepared: bool) -> None:
         weight.prepare()
 
     def matmul(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
-        starts = [0, *offsets.tolist()]
-        parts = [rows[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        parts = [rows[a:b] for a, b in itertools.pairwise([0, *offsets.tolist()])]
         return torch.cat([part @ each.t() for part, each in zip(parts, matrices, strict=True)])
 
     output = weight.multiply_grouped(rows, offsets, matmul)

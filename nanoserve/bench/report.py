@@ -87,6 +87,7 @@ AGAINST: Columns = {
     "nanoserve is": ("nanoserve_is", ".2f"),
     "of roofline": ("share_of_roofline", ".1%"),
 }
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STEP_PARTS = ("schedule", "prepare", "model", "launch", "sample", "update", "other")
 COLUMNS: dict[str, Columns] = {
     "throughput": {
@@ -138,6 +139,15 @@ COLUMNS: dict[str, Columns] = {
         "mean length": ("mean_length", ".2f"),
         "tokens per step": ("tokens_per_step", ".2f"),
         "same tokens": ("same_tokens", ".0%"),
+    },
+    "quantization": {
+        "weights": ("engine", ""),
+        "MiB": ("weight_mib", ".1f"),
+        "KV bytes": ("kv_bytes", ".0f"),
+        "perplexity": ("perplexity", ".4f"),
+        "right answers": ("right", ".1%"),
+        **{f"tok/s, {size}": (f"tokens_per_second_{size}", ".1f") for size in BATCH_SIZES},
+        **{f"speed-up, {size}": (f"speed_up_{size}", ".2f") for size in BATCH_SIZES},
     },
     "scheduler": {
         "running": ("num_running", "d"),
@@ -213,6 +223,7 @@ WORKLOADS = {
     "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
     "spec": "at most {num_speculative_tokens} drafts; slower than plain decoding: {slower}",
+    "quantization": "{num_texts} texts; decoding in batches of {batch_sizes}",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "

@@ -17,8 +17,8 @@ is x W^T with that weight, in the fastest way that there is here for its kind:
 
 Nothing here knows a checkpoint's format: extras/quantization brings each one to this form.
 
-vLLM: vllm/model_executor/layers/quantization/: kernels/mixed_precision/, kernels/scaled_mm/,
-utils/w8a8_utils.py; csrc/quantization/.
+vLLM: vllm/model_executor/layers/quantization/utils/w8a8_utils.py (V0);
+vllm/model_executor/kernels/linear/: mixed_precision/, scaled_mm/ (V1).
 """
 
 from __future__ import annotations

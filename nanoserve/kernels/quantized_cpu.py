@@ -6,7 +6,7 @@ calls it. x may be float32, bfloat16 or float16; sums are made in float32.
     codes [outputs, inputs]  ->  panels of 64 outputs: [panels, inputs, 64]
     int4                         two codes in a byte: those of outputs i and i + 32 of a panel
 
-vLLM: csrc/cpu/cpu_wna16.cpp.
+vLLM: vllm/model_executor/kernels/linear/mixed_precision/cpu.py (V1; the loop is in csrc/cpu/).
 """
 
 from __future__ import annotations

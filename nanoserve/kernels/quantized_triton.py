@@ -16,7 +16,8 @@ even inputs of x are multiplied by the lower halves, the odd ones by the upper h
 Left out: fp8 (which has units of its own, see quantized.py), tiles chosen by trial, products of
 few outputs cut along their inputs.
 
-vLLM: vllm/model_executor/layers/quantization/awq_triton.py, kernels/mixed_precision/ (V1).
+vLLM: vllm/model_executor/layers/quantization/awq_triton.py (V0 and V1);
+vllm/model_executor/kernels/linear/mixed_precision/triton_w4a16.py (V1).
 """
 
 from __future__ import annotations

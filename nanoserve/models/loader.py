@@ -21,7 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -46,6 +48,8 @@ from nanoserve.models.weight_files import (
 Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> a model, unfilled
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
+INTEGERS = {("I32",): torch.int32, ("I8",): torch.int8}  # types of codes in files
 MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 
@@ -65,11 +69,20 @@ def load_model(
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    refuse_quantization(model_config)
+    layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
     if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
+        if layer_config.quant_config is not None:
+            how = find_quantization(model_config.hf_config)
+            raise ValueError(
+                f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, and "
+                f"quantization is {config.quantization!r}: weights can be quantized in nanoserve's "
+                f"own models ({', '.join(ModelRegistry.architectures())}), and "
+                f"{model_config.architecture} would run through transformers. Use a checkpoint in "
+                "bfloat16, float16 or float32."
+            )
         with transformers_lock:
             # Imported here, because it takes seconds, and native models do not need it.
             from nanoserve.models.transformers_fallback import load_with_transformers
@@ -107,15 +120,21 @@ def build_and_fill(
     return model.eval()
 
 
-def refuse_quantization(model_config: ModelConfig) -> None:
-    """Raise ValueError if config.json says that the weights are quantized: nothing here unpacks
-    them. (This is the one function that decides so.)"""
-    if how := find_quantization(model_config.hf_config):
+def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
+    """The QuantizationConfig of the chapter, if config.json or the user asks for one. Raises
+    ValueError for a format that the chapter does not know."""
+    how = find_quantization(model_config.hf_config)
+    if config.quantization is None and how is None:
+        return None
+    try:
+        chapter = import_module("nanoserve.extras.quantization.config")
+    except ModuleNotFoundError as error:
         raise ValueError(
-            f"{model_config.path / 'config.json'} has {how}: the weights are quantized, and "
-            "nanoserve reads floating-point weights only. Use the checkpoint that this one was "
-            "made from, or one in bfloat16, float16 or float32."
-        )
+            f"{model_config.path / 'config.json'} has {how}, quantization is "
+            f"{config.quantization!r}, and nanoserve/extras/quantization is not there: {error}. "
+            "Use a checkpoint in bfloat16, float16 or float32, and leave quantization out."
+        ) from error
+    return chapter.get_quantization_config(config.quantization, model_config)
 
 
 def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
@@ -130,7 +149,7 @@ def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
 
 def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
     """Raise ValueError, naming the tensors, unless the files have what the model wants: names,
-    shapes, and types that are floating-point."""
+    shapes, and types (floating-point, or what a quantization config says)."""
     places: dict[str, Shard] = {}
     missing: dict[str, None] = {}
     for name, shard in model.shards():
@@ -151,8 +170,8 @@ def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
         )
     for name, place in places.items():
         file, _, shape = tensors[name]
-        if shape != place.full_shape:
-            expected = place.full_shape
+        expected = place.full_shape
+        if shape != expected and (shape, expected) != ((1,), ()):
             raise ValueError(f"{name} in {file.name} has shape {shape}, expected {expected}.")
         check_dtype(name, tensors[name], place.dtypes)
 
@@ -194,7 +213,12 @@ def fill_randomly(model: Model, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for name, shards in shards_by_name(model).items():
+        if shards[0].is_optional:
+            continue
         noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
+        if (dtype := INTEGERS.get(shards[0].dtypes)) is not None:  # codes: any bits
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1
+            noise = torch.randint(low, high, noise.shape, generator=generator, dtype=dtype)
         for shard in shards:
             values = noise[shard.slices]
             shard.load(shard.target, values + 1 if "norm" in name else values)
@@ -203,4 +227,4 @@ def fill_randomly(model: Model, seed: int) -> None:
 def _is_ignorable(model: Model, name: str) -> bool:
     """True for tensors that a checkpoint may have and no model needs: computed tensors, and the
     head of a model that uses its embedding as head."""
-    return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
+    return name.endswith(COMPUTED + KV_SCALES) or (model.is_tied and name == "lm_head.weight")

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,7 @@ from nanoserve.layers import (
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+Weight = TypeVar("Weight", Tensor, "ExpertsLinear")
 
 ALIGNMENT = 16  # bytes: grouped_mm wants every row of a matrix to begin at a multiple of this
 BLOCK_BATCH = 8  # blocks in one product of grouped_matmul_blocks: as many experts are copied
@@ -106,16 +108,16 @@ def run_experts_loop(
 
 def run_experts_grouped(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights: Tensor,
     expert_ids: Tensor,
-    matmul: GroupedMatmul,
+    matmul: Callable[[Tensor, Weight, Tensor], Tensor],
 ) -> Tensor:
     """The same result as run_experts_loop; the CPU reads no number."""
     num_tokens, top_k = expert_ids.shape
     sorted_ids, order = expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k] each
-    experts = torch.arange(gate_up.shape[0], device=x.device)
+    experts = torch.arange(len(gate_up), device=x.device)
     offsets = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
     y = silu_and_mul(matmul(x[order // top_k], gate_up, offsets))
     y = matmul(y, down, offsets) * weights.flatten()[order, None]  # [num_tokens * top_k, hidden]
@@ -170,14 +172,14 @@ def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMa
 
 
 class ExpertsMethod(LinearMethod):
-    """How the matrices of all experts are stored: as they stand, for a grouped product.
+    """How the matrices of all experts are stored and multiplied by: as they stand."""
 
-    Quantization has a method of its own, whose `experts` dequantizes what `index_select` takes.
-    """
-
-    def experts(self, layer: LinearBase, num_experts: int) -> Tensor:
-        """The weight as [num_experts, out, in]."""
-        return layer.weight.unflatten(0, (num_experts, -1))
+    def multiply_grouped(
+        self, layer: ExpertsLinear, rows: Tensor, offsets: Tensor, matmul: GroupedMatmul
+    ) -> Tensor:
+        """rows and offsets as in grouped_matmul_torch, times the layer's weight."""
+        weight = layer.weight.unflatten(0, (layer.config.num_experts, -1))
+        return matmul(rows, weight, offsets)
 
 
 class ExpertsLinear(LinearBase):
@@ -204,12 +206,8 @@ class ExpertsLinear(LinearBase):
         self.num_rows = padded[0]
         self.weight.zero_()  # the padding stays so
 
-    @property
-    def experts(self) -> Tensor:
-        """[num_experts, rows, columns]."""
-        method = self.linear_method
-        assert isinstance(method, ExpertsMethod), f"{type(method).__name__} is not for experts"
-        return method.experts(self, self.config.num_experts)
+    def __len__(self) -> int:
+        return self.config.num_experts
 
     def matrices(self, name: str) -> Iterator[Matrix]:
         """Three for each expert, in two layers: ...mlp.experts.7.gate_proj and so on."""
@@ -260,19 +258,31 @@ class MixtureOfExperts(nn.Module):
             (hidden_size, padded),
             plain,
         )
-        self.matmul = grouped_matmul_blocks
-        methods = {type(self.gate_up.linear_method), type(self.down.linear_method)}
-        if methods == {ExpertsMethod}:
-            self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
+        if padded != size and any(
+            type(layer.linear_method) is not ExpertsMethod for layer in (self.gate_up, self.down)
+        ):
+            raise ValueError(
+                f"each expert has {size} of {full} rows on each of {self.parallel.world_size} "
+                f"ranks; if it is quantized, that must be a multiple of {per_row}. Choose another "
+                "tensor_parallel_size."
+            )
+        self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         weights, expert_ids = route(
             F.linear(x, self.router), self.config.top_k, self.config.normalize
         )
-        gate_up, down = self.gate_up.experts, self.down.experts
-        output = run_experts_grouped(x, gate_up, down, weights, expert_ids, self.matmul)
+        output = run_experts_grouped(
+            x, self.gate_up, self.down, weights, expert_ids, self.multiply_grouped
+        )
         return self.parallel.all_reduce(output)
+
+    def multiply_grouped(self, rows: Tensor, layer: ExpertsLinear, offsets: Tensor) -> Tensor:
+        """rows [num_rows, in], sorted by expert, times the layer's matrices, transposed."""
+        method = layer.linear_method
+        assert isinstance(method, ExpertsMethod), f"{type(method).__name__} is not for experts"
+        return method.multiply_grouped(layer, rows, offsets, self.matmul)
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         """Of the router; the experts have their own."""

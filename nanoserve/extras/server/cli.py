@@ -87,6 +87,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse(arguments)
     read_model(parser, args)
     frontend, config = read_frontend(parser, args), cli.read_config(parser, args)
+    if frontend.lora_modules and not config.enable_lora:
+        parser.error("--lora-modules needs --enable-lora.")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             name = package.replace("_", "-")

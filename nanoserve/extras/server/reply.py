@@ -73,8 +73,8 @@ async def read_body(
     else:
         request = await state.async_llm.run_in_thread(read_request, cls, body)
     model = getattr(request, "model", None)
-    if model is not None and model not in state.model_names:
-        names = ", ".join(state.model_names)
+    if model is not None and not state.has_model(model):
+        names = ", ".join([*state.model_names, *state.adapters.requests])
         message = f"The model {model!r:.200} does not exist. This server has: {names}."
         raise HTTPError(404, message, "model")
     return request, raw_request.scope.get("state", {}).get("request_id")
@@ -114,6 +114,7 @@ class Reply(ABC, Generic[AnyGeneration]):
         self.state = state
         self.request = request
         self.trace_headers = trace_headers
+        self.lora_request = state.adapters.requests.get(request.model or "")
         self.async_llm = state.async_llm
         self.tokenizer = state.async_llm.tokenizer
         name = request_id or request.request_id or uuid.uuid4().hex
@@ -121,7 +122,7 @@ class Reply(ABC, Generic[AnyGeneration]):
             "id": f"{self.id_prefix}-{name}",
             "object": self.chunk_object if request.stream else self.object,
             "created": int(time.time()),
-            "model": state.model_names[0],
+            "model": request.model if self.lora_request else state.model_names[0],
         }
         self.requests = EngineRequests(self.async_llm, self.head["id"])
         self.prompt_tokens: dict[int, int] = {}  # of each prompt
@@ -182,6 +183,7 @@ class Reply(ABC, Generic[AnyGeneration]):
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
                 trace_headers=self.trace_headers,
+                lora_request=self.lora_request,
             )
 
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:
@@ -199,7 +201,8 @@ class Reply(ABC, Generic[AnyGeneration]):
         most = self.max_tokens or llm.config.max_model_len or 1
         token_ids = await llm.tokenize(prompt, bool(request.add_special_tokens))
         with_salt = TokensPrompt(prompt_token_ids=token_ids, cache_salt=request.cache_salt)
-        found = await llm.beam_search(with_salt, request.to_beam_search_params(most))
+        params = request.to_beam_search_params(most)
+        found = await llm.beam_search(with_salt, params, lora_request=self.lora_request)
         outputs = [
             await self.to_completion(index, beam, len(token_ids))
             for index, beam in enumerate(found.sequences)

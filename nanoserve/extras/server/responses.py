@@ -131,7 +131,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None  # of an adapter: its base model
     max_model_len: int
 
 

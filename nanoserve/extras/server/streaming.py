@@ -111,7 +111,7 @@ class EngineRequests:
     async def add(
         self, prompt: Any, params: SamplingParams, add_special_tokens: bool, **options: Any
     ) -> None:
-        """Queue one more. options: priority, cache_salt, trace_headers. Raises what
+        """Queue one more. options: priority, cache_salt, lora_request, trace_headers. Raises what
         AsyncLLM.generate raises."""
         collector = await self.async_llm.add_request(
             f"{self.request_id}-{len(self.collectors)}",
