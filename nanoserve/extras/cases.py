@@ -1,4 +1,4 @@
-"""Which answers does the engine itself give? The oracles of notebooks 06, 09, 13, 15.
+"""Which answers does the engine itself give? The oracles of notebooks 06, 09, 13, 15, 16.
 
 An exercise ends with a check of the reader's answers against those of the real engine. Where that
 takes more than a line, a function here has the inputs and the engine's answers:
@@ -15,10 +15,15 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nanoserve import SamplingParams
 from nanoserve.attention import AttentionBackend, StepMetadata
@@ -181,6 +186,44 @@ def adapter_reads(order: str, room: int) -> int:
     finally:
         setattr(manager.Adapter, "load", right)  # noqa: B010
     return len(reads)
+
+
+# -- quantization --
+
+
+def rounded(weight: Tensor, bits: int, group_size: int) -> Tensor:
+    """[out, in] with each group of neighbours in a row rounded to codes of so many bits, without
+    zeros: the largest size becomes the largest code."""
+    groups = weight.unflatten(1, (-1, group_size))
+    scales = groups.abs().amax(dim=2, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (groups / scales).round().mul(scales).flatten(1)
+
+
+def rounded_checkpoint(bits: int, group_size: int) -> Path:
+    """A copy of the demo model, in float32, whose linear layers are rounded. It is deleted when
+    Python ends."""
+    copy = copy_checkpoint(MODEL_DIR, "Qwen3ForCausalLM")
+    tensors = {name: t.float() for name, t in load_file(copy / "model.safetensors").items()}
+    for name in tensors:
+        if name.endswith("_proj.weight"):
+            tensors[name] = rounded(tensors[name], bits, group_size)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def product_times(
+    products: dict[str, Callable[[Tensor], Tensor]], num_inputs: int, sizes: tuple[int, ...]
+) -> dict[tuple[str, int], float]:
+    """(name, number of tokens) -> seconds of a product: the median of nine, in turns."""
+    seconds: dict[tuple[str, int], list[float]] = {}
+    for size in sizes:
+        x = torch.randn(size, num_inputs)
+        for _ in range(10):
+            for name, product in products.items():
+                started = perf_counter()
+                product(x)
+                seconds.setdefault((name, size), []).append(perf_counter() - started)
+    return {key: median(times[1:]) for key, times in seconds.items()}
 
 
 # -- several ranks --
