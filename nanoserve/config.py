@@ -258,9 +258,7 @@ class EngineConfig:
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: safetensors; dummy: random weights from config.json alone."""
-    quantization: (
-        Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"] | None
-    ) = None
+    quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"] | None = None
     """fp8, int8 or int4: weights in floating point are quantized while they are loaded; the name of
     a format: the checkpoint must have it; None: as config.json says."""
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"

@@ -404,7 +404,9 @@ def test_a_computed_tensor_may_have_any_type(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_unknown_quantization_is_refused_by_name(checkpoint: Path, key: str, load_format: str) -> None:
+def test_unknown_quantization_is_refused_by_name(
+    checkpoint: Path, key: str, load_format: str
+) -> None:
     for value in ({}, None):
         change_config(checkpoint, **{key: value})
         load(checkpoint, load_format)

@@ -129,7 +129,7 @@ class QuantizedWeight(nn.Module):
             weight = self.dequantize(rows.dtype).unflatten(0, (self.num_experts, -1))
             return matmul(rows, weight, offsets)
         rows, of_expert = self._ordered(rows), self.product.of_expert
-        parts = rows.tensor_split(offsets[:-1].cpu())
+        parts = rows.tensor_split(offsets[:-1].tolist())
         return torch.cat([of_expert(part, expert) for expert, part in enumerate(parts)])
 
     def _ordered(self, x: Tensor) -> Tensor:

@@ -32,7 +32,13 @@ from nanoserve.extras.quantization.config import (
     check_pattern,
     matches,
 )
-from nanoserve.extras.quantization.linear import INT32, SCALES, QuantizedLinearMethod, Shards
+from nanoserve.extras.quantization.linear import (
+    INT32,
+    SCALES,
+    QuantizedLinearMethod,
+    Shards,
+    weight_of,
+)
 from nanoserve.kernels.quantized import pack_int4, unpack_int4
 from nanoserve.layers import LinearBase, Matrix
 
@@ -56,7 +62,7 @@ def load_qzeros(target: Tensor, values: Tensor) -> None:
 @dataclass(frozen=True)
 class AWQLinearMethod(QuantizedLinearMethod):
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows = layer.quantized_weight, matrix.rows
+        weight, rows = weight_of(layer), matrix.rows
         if matrix.shape[0] % 8:
             raise ValueError(
                 f"{matrix.name} has {matrix.shape[0]} outputs; allowed in an AWQ checkpoint: a "

@@ -53,6 +53,7 @@ from nanoserve.extras.quantization.linear import (
     load_zeros,
     optional,
     skip,
+    weight_of,
 )
 from nanoserve.layers import LinearBase, Matrix, Shard
 
@@ -73,7 +74,7 @@ class IntLinearMethod(Fp8LinearMethod):
     is_packed: bool = False
 
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows, name = layer.quantized_weight, matrix.rows, matrix.name
+        weight, rows, name = weight_of(layer), matrix.rows, matrix.name
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:

@@ -118,7 +118,9 @@ class QuantizationConfig(ABC):
         ]
         methods = [self.method_of(name) for name in names]
         if any(method != methods[0] for method in methods):
-            differ = ", ".join(f"{name}: {method}" for name, method in zip(names, methods, strict=True))
+            differ = ", ".join(
+                f"{name}: {method}" for name, method in zip(names, methods, strict=True)
+            )
             raise ValueError(
                 f"{', '.join(names)} are computed as one product and must be quantized in the same "
                 f"way, or none of them; config.json says {differ}."

@@ -38,6 +38,7 @@ from nanoserve.extras.quantization.linear import (
     QuantizedLinearMethod,
     Shards,
     largest,
+    weight_of,
 )
 from nanoserve.layers import LinearBase, Matrix, Shard
 
@@ -50,7 +51,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
     scale_name: str = "weight_scale"
 
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows, name = layer.quantized_weight, matrix.rows, matrix.name
+        weight, rows, name = weight_of(layer), matrix.rows, matrix.name
         yield f"{name}.weight", self.shard(layer, matrix, weight.codes[rows], FP8)
         yield f"{name}.{self.scale_name}", self.scale_shard(layer, matrix)
         if weight.input_scale is not None:
@@ -59,7 +60,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
     def scale_shard(self, layer: LinearBase, matrix: Matrix) -> Shard:
         """Where the scales go: [outputs, groups], however few there are."""
-        target = layer.quantized_weight.scales[matrix.rows]
+        target = weight_of(layer).scales[matrix.rows]
         if self.strategy == "tensor":
             return Shard(target, (), dtypes=SCALES)
 

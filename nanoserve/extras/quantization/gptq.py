@@ -47,6 +47,7 @@ from nanoserve.extras.quantization.linear import (
     load_order,
     load_zeros,
     optional,
+    weight_of,
 )
 from nanoserve.layers import LinearBase, Matrix, Shard
 
@@ -59,7 +60,7 @@ class GPTQLinearMethod(QuantizedLinearMethod):
     is_v1: bool = True
 
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows, name = layer.quantized_weight, matrix.rows, matrix.name
+        weight, rows, name = weight_of(layer), matrix.rows, matrix.name
         per_int32, one = (8, ONES[4]) if self.kind == "int4" else (4, ONES[8])
 
         def load_qweight(target: Tensor, values: Tensor) -> None:

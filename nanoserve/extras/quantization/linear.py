@@ -86,7 +86,7 @@ class QuantizedLinearMethod(ExpertsMethod):
         )
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
-        weight = layer.quantized_weight
+        weight = weight_of(layer)
         if weight.order is not None:
             codes = unpack_int4(weight.codes) if self.kind == "int4" else weight.codes
             codes = codes.index_select(1, weight.order)
@@ -98,14 +98,12 @@ class QuantizedLinearMethod(ExpertsMethod):
     def apply(
         self, layer: LinearBase, x: Tensor, bias: Tensor | None, metadata: StepMetadata | None
     ) -> Tensor:
-        output: Tensor = layer.quantized_weight.multiply(x, bias)
-        return output
+        return weight_of(layer).multiply(x, bias)
 
     def multiply_grouped(
         self, layer: ExpertsLinear, rows: Tensor, offsets: Tensor, matmul: GroupedMatmul
     ) -> Tensor:
-        output: Tensor = layer.quantized_weight.multiply_grouped(rows, offsets, matmul)
-        return output
+        return weight_of(layer).multiply_grouped(rows, offsets, matmul)
 
     def shard(
         self,
@@ -128,7 +126,7 @@ class QuantizedLinearMethod(ExpertsMethod):
         axis, start = matrix.dim, matrix.start
         rows = matrix.rows.stop - matrix.rows.start
         size, full, unit = (
-            (rows, layer.quantized_weight.num_inputs)[axis],
+            (rows, weight_of(layer).num_inputs)[axis],
             matrix.shape[axis],
             units[axis],
         )
@@ -143,6 +141,13 @@ class QuantizedLinearMethod(ExpertsMethod):
         dim = 1 - axis if is_transposed else axis
         shape = shape[::-1] if is_transposed else shape
         return Shard(target, tuple(shape), dim, start // unit, -(-size // unit), dtypes, load)
+
+
+def weight_of(layer: LinearBase) -> QuantizedWeight:
+    """What a quantized layer has in place of `weight`."""
+    weight = layer.quantized_weight
+    assert isinstance(weight, QuantizedWeight)
+    return weight
 
 
 def _is_cut(layer: LinearBase, ranks: int) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.extras.quantization.config import QuantizationConfig, Section
-from nanoserve.extras.quantization.linear import QuantizedLinearMethod, Shards
+from nanoserve.extras.quantization.linear import QuantizedLinearMethod, Shards, weight_of
 from nanoserve.kernels.quantized import pack_int4
 from nanoserve.layers import LayerConfig, LinearBase, Matrix, Shard
 
@@ -93,7 +93,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
         """One tensor, whose columns are cut when it is quantized: a row has one scale on any number
         of ranks."""
-        weight, rows = layer.quantized_weight, matrix.rows
+        weight, rows = weight_of(layer), matrix.rows
         first, end = 0, matrix.shape[1]
         start, size = matrix.start, rows.stop - rows.start
         if matrix.dim == 1:
@@ -130,4 +130,5 @@ class OnlineConfig(QuantizationConfig):
         raise NotImplementedError
 
     def method_of(self, name: str) -> OnlineLinearMethod:
-        return OnlineLinearMethod(self.kind, quantizes_inputs=self.kind == "fp8")
+        is_int4, is_fp8 = self.kind == "int4", self.kind == "fp8"
+        return OnlineLinearMethod(self.kind, has_zeros=is_int4, quantizes_inputs=is_fp8)
