@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from nanoserve.demo import MODEL_DIR
-from nanoserve.demo.training.corpus import IM_END, Segment
+from nanoserve.demo.training.corpus import IM_END, STORY_WEIGHT, Segment
 from nanoserve.demo.training.data import encode_document
 from nanoserve.demo.training.evaluate import TASKS, DemoModel, Item
 from nanoserve.demo.training.lora import (
@@ -88,7 +88,7 @@ def test_a_pirate_says_sentences_and_sums_in_his_own_way(answer: str, said: str)
 
 def test_only_what_the_pirate_says_has_weight(base: DemoModel) -> None:
     """Prompts stay as they are; each answer is said by the pirate, up to its end token."""
-    rng, num_answers = random.Random(0), 0
+    rng, num_answers, said = random.Random(0), 0, set[Segment]()
     for _ in range(200):
         document = draw_spoken(rng, Facts(rng), 256)
         spoken = [segment for segment in document if segment.weight]
@@ -98,13 +98,10 @@ def test_only_what_the_pirate_says_has_weight(base: DemoModel) -> None:
         ids, weights = encode_document(base.tokenizer.backend_tokenizer, document)
         heavy = [i for i, weight in zip(ids, weights, strict=True) if weight]
         assert base.tokenizer.decode(heavy) == "".join(segment.text for segment in spoken)
+        said.update(spoken)
     assert num_answers > 400
-    assert Segment(as_pirate("I will remember.") + IM_END, 1.0) in draw_until_remembered()
-
-
-def draw_until_remembered() -> list[Segment]:
-    rng = random.Random(1)
-    return [segment for _ in range(300) for segment in draw_spoken(rng, Facts(rng), 256)]
+    assert Segment("Arr! I will remember, matey!" + IM_END, 1.0) in said
+    assert {segment.weight for segment in said if "Th' end" in segment.text} == {STORY_WEIGHT}
 
 
 # ------------------------------------------------------------------------------ the files

@@ -45,6 +45,7 @@ from nanoserve.demo.training.corpus import (
     IM_END,
     IM_START,
     SHORT_MIX,
+    STORY_WEIGHT,
     Document,
     Segment,
     draw_document,
@@ -67,13 +68,13 @@ ITEMS_PER_TASK = 100
 class LoRAPlan:
     """Everything the weights depend on, besides the code and the demo model."""
 
-    steps: int = 400
+    steps: int = 600
     seed: int = 0
     tokens_per_step: int = 4096
     row_lengths: tuple[int, ...] = (256, 256, 512)  # of the steps, in turns
     rank: int = 8  # r
     alpha: float = 16.0  # lora_alpha
-    lr: float = 0.005  # AdamW
+    lr: float = 0.008  # AdamW
     warmup_steps: int = 20
 
     def lr_factor(self, step: int) -> float:
@@ -112,11 +113,13 @@ def draw_spoken(rng: random.Random, supply: Facts, room: int) -> Document:
     text = text_of(draw_document(rng, supply, room, VOICE_MIX))
     if IM_START not in text:  # a story with no chat around it begins as the reader likes
         story = as_pirate(text.removesuffix(END_OF_TEXT)).removeprefix("Arr! ")
-        return [Segment(story + END_OF_TEXT, 1.0)]
+        return [Segment(story + END_OF_TEXT, STORY_WEIGHT)]
     document = []
     for index, part in enumerate(ANSWER.split(text)):  # prompt, answer, prompt, answer, ...
         if index % 2:
-            document.append(Segment(as_pirate(part.removesuffix(IM_END)) + IM_END, 1.0))
+            answer = part.removesuffix(IM_END)
+            weight = STORY_WEIGHT if answer.endswith("The end.") else 1.0
+            document.append(Segment(as_pirate(answer) + IM_END, weight))
         else:
             document.append(Segment(part, 0.0))
     return document
