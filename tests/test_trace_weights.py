@@ -1,4 +1,4 @@
-"""The pictures of matrices: what they say is true of the numbers that they got."""
+"""The pictures of matrices say what is true of their numbers; oracles of notebooks 15 and 16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 import matplotlib
 import torch
 
-from nanoserve.extras import trace
+from nanoserve.extras import cases, trace
 
 
 @pytest.fixture
@@ -50,3 +50,20 @@ def test_a_staircase_counts_its_steps(plt: Any) -> None:
     trace.staircase("Rounded", row, {"same": row, "whole": row.round(), "sign": row.sign()})
     titles = [ax.get_title(loc="right") for ax in plt.gcf().axes]
     assert titles == ["4 different, error 0%", "4 different, error 9.1%", "2 different, error 36%"]
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 6), (4, 4), (8, 12)])
+def test_rounded_weights_are_the_nearest_codes(bits: int, group_size: int) -> None:
+    """The oracle of notebook 16: no number is off by more than half a scale."""
+    weight = torch.randn(5, 12, generator=torch.Generator().manual_seed(0))
+    after = cases.rounded(weight, bits, group_size)
+    scales = weight.unflatten(1, (-1, group_size)).abs().amax(2) / (2 ** (bits - 1) - 1)
+    codes = after.unflatten(1, (-1, group_size)) / scales[..., None]
+    assert torch.allclose(codes, codes.round(), atol=1e-4)
+    error = (after - weight).unflatten(1, (-1, group_size)).abs().amax(2)
+    assert (error <= scales / 2 + 1e-6).all()
+
+
+def test_the_engine_reads_an_adapter_again_when_there_was_no_room_for_it() -> None:
+    """The oracle of notebook 15."""
+    assert [cases.adapter_reads("pqpq", room) for room in (1, 2)] == [4, 2]
