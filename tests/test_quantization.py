@@ -112,9 +112,7 @@ def test_codes_mean_what_was_written(
         layers = linear_layers(load(quantized, rank, world_size))
         for key, layer in layers.items():
             assert torch.equal(weight_of(layer), weight_of(expected[key])), key
-        names = [
-            key.rpartition(".")[2] for key in layers if hasattr(layers[key], "quantized_weight")
-        ]
+        names = [key.rpartition(".")[2] for key in layers if hasattr(layers[key], "quantized_weight")]
         assert set(names) == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
 
 
@@ -137,16 +135,11 @@ def test_with_act_order_columns_are_sorted_by_group(
 def test_experts_are_quantized(
     name: str, model_type: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
-    quantized, plain = (
-        make_quantized(name, model_type, num_local_experts=4)
-        if (model_type == "mixtral")
-        else make_quantized(name, model_type, num_experts=4, moe_intermediate_size=64)
-    )
+    quantized, plain = make_quantized(name, model_type, num_local_experts=4) if (
+        model_type == "mixtral"
+    ) else make_quantized(name, model_type, num_experts=4, moe_intermediate_size=64)
     for rank in range(2):
-        expected, layers = (
-            linear_layers(load(plain, rank, 2)),
-            linear_layers(load(quantized, rank, 2)),
-        )
+        expected, layers = linear_layers(load(plain, rank, 2)), linear_layers(load(quantized, rank, 2))
         experts = {key for key, layer in layers.items() if isinstance(layer, ExpertsLinear)}
         assert len(experts) == 4
         for key, layer in layers.items():
