@@ -32,19 +32,24 @@ Writer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
 def write_checkpoint(
-    source: Path, folder: Path, config: dict[str, Any], writer: Writer, ignored: str = "lm_head"
+    source: Path,
+    folder: Path,
+    config: dict[str, Any],
+    writer: Writer,
+    *ignored: str,
+    with_head: bool = False,
 ) -> tuple[Path, Path]:
-    """The folders of a quantized copy of `source` and of what it stands for. Matrices whose name
-    has `ignored` in it stay as they are."""
+    """The folders of a quantized copy of `source` and of what it stands for. The embedding, the
+    head (unless `with_head`), routers, and matrices whose name has an `ignored` part stay as they
+    are."""
     quantized, plain = folder / "quantized", folder / "plain"
     shutil.copytree(source, plain)
     tensors = load_file(source / "model.safetensors")
     coded: dict[str, Tensor] = {}
     for name, weight in tensors.items():
         matrix = name.removesuffix(".weight")
-        is_coded = weight.dim() == 2 and "embed" not in name and "mlp.gate." not in name
-        is_coded &= "block_sparse_moe.gate." not in name and ignored not in name
-        if is_coded:
+        kept = ("embed", "mlp.gate.", "moe.gate.", *ignored, *["lm_head"] * (not with_head))
+        if weight.dim() == 2 and not any(part in name for part in kept):
             parts, tensors[name] = writer(matrix, weight.float())
             coded.update({f"{matrix}.{key}": part for key, part in parts.items()})
         else:

@@ -389,7 +389,7 @@ def test_without_a_compiler_pytorch_does_the_work(
 @pytest.fixture
 def short_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Something that is compiled at once."""
-    monkeypatch.setattr(native_cpu, "SOURCE", tmp_path / "short.cpp")
+    monkeypatch.setattr(native_cpu, "SOURCE", tmp_path / "native_cpu.cpp")
     native_cpu.SOURCE.write_text("int number;\n")
 
 

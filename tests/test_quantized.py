@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoserve.attention import quantize_rows
-from nanoserve.kernels import quantized
 from nanoserve.kernels.quantized import FP8, KINDS, QuantizedWeight, pack_int4, unpack_int4
-from nanoserve.kernels.quantized_cpu import library
+from nanoserve.kernels.quantized_cpu import LIBRARY
 
-needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler with OpenMP")
+needs_compiler = pytest.mark.skipif(not LIBRARY.multiply, reason="no C++ compiler with OpenMP")
 
 
 @pytest.fixture(autouse=True)
@@ -219,7 +218,7 @@ def test_memory_is_taken_once(kind: str, bits: int) -> None:
 def test_without_a_compiler_the_weight_is_dequantized(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantized, "library", lambda: None)
+    monkeypatch.setattr(LIBRARY, "multiply", None)
     weight = make_weight(kind, 70, 24, 3)
     assert_multiplies_as_defined(weight, 3)
     assert weight.product is None and weight.codes is not None

@@ -56,7 +56,8 @@ class TorchBackend(AttentionBackend):
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         stored, slots = as_stored(key, value, kv_cache), metadata.slot_mapping
         for i in range(0, len(stored), 2):  # the numbers, then their scales
-            store_kv_torch(*stored[i : i + 2], *kv_cache[i : i + 2], slots, plan=metadata.plan)
+            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
+            store_kv_torch(*two, slots, plan=metadata.plan)
 
     def attend(
         self,
@@ -70,7 +71,8 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         return paged_attention_torch(
             query,
-            *kv_cache[:2],
+            kv_cache[0],
+            kv_cache[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
@@ -436,12 +438,8 @@ class GatheredPrefill:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (tokens of `query`, their result [len(tokens), num_heads, value_dim]), one tile of
         queries after the other."""
-        keys, values = self.gather(key_cache), self.gather(value_cache)
-        if kv_scales:
-            keys, values = (
-                (numbers.float() * self.gather(scales)).to(query.dtype)
-                for numbers, scales in zip((keys, values), kv_scales, strict=True)
-            )
+        caches = zip((key_cache, value_cache), kv_scales or (None, None), strict=True)
+        keys, values = (self.gather(cache, scales).to(query.dtype) for cache, scales in caches)
         heads_per_kv_head = query.shape[1] // key_cache.shape[2]
         for first, last in self.query_tiles():
             tokens = self.tokens(first, last)
@@ -458,14 +456,17 @@ class GatheredPrefill:
             )
             yield tokens, attended.flatten(0, 1)
 
-    def gather(self, cache: Tensor) -> Tensor:
+    def gather(self, cache: Tensor, scales: Tensor | None = None) -> Tensor:
         """The keys (or values) of each sequence, in order: [batch, num_kv_heads, keys, dim], with 0
-        behind a sequence's last one.
+        behind a sequence's last one. If the cache has 8 bits, they are multiplied by its scales.
 
         The padding is cleared because unused slots of a block hold old numbers of other requests: a
         NaN among them would pass through a mask (0 * NaN = NaN). index_select on rows of (block,
         head) is several times faster than cache[blocks], and needs no transposition after it.
         """
+        if scales is not None:  # as bytes, because PyTorch fills no rows of fp8
+            numbers = self.gather(cache.view(torch.int8)).view(cache.dtype)
+            return numbers.float() * self.gather(scales)
         num_kv_heads, num_keys = cache.shape[2], self.num_blocks * self.block_size
         rows = self._keep(("rows", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
         gathered = cache.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, rows)

@@ -489,7 +489,8 @@ class TritonBackend(AttentionBackend):
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         stored = as_stored(key, value, kv_cache)
         for i in range(0, len(stored), 2):  # the numbers, then their scales
-            store_kv_triton(*stored[i : i + 2], *kv_cache[i : i + 2], metadata.slot_mapping)
+            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
+            store_kv_triton(*two, metadata.slot_mapping)
 
     def attend(
         self,
@@ -503,7 +504,8 @@ class TritonBackend(AttentionBackend):
     ) -> Tensor:
         return paged_attention_triton(
             query,
-            *kv_cache[:2],
+            kv_cache[0],
+            kv_cache[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,

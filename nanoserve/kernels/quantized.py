@@ -24,13 +24,14 @@ vllm/model_executor/kernels/linear/: mixed_precision/, scaled_mm/ (V1).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import quantize_rows
-from nanoserve.kernels.quantized_cpu import KINDS, NativeProduct, library, unpack_int4
+from nanoserve.kernels.quantized_cpu import KINDS, LIBRARY, NativeProduct, unpack_int4
 
 FP8 = torch.float8_e4m3fn
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
@@ -47,8 +48,14 @@ def pack_int4(codes: Tensor) -> Tensor:
 class QuantizedWeight(nn.Module):
     """A matrix [out, in] of codes, on the device of its codes.
 
-    After `prepare` the codes may lie in another order, and dequantize must not be called any more.
+    After `prepare` the product may have them, in another order: dequantize is for before.
     """
+
+    codes: Any  # see __init__; None when the product has them
+    scales: Any
+    zeros: Any
+    order: Any  # None: the columns are in the inputs' order
+    input_scale: Tensor | None
 
     def __init__(
         self,
@@ -88,7 +95,7 @@ class QuantizedWeight(nn.Module):
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
         for name, tensor in {**tensors, "input_scale": input_scale}.items():
             self.register_buffer(name, tensor, persistent=False)
-        self.product: nn.Module | None = None  # what `prepare` has chosen
+        self.product: Any = None  # a module that multiplies: what `prepare` has chosen
 
     @property
     def group_size(self) -> int:
@@ -99,7 +106,7 @@ class QuantizedWeight(nn.Module):
         """The weight [out, in] that the codes stand for: the definition."""
         codes = unpack_int4(self.codes) if self.kind == "int4" else self.codes
         numbers = codes.float().unflatten(1, (self.num_groups, -1))
-        zeros = 8.0 if self.kind == "int4" else 0.0
+        zeros: Any = 8.0 if self.kind == "int4" else 0.0
         if self.zeros is not None:
             zeros = self.zeros.float()[..., None]
         weight = ((numbers - zeros) * self.scales[..., None]).flatten(1).to(dtype)
@@ -144,6 +151,10 @@ class QuantizedWeight(nn.Module):
 class ScaledMatmul(nn.Module):
     """Both sides in FP8, multiplied as such; the scales of rows and outputs come afterwards."""
 
+    codes: Tensor
+    scales: Tensor
+    input_scale: Tensor | None
+
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
         self.register_buffer("codes", weight.codes, persistent=False)
@@ -167,7 +178,7 @@ def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Mo
     """What multiplies by this weight on its device; None: it is dequantized for each product."""
     device = weight.codes.device
     if device.type == "cpu":
-        return NativeProduct if library() else None
+        return NativeProduct if LIBRARY.multiply else None
     if device.type != "cuda" or weight.num_experts > 1:
         return None
     if weight.kind != "fp8":

@@ -12,7 +12,7 @@ vLLM: vllm/model_executor/kernels/linear/mixed_precision/cpu.py (V1; the loop is
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +45,21 @@ class Sizes(ctypes.Structure):
     )
 
 
-@cache
-def library() -> Any:
-    """The compiled function; None if it cannot be compiled here."""
-    found = load_library(SOURCE)
-    if found is None:
-        return None
-    function = found.quantized_multiply
-    function.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 5)
-    function.restype = None
-    return function
+class Library:
+    """The compiled source, which is looked for once."""
+
+    @cached_property
+    def multiply(self) -> Any:
+        """The compiled function; None if it cannot be compiled here."""
+        found = load_library(SOURCE)
+        if found is None:
+            return None
+        found.quantized_multiply.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 5)
+        found.quantized_multiply.restype = None
+        return found.quantized_multiply
+
+
+LIBRARY = Library()
 
 
 def as_panels(tensor: Tensor, num_experts: int) -> Tensor:
@@ -68,9 +73,13 @@ def as_panels(tensor: Tensor, num_experts: int) -> Tensor:
 class NativeProduct(nn.Module):
     """Multiplies by the matrix of each expert (if there are none: of the only one)."""
 
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.function, self.kind = library(), KINDS.index(weight.kind)
+        self.function, self.kind = LIBRARY.multiply, KINDS.index(weight.kind)
         self.num_outputs = weight.num_outputs // weight.num_experts
         is_int4 = weight.kind == "int4"
         codes = unpack_int4(weight.codes) if is_int4 else weight.codes.view(torch.uint8)

@@ -112,6 +112,8 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 class TritonProduct(nn.Module):
     """The kernel's launch."""
 
+    codes: Tensor
+
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
         self.kind, self.group_size, self.num_columns = (

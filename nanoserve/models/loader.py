@@ -49,7 +49,8 @@ Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> 
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
-INTEGERS = {("I32",): torch.int32, ("I8",): torch.int8}  # types of codes in files
+# Types of codes in files.
+INTEGERS: dict[Any, torch.dtype] = {("I32",): torch.int32, ("I8",): torch.int8}
 MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 
@@ -64,25 +65,27 @@ def load_model(
     nanoserve's own model if ModelRegistry has its architecture, else that of transformers, unless
     `model_impl` says otherwise.
 
-    Raises ValueError for an unknown architecture, a damaged or missing file, quantized weights, and
+    Raises ValueError for an unknown architecture or quantization, a damaged or missing file, and
     weights that do not match the model or do not fit into memory. All but damage inside a file is
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
     layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
+    impl = config.model_impl
+    is_fallback = impl == "transformers" or (impl == "auto" and not is_native)
+    if is_fallback and layer_config.quant_config is not None:
+        how = find_quantization(model_config.hf_config)
+        raise ValueError(
+            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, and "
+            f"quantization is {config.quantization!r}: weights can be quantized in nanoserve's "
+            f"own models ({', '.join(ModelRegistry.architectures())}), and "
+            f"{model_config.architecture} would run through transformers. Use a checkpoint in "
+            "bfloat16, float16 or float32."
+        )
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
-    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
-        if layer_config.quant_config is not None:
-            how = find_quantization(model_config.hf_config)
-            raise ValueError(
-                f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, and "
-                f"quantization is {config.quantization!r}: weights can be quantized in nanoserve's "
-                f"own models ({', '.join(ModelRegistry.architectures())}), and "
-                f"{model_config.architecture} would run through transformers. Use a checkpoint in "
-                "bfloat16, float16 or float32."
-            )
+    if is_fallback:
         with transformers_lock:
             # Imported here, because it takes seconds, and native models do not need it.
             from nanoserve.models.transformers_fallback import load_with_transformers

@@ -129,12 +129,10 @@ class CompressedTensorsConfig(QuantizationConfig):
         ignored = section.get("ignore", list_of(TEXT), [])
         _check_patterns(ignored, section)
         layout = section.get("format", TEXT)
-        groups = section.require("config_groups", OBJECT)
-        inner = section.at("config_groups")
+        groups = section.at("config_groups")
         found = []
-        for key in groups:
-            inner.require(key, OBJECT)
-            group = inner.at(key)
+        for key in groups.values:
+            group = groups.at(key)
             targets = group.require("targets", list_of(TEXT, least=1))
             _check_patterns(targets, group)
             found.append((tuple(targets), _read_method(group, group.get("format", TEXT, layout))))
@@ -157,7 +155,6 @@ def _check_patterns(patterns: Iterable[str], section: Section) -> None:
 
 def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
     """The scheme of a group of layers."""
-    group.require("weights", OBJECT)
     weights = group.at("weights")
     bits = weights.require("num_bits", whole(1, 64))
     codes = weights.get("type", one_of("int", "float"), "int")

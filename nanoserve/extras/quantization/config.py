@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from nanoserve.checkpoint import (
+    OBJECT,
     QUANTIZATION_KEYS,
     Rule,
     find_quantization,
@@ -52,6 +53,11 @@ GROUP_SIZE = Rule(
     "-1 or an even int from 2 to 65536",
     lambda value: type(value) is int and (value == -1 or (2 <= value <= 65536 and value % 2 == 0)),
 )
+# Layers that are one product, and the matrices of the checkpoint in them.
+PACKED_MODULES_MAPPING = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
 MAX_REPEATS = 4  # in a regular expression: its time is at most this power of a name's length
 
 
@@ -75,7 +81,7 @@ class Section:
 
     def at(self, key: str) -> Section:
         """The object below a key."""
-        return Section(self.values[key], f"{self.place}.{key}")
+        return Section(self.require(key, OBJECT), f"{self.place}.{key}")
 
     def refuse(self, key: str, what: str) -> None:
         """Raise ValueError because of what a key says. `what` is allowed, or why it is not."""
@@ -86,11 +92,6 @@ class QuantizationConfig(ABC):
     """What config.json says about quantized weights, in one format."""
 
     name: ClassVar[str]  # as in config.json
-    # Fused layers, and the matrices of the checkpoint in them: vLLM's name.
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-        "gate_up_proj": ("gate_proj", "up_proj"),
-    }
     quantizes_head: bool  # the language-model head, too, if config.json lists no exception
 
     @classmethod
@@ -113,8 +114,7 @@ class QuantizationConfig(ABC):
         if isinstance(layer, VocabParallelEmbedding) and not is_head:
             return None
         names = [
-            f"{parent}.{part}".lstrip(".")
-            for part in self.packed_modules_mapping.get(last, (last,))
+            f"{parent}.{part}".lstrip(".") for part in PACKED_MODULES_MAPPING.get(last, (last,))
         ]
         methods = [self.method_of(name) for name in names]
         if any(method != methods[0] for method in methods):
@@ -151,9 +151,8 @@ def get_quantization_config(
         if quantization is None:
             return None
         if quantization in ONLINE:
-            from nanoserve.extras.quantization.online import OnlineConfig
-
-            return OnlineConfig(quantization)
+            online: QuantizationConfig = _find("online", "OnlineConfig")(quantization)
+            return online
         raise ValueError(
             f"quantization is {quantization!r}, and {file} has no quantization_config: the weights "
             f"are floating-point. Leave quantization out, or quantize them while loading with one "
@@ -172,12 +171,14 @@ def get_quantization_config(
             f"quantization is {quantization!r}, and {file} has {how}. Leave quantization out: the "
             "weights are quantized already."
         )
-    module, cls = METHODS[method]
-    chapter = import_module(f"{__package__}.{module}")
-    config: QuantizationConfig = getattr(chapter, cls).from_config(
-        Section(hf[key], f"{file}, {key}")
-    )
+    section = Section(hf[key], f"{file}, {key}")
+    config: QuantizationConfig = _find(*METHODS[method]).from_config(section)
     return config
+
+
+def _find(module: str, cls: str) -> Any:
+    """A class of this folder."""
+    return getattr(import_module(f"{__package__}.{module}"), cls)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:

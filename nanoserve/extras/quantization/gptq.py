@@ -78,8 +78,15 @@ class GPTQLinearMethod(QuantizedLinearMethod):
         units = (1, self.group_size)
         yield f"{name}.scales", shard(weight.scales[rows].t(), SCALES, units=units)
         g_idx = f"{name}.g_idx"
-        load = partial(load_order, name=g_idx, group_size=self.group_size, is_free=self.has_order)
         start, size = (matrix.start, weight.num_inputs) if matrix.dim == 1 else (0, matrix.shape[1])
+        first = 0 if self.group_size == -1 else start // self.group_size
+        load = partial(
+            load_order,
+            name=g_idx,
+            group_size=self.group_size,
+            first=first,
+            is_free=self.has_order,
+        )
         order = torch.empty(0) if weight.order is None else weight.order
         yield optional(g_idx, Shard(order, matrix.shape[1:], 0, start, size, INT32, load))
         if layer.bias is None:

@@ -172,18 +172,19 @@ def load_zeros(target: Tensor, values: Tensor, kind: str) -> None:
     target.copy_(numbers if kind == "int4" else numbers - 128)
 
 
-def load_order(target: Tensor, values: Tensor, name: str, group_size: int, is_free: bool) -> None:
-    """The group of each input -> the inputs, sorted by group. Raises ValueError unless each group
-    has `group_size` inputs, and unless the matrices that share the target agree. Not `is_free`: the
-    list may only say 0, 0, ..., 1, 1, ..."""
+def load_order(
+    target: Tensor, values: Tensor, name: str, group_size: int, first: int, is_free: bool
+) -> None:
+    """The group of each input, `first` the lowest -> the inputs, sorted by group. Raises ValueError
+    unless each group has `group_size` inputs, and unless all matrices with this target agree. Not
+    `is_free`: the list may only say first, first, ..., first + 1, first + 1, ..."""
     size = len(values) if group_size == -1 else group_size
-    groups = values.long() - (0 if is_free else values.min())  # a part begins with any group
-    expected = torch.arange(len(values)) // size
+    groups, expected = values.long(), first + torch.arange(len(values)) // size
     if not torch.equal(groups.sort().values, expected):
         raise ValueError(f"{name} does not give each group {size} inputs. Copy the file again.")
     if not is_free:
         if not torch.equal(groups, expected):
-            raise ValueError(f"{name} has an order of its own, and config.json says there is none.")
+            raise ValueError(f"{name} has an order of its own; config.json says desc_act is false.")
         return
     order = groups.argsort(stable=True).to(target.device)
     if target.any() and not torch.equal(order, target):
