@@ -159,8 +159,6 @@ RANGES = {
     "block_size": BLOCKS,
     "gpu_memory_utilization": (ABOVE_ZERO, 1, "more than 0, up to 1"),
     "long_prefill_token_threshold": (0, INT64, "0 to 2**63 - 1"),
-    "max_lora_rank": (1, 2**16, "1 to 65536"),
-    "max_loras": (1, 2**16, "1 to 65536"),
     "max_logprobs": (-1, INT64, "-1 to 2**63 - 1"),
     "num_cpu_blocks": BLOCKS,
     "num_gpu_blocks_override": BLOCKS,

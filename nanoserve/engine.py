@@ -52,13 +52,7 @@ from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import (
-    PromptType,
-    as_arrival_time,
-    as_request_ids,
-    attach_lora,
-    refuse_missing,
-)
+from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing, set_lora
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -221,7 +215,7 @@ class LLMEngine(OwnedByProcess):
         self._check_open()
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
-        attach_lora(self.lora_manager, root, lora_request)
+        set_lora(self.lora_manager, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 

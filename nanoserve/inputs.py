@@ -147,7 +147,7 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
-def attach_lora(manager: Any, root: Any, lora_request: Any) -> None:
+def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
     """Let a request, whose first sequence is `root`, run with an adapter. `manager` is the engine's
     LoRAManager; None: it has none. Raises ValueError or TypeError if it cannot."""
     if lora_request is None:

@@ -448,7 +448,6 @@ def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:
         seed=seq.seed,
         branch=seq.branch,
         num_samples=1 + seq.num_pending_forks,
-        cache_salt=seq.cache_salt,
-        lora_int_id=seq.lora.request.lora_int_id if seq.lora else 0,
+        extra_keys=seq.extra_keys,
         lora_slot=seq.lora.slot if seq.lora else -1,
     )

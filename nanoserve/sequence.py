@@ -140,8 +140,8 @@ class Sequence:
 
     @property
     def extra_keys(self) -> Hashable:
-        """Sequences share cached blocks only if these are equal."""
-        return self.cache_salt if self.lora is None else (self.cache_salt, self.lora)
+        """Sequences share what is cached only if these are equal."""
+        return self.cache_salt if self.lora is None else (self.cache_salt, self.lora.key)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -197,8 +197,7 @@ class NewSequence(NamedTuple):
     seed: int
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
-    cache_salt: str | None = None
-    lora_int_id: int = 0  # its adapter; 0: none
+    extra_keys: Hashable = None
     lora_slot: int = -1  # where the adapter is on the device; -1: none
 
 

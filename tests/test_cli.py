@@ -258,7 +258,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["complete", "a", "--chat-template", "x"], "no option --chat-template. (--help"),
         (["chat", "--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
         (["complete", "a", "--quantization", "x"], "--quantization: invalid choice: 'x'"),
-        (["complete", "a", "--enable-lora"], "as model. Leave --enable-lora out. (--help"),
+        (["complete", "a", "--fully-sharded-loras"], "Leave --fully-sharded-loras out. (--help"),
         (["complete", "a", "--temperature", "-1"], "temperature is -1.0; allowed: 0 (greedy)"),
         (["complete", "a", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),
         (["complete", "a", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),

@@ -78,7 +78,7 @@ def addresses(inputs: StepInputs) -> list[int]:
     """Addresses of the tensors that a captured forward pass reads."""
     meta, sent = inputs.metadata, inputs.tensors
     tensors = [sent.input_ids, sent.positions, sent.token_rows, meta.slot_mapping]
-    tensors += [meta.block_table, meta.query_start_loc, meta.seq_lens]
+    tensors += [meta.block_table, meta.query_start_loc, meta.seq_lens, sent.lora_ids]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -180,7 +180,7 @@ def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     made: list[GraphShape] = []
 
     zero = torch.zeros(1)
-    inputs = StepInputs(None, StepArrays(*[zero] * 9), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
+    inputs = StepInputs(None, StepArrays(*[zero] * 10), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
 
     def make_forward(shape: GraphShape) -> Callable[[], Tensor]:
         made.append(shape)

@@ -203,7 +203,9 @@ def test_arguments_as_in_vllm(make_engine: MakeEngine) -> None:
     assert not engine.abort_request([])
     last = finish(engine)
     assert [tokens_of(last[name]) for name in ("1", "2")] == [[expect([1, 2], 3)]] * 2
-    for name in ("lora_request", "trace_headers", "tokenization_kwargs"):
+    with pytest.raises(VLLMValidationError, match="enable_lora=True"):
+        engine.add_request("a", [1], params(), lora_request="x")
+    for name in ("trace_headers", "tokenization_kwargs"):
         with pytest.raises(VLLMValidationError, match=f"add_request got {name}="):
             engine.add_request("a", [1], params(), **{name: {"a": "b"}})
     assert_idle(engine)

@@ -330,6 +330,7 @@ def test_a_lora_request_is_checked(fields: dict[str, Any], message: str) -> None
         ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2, less than max_loras 3"),
         ({"model_impl": "transformers"}, "runs through transformers here, whose layers take no"),
         ({"max_loras": 65536, "max_lora_rank": 65536}, "Lower the two"),
+        ({"max_loras": 2**63 - 1}, "Lower the two"),
     ],
 )
 def test_bad_options(family: Family, options: dict[str, Any], message: str) -> None:

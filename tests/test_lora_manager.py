@@ -253,25 +253,32 @@ def test_an_idle_adapter_stays_until_its_slot_is_wanted(folder: Path, at_once: N
     assert len(engine.lora_manager.loaded) == 3
 
 
-def test_a_swapped_sequence_keeps_its_slot(folder: Path, at_once: None) -> None:
-    """It comes back before the slot is drained for another one."""
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_a_swapped_sequence_keeps_its_slot(folder: Path, at_once: None, is_drained: bool) -> None:
+    """It comes back before the slot goes to another one, who may have waited before the swap."""
     loras = make_loras(folder)
     engine = make(folder, max_loras=1, num_kv_blocks=8, preemption_mode="swap")
-    for number in (1, 2):
-        engine.add_request(f"{number}", [number] * 6, params(max_tokens=20), lora_request=loras[1])
+    asked = {"1": ([1] * 6, 1, 20), "2": ([2] * 6, 1, 20), "b": ([3], 2, 10)}
+
+    def add(name: str) -> None:
+        prompt, adapter, max_tokens = asked[name]
+        fields = params(max_tokens=max_tokens)
+        engine.add_request(name, prompt, fields, lora_request=loras[adapter])
+
+    add("1")
+    add("2")
     for _ in range(100):
         step(engine)
+        if is_drained and not engine.is_unfinished("b"):
+            add("b")
         if engine.scheduler.swapped:
             break
     assert engine.scheduler.swapped
-    engine.add_request("b", [3], params(), lora_request=loras[2])
+    if not is_drained:
+        add("b")
     last = finish(engine)
-    for name, prompt, adapter, number in (
-        ("1", [1] * 6, 1, 20),
-        ("2", [2] * 6, 1, 20),
-        ("b", [3], 2, 10),
-    ):
-        assert last[name].outputs[0].token_ids == expect(prompt, adapter, number)
+    for name, (prompt, adapter, max_tokens) in asked.items():
+        assert last[name].outputs[0].token_ids == expect(prompt, adapter, max_tokens)
 
 
 # -- weights on their way --

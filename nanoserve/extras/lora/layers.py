@@ -128,7 +128,6 @@ class LoRASlots:
         little memory for it."""
         self.runner: ModelRunner = weakref.proxy(runner)  # the runner holds the slots
         self.max_loras, self.max_rank = runner.config.max_loras, runner.config.max_lora_rank
-        self.all_slots = torch.arange(self.max_loras, device=runner.device)
         self.layers = {
             name: layer
             for name, layer in runner.model.named_modules()
@@ -143,6 +142,7 @@ class LoRASlots:
             memory_limit(runner.device),
             "Lower the two.",
         )
+        self.all_slots = torch.arange(self.max_loras, device=runner.device)
         options: dict[str, Any] = {"dtype": runner.dtype, "device": runner.device}
         for name, layer in self.layers.items():
             for buffer, shape in zip(("lora_a", "lora_b"), shapes[name], strict=True):

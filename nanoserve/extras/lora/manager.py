@@ -22,9 +22,9 @@ adapters that are new in their slots into the step. A sequence holds its slot wh
 swapped out. Weights are read by a thread, and nobody else waits for that. If they cannot be read,
 the requests that wait for them end with an error.
 
-*Prefix cache.* What an adapter has computed is of use to this adapter only. An Adapter object is
-part of the root of its sequences' block hashes (Sequence.extra_keys): another adapter never finds
-the blocks, also not one that gets the same number later.
+*Prefix cache.* What an adapter has computed is of use to this adapter only. Its `key` is part of
+the root of its sequences' block hashes (Sequence.extra_keys). Another adapter never finds the
+blocks, also not one that later gets the same lora_int_id: keys are never used twice.
 
 vLLM: vllm/lora/worker_manager.py, model_manager.py; vllm/v1/core/sched/scheduler.py (V1).
 """
@@ -36,7 +36,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,9 +74,10 @@ def adaptable_shapes(config: EngineConfig, model_config: ModelConfig) -> dict[st
 class Adapter:
     """An adapter that the engine knows, and the gate of the sequences that want it."""
 
-    def __init__(self, request: LoRARequest, files: AdapterFiles) -> None:
+    def __init__(self, request: LoRARequest, files: AdapterFiles, key: int) -> None:
         self.request = request
         self.files = files
+        self.key = key  # no other adapter of this engine has it, or has had it
         self.slot = -1  # on the device; -1: none
         self.may_run = False  # in the step that is being decided
 
@@ -119,7 +120,8 @@ class LoRAManager:
         self.max_lora_rank, self.max_loras = config.max_lora_rank, config.max_loras
         self.max_cpu_loras = config.max_cpu_loras or config.max_loras
         self.adapters: dict[int, Adapter] = {}  # lora_int_id -> what requests may ask for
-        self._lock = threading.Lock()  # guards `adapters`
+        self._keys = count(1)
+        self._lock = threading.Lock()  # guards the last two
         # The adapters that have a slot: idle ones first, the least recently used at the front;
         # then those in use, the first to get its slot at the front.
         self.slots: OrderedDict[Adapter, None] = OrderedDict()
@@ -146,7 +148,7 @@ class LoRAManager:
         if adapter is None:
             files = read_adapter(lora_request.path, self.shapes, self.max_lora_rank)
             with self._lock:
-                new = Adapter(lora_request, files)
+                new = Adapter(lora_request, files, next(self._keys))
                 adapter = self.adapters.setdefault(lora_request.lora_int_id, new)
         known = adapter.request
         if (known.name, known.path) != (lora_request.name, lora_request.path):
@@ -223,14 +225,13 @@ class LoRAManager:
     def _take_slot(self, adapter: Adapter, busy: set[Adapter]) -> bool:
         """Give the adapter a free slot, or that of one that is not busy, and begin to read its
         weights if they are not there. False if all slots are busy."""
-        free = set(range(self.max_loras)) - {each.slot for each in self.slots}
-        if not free:
+        if len(self.slots) == self.max_loras:
             idle = next((each for each in self.slots if each not in busy), None)
             if idle is None:
                 return False
-            free = {idle.slot}
             self._take_away(idle)
-        adapter.slot = min(free)
+        taken = {each.slot for each in self.slots}
+        adapter.slot = next(slot for slot in range(self.max_loras) if slot not in taken)
         self.slots[adapter] = None
         if adapter in self.loaded:
             self.loaded.move_to_end(adapter)

@@ -319,8 +319,7 @@ class SuffixDecodingProposer(Proposer):
         for seq_id in scheduler_output.finished_seq_ids:
             self.requests.pop(seq_id, None)
         for new in scheduler_output.new_sequences:
-            salt = (new.cache_salt, new.lora_int_id)
-            self.requests[new.seq_id] = Request(self.cache, salt, len(new.token_ids))
+            self.requests[new.seq_id] = Request(self.cache, new.extra_keys, len(new.token_ids))
 
     def draft(self, seq_id: int, token_ids: np.ndarray, most: int) -> tuple[int, ...]:
         """At most `most` drafts behind `token_ids` [num_tokens], the prompt and the output of a
