@@ -4,8 +4,9 @@
     trace.staircase("Rounded", row, {"8 bits": row_8, "4 bits": row_4})
 
 `matrices` draws each number as a dot of colour: red above 0, blue below, white near 0, full colour
-from three times the usual size on. All are drawn to one scale, so that a thin matrix is thin. `staircase` draws each number before (to the
-right) against the same one after (upwards): a number that did not change lies on the diagonal.
+from three times the usual size on. All are drawn to one scale, so that a thin matrix is thin.
+`staircase` draws each number before (to the right) against the same one after (upwards): a number
+that did not change lies on the diagonal.
 
 vLLM: none.
 """
