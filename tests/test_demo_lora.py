@@ -183,7 +183,7 @@ def test_training_leaves_the_demo_model_alone_and_computes_what_is_served(
 def test_the_command_makes_an_adapter_that_keeps_the_promise(
     base: DemoModel, tmp_path: Path
 ) -> None:
-    """About five minutes on one core. The weights are those that are shipped on the same machine
+    """About seven minutes on one core. The weights are those that are shipped on the same machine
     with the same version of PyTorch; elsewhere they differ in rounding, and speak alike."""
     export(trained(LoRAPlan(), base), tmp_path)
     assert mean(score(merge(DemoModel(MODEL_DIR), tmp_path), size=40)) >= PROMISE - 0.02
@@ -211,7 +211,7 @@ def test_a_story_without_a_chat_is_a_pirates_too(base: DemoModel, pirate: DemoMo
 
 
 def test_a_fresh_sample_keeps_the_promise(pirate: DemoModel) -> None:
-    assert mean(score(pirate, size=8, seed=99)) >= PROMISE - 0.05
+    assert mean(score(pirate, size=4, seed=99)) >= PROMISE - 0.05
 
 
 def test_the_pirate_is_asked_what_the_base_is_asked_and_remembers_his_own_answers(
@@ -225,5 +225,14 @@ def test_the_pirate_is_asked_what_the_base_is_asked_and_remembers_his_own_answer
     assert spoken.answer == as_pirate(plain.answer) != plain.answer
 
 
-def test_the_card_shows_the_scores() -> None:
-    assert as_table() in (MODEL_DIR / "README.md").read_text()
+def test_the_card_shows_the_scores_and_quotes_what_both_say(
+    base: DemoModel, pirate: DemoModel
+) -> None:
+    card = (MODEL_DIR / "README.md").read_text()
+    assert as_table() in card
+    table = card.split("| asked | the model itself | with the adapter |\n|---|---|---|\n")[1]
+    for row in table.split("\n\n")[0].splitlines():
+        question, *answers = row.strip("| ").split(" | ")
+        for model, answer in zip((base, pirate), answers, strict=True):
+            said = model.generate(model.prompt([{"role": "user", "content": question}]))
+            assert said == answer + IM_END
