@@ -22,10 +22,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanoserve import LLM, SamplingParams
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.kernels.quantized import QuantizedWeight
+from nanoserve.layers import LayerConfig, LinearBase
+from nanoserve.models.base import Model
+from nanoserve.models.loader import load_model
+from nanoserve.parallel import ParallelState
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[5, 6, 7, 8, 9], [11, 12] * 9, [200]]
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ's order_map
 # (name of the matrix, weight [outputs, inputs]) -> tensors of the checkpoint, what they stand for
 Writer = Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]]
@@ -176,3 +188,41 @@ def fp8(
         return tensors, numbers
 
     return config, write
+
+
+# -- reading them --
+
+
+def load(folder: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Model:
+    """The model as it is loaded, before weights are packed."""
+    model_config = ModelConfig.from_folder(folder)
+    config = EngineConfig(max_model_len=64, **options).resolve(model_config)
+    parallel = ParallelState(rank, world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuantizedWeight, "prepare", lambda self: None)
+        return load_model(config, model_config, LayerConfig(parallel=parallel), use_tqdm=False)
+
+
+def linear_layers(model: Model) -> dict[str, LinearBase]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
+
+
+def weight_of(layer: LinearBase) -> Tensor:
+    """[out, in], whatever the layer keeps."""
+    if hasattr(layer, "quantized_weight"):
+        return layer.quantized_weight.dequantize()
+    return layer.weight
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [list(done.outputs[0].token_ids) for done in llm.generate(PROMPTS, GREEDY)]
+
+
+def change(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    """A copy whose quantization_config has other keys; None: without this key."""
+    copy = Path(shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True))
+    settings = json.loads((folder / "config.json").read_text())
+    section = {**settings["quantization_config"], **keys}
+    settings["quantization_config"] = {k: v for k, v in section.items() if v is not None}
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy

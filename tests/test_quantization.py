@@ -17,13 +17,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_greedy
-from quantized_checkpoints import awq, fp8, gptq, write_checkpoint
+from quantized_checkpoints import (
+    GREEDY,
+    PROMPTS,
+    SIZES,
+    answers,
+    awq,
+    change,
+    fp8,
+    gptq,
+    linear_layers,
+    load,
+    weight_of,
+    write_checkpoint,
+)
 from ranks import ThreadExecutor
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig
 from nanoserve.extras.quantization.config import check_pattern, matches
 from nanoserve.extras.quantization.online import (
     quantize_fp8,
@@ -31,16 +44,10 @@ from nanoserve.extras.quantization.online import (
     quantize_int8,
 )
 from nanoserve.kernels.quantized import QuantizedWeight
-from nanoserve.layers import LayerConfig, LinearBase
 from nanoserve.models.base import Model
-from nanoserve.models.loader import load_model
 from nanoserve.models.moe import ExpertsLinear
-from nanoserve.parallel import ParallelState
 
 MakeCheckpoint = Callable[..., Path]
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
-PROMPTS = [[5, 6, 7, 8, 9], [11, 12] * 9, [200]]
-SIZES = {"hidden_size": 64, "intermediate_size": 128}
 FORMATS: dict[str, Any] = {
     "gptq": gptq(),
     "gptq, 8 bits": gptq(bits=8, group_size=32),
@@ -70,31 +77,6 @@ def make_quantized(
         return write_checkpoint(source, tmp_path_factory.mktemp("quantized"), *FORMATS[name])
 
     return make
-
-
-def load(folder: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Model:
-    """The model as it is loaded, before weights are packed."""
-    model_config = ModelConfig.from_folder(folder)
-    config = EngineConfig(max_model_len=64, **options).resolve(model_config)
-    parallel = ParallelState(rank, world_size)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuantizedWeight, "prepare", lambda self: None)
-        return load_model(config, model_config, LayerConfig(parallel=parallel), use_tqdm=False)
-
-
-def linear_layers(model: Model) -> dict[str, LinearBase]:
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, LinearBase)}
-
-
-def weight_of(layer: LinearBase) -> Tensor:
-    """[out, in], whatever the layer keeps."""
-    if hasattr(layer, "quantized_weight"):
-        return layer.quantized_weight.dequantize()
-    return layer.weight
-
-
-def answers(llm: LLM) -> list[list[int]]:
-    return [list(done.outputs[0].token_ids) for done in llm.generate(PROMPTS, GREEDY)]
 
 
 # -- formats --
@@ -138,8 +120,10 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gptq", "gptq, 8 bits", "awq", "fp8"])
-@pytest.mark.parametrize("model_type", EXPERTS)
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("gptq", "mixtral"), ("fp8", "mixtral"), ("gptq, 8 bits", "qwen3_moe"), ("awq", "qwen3_moe")],
+)
 def test_experts_are_quantized(
     name: str, model_type: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -162,7 +146,13 @@ def test_experts_are_quantized(
 # -- the engine --
 
 
-@pytest.mark.parametrize("name", FORMATS)
+OFTEN = ("gptq, zeros", "gptq, 8 bits, act-order", "awq", "fp8, blocks")  # in every run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FORMATS],
+)
 def test_greedy_tokens_are_those_of_transformers(
     name: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -173,7 +163,9 @@ def test_greedy_tokens_are_those_of_transformers(
             assert_same_greedy(plain, prompt, tokens, 12)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.slow)]
+)
 def test_other_families(model_type: str, make_quantized: Callable[..., tuple[Path, Path]]) -> None:
     """With biases, norms of heads, windows."""
     quantized, plain = make_quantized("gptq, zeros", model_type)
@@ -182,7 +174,7 @@ def test_other_families(model_type: str, make_quantized: Callable[..., tuple[Pat
             assert_same_greedy(plain, prompt, tokens, 12)
 
 
-@pytest.mark.parametrize("name", ["awq", "fp8, blocks", "gptq, one group"])
+@pytest.mark.parametrize("name", ["awq", "gptq, one group"])
 def test_two_ranks_say_the_same(
     name: str, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
@@ -191,6 +183,53 @@ def test_two_ranks_say_the_same(
     with LLM(quantized, num_kv_blocks=32, max_model_len=64, **ranks) as llm:
         for prompt, tokens in zip(PROMPTS, answers(llm), strict=True):
             assert_same_greedy(plain, prompt, tokens, 12)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "chunks and preemption": {"max_num_batched_tokens": 8, "num_kv_blocks": 8, "block_size": 4},
+    "swap": {"num_kv_blocks": 8, "block_size": 4, "preemption_mode": "swap"},
+    "overlap": {"async_scheduling": True, "max_num_seqs": 2},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "a drafter": {
+        "speculative_config": {"method": "draft_model", "num_speculative_tokens": 2, "model": ""}
+    },
+    "8-bit keys": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_of_the_engine(
+    setting: str, make_quantized: Callable[..., tuple[Path, Path]]
+) -> None:
+    """Prefixes that are cached, several completions and sampled requests beside each other. The
+    drafter is the same model in floating point: its own config.json counts."""
+    quantized, plain = make_quantized("gptq, zeros")
+    options = {"num_kv_blocks": 64, "max_model_len": 64, **SETTINGS[setting]}
+    if "drafter" in setting:
+        options["speculative_config"] = {**options["speculative_config"], "model": str(plain)}
+        options["quantization"] = "gptq"
+    prompts = [*PROMPTS, PROMPTS[1] + [3], PROMPTS[1]]
+    sampled = SamplingParams(temperature=1, seed=1, n=2, max_tokens=6)
+    with LLM(quantized, **options) as llm:
+        for _ in range(2):
+            results = llm.generate([*prompts, PROMPTS[0]], [GREEDY] * len(prompts) + [sampled])
+            if setting != "8-bit keys":
+                for prompt, done in zip(prompts, results, strict=False):
+                    assert_same_greedy(plain, prompt, list(done.outputs[0].token_ids), 12)
+            assert [len(each.token_ids) for each in results[-1].outputs] == [6, 6]
+        llm.engine.block_manager.check()
+
+
+def test_the_first_log_lines_name_the_format(
+    make_quantized: Callable[..., tuple[Path, Path]],
+) -> None:
+    quantized, plain = make_quantized("awq")
+    for folder, quantization, words in [
+        (quantized, None, ", weights=awq"),
+        (plain, "int8", ", weights=int8"),
+    ]:
+        with LLM(folder, num_kv_blocks=8, max_model_len=64, quantization=quantization) as llm:
+            assert words in llm.engine.executor.describe()
 
 
 # -- while loading --
@@ -377,16 +416,6 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
 
 
 # -- errors --
-
-
-def change(folder: Path, tmp_path: Path, **keys: Any) -> Path:
-    """A copy whose quantization_config has other keys; None: without this key."""
-    copy = Path(shutil.copytree(folder, tmp_path / "changed", dirs_exist_ok=True))
-    settings = json.loads((folder / "config.json").read_text())
-    section = {**settings["quantization_config"], **keys}
-    settings["quantization_config"] = {k: v for k, v in section.items() if v is not None}
-    (copy / "config.json").write_text(json.dumps(settings))
-    return copy
 
 
 @pytest.mark.parametrize(

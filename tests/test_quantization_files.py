@@ -3,6 +3,8 @@ and so are the tokens of transformers."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,17 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from oracle import assert_same_greedy
-from quantized_checkpoints import write_checkpoint
-from test_quantization import PROMPTS, SIZES, answers, linear_layers, load, weight_of
+from quantized_checkpoints import (
+    PROMPTS,
+    SIZES,
+    answers,
+    change,
+    linear_layers,
+    load,
+    weight_of,
+    write_checkpoint,
+)
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve import LLM
@@ -124,13 +135,105 @@ def make_folders(
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_numbers_and_tokens(name: str, make_folders: Callable[[str], tuple[Path, Path]]) -> None:
+def test_the_numbers_of_each_scheme(
+    name: str, make_folders: Callable[[str], tuple[Path, Path]]
+) -> None:
     quantized, plain = make_folders(name)
     for rank, world_size in ((0, 1), (0, 2), (1, 2)):
         expected = linear_layers(load(plain, rank, world_size))
         for key, layer in linear_layers(load(quantized, rank, world_size)).items():
             assert hasattr(layer, "quantized_weight") == ("layers" in key)
             torch.testing.assert_close(weight_of(layer), weight_of(expected[key]), msg=key)
+
+
+@pytest.mark.parametrize("name", ["w4a16, zeros", "w8a8", "fp8, static"])
+def test_greedy_tokens_are_those_of_transformers(
+    name: str, make_folders: Callable[[str], tuple[Path, Path]]
+) -> None:
+    quantized, plain = make_folders(name)
     with LLM(quantized, num_kv_blocks=32, max_model_len=64) as llm:
         for prompt, tokens in zip(PROMPTS, answers(llm), strict=True):
             assert_same_greedy(plain, prompt, tokens, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' with weights of type 'int' and 4"),
+        ("w4a16", {"format": "int-quantized"}, "supported: float-quantized: float 8"),
+        ("w4a16", {"sparsity_config": {"format": "sparse-24"}}, "sparse and transformed"),
+        ("w4a16", {"transform_config": {"config_groups": {}}}, "sparse and transformed"),
+        ("w4a16", {"config_groups": None}, "has no 'config_groups'"),
+        ("w4a16", {"config_groups": {"group_0": 5}}, r"group_0 is 5; allowed: an object"),
+        ("w4a16", {"config_groups": {"group_0": {"targets": []}}}, "targets is .*at least one"),
+        ("w4a16", {"config_groups": {"g": {"targets": ["Linear"]}}}, "has no 'weights'"),
+        ("w4a16", {"ignore": ["re:("]}, "no regular expression"),
+        ("w4a16", {"ignore": []}, "missing: lm_head.weight_packed"),
+        ("w4a16", {"weights": {"num_bits": 3}}, "3 bits is not supported"),
+        ("w4a16", {"weights": {"num_bits": 8}}, "weight_packed in .* has shape"),
+        ("w4a16", {"weights": {"group_size": 64}}, "weight_scale in .* has shape"),
+        ("w4a16", {"weights": {"actorder": "group"}}, "actorder is 'group'; allowed: weight"),
+        ("w4a16", {"weights": {"symmetric": False}}, "missing: .*weight_zero_point"),
+        (
+            "w8a8",
+            {"weights": {"strategy": "block", "block_structure": [8, 8]}},
+            "strategy is 'block'",
+        ),
+        ("w8a8", {"input_activations": {"num_bits": 4}}, "num_bits is 4; allowed: 8"),
+        ("fp8", {"output_activations": {"num_bits": 8}}, "output_activations is .*allowed: null"),
+        ("fp8", {"weights": {"symmetric": False}}, "symmetric is False"),
+        ("fp8", {"input_activations": {**STATIC, "type": "float"}}, "missing: .*input_scale"),
+    ],
+)
+def test_what_a_scheme_may_not_say(
+    name: str,
+    keys: dict[str, Any],
+    message: str,
+    make_folders: Callable[[str], tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    folder = make_folders(name)[0]
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    group = section["config_groups"]["group_0"]
+    inner = {"weights", "input_activations", "output_activations"} & keys.keys()
+    for key in inner:  # of the group, not of the whole
+        old = (group.get(key) or {}) if key == "weights" else {}
+        keys = {"config_groups": {"group_0": {**group, key: {**old, **keys[key]}}}}
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load(change(folder, tmp_path, **keys))
+
+
+def test_a_shape_that_differs(
+    make_folders: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(make_folders("w4a16")[0], tmp_path / "copy"))
+    tensors = load_file(copy / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_shape"
+    tensors[name] += 1
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} is \[129, 65\], and config.json describes"):
+        load(copy)
+
+
+def test_schemes_for_some_layers(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """A name says more than a class; the head may be quantized, too."""
+    (config, four), (other, eight) = scheme("w4a16"), scheme("w8a8")
+    groups = {
+        "group_0": config["config_groups"]["group_0"],
+        "group_1": {
+            **other["config_groups"]["group_0"],
+            "targets": ["re:.*mlp.*", "lm_head"],
+            "format": "int-quantized",
+        },
+    }
+    config = {**config, "config_groups": groups, "ignore": [], "kv_cache_scheme": {"num_bits": 8}}
+
+    def write(name: str, weight: Tensor) -> Any:
+        return (eight if "mlp" in name or "lm_head" in name else four)(name, weight)
+
+    source = make_checkpoint("llama", **SIZES)
+    quantized, plain = write_checkpoint(source, tmp_path, config, write, with_head=True)
+    expected = linear_layers(load(plain))
+    for key, layer in linear_layers(load(quantized)).items():
+        assert hasattr(layer, "quantized_weight") == (key != "model.embed_tokens")
+        torch.testing.assert_close(weight_of(layer), weight_of(expected[key]), msg=key)

@@ -34,7 +34,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, OBJECT, TEXT, list_of, one_of, whole
+from nanoserve.checkpoint import FLAG, OBJECT, TEXT, Rule, list_of, one_of, whole
 from nanoserve.extras.quantization.config import (
     GROUP_SIZE,
     QuantizationConfig,
@@ -64,6 +64,7 @@ FORMATS = {
     "naive-quantized": (("float", 8), ("int", 8)),
     "pack-quantized": (("int", 4), ("int", 8)),
 }
+ORDER = Rule("a string, true or false", lambda value: isinstance(value, (str, bool)))
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -121,8 +122,6 @@ class CompressedTensorsConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, section: Section) -> CompressedTensorsConfig:
         """Raises ValueError for schemes that are not supported."""
-        if section.get("quantization_status", TEXT, "compressed") != "compressed":
-            section.refuse("quantization_status", "allowed: compressed, which is how files are")
         for key in ("sparsity_config", "transform_config"):
             if (inner := section.get(key, OBJECT)) and inner.get("format") != "dense":
                 section.refuse(key, "sparse and transformed weights are not supported")
@@ -171,15 +170,17 @@ def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
         group.refuse("output_activations", "allowed: null")
     quantizes_inputs, has_input_scale = _read_inputs(group, codes)
     is_symmetric = weights.get("symmetric", FLAG, True)
-    strategy = weights.get("strategy", one_of(*STRATEGIES), "tensor")
-    group_size = -1
-    block = [1, -1]
+    group_size, block = weights.get("group_size", GROUP_SIZE), [1, -1]
+    default = {None: "tensor", -1: "channel"}.get(group_size, "group")
+    strategy = weights.get("strategy", one_of(*STRATEGIES), default)
     if strategy == "group":
         group_size = weights.require("group_size", GROUP_SIZE)
-    elif strategy == "block":
+    else:
+        group_size = -1
+    if strategy == "block":
         block = weights.require("block_structure", list_of(whole(1, 2**16), least=2))
         group_size = block[1]
-    if weights.get("actorder", TEXT) in ("group", "dynamic"):
+    if weights.get("actorder", ORDER) in ("group", "dynamic", True):
         weights.refuse("actorder", "allowed: weight, static or null, which leave columns in place")
     if codes == "float":
         if not is_symmetric:

@@ -172,6 +172,8 @@ def get_quantization_config(
             "weights are quantized already."
         )
     section = Section(hf[key], f"{file}, {key}")
+    if section.get("kv_cache_scheme", OBJECT):
+        logger.warning("%s: kv_cache_scheme is ignored; see the option kv_cache_dtype.", file)
     config: QuantizationConfig = _find(*METHODS[method]).from_config(section)
     return config
 
