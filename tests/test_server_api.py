@@ -798,7 +798,7 @@ def test_a_prompt_that_fails_cancels_the_beams_of_the_others(
 ) -> None:
     begun, cancelled = asyncio.Event(), threading.Event()
 
-    async def search(prompt: Any, params: BeamSearchParams) -> Any:
+    async def search(prompt: Any, params: BeamSearchParams, **_: Any) -> Any:
         if prompt["prompt_token_ids"] == [6]:
             await asyncio.wait_for(begun.wait(), PATIENCE)
             raise ValueError("no beams")
