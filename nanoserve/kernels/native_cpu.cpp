@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <type_traits>
 
@@ -55,6 +56,15 @@ inline float to_float(fp8 x) {
 }
 
 inline float to_float(int8_t x) { return x; }
+
+inline void from_float(float x, fp8* to) {  // |x| <= 448: to the nearest, ties to even
+    const float small = x * 0x1p-120f;
+    uint32_t bits;
+    std::memcpy(&bits, &small, sizeof bits);
+    to->bits = (bits >> 24 & 0x80) | ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20 & 0x7F);
+}
+
+inline void from_float(float x, int8_t* to) { *to = int8_t(std::nearbyint(x)); }
 
 inline void from_float(float x, float* to) { *to = x; }
 
@@ -146,11 +156,27 @@ void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* ou
     std::copy(x + rotary_dim, x + dim, output + rotary_dim);
 }
 
-// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it.
-template <typename T>
+// A key or value as numbers of 8 bits and their scale: attention.quantize_rows for one row.
+template <typename T, typename C>
+void quantize(const T* x, int dim, C* numbers, float* scale) {
+    float largest = 0, wrong = 0;  // wrong: NaN if a number is none, or infinite
+#pragma omp simd reduction(max : largest) reduction(+ : wrong)
+    for (int d = 0; d < dim; d++) {
+        largest = std::max(largest, std::fabs(to_float(x[d])));
+        wrong += to_float(x[d]) * 0;
+    }
+    *scale = largest / (std::is_same<C, int8_t>::value ? 127.0f : 448.0f) + wrong;
+    const float divisor = std::max(*scale, std::numeric_limits<float>::min());
+#pragma omp simd
+    for (int d = 0; d < dim; d++) from_float(to_float(x[d]) / divisor, &numbers[d]);
+}
+
+// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it. T: type
+// of the model, C: of the cache.
+template <typename T, typename C>
 bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
-                    const T* sin, const int64_t* slot_mapping, T* key_cache, T* value_cache,
-                    T* query) {
+                    const T* sin, const int64_t* slot_mapping, C* key_cache, C* value_cache,
+                    float* key_scales, float* value_scales, T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
     const int64_t num_slots = int64_t(s.num_blocks) * s.block_size;
     bool is_right = true;
@@ -166,22 +192,27 @@ bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, cons
         for (int row = 0; row < num_rows; row++) {
             const T* x = qkv + (size_t(token) * num_rows + row) * dim;
             const int kv_head = (row - s.num_heads) % s.num_kv_heads;
-            T normed[MAX_DIM], *output = query + (size_t(token) * s.num_heads + row) * dim;
-            if (row >= s.num_heads) {
-                if (slot < 0) continue;  // not to be stored
-                T* cache = row < s.num_heads + s.num_kv_heads ? key_cache : value_cache;
-                output = cache + ((block * s.num_kv_heads + kv_head) * s.block_size + offset) * dim;
-            }
-            if (row >= s.num_heads + s.num_kv_heads) {
+            const bool is_query = row < s.num_heads, is_key = row < s.num_heads + s.num_kv_heads;
+            if (!is_query && slot < 0) continue;  // not to be stored
+            T normed[MAX_DIM], turned[MAX_DIM];
+            T* output = is_query ? query + (size_t(token) * s.num_heads + row) * dim : turned;
+            const size_t place = (block * s.num_kv_heads + kv_head) * s.block_size + offset;
+            C* stored = (is_key ? key_cache : value_cache) + place * dim;
+            if constexpr (std::is_same<T, C>::value)
+                if (!is_query) output = stored;
+            if (is_key) {
+                if (norm_weight != nullptr) {
+                    rms_norm(x, norm_weight + size_t(row) * dim, dim, s.eps, normed);
+                    x = normed;
+                }
+                const size_t at = size_t(token) * s.rope_stride;
+                turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
+            } else {
                 std::copy(x, x + dim, output);
-                continue;
             }
-            if (norm_weight != nullptr) {
-                rms_norm(x, norm_weight + size_t(row) * dim, dim, s.eps, normed);
-                x = normed;
-            }
-            const size_t at = size_t(token) * s.rope_stride;
-            turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
+            if constexpr (!std::is_same<T, C>::value)
+                if (!is_query)
+                    quantize(output, dim, stored, (is_key ? key_scales : value_scales) + place);
         }
     }
     return is_right;
@@ -345,19 +376,20 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 
 }  // namespace
 
-// What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16).
+// What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16); what
+// reads or writes a cache is there for each type of cache.
 //
 // x (which becomes the sum), residual (or null), output [num_tokens, size]; weight [size].
 //
 // qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
 // head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
-// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
-// [num_tokens, num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
+// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of caches
+// of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens, num_heads,
+// head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
 //
-// query [num_tokens, num_heads, key_dim], output [.., value_dim]; scales (of a cache of 8 bits, else
-// null) [num_blocks, num_kv_heads, block_size]; block_table [num_tokens, max_blocks]; num_keys
-// [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0 if the block table names
-// a block that does not exist. It is there for each type of the cache, too.
+// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
+// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
+// if the block table names a block that does not exist.
 //
 // gate_up [num_tokens, 2 * size]; output [num_tokens, size].
 #define EXPORT(T, NAME)                                                                            \
@@ -365,17 +397,18 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
                                         const T* weight, float eps, T* output) {                   \
         add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
     }                                                                                              \
-    extern "C" int rope_and_store_##NAME(                                                          \
-        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
-        const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {                     \
-        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
-                              value_cache, query);                                                 \
-    }                                                                                              \
     extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
         silu_and_mul(num_tokens, size, gate_up, output);                                           \
     }
 
-#define EXPORT_DECODE(T, C, NAME)                                                                  \
+#define EXPORT_CACHE(T, C, NAME)                                                                   \
+    extern "C" int rope_and_store_##NAME(                                                          \
+        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
+        const int64_t* slot_mapping, C* key_cache, C* value_cache, float* key_scales,              \
+        float* value_scales, T* query) {                                                           \
+        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
+                              value_cache, key_scales, value_scales, query);                       \
+    }                                                                                              \
     extern "C" int paged_decode_##NAME(                                                            \
         const Sizes* sizes, const T* query, const C* key_cache, const C* value_cache,              \
         const float* key_scales, const float* value_scales, const int32_t* block_table,            \
@@ -386,9 +419,9 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 
 EXPORT(float, f32)
 EXPORT(bfloat16, bf16)
-EXPORT_DECODE(float, float, f32)
-EXPORT_DECODE(float, int8_t, f32_int8)
-EXPORT_DECODE(float, fp8, f32_fp8)
-EXPORT_DECODE(bfloat16, bfloat16, bf16)
-EXPORT_DECODE(bfloat16, int8_t, bf16_int8)
-EXPORT_DECODE(bfloat16, fp8, bf16_fp8)
+EXPORT_CACHE(float, float, f32)
+EXPORT_CACHE(float, int8_t, f32_int8)
+EXPORT_CACHE(float, fp8, f32_fp8)
+EXPORT_CACHE(bfloat16, bfloat16, bf16)
+EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
+EXPORT_CACHE(bfloat16, fp8, bf16_fp8)

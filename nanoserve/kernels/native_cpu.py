@@ -219,12 +219,15 @@ class Native:
         self._norm.argtypes = (
             ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, ctypes.c_float, pointer,
         )  # fmt: skip
-        self._rope = getattr(library, f"rope_and_store_{name}")
-        self._rope.argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 8)
+        self._rope: dict[torch.dtype, Any] = {}  # by the type of the cache
+        for cache, suffix in {dtype: "", **CACHES}.items():
+            self._rope[cache] = getattr(library, f"rope_and_store_{name}{suffix}")
+            self._rope[cache].argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 10)
+            self._rope[cache].restype = ctypes.c_int
         self._silu = getattr(library, f"silu_and_mul_{name}")
         self._silu.argtypes = (ctypes.c_int, ctypes.c_int, pointer, pointer)
         self._norm.restype = self._silu.restype = None
-        self._rope.restype = ctypes.c_int
+        self._dtype = dtype
         self._plain_norm = RMSNormCPU() if dtype == torch.float32 else rms_norm
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -262,10 +265,10 @@ class Native:
         slots = metadata.slot_mapping
         lies_right = (
             isinstance(backend, TorchBackend)
-            and keys.transpose(1, 2).is_contiguous()
-            and values.transpose(1, 2).is_contiguous()
+            and all(each.transpose(1, 2).is_contiguous() for each in kv_cache)
             and keys.shape == values.shape
-            and keys.dtype == cos.dtype == sin.dtype == qkv.dtype
+            and keys.dtype in self._rope
+            and self._dtype == cos.dtype == sin.dtype == qkv.dtype
             and len(slots) == len(cos) == len(sin) == len(qkv)
             and slots.dtype == torch.int64
             and cos.stride(-1) == sin.stride(-1) == 1
@@ -282,7 +285,7 @@ class Native:
             len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], cos.stride(0), block_size,
             num_blocks, 0.0 if qk_norm is None else qk_norm.eps,
         )  # fmt: skip
-        is_right = self._rope(
+        is_right = self._rope[keys.dtype](
             sizes,
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.weight.data_ptr(),
@@ -291,6 +294,7 @@ class Native:
             slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
+            *([each.data_ptr() for each in kv_cache[2:]] or (None, None)),
             query.data_ptr(),
         )
         if not is_right:
