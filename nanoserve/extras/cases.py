@@ -190,15 +190,15 @@ def adapter_reads(order: str, room: int) -> int:
 # -- quantization --
 
 
-def rounded(weight: Tensor, bits: int, group_size: int) -> Tensor:
-    """[out, in] with each group of neighbours in a row rounded to codes of so many bits, without
-    zeros: the largest size becomes the largest code."""
-    groups = weight.unflatten(1, (-1, group_size))
+def rounded(weight: Tensor, bits: int, group_size: int | None = None) -> Tensor:
+    """[out, in] with each group of neighbours in a row (None: the row) rounded to codes of so many
+    bits, without zeros: the largest size becomes the largest code."""
+    groups = weight.unflatten(1, (-1, group_size or weight.shape[1]))
     scales = groups.abs().amax(dim=2, keepdim=True) / (2 ** (bits - 1) - 1)
     return (groups / scales).round().mul(scales).flatten(1)
 
 
-def rounded_checkpoint(bits: int, group_size: int) -> Path:
+def rounded_checkpoint(bits: int, group_size: int | None = None) -> Path:
     """A copy of the demo model, in float32, whose linear layers are rounded. It is deleted when
     Python ends."""
     copy = copy_checkpoint(MODEL_DIR, "Qwen3ForCausalLM")

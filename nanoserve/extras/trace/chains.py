@@ -80,7 +80,7 @@ def hash_chain(
                 _draw_arrow(ax, places[block_hash.parent], (x, y - CELLS / 2))
                 _draw_block(ax, engine, block_hash, passing[block_hash], x, y, width)
             else:
-                _draw_root(ax, block_hash.token_ids, y)
+                _draw_root(ax, *keys[name], y)
         end, middle = places[drawn[-1]]
         rest = prompts[name][len(drawn) * size :]
         if rest:
@@ -115,11 +115,7 @@ def _digest(block_hash: Any) -> str:
     """SHA-256 over (hash of the parent, token ids), as hexadecimal digits."""
     if block_hash is None:
         return ""
-    content = block_hash.token_ids
-    if block_hash.parent is None and isinstance(content, tuple):  # as in vLLM, an adapter's name
-        salt, adapter = content
-        content = (salt, adapter.request.name)
-    content = repr((_digest(block_hash.parent), content))
+    content = repr((_digest(block_hash.parent), block_hash.token_ids))
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -135,12 +131,10 @@ def _cells(
     return list(zip(texts, lefts, cells, strict=True))
 
 
-def _draw_root(ax: Axes, keys: Any, y: float) -> None:
-    """`keys`: a salt, or (salt, adapter), or None."""
+def _draw_root(ax: Axes, salt: str | None, wish: Any, y: float) -> None:
     box(ax, 0, y - CELLS, ROOT, CELLS, facecolor=CACHED)
-    salt, adapter = keys if isinstance(keys, tuple) else (keys, None)
     texts = [f"salt {salt!r}"] if salt is not None else []
-    texts += [f"LoRA {adapter.request.name!r}"] if adapter is not None else []
+    texts += [f"LoRA {wish.lora_name!r}"] if wish is not None else []
     text = ", ".join(texts) or "no extra keys"
     label(ax, ROOT / 2, y - CELLS / 2, *fit(text, ROOT - 0.06, 8.5))
 
