@@ -16,6 +16,7 @@ Files of compressed-tensors are written by that package: see test_quantization_f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -226,3 +228,25 @@ def change(folder: Path, tmp_path: Path, **keys: Any) -> Path:
     settings["quantization_config"] = {k: v for k, v in section.items() if v is not None}
     (copy / "config.json").write_text(json.dumps(settings))
     return copy
+
+
+def any_json(keys: list[str]) -> st.SearchStrategy[Any]:
+    """Values as they may stand in config.json, and near misses of good ones."""
+    scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text()
+    scalars |= st.sampled_from(["re:(", "re:.*", "+:.*", "gptq", "static", 4, 8, 16, 32, 128])
+    objects = st.sampled_from(keys)
+    return st.recursive(
+        scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(objects, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+def read_or_refuse(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Build the model with other keys in quantization_config; a ValueError is an answer, too."""
+    hf = json.loads((folder / "config.json").read_text())
+    edit(hf["quantization_config"])
+    config = EngineConfig(max_model_len=64, load_format="dummy")
+    with contextlib.suppress(ValueError):
+        model_config = ModelConfig.from_folder(folder, hf)
+        load_model(config.resolve(model_config), model_config, LayerConfig(), use_tqdm=False)

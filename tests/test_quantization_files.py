@@ -17,14 +17,18 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import assert_same_greedy
 from quantized_checkpoints import (
     PROMPTS,
     SIZES,
     answers,
+    any_json,
     change,
     linear_layers,
     load,
+    read_or_refuse,
     weight_of,
     write_checkpoint,
 )
@@ -165,7 +169,7 @@ def test_greedy_tokens_are_those_of_transformers(
         ("w4a16", {"transform_config": {"config_groups": {}}}, "sparse and transformed"),
         ("w4a16", {"config_groups": None}, "has no 'config_groups'"),
         ("w4a16", {"config_groups": {"group_0": 5}}, r"group_0 is 5; allowed: an object"),
-        ("w4a16", {"config_groups": {"group_0": {"targets": []}}}, "targets is .*at least one"),
+        ("w4a16", {"config_groups": {"g": {"targets": "Linear"}}}, "targets is .*a list"),
         ("w4a16", {"config_groups": {"g": {"targets": ["Linear"]}}}, "has no 'weights'"),
         ("w4a16", {"ignore": ["re:("]}, "no regular expression"),
         ("w4a16", {"ignore": []}, "missing: lm_head.weight_packed"),
@@ -201,6 +205,24 @@ def test_what_a_scheme_may_not_say(
         keys = {"config_groups": {"group_0": {**group, key: {**old, **keys[key]}}}}
     with pytest.raises(ValueError, match=f"(?s){message}"):
         load(change(folder, tmp_path, **keys))
+
+
+KEYS = [
+    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder"),
+    *("dynamic", "format", "targets", "weights", "input_activations", "output_activations"),
+]
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), any_json(KEYS), max_size=3), st.booleans())
+@settings(max_examples=40)
+def test_any_scheme_is_read_or_refused(
+    make_folders: Callable[[str], tuple[Path, Path]], keys: dict[str, Any], is_inner: bool
+) -> None:
+    def edit(section: dict[str, Any]) -> None:
+        group = section["config_groups"]["group_0"]
+        (group["weights"] if is_inner else group).update(keys)
+
+    read_or_refuse(make_folders("w4a16")[0], edit)
 
 
 def test_a_shape_that_differs(

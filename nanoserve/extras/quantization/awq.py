@@ -21,15 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, TEXT, list_of, whole
+from nanoserve.checkpoint import FLAG, TEXT, whole
 from nanoserve.extras.quantization.config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.linear import (
@@ -37,6 +35,7 @@ from nanoserve.extras.quantization.linear import (
     SCALES,
     QuantizedLinearMethod,
     Shards,
+    as_bytes,
     weight_of,
 )
 from nanoserve.kernels.quantized import pack_int4, unpack_int4
@@ -47,7 +46,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in an int32
 
 def unpack_awq(values: Tensor) -> Tensor:
     """int32 [n, outputs / 8] -> uint8 [outputs, n]."""
-    numbers = unpack_int4(values.contiguous().view(torch.uint8))
+    numbers = unpack_int4(as_bytes(values))
     return numbers.unflatten(1, (-1, 8))[..., PLACES].flatten(1).t()
 
 
@@ -68,7 +67,7 @@ class AWQLinearMethod(QuantizedLinearMethod):
                 f"{matrix.name} has {matrix.shape[0]} outputs; allowed in an AWQ checkpoint: a "
                 "multiple of 8."
             )
-        shard = partial(self.shard, layer, matrix, is_transposed=True)
+        shard = partial(self.shard, layer, matrix, packed=0, is_transposed=True)
         for name, target, dtypes, load, units in (
             ("qweight", weight.codes[rows], INT32, load_qweight, (8, 1)),
             ("qzeros", weight.zeros[rows], INT32, load_qzeros, (8, self.group_size)),
@@ -94,11 +93,9 @@ class AWQConfig(QuantizationConfig):
         if not section.get("zero_point", FLAG, True):
             section.refuse("zero_point", "allowed: true, because the files always have zeros")
         group_size = section.require("group_size", GROUP_SIZE)
-        ignored = section.get("modules_to_not_convert", list_of(TEXT), [])
-        for pattern in ignored:
-            check_pattern(pattern, section.place)
         method = AWQLinearMethod("int4", group_size, has_zeros=True)
-        return cls(method, tuple(ignored), section.get("lm_head", FLAG, False))
+        ignored = section.names("modules_to_not_convert")
+        return cls(method, ignored, section.get("lm_head", FLAG, False))
 
     def method_of(self, name: str) -> AWQLinearMethod | None:
         return None if matches(name, self.ignored) else self.method

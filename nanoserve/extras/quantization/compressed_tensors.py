@@ -27,7 +27,6 @@ compressed_tensors/compressors/ and quantization/quant_args.py of that package.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +38,6 @@ from nanoserve.extras.quantization.config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.fp8 import Fp8LinearMethod
@@ -79,7 +77,7 @@ class IntLinearMethod(Fp8LinearMethod):
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:
-            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32))
+            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32), 1)
             yield f"{name}.weight_packed", codes
             load = partial(_check_shape, name=f"{name}.weight_shape", shape=matrix.shape)
             sizes = Shard(torch.empty(0), (2,), 0, 0, 2, ("I64", "I32"), load)
@@ -95,7 +93,7 @@ class IntLinearMethod(Fp8LinearMethod):
         target = weight.zeros[rows]
         if self.is_packed:
             load = partial(_load_zeros, kind=self.kind)
-            zeros = shard(target, INT32, load, (per_int32, self.group_size))
+            zeros = shard(target, INT32, load, (per_int32, self.group_size), 0)
         elif self.strategy == "tensor":
             zeros = Shard(target, (), dtypes=INT8)
         else:
@@ -125,17 +123,14 @@ class CompressedTensorsConfig(QuantizationConfig):
         for key in ("sparsity_config", "transform_config"):
             if (inner := section.get(key, OBJECT)) and inner.get("format") != "dense":
                 section.refuse(key, "sparse and transformed weights are not supported")
-        ignored = section.get("ignore", list_of(TEXT), [])
-        _check_patterns(ignored, section)
         layout = section.get("format", TEXT)
         groups = section.at("config_groups")
         found = []
         for key in groups.values:
             group = groups.at(key)
-            targets = group.require("targets", list_of(TEXT, least=1))
-            _check_patterns(targets, group)
-            found.append((tuple(targets), _read_method(group, group.get("format", TEXT, layout))))
-        return cls(tuple(found), tuple(ignored))
+            targets = group.names("targets")
+            found.append((targets, _read_method(group, group.get("format", TEXT, layout))))
+        return cls(tuple(found), section.names("ignore"))
 
     def method_of(self, name: str) -> QuantizedLinearMethod | None:
         if matches(name, self.ignored):
@@ -145,11 +140,6 @@ class CompressedTensorsConfig(QuantizationConfig):
                 if ("Linear" in targets) if not is_by_name else matches(name, targets):
                     return method
         return None
-
-
-def _check_patterns(patterns: Iterable[str], section: Section) -> None:
-    for pattern in patterns:
-        check_pattern(pattern, section.place)
 
 
 def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:

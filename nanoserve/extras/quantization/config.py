@@ -25,8 +25,10 @@ from typing import Any, ClassVar
 from nanoserve.checkpoint import (
     OBJECT,
     QUANTIZATION_KEYS,
+    TEXT,
     Rule,
     find_quantization,
+    list_of,
     read_json,
     read_key,
 )
@@ -78,6 +80,14 @@ class Section:
         if value is None:
             raise ValueError(f"{self.place} has no {key!r}; allowed: {rule.allowed}.")
         return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """A list of layers, see `matches`."""
+        names = self.get(key, list_of(TEXT), [])
+        for name in names:
+            if name.startswith("re:"):
+                check_pattern(name[3:], self.place)
+        return tuple(names)
 
     def at(self, key: str) -> Section:
         """The object below a key."""
@@ -194,15 +204,14 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 def check_pattern(pattern: str, place: str) -> None:
     """Raise ValueError for a regular expression that is none, or that could take very long: one
-    that repeats what contains a repetition, or that repeats many times."""
-    regex = pattern.removeprefix("re:")
+    that repeats a group, or that repeats many times."""
     try:
-        re.compile(regex)
-        repeats = len(re.findall(r"[*+?{]", regex.replace("(?", "(")))
-        is_slow = re.search(r"\)[*+{]", regex) or repeats > MAX_REPEATS
+        re.compile(pattern)
+        repeats = len(re.findall(r"[*+?{]", pattern.replace("(?", "(")))
+        is_slow = re.search(r"\)[*+{]", pattern) or repeats > MAX_REPEATS
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{place}: {brief(pattern)} is no regular expression ({error}).") from None
-    if is_slow or len(regex) > 1000:
+    if is_slow or len(pattern) > 1000:
         raise ValueError(
             f"{place}: {brief(pattern)} could take very long; allowed: regular expressions of up "
             f"to 1000 characters with up to {MAX_REPEATS} repetitions, none of them of a group."

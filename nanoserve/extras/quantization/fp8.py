@@ -25,11 +25,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanoserve.checkpoint import TEXT, list_of, one_of, whole
+from nanoserve.checkpoint import list_of, one_of, whole
 from nanoserve.extras.quantization.config import (
     QuantizationConfig,
     Section,
-    check_pattern,
     matches,
 )
 from nanoserve.extras.quantization.linear import (
@@ -88,12 +87,7 @@ class Fp8Config(QuantizationConfig):
         block = section.get("weight_block_size", list_of(whole(1, 2**16), least=1))
         if block is not None and (len(block) != 2 or is_static):
             section.refuse("weight_block_size", "allowed: [outputs, inputs], with dynamic scales")
-        ignored = [
-            *section.get("ignored_layers", list_of(TEXT), []),
-            *section.get("modules_to_not_convert", list_of(TEXT), []),
-        ]
-        for pattern in ignored:
-            check_pattern(pattern, section.place)
+        ignored = section.names("ignored_layers") + section.names("modules_to_not_convert")
         method = Fp8LinearMethod(quantizes_inputs=True, has_input_scale=is_static)
         if block is not None:
             method = Fp8LinearMethod(
@@ -103,7 +97,7 @@ class Fp8Config(QuantizationConfig):
                 block_outputs=block[0],
                 scale_name="weight_scale_inv",
             )
-        return cls(method, tuple(ignored))
+        return cls(method, ignored)
 
     def method_of(self, name: str) -> Fp8LinearMethod | None:
         return None if matches(name, self.ignored) else self.method

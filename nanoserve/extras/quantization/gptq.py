@@ -72,9 +72,9 @@ class GPTQLinearMethod(QuantizedLinearMethod):
 
         shard = partial(self.shard, layer, matrix, is_transposed=True)
         units = (1, per_int32)
-        yield f"{name}.qweight", shard(weight.codes[rows], INT32, load_qweight, units)
+        yield f"{name}.qweight", shard(weight.codes[rows], INT32, load_qweight, units, 1)
         units = (per_int32, self.group_size)
-        yield f"{name}.qzeros", shard(weight.zeros[rows], INT32, load_qzeros, units)
+        yield f"{name}.qzeros", shard(weight.zeros[rows], INT32, load_qzeros, units, 0)
         units = (1, self.group_size)
         yield f"{name}.scales", shard(weight.scales[rows].t(), SCALES, units=units)
         g_idx = f"{name}.g_idx"

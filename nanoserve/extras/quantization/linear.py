@@ -113,10 +113,12 @@ class QuantizedLinearMethod(ExpertsMethod):
         dtypes: tuple[str, ...],
         load: Load = Tensor.copy_,
         units: tuple[int, int] = (1, 1),
+        packed: int | None = None,
         is_transposed: bool = False,
     ) -> Shard:
         """This rank's part of a tensor of the checkpoint, which has [outputs / units[0], inputs /
-        units[1]] numbers (transposed: inputs first). A unit of -1 stands for all.
+        units[1]] numbers (transposed: inputs first). A unit of -1 stands for all. A unit shares a
+        number, or along the axis `packed` it lies side by side in one.
 
         Raises ValueError if a unit is cut."""
         units = tuple(  # type: ignore[assignment]
@@ -124,13 +126,9 @@ class QuantizedLinearMethod(ExpertsMethod):
         )
         shape = [-(-full // unit) for full, unit in zip(matrix.shape, units, strict=True)]
         axis, start = matrix.dim, matrix.start
-        rows = matrix.rows.stop - matrix.rows.start
-        size, full, unit = (
-            (rows, weight_of(layer).num_inputs)[axis],
-            matrix.shape[axis],
-            units[axis],
-        )
-        if shape[axis] == 1:
+        unit, full = units[axis], matrix.shape[axis]
+        size = (matrix.rows.stop - matrix.rows.start, weight_of(layer).num_inputs)[axis]
+        if shape[axis] == 1 and axis != packed:
             start, size = 0, unit  # one for all
         elif start % unit or (size % unit and start + size < full):
             raise ValueError(
@@ -155,10 +153,16 @@ def _is_cut(layer: LinearBase, ranks: int) -> bool:
     return ranks > 1 and isinstance(layer, RowParallelLinear)
 
 
+def as_bytes(values: Tensor) -> Tensor:
+    """int32 [n, m] -> uint8 [n, 4 * m], the lowest bits first."""
+    # Not contiguous(), which leaves a single column with the strides that it has.
+    return values.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 def load_codes(target: Tensor, values: Tensor) -> None:
     """int32 [outputs, inputs / 8 or / 4], the first input in the lowest bits -> codes. Codes of 8
     bits count from 0 there, from -128 in the target."""
-    numbers = values.contiguous().view(torch.uint8)[:, : target.shape[1]]
+    numbers = as_bytes(values)[:, : target.shape[1]]
     is_int8 = target.dtype == torch.int8
     target.copy_((numbers ^ 128).view(torch.int8) if is_int8 else numbers)
 
@@ -166,8 +170,7 @@ def load_codes(target: Tensor, values: Tensor) -> None:
 def load_zeros(target: Tensor, values: Tensor, kind: str) -> None:
     """int32 [groups, outputs / 8 or / 4], the first output in the lowest bits -> [outputs, groups],
     from 0 (int4) or from -128 (int8) on."""
-    numbers = values.contiguous().view(torch.uint8)
-    numbers = unpack_int4(numbers) if kind == "int4" else numbers
+    numbers = unpack_int4(as_bytes(values)) if kind == "int4" else as_bytes(values)
     numbers = numbers[:, : len(target)].t().to(torch.int16)
     target.copy_(numbers if kind == "int4" else numbers - 128)
 
