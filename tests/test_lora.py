@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from adapters import ALL, ATTENTION, merge, shapes_of, write_adapter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_same_greedy
+from safetensors.torch import load_file, save_file
 from test_cuda_graph import GraphExecutor
 
 from nanoserve import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
@@ -227,20 +229,19 @@ def test_an_async_engine(family: Family) -> None:
 @settings(max_examples=60)
 @given(
     lora_ids=st.lists(st.integers(-1, 3), min_size=1, max_size=9),
-    repeat=st.sampled_from([1, 1, 40]),
     is_graph=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_fast_ways_do_what_the_definition_does(
-    llm: LLM, lora_ids: list[int], repeat: int, is_graph: bool, seed: int
+    lora_ids: list[int], is_graph: bool, seed: int
 ) -> None:
     """What other slots hold does not matter, be it infinite."""
-    slots, generator = _fake_slots(4), torch.Generator().manual_seed(seed)
-    x = torch.randn(len(lora_ids) * repeat, 6, generator=generator)
+    slots, generator = _fake_slots(), torch.Generator().manual_seed(seed)
+    x = torch.randn(len(lora_ids), 6, generator=generator)
     base = torch.randn(len(x), 5, generator=generator)
     a = torch.randn(4, 3, 6, generator=generator)
     b = torch.randn(5, 4, 3, generator=generator)
-    ids = np.array(lora_ids * repeat)
+    ids = np.array(lora_ids)
     expected = layers.add_lora_loop(base.clone(), x, a, b, torch.from_numpy(ids))
     for slot in {*range(4)} - {*lora_ids}:
         a[slot] = torch.inf
@@ -254,7 +255,7 @@ def test_fast_ways_do_what_the_definition_does(
     assert torch.equal(result[ids < 0], base[ids < 0])
 
 
-def _fake_slots(number: int) -> Any:
+def _fake_slots() -> Any:
     """LoRASlots without a model."""
     from nanoserve.staging import StagingBuffer
 
@@ -262,7 +263,7 @@ def _fake_slots(number: int) -> Any:
         staging = StagingBuffer(0, torch.device("cpu"))
 
     slots = object.__new__(layers.LoRASlots)
-    slots.runner, slots.max_loras, slots.all_slots = Runner, number, torch.arange(number)
+    slots.runner = Runner
     return slots
 
 
@@ -389,3 +390,33 @@ def test_peft_agrees(family: Family, llm: LLM, tmp_path: Path) -> None:
             )
         [output] = llm.generate(prompt, GREEDY, lora_request=request, use_tqdm=False)
         assert output.outputs[0].token_ids == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_model_takes_adapters(
+    family: Family, tmp_path: Path, quantization: str
+) -> None:
+    """What is added to a quantized weight is in floating point. The oracle has the weights that the
+    quantized layers multiply by, merged with the adapter."""
+    pytest.importorskip("nanoserve.extras.quantization")
+    weights = load_file(family.checkpoint / "model.safetensors")
+    with make_llm(family, quantization=quantization) as llm:
+        outputs = generate(llm, family)
+        for name, layer in llm.engine.executor.runner.lora_slots.layers.items():
+            for matrix in layer.matrices(name):
+                identity = torch.eye(matrix.shape[1])
+                base = layer.linear_method.base.apply(layer, identity, None, None)
+                weights[f"{matrix.name}.weight"] = base.T[matrix.rows].contiguous()
+        head = llm.engine.executor.runner.model
+        logits = head.compute_logits(torch.eye(64))
+    shutil.copytree(family.checkpoint, tmp_path / "quantized")
+    if "lm_head.weight" in weights:
+        weights["lm_head.weight"] = logits.T.contiguous()
+    save_file(weights, tmp_path / "quantized" / "model.safetensors", metadata={"format": "pt"})
+    for number in (1, 2, 3):
+        path = Path(family.requests[number].lora_path)
+        scale = (2, 2, 3)[number - 1]
+        merged = merge(tmp_path / "quantized", path, tmp_path / f"merged {number}", scale)
+        for (of, prompt), output in zip(MIX, outputs, strict=True):
+            if of == number:
+                assert_same_greedy(merged, prompt, output.outputs[0].token_ids, 12)
