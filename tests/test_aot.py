@@ -132,11 +132,13 @@ def test_fused_kernels_are_light(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_numbers_of_8_and_4_bits_are_decoded_in_registers(kernels: list[dict[str, Any]]) -> None:
-    """A cache or a weight of few bits, on a GPU that knows FP8 and on one that does not."""
+    """A cache or a weight of few bits, on a GPU that knows FP8 and on one that does not (which has
+    no register left for a few numbers)."""
     few_bits = [k for k in kernels if k["case"].startswith(("8 bits", "quantized"))]
     assert len(few_bits) == 3 + 3 + 3 + 3
     for kernel in few_bits:
-        assert kernel["stack"] == kernel["local"] == 0, kernel
+        assert kernel["local"] == 0, kernel
+        assert kernel["stack"] <= (64 if kernel["capability"] == 80 else 0), kernel
         assert kernel["mma"] + kernel["wgmma"] > 0, kernel
 
 
@@ -153,7 +155,7 @@ def test_decodes_leave_room_for_each_other(kernels: list[dict[str, Any]]) -> Non
 def test_loads_run_ahead(kernels: list[dict[str, Any]]) -> None:
     """The loop over keys is in stages, whether or not the last tile's mask is computed."""
     attention = [kernel for kernel in kernels if kernel["kernel"] == "paged_attention_kernel"]
-    assert len(attention) == 3 * 4 + 2 + 2 + 2 * 3
+    assert len(attention) == 3 * 4 + 2 + 2 + 2 * 3 + 2 * 3
     for kernel in attention:
         assert kernel["copies"] > 0, kernel
 

@@ -151,10 +151,10 @@ def _attend_tiles(
             (dims < HEAD_DIM)[:, None],
             HEAD_DIM < BLOCK_D,
         )
-        if BITS_8:
+        if BITS_8 != "":
             key = _decode(key, query.dtype, BITS_8)
         score = tl.dot(query, key, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if BITS_8:
+        if BITS_8 != "":
             at = block * scale_block_stride + slot
             score *= tl.load(key_scales + at, mask=exists, other=0.0)[None, :]
         if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
@@ -185,7 +185,7 @@ def _attend_tiles(
             exists[:, None] & (value_dims < VALUE_DIM)[None, :],
             IS_MASKED or VALUE_DIM < BLOCK_V,
         )
-        if BITS_8:
+        if BITS_8 != "":
             value = _decode(value, query.dtype, BITS_8)
             weight *= tl.load(value_scales + at, mask=exists, other=0.0)[None, :]
         acc = acc * shrink[:, None]

@@ -151,7 +151,7 @@ class TritonProduct(nn.Module):
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
                 BLOCK_K=block_k,
-                num_warps=4,
+                num_warps=4 if block_m == MIN_BLOCK_M else 8,
                 num_stages=3,
                 **OPTIONS,
             )
