@@ -201,13 +201,14 @@ def _rope_of_neighbours(
 
 @_sabotage(
     "packed_order",
-    "layers.ColumnParallelLinear.shards",
+    "layers.ColumnParallelLinear.matrices",
     "the loader puts v_proj where the model expects k_proj, and k_proj where it expects v_proj",
 )
 def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
     other = {"k_proj": "v_proj", "v_proj": "k_proj"}
-    for tensor_name, shard in right(layer, name):
-        yield ".".join(other.get(part, part) for part in tensor_name.split(".")), shard
+    for matrix in right(layer, name):
+        parts = [other.get(part, part) for part in matrix.name.split(".")]
+        yield matrix._replace(name=".".join(parts))
 
 
 class WithoutOneSum(ModelRunner):

@@ -57,9 +57,8 @@ def matrices(title: str, tables: Mapping[str, Any], shared: bool = False) -> Non
         room = max(width, 0.9)
         left, bottom = x + (room - width) / 2, 0.45 + (tallest - height) / 2
         extent = (left, left + width, bottom, bottom + height)
-        scale = {"vmin": -tops[name], "vmax": tops[name]}
         style: dict[str, Any] = {"cmap": "RdBu_r", "interpolation": "nearest", "aspect": "auto"}
-        ax.imshow(array, extent=extent, **scale, **style)
+        ax.imshow(array, extent=extent, vmin=-tops[name], vmax=tops[name], **style)
         box(ax, left, bottom, width, height, facecolor="none", edgecolor=LINE, linewidth=0.6)
         label(ax, x + room / 2, tallest + 0.62, *fit(name, room + gap - 0.05, 9.5), weight="bold")
         label(ax, x + room / 2, 0.27, f"{array.shape[0]} × {array.shape[1]}", 8)
