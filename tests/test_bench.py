@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from nanoserve import config, kv_cache
+from nanoserve import LLM, config, kv_cache
 from nanoserve.bench import (
     claims,
     cli,
@@ -32,6 +32,7 @@ from nanoserve.bench import (
     kernels,
     plot,
     policies,
+    quantization,
     report,
     run,
     speculation,
@@ -588,6 +589,35 @@ def test_the_demo_model_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) ->
     assert list(rows) == list(QUESTIONS)
     assert all(row["same_tokens"] == 1 for row in rows.values())
     assert rows["copying"]["tokens_per_step"] > 2 > rows["stories"]["tokens_per_step"]
+
+
+def test_what_fewer_bits_save_and_cost(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the books, not by the clock. What the plain engine has said is right by definition."""
+    engines = {"int8": {"quantization": "int8"}, "KV int8": {"kv_cache_dtype": "int8"}}
+    wrong = {"worse": {"kv_cache_dtype": "int2"}}
+    monkeypatch.setattr(quantization, "ENGINES", {**engines, **wrong})
+    monkeypatch.setattr(quantization, "NUM_OWN", 2)
+    settings = replace(tiny_settings, repeat=1)
+    result = quantization.quantization_suite(settings, prompt_len=8, num_output=4)
+    rows = {row["engine"]: row for row in result["rows"]}
+    assert list(rows) == ["as it is", "int8", "KV int8"]
+    plain = rows.pop("as it is")
+    assert plain["right_answers"] == plain["right_tokens"] == 1
+    assert rows["int8"]["weight_mib"] < plain["weight_mib"] == rows["KV int8"]["weight_mib"]
+    assert rows["KV int8"]["kv_bytes"] < plain["kv_bytes"] == rows["int8"]["kv_bytes"]
+    for row in rows.values():
+        assert row["perplexity"] == pytest.approx(plain["perplexity"], rel=0.1)
+        assert all(row[f"speed_up_{size}"] > 0 for size in settings.batch_sizes)
+    assert "kv_cache_dtype is 'int2'" in result["skipped"]["worse"]
+    assert "worse: kv_cache_dtype is" in report.format_suite("quantization", result)
+
+
+def test_the_demo_model_has_answers_to_give(demo_llm: LLM) -> None:
+    texts = quantization.draw_answers(demo_llm, number=1)
+    assert len(texts) > 15
+    assert quantization.read(demo_llm, texts)["right_answers"] > 0.9
 
 
 def test_where_it_is_slower_is_said() -> None:

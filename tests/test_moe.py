@@ -216,8 +216,9 @@ def filled(config: ExpertsConfig, world_size: int, rank: int = 0) -> MixtureOfEx
     """A layer with the same whole weights on any number of ranks."""
     layer = MixtureOfExperts(HIDDEN, config, LayerConfig(parallel=Alone(rank, world_size)))
     generator = torch.Generator().manual_seed(3)
-    for _, shard in layer.shards("model.layers.0.mlp"):
-        shard.target.copy_(torch.randn(shard.full_shape, generator=generator)[shard.slices])
+    for name, module in layer.named_modules(prefix="model.layers.0.mlp"):
+        for _, shard in module.shards(name):
+            shard.target.copy_(torch.randn(shard.full_shape, generator=generator)[shard.slices])
     return layer
 
 

@@ -451,7 +451,7 @@ def test_rules_of_gptq_for_some_layers(make_checkpoint: MakeCheckpoint, tmp_path
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_quantized_head(world_size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    """330 tokens do not divide by 2 ranks of whole int32 numbers; 320 do."""
+    """The vocabulary is divided among ranks, in whole int32 numbers."""
     source = make_checkpoint("llama", **SIZES)
     quantized, plain = write_checkpoint(source, tmp_path, *gptq(lm_head=True), with_head=True)
     for rank in range(world_size):
@@ -539,19 +539,30 @@ def test_what_the_user_may_ask_for(
         EngineConfig(quantization="bitsandbytes")
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "renamed"),
+    [
+        ("gptq", "quantize_config.json", {}),
+        ("awq", "quant_config.json", {"bits": "w_bit", "group_size": "q_group_size"}),
+    ],
+)
 def test_files_beside_config_json_are_read_if_asked_for(
-    make_quantized: Callable[..., tuple[Path, Path]], tmp_path: Path
+    name: str,
+    file: str,
+    renamed: dict[str, str],
+    make_quantized: Callable[..., tuple[Path, Path]],
+    tmp_path: Path,
 ) -> None:
-    """Older tools wrote quantize_config.json."""
-    quantized, plain = make_quantized("gptq")
+    """Where older tools wrote what is in config.json today."""
+    quantized, plain = make_quantized(name)
     copy = Path(shutil.copytree(quantized, tmp_path / "old"))
     settings = json.loads((copy / "config.json").read_text())
     section = settings.pop("quantization_config")
     del section["quant_method"]
-    (copy / "quantize_config.json").write_text(json.dumps(section))
+    (copy / file).write_text(json.dumps({renamed.get(k, k): v for k, v in section.items()}))
     (copy / "config.json").write_text(json.dumps(settings))
     expected = linear_layers(load(plain))
-    for key, layer in linear_layers(load(copy, quantization="gptq")).items():
+    for key, layer in linear_layers(load(copy, quantization=name)).items():
         assert torch.equal(weight_of(layer), weight_of(expected[key])), key
     with pytest.raises(ValueError, match="unexpected"):
         load(copy)

@@ -61,8 +61,9 @@ def quantization_suite(
     """Every engine of ENGINES, beside the first. One that cannot be built is left out, and the
     result says why."""
     is_demo = settings.folder == resolve_folder(None)
+    length = max(512, prompt_len + num_output)  # room for the texts, too
     common = {
-        "max_model_len": min(settings.model_config.max_model_len, 4 * prompt_len + num_output),
+        "max_model_len": min(settings.model_config.max_model_len, length),
         "max_num_seqs": max(settings.batch_sizes),
         "max_num_batched_tokens": max(settings.batch_sizes) * prompt_len,  # all in one step
     }
@@ -81,7 +82,7 @@ def quantization_suite(
                 rows.append({"engine": name, **inspect(llms[name], texts), **speeds})
         except ValueError as error:
             skipped[name] = str(error)
-    if not texts:
+    if not rows:
         raise ValueError(f"No engine could be built: {skipped}")
     return {
         "num_texts": len(texts),
@@ -152,8 +153,8 @@ def read(llm: LLM, texts: list[Text]) -> dict[str, Any]:
     }
 
 
-def draw_answers(llm: LLM) -> list[Text]:
-    """Questions that no training row asks, and their answers."""
+def draw_answers(llm: LLM, number: int = ANSWERS_PER_TASK) -> list[Text]:
+    """Questions that no training row asks, and their answers: `number` of each task."""
     from nanoserve.demo.training.corpus import IM_END
     from nanoserve.demo.training.evaluate import TASKS
 
@@ -163,7 +164,7 @@ def draw_answers(llm: LLM) -> list[Text]:
         if task.name.startswith(("recall", "name")):  # these ask the model for its tokens first
             continue
         rng = Random(task.name)
-        for _ in range(ANSWERS_PER_TASK):
+        for _ in range(number):
             item = task.draw(rng, None)  # type: ignore[arg-type]
             prompt = tokenizer.apply_chat_template(
                 item.messages, add_generation_prompt=True, return_dict=False

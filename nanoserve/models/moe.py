@@ -21,6 +21,9 @@ as many blocks as the worst case needs.
 For tensor parallelism every rank has a part of every expert: some rows of gate and up, some columns
 of down, as in decoder.MLP. One sum over ranks follows.
 
+The matrices of all experts are stacked in two layers, gate_up and down, whose linear method may
+store them in another way: extras/quantization has one.
+
 Left out: expert parallelism (each rank has some whole experts), shared experts, and a router with
 groups of experts (both in DeepSeek, which runs through the fallback).
 
@@ -204,7 +207,8 @@ class ExpertsLinear(LinearBase):
         super().__init__(num_matrices * padded[0], padded[1], layer_config)
         self.config, self.outputs, self.shape, self.part = config, outputs, shape, part
         self.num_rows = padded[0]
-        self.weight.zero_()  # the padding stays so
+        if part[2] != padded[part[0]]:
+            self.weight.zero_()  # the padding stays so
 
     def __len__(self) -> int:
         return self.config.num_experts

@@ -86,13 +86,14 @@ class AWQConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, section: Section) -> AWQConfig:
         """Raises ValueError for bits or a layout that are not supported."""
-        section.require("bits", whole(4, 4))
+        is_old = "w_bit" in section.values  # AutoAWQ's own names, in quant_config.json
+        section.require("w_bit" if is_old else "bits", whole(4, 4))
         for key in ("version", "format"):
             if section.get(key, TEXT, "gemm").lower() != "gemm":
                 section.refuse(key, "allowed: gemm, the layout that all tools read")
         if not section.get("zero_point", FLAG, True):
             section.refuse("zero_point", "allowed: true, because the files always have zeros")
-        group_size = section.require("group_size", GROUP_SIZE)
+        group_size = section.require("q_group_size" if is_old else "group_size", GROUP_SIZE)
         method = AWQLinearMethod("int4", group_size, has_zeros=True)
         ignored = section.names("modules_to_not_convert")
         return cls(method, ignored, section.get("lm_head", FLAG, False))

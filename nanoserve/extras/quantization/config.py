@@ -152,10 +152,8 @@ def get_quantization_config(
     if how is None and quantization in OTHER_FILES:
         other = model_config.path / OTHER_FILES[quantization]
         if other.exists():
-            file, hf = (
-                other,
-                {"quantization_config": {"quant_method": quantization, **read_json(other)}},
-            )
+            file, section = other, {"quant_method": quantization, **read_json(other)}
+            hf = {"quantization_config": section}
             how = find_quantization(hf)
     if how is None:
         if quantization is None:
@@ -181,10 +179,10 @@ def get_quantization_config(
             f"quantization is {quantization!r}, and {file} has {how}. Leave quantization out: the "
             "weights are quantized already."
         )
-    section = Section(hf[key], f"{file}, {key}")
-    if section.get("kv_cache_scheme", OBJECT):
+    keys = Section(hf[key], f"{file}, {key}")
+    if keys.get("kv_cache_scheme", OBJECT):
         logger.warning("%s: kv_cache_scheme is ignored; see the option kv_cache_dtype.", file)
-    config: QuantizationConfig = _find(*METHODS[method]).from_config(section)
+    config: QuantizationConfig = _find(*METHODS[method]).from_config(keys)
     return config
 
 

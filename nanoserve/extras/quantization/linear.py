@@ -57,7 +57,7 @@ class QuantizedLinearMethod(ExpertsMethod):
         self, layer: LinearBase, output_size: int, input_size: int, layer_config: LayerConfig
     ) -> None:
         """Raises ValueError if this rank's inputs are no whole groups."""
-        ranks, name = layer_config.parallel.world_size, layer_config.prefix
+        ranks, name = layer_config.parallel.world_size, layer_config.prefix or "a layer"
         group_size = input_size if self.group_size == -1 else self.group_size
         if input_size % group_size or (self.kind == "int4" and input_size % 2):
             raise ValueError(
