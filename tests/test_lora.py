@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import ALL, ATTENTION, merge, shapes_of, write_adapter
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import assert_same_greedy
 from safetensors.torch import load_file, save_file
@@ -107,23 +108,49 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "suffix drafts": {"speculative_config": {"method": "suffix"}},
+    "drafts, chunks, swap, graphs": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 6,
+        "num_kv_blocks": 26,
+        "preemption_mode": "swap",
+        "executor_cls": GraphExecutor,
+    },
     "graphs": {"executor_cls": GraphExecutor, "max_num_seqs": 6},
     "torch": {"attention_backend": "torch", "custom_ops": "none"},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("all adapters in a step", "recompute", "graphs", "n-gram drafts", "torch")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS]
+)
 def test_tokens_are_those_of_the_merged_weights(family: Family, way: str) -> None:
     """Whatever the engine does, for requests of three adapters and of none in one batch."""
     with make_llm(family, **WAYS[way]) as llm:
         for (number, prompt), output in zip(MIX, generate(llm, family), strict=True):
             family.check(number, prompt, output)
         llm.engine.block_manager.check()
-        if way == "graphs":
+        if "graphs" in way:
             assert llm.engine.executor.runner.replayed_sizes
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_on_a_gpu(family: Family, enforce_eager: bool) -> None:
+    """Real graphs, and the copies to the device's slots."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device: run with `pytest -m gpu` on a machine that has one")
+    options = {"device": "cuda", "dtype": "float32", "max_num_seqs": 6}
+    with make_llm(family, enforce_eager=enforce_eager, **options) as llm:
+        assert (llm.engine.executor.runner.graphs is None) == enforce_eager
+        for (number, prompt), output in zip(MIX, generate(llm, family), strict=True):
+            family.check(number, prompt, output)
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_cut_adapters_as_they_cut_weights(family: Family, num_ranks: int) -> None:
     """With 4 ranks, two hold the same key and value head."""
     ranks = pytest.importorskip("ranks")
@@ -226,16 +253,17 @@ def test_an_async_engine(family: Family) -> None:
 # -- the products --
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lora_ids=st.lists(st.integers(-1, 3), min_size=1, max_size=9),
     is_graph=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_fast_ways_do_what_the_definition_does(
-    lora_ids: list[int], is_graph: bool, seed: int
+    monkeypatch: pytest.MonkeyPatch, lora_ids: list[int], is_graph: bool, seed: int
 ) -> None:
     """What other slots hold does not matter, be it infinite."""
+    monkeypatch.setattr(layers, "TILE", 3)
     slots, generator = _fake_slots(), torch.Generator().manual_seed(seed)
     x = torch.randn(len(lora_ids), 6, generator=generator)
     base = torch.randn(len(x), 5, generator=generator)
@@ -337,6 +365,14 @@ def test_a_lora_request_is_checked(fields: dict[str, Any], message: str) -> None
 def test_bad_options(family: Family, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_llm(family, **options)
+
+
+def test_without_the_chapter_the_option_says_so(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.lora.manager", None)
+    with pytest.raises(ValueError, match=r"needs nanoserve/extras/lora, .* Leave enable_lora out"):
+        make_llm(family)
 
 
 def test_experts_have_no_adapters_but_attention_has(

@@ -127,7 +127,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=50,
+    max_examples=30,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(options=options(), seed=st.integers(0, 10**6), num_requests=st.integers(1, 14))

@@ -223,6 +223,17 @@ def test_a_file_that_has_changed_is_not_loaded(tmp_path: Path) -> None:
         files.load()
 
 
+def test_a_relative_path_is_that_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are read later, wherever the process is by then."""
+    write_adapter(tmp_path / "one", SHAPES)
+    monkeypatch.chdir(tmp_path)
+    files = read(Path("one"))
+    monkeypatch.chdir("/")
+    assert set(files.load()) == set(SHAPES)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

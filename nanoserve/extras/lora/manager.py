@@ -36,16 +36,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import TYPE_CHECKING
-
-import torch
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.exceptions import RequestError, VLLMValidationError, brief, describe_error
 from nanoserve.extras.lora.peft_helper import AdapterFiles, LoRAModel, Shape, read_adapter
 from nanoserve.extras.lora.request import LoRARequest
 from nanoserve.layers import ColumnParallelLinear, LayerConfig, RowParallelLinear
+from nanoserve.models.loader import plan_model
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.sequence import SchedulerOutput, Sequence
 
@@ -56,19 +56,25 @@ if TYPE_CHECKING:
 def adaptable_shapes(config: EngineConfig, model_config: ModelConfig) -> dict[str, Shape]:
     """(outputs, inputs) of each matrix that can have an adapter, by its name in the checkpoint.
     Raises ValueError for a model that transformers runs."""
-    name = model_config.architecture
-    if config.model_impl == "transformers" or ModelRegistry.get(name) is None:
+    architecture = model_config.architecture
+    if config.model_impl == "transformers" or ModelRegistry.get(architecture) is None:
         raise ValueError(
-            f"enable_lora is True, but {name} runs through transformers here, whose layers take no "
-            "adapters. Merge the adapter into the checkpoint (peft: merge_and_unload)."
+            f"enable_lora is True, but {architecture} runs through transformers here, whose layers "
+            "take no adapters. Merge the adapter into the checkpoint (peft: merge_and_unload)."
         )
-    model = build_model(model_config, 1, LayerConfig(device=torch.device("meta")))
-    return {
+    plan = plan_model(partial(build_model, model_config), LayerConfig())
+    shapes = {
         matrix.name: matrix.shape
-        for name, layer in model.named_modules()
+        for name, layer in (plan.named_modules() if plan else ())
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))
         for matrix in layer.matrices(name)
     }
+    if not shapes:
+        raise ValueError(
+            f"enable_lora is True, but {architecture} has no linear layers of nanoserve.layers, "
+            "which alone take adapters."
+        )
+    return shapes
 
 
 class Adapter:
@@ -259,6 +265,6 @@ class LoRAManager:
         del self.loaded[adapter]
         requests = self.engine.output_processor.requests
         for request_id in dict.fromkeys(seq.request_id for seq in waiting if seq.lora is adapter):
-            fault = RequestError(describe_error(error))
-            self.engine.fail_request(requests[request_id], fault)
+            if (request := requests.get(request_id)) is not None:
+                self.engine.fail_request(request, RequestError(describe_error(error)))
         return False

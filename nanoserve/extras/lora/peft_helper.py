@@ -152,6 +152,7 @@ def read_adapter(lora_path: str, shapes: Mapping[str, Shape], max_lora_rank: int
             f"{CONFIG_FILE} and {WEIGHTS_FILE} (huggingface_hub.snapshot_download makes one of an "
             "adapter on the hub)."
         )
+    folder = folder.absolute()  # it is read again later, perhaps from another working directory
     file = folder / WEIGHTS_FILE
     for each in (folder / CONFIG_FILE, file):
         if not os.path.lexists(each):
