@@ -39,7 +39,11 @@ from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
-from nanoserve.extras.quantization.config import check_pattern, get_quantization_config, matches
+from nanoserve.extras.quantization.base_config import (
+    check_pattern,
+    get_quantization_config,
+    matches,
+)
 from nanoserve.extras.quantization.online import (
     quantize_fp8,
     quantize_int4,
@@ -668,7 +672,7 @@ def test_cuts_through_what_belongs_together(
 def test_without_the_chapter_the_core_says_so(
     make_quantized: Callable[..., tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nanoserve.extras.quantization.config", None)
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.quantization.base_config", None)
     with pytest.raises(
         ValueError, match=r"quantization_config \(awq\).*extras/quantization is not"
     ):

@@ -130,7 +130,7 @@ def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
     if config.quantization is None and how is None:
         return None
     try:
-        chapter = import_module("nanoserve.extras.quantization.config")
+        chapter = import_module("nanoserve.extras.quantization.base_config")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{model_config.path / 'config.json'} has {how}, quantization is "

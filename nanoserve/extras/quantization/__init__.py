@@ -14,7 +14,7 @@ Two ways lead to such weights. A checkpoint may have them: its config.json says 
 the codes were often chosen with the help of texts (AWQ, GPTQ). Or a checkpoint in floating point is
 quantized while it is read, tensor by tensor (LLM(quantization="int8")).
 
-    config.py              get_quantization_config: which format, which layers
+    base_config.py         get_quantization_config: which format, which layers
     linear.py              QuantizedLinearMethod: from tensors of a checkpoint to a QuantizedWeight
     fp8.py                 8-bit floats, a scale for each tensor, channel or block
     gptq.py, awq.py        4 (and 8) bits in int32 numbers, a scale for each group of inputs

@@ -24,7 +24,7 @@ from functools import partial
 from torch import Tensor
 
 from nanoserve.checkpoint import FLAG, TEXT, whole
-from nanoserve.extras.quantization.config import (
+from nanoserve.extras.quantization.base_config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,

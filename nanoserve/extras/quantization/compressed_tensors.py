@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.checkpoint import FLAG, OBJECT, TEXT, Rule, list_of, one_of, whole
-from nanoserve.extras.quantization.config import (
+from nanoserve.extras.quantization.base_config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,

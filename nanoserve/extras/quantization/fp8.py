@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanoserve.checkpoint import list_of, one_of, whole
-from nanoserve.extras.quantization.config import (
+from nanoserve.extras.quantization.base_config import (
     QuantizationConfig,
     Section,
     matches,

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanoserve.extras.quantization.config import QuantizationConfig, Section
+from nanoserve.extras.quantization.base_config import QuantizationConfig, Section
 from nanoserve.extras.quantization.linear import QuantizedLinearMethod, Shards, weight_of
 from nanoserve.kernels.quantized import pack_int4
 from nanoserve.layers import LayerConfig, LinearBase, Matrix, Shard
