@@ -518,8 +518,9 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
         {"num_gpu_blocks_override": 400, "max_num_seqs": 20},
         {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "preemption_mode": "swap"},
         {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "max_num_batched_tokens": 11},
+        {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "kv_cache_dtype": "int8"},
     ],
-    ids=["ample", "swap", "chunks"],
+    ids=["ample", "swap", "chunks", "8 bits"],
 )
 def test_graphs_change_no_token(
     make_checkpoint: Callable[..., Path], options: dict[str, Any]
