@@ -42,6 +42,7 @@ HOMES = {
     "messages": "listen conversation",  # what ranks say to each other
     "journey": "watch call_chain CALL_CHAIN Visit",  # the functions that a request passes
     "sampling": "token_path filters stages streams frequencies surprise perplexity TokenPath",
+    "weights": "matrices staircase",  # LoRA and quantization
     "beams": "beam_tree beam_blocks BeamTree",
     "drafts": "watch_drafts drafted Verified",  # speculative decoding: which drafts were right
     "parts": "measure_parts recorded_parts shares print_operators",  # where the time of a step goes
