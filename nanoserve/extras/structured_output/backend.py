@@ -11,7 +11,7 @@ place in the compiled rules. It says which tokens may follow, and goes on by the
 
 A bitmask is a tensor [num_rows, ceil(vocab_size / 32)] of int32. Bit j of word i is token
 32 * i + j, 1 if the token is allowed. Stop tokens are allowed exactly where the text may end. The
-special tokens of a tokenizer, and those that were added to it, are never text.
+special tokens of a tokenizer are never text.
 
 Several requests with the same constraint share the compiled rules (`fork`).
 

@@ -12,6 +12,15 @@ in a log at most, and the text then matches its grammar but not the schema:
 `find_unsupported` names the first such thing. What is left may be stricter than the schema, never
 looser: every text is valid. (The package llguidance refuses by itself what it does not implement.)
 
+Of the 383 schemas of the JSON Schema Test Suite, draft 2020-12 (44401e0c), which tries each keyword
+alone, these are taken; no value that they forbid was allowed:
+
+    xgrammar   115    most need a type. None with contains, dependencies, if, not, uniqueItems,
+                      multipleOf, patternProperties and propertyNames without a type
+    guidance   169    none with contains, dependencies, if, not, uniqueItems, propertyNames,
+                      unevaluatedItems, unevaluatedProperties
+    one of them 192
+
 JSON Schema 2020-12: https://json-schema.org/draft/2020-12
 vLLM: vllm/v1/structured_output/backend_xgrammar.py (V1), has_xgrammar_unsupported_json_features,
 which lets some of these pass.
