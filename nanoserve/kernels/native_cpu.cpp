@@ -241,8 +241,7 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 //     after each tile of keys        top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
-// Numbers of 8 bits are decoded where they are used: a score is multiplied by its key's scale, and a
-// weight by its value's.
+// A tile of a cache of 8 bits is decoded once, for all query heads that read it.
 //
 // Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
 // share a key head (GQA) find its keys in the cache of their core.
@@ -253,13 +252,24 @@ struct Sizes {  // of one call
     float scale, soft_cap;  // soft_cap 0: none
 };
 
+// `number` vectors of 8 bits times their scales.
+template <typename C>
+void dequantize(const C* from, const float* scales, int number, int dim, float* to) {
+    for (int i = 0; i < number; i++)
+#pragma omp simd
+        for (int d = 0; d < dim; d++) to[i * dim + d] = to_float(from[i * dim + d]) * scales[i];
+}
+
 // One token, one key head, and `group` of the query heads that read it. Returns false if the block
 // table names a block that does not exist. T: type of the query, C: of the cache.
 template <typename T, typename C, int DIM>
 bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
-            const float* key_scales, const float* value_scales, const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
+            const float* key_scales, const float* value_scales, const int32_t* blocks,
+            int num_keys, int kv_head, int group, T* output) {
     constexpr bool IS_SCALED = sizeof(C) == 1;
     constexpr int ROOM = DIM ? DIM : MAX_DIM;
+    using Number = typename std::conditional<IS_SCALED, float, C>::type;
+    Number decoded_keys[IS_SCALED ? TILE * ROOM : 1], decoded_values[IS_SCALED ? TILE * ROOM : 1];
     constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
     const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
     float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
@@ -275,7 +285,15 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
         number = std::min({TILE, s.block_size - offset, num_keys - position});
         if (*block < 0 || *block >= s.num_blocks) return false;
         const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
-        const C *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
+        const Number *keys = decoded_keys, *values = decoded_values;
+        if constexpr (IS_SCALED) {
+            dequantize(key_cache + at * dim, key_scales + at, number, dim, decoded_keys);
+            dequantize(value_cache + at * value_dim, value_scales + at, number, value_dim,
+                       decoded_values);
+        } else {
+            keys = key_cache + at * dim;
+            values = value_cache + at * value_dim;
+        }
         if (offset == 0 && num_keys - position > s.block_size && block[1] >= 0 &&
             block[1] < s.num_blocks) {
             const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
@@ -286,7 +304,7 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
             float weight[TILE], highest = top[head], added = 0, sums[ROOM];
             int i = 0;
             for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
-                const C* key = keys + i * dim;
+                const Number* key = keys + i * dim;
                 float a = 0, b = 0, c = 0, e = 0;
 #pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
                 for (int d = 0; d < dim; d++) {
@@ -304,7 +322,6 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
                 weight[i] = score;
             }
             for (i = 0; i < number; i++) {
-                if (IS_SCALED) weight[i] *= key_scales[at + i];
                 if (s.soft_cap != 0) weight[i] = s.soft_cap * std::tanh(weight[i] / s.soft_cap);
                 highest = std::max(highest, weight[i]);
             }
@@ -314,12 +331,11 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
             for (int i = 0; i < number; i++) {
                 weight[i] = exp_negative(weight[i] - from);
                 added += weight[i];
-                if (IS_SCALED) weight[i] *= value_scales[at + i];
             }
 #pragma omp simd
             for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
             for (i = 0; i + 4 <= number; i += 4) {
-                const C* value = values + i * value_dim;
+                const Number* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++)
                     sums[d] += weight[i] * to_float(value[d]) +
@@ -328,7 +344,7 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
                                weight[i + 3] * to_float(value[3 * value_dim + d]);
             }
             for (; i < number; i++) {
-                const C* value = values + i * value_dim;
+                const Number* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
             }
@@ -345,7 +361,8 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
 
 template <typename T, typename C, int DIM>
 bool attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
-                const float* key_scales, const float* value_scales, const int32_t* block_table, const int32_t* num_keys, T* output) {
+                const float* key_scales, const float* value_scales, const int32_t* block_table,
+                const int32_t* num_keys, T* output) {
     const int group = s.num_heads / s.num_kv_heads;
     const double total = std::accumulate(num_keys, num_keys + s.num_tokens, 0.0) * s.num_heads;
     bool is_right = true;
@@ -383,9 +400,9 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
 //
 // qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
 // head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
-// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of caches
-// of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens, num_heads,
-// head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
+// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of
+// caches of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens,
+// num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
 //
 // query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
 // max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0

@@ -154,8 +154,8 @@ void multiply(const Sizes& s, const float* x, const uint8_t* codes, const float*
 }  // namespace
 
 // What Python calls. x [num_rows, num_inputs]; output [num_rows, num_outputs]; codes [panels,
-// num_inputs, 64 bytes, or 32 with INT4: output i in the lower half of a byte, i + 32 in the upper];
-// scales and offsets (or null) [panels, num_groups, 64].
+// num_inputs, 64 bytes, or 32 with INT4: output i in the lower half of a byte, i + 32 in the
+// upper]; scales and offsets (or null) [panels, num_groups, 64].
 extern "C" void quantized_multiply(const Sizes* sizes, const float* x, const uint8_t* codes,
                                    const float* scales, const float* offsets, float* output) {
     auto run = sizes->kind == INT4   ? multiply<INT4>
