@@ -183,7 +183,7 @@ def test_training_leaves_the_demo_model_alone_and_computes_what_is_served(
 def test_the_command_makes_an_adapter_that_keeps_the_promise(
     base: DemoModel, tmp_path: Path
 ) -> None:
-    """About seven minutes on one core. The weights are those that are shipped on the same machine
+    """About nine minutes on one core. The weights are those that are shipped on the same machine
     with the same version of PyTorch; elsewhere they differ in rounding, and speak alike."""
     export(trained(LoRAPlan(), base), tmp_path)
     assert mean(score(merge(DemoModel(MODEL_DIR), tmp_path), size=40)) >= PROMISE - 0.02
