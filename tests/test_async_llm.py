@@ -1175,7 +1175,7 @@ def test_names_of_vllm() -> None:
         nanoserve.AsyncLLMs  # noqa: B018
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "nanoserve.extras.async_llm", None)
-        with pytest.raises(AttributeError, match=r"extras/async_llm.py was deleted"):
+        with pytest.raises(AttributeError, match=r"the chapter extras/async_llm was deleted"):
             nanoserve.AsyncLLMEngine  # noqa: B018
 
 

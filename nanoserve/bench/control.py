@@ -88,7 +88,7 @@ class InputRunner(ModelRunner):
         self.device = torch.device("cpu")
         self.dtype = self.kv_cache_dtype = torch.float32
         self.backend = AttentionBackend()
-        self.graphs = None
+        self.graphs = self.lora_slots = None
         self.staging = StagingBuffer(staging_bytes(config), self.device)
         self.batch = InputBatch(max_num_seqs, max_model_len, BLOCK_SIZE, 1000, self.staging)
 
