@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels.seen_tokens import SeenTokens
+from nanoserve.logits_processors import RequestProcessors
 from nanoserve.sampler import (
     LogitEdits,
     LogitMask,
     Penalties,
-    RequestProcessors,
     SamplingBatch,
     uniform_noise,
 )

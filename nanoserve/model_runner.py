@@ -61,18 +61,17 @@ from nanoserve.kv_cache import (
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
-from nanoserve.sampler import LogprobsTensors, SampledTokens, gather_logprobs
+from nanoserve.prompt_logprobs import PromptLogprobsTensors, gather_prompt_logprobs
+from nanoserve.sampler import SampledTokens
 from nanoserve.sequence import (
     ForkSample,
     ModelOutput,
-    PromptLogprobs,
     ScheduledSequence,
     SchedulerOutput,
 )
 from nanoserve.staging import StagingBuffer, copy_to_host, record_event, staging_bytes
 
 NO_DRAFT = -1
-LOGPROB_TILE = 64  # prompt positions whose logits are in memory at once
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
@@ -321,15 +320,18 @@ class ModelRunner:
         A sequence that is about to fork has a token sampled for each branch. A sequence with drafts
         has one sampled behind each of them, too.
         """
-        prompt_logprobs = self._gather_prompt_logprobs(scheduled, inputs, hidden)
         arrays, rows = inputs.arrays, inputs.arrays.sampled_rows
+        compute_logits, prompt_logprobs = self.model.compute_logits, []
+        if self.batch.num_prompt_logprobs:
+            args = arrays.query_start_loc, hidden, compute_logits, self.parallel.rank
+            prompt_logprobs = gather_prompt_logprobs(self.batch, scheduled, *args)
         if not len(rows):
             return PendingOutput(self.batch, [], None, prompt_logprobs)
         indices = arrays.logits_indices
         branch_offsets = np.arange(len(rows)) - np.searchsorted(indices, indices)
         branches = self.batch.branches[rows] + branch_offsets
         positions = arrays.positions[indices] + 1
-        logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
+        logits = compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         sampled = self._sample_on_rank_0(logits, rows, branches, positions)
         # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
         # comes from the CPU.)
@@ -366,47 +368,6 @@ class ModelRunner:
         finally:
             self.parallel.broadcast(token_ids)
 
-    def _gather_prompt_logprobs(
-        self, scheduled: tuple[ScheduledSequence, ...], inputs: StepInputs, hidden: Tensor
-    ) -> list[PromptLogprobsTensors]:
-        """For each sequence that asks: log-probabilities of its prompt tokens in this step.
-
-        The logits of position p are about token p + 1, so a chunk [a, b) gives those of prompt
-        tokens a + 1 .. b.
-        """
-        result: list[PromptLogprobsTensors] = []
-        if not self.batch.num_prompt_logprobs:
-            return result
-        starts = inputs.arrays.query_start_loc[:-1].tolist()
-        for item, start in zip(scheduled, starts, strict=True):
-            row = self.batch.row_of[item.seq_id]
-            number = self.batch.num_prompt_logprobs.get(row)
-            first = item.num_computed_tokens + 1
-            end = min(first + item.num_scheduled_tokens, int(self.batch.num_prompt_tokens[row]))
-            if number is None or end <= first:
-                continue
-            token_ids = self.batch.token_ids[row, first:end].astype(np.int64)
-            targets = self.staging.send(token_ids=token_ids)["token_ids"]
-            tiles: list[LogprobsTensors] = []
-            for offset in range(0, end - first, LOGPROB_TILE):
-                tile = targets[offset : offset + LOGPROB_TILE]
-                tile_hidden = hidden[start + offset : start + offset + len(tile)]
-                logits = self.model.compute_logits(tile_hidden).float()  # each rank adds its part
-                if self.parallel.rank == 0:
-                    tensors = gather_logprobs(logits, tile, (number,) * len(tile))
-                    assert tensors is not None, "every row of the tile asks"
-                    tiles.append(tensors)
-            result.append(PromptLogprobsTensors(item.seq_id, first, tiles))
-        return result
-
-
-class PromptLogprobsTensors(NamedTuple):
-    """Log-probabilities of one sequence's prompt tokens from position `start` on."""
-
-    seq_id: int
-    start: int
-    tiles: list[LogprobsTensors]
-
 
 class PendingOutput:
     """A step that was launched. `result()` waits for its tokens: the only wait for the GPU."""
@@ -423,10 +384,7 @@ class PendingOutput:
         self._batch = batch
         self._samples = samples
         self._sampled = sampled.map(copy_to_host) if sampled else None
-        self._prompt_logprobs = [
-            found._replace(tiles=[tensors.map(copy_to_host) for tensors in found.tiles])
-            for found in prompt_logprobs
-        ]
+        self._prompt_logprobs = [found.map(copy_to_host) for found in prompt_logprobs]
         self._event = record_event(batch.staging.device)
 
     @torch.inference_mode()
@@ -435,9 +393,8 @@ class PendingOutput:
         if self._event is not None:
             self._event.synchronize()
         result = ModelOutput({}, {})
-        for seq_id, start, tiles in self._prompt_logprobs:
-            entries = [entry for tensors in tiles for entry in tensors.to_host()]
-            result.prompt_logprobs[seq_id] = PromptLogprobs(start, tuple(entries))
+        for found in self._prompt_logprobs:
+            result.prompt_logprobs[found.seq_id] = found.to_host()
         if self._sampled is None:
             return result
         output = self._sampled.to_host()

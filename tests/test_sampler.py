@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoserve.logits_processors import RequestProcessors, apply_logits_processors
 from nanoserve.sampler import (
     LogitEdits,
     LogitMask,
     Penalties,
-    RequestProcessors,
     SamplerOutput,
     SamplingBatch,
     apply_constraints,
-    apply_logits_processors,
     apply_min_p,
     apply_top_k_top_p,
     draw,
