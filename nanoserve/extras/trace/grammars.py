@@ -104,8 +104,8 @@ def automaton(title: str, dfa: DFA) -> None:
         for depth, states in columns.items()
         for row, state in enumerate(states)
     }
-    for (state, following), text in edges_of(dfa).items():
-        _draw_edge(ax, place[state], place[following], text)
+    for (state, following), letters in edges_of(dfa).items():
+        _draw_edge(ax, place[state], place[following], letters)
     x, y = place[START]
     _draw_arrow(ax, (x - 0.9, y), (x - RADIUS, y))
     label(ax, x - 0.62, y + 0.14, "start", 8, color=FAINT)
