@@ -598,6 +598,14 @@ def check_engine_args(engine_args: Any) -> EngineArgs:
     return engine_args
 
 
+def engine_of(llm: Any) -> Any:
+    """The engine of an LLM, of an AsyncLLM, or itself. Raises TypeError for anything else."""
+    engine = getattr(llm, "engine", llm)
+    if not hasattr(engine, "step_listeners"):
+        raise TypeError(f"an LLM, an AsyncLLM or an LLMEngine is needed, got {brief(llm)}.")
+    return engine
+
+
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that reads --max_num_seqs as --max-num-seqs, as vLLM's does. vLLM's also
     reads flags from a file (--config FILE), and keys of a dict (-cc.mode 3)."""

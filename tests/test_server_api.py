@@ -667,6 +667,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"max_tokens": -3, "echo": True}, "max_tokens", "1 or more"),
     (C, {"max_tokens": "5"}, "max_tokens", "valid integer"),
     (C, {"suffix": "the end"}, "suffix", "fills in the middle"),
+    (C, {"logits_processors": ["x"]}, "logits_processors", "no functions of its clients"),
     (C, {"best_of": 1, "n": 2}, "best_of", "n (2) or more"),
     (C, {"best_of": 3, "stream": True}, "best_of", "if stream is true"),
     (C, {"bad_words": [f"{i:3000}" for i in range(11)]}, "bad_words", "allowed: 32768"),

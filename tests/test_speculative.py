@@ -613,8 +613,8 @@ def test_options() -> None:
         spec = read(options)
         assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == resolved
     assert read({"method": "suffix"}).num_speculative_tokens == 24
-    table = read({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]})
-    assert [table.num_tokens_for(size) for size in (1, 4, 5, 9, 10)] == [3, 3, 0, 0, 4]
+    table = read({**NGRAM, "num_speculative_tokens_per_batch_size": [[5, 8, 0], [1, 3, 2]]})
+    assert [table.num_tokens_for(size) for size in (1, 3, 4, 5, 8, 9)] == [2, 2, 2, 0, 0, 0]
     args = EngineArgs(speculative_config=NGRAM)
     assert EngineArgs(**vars(args)).speculative_config == read(NGRAM)
 
@@ -633,7 +633,10 @@ def test_options() -> None:
         ({**NGRAM, "draft_tensor_parallel_size": 2}, ValueError, "allowed here: None or 1"),
         ({**NGRAM, "rejection_sample_method": "block"}, ValueError, "strict, standard"),
         ({"method": "eagle", "num_speculative_tokens": 2}, ValueError, "needs a model"),
-        ({**NGRAM, "num_speculative_tokens_per_batch_size": [1]}, ValueError, "list of"),
+        *(
+            ({**NGRAM, "num_speculative_tokens_per_batch_size": table}, ValueError, "list of")
+            for table in ([1], [], [[1, 5, 2], [5, 9, 1]], [[2, 5, 1]], [[1, 3, 2], [6, 5, 1]])
+        ),
     ],
 )
 def test_bad_options(given_: Any, error: type[Exception], message: str) -> None:

@@ -100,6 +100,7 @@ REFUSED: dict[str, Refusal] = {
     "functions": ((None,), "OpenAI has replaced it by tools; use them"),
     "function_call": ((None, "none"), "OpenAI has replaced it by tool_choice; use that"),
     "structured_outputs": NO_GRAMMAR,
+    "logits_processors": ((None, []), "a server runs no functions of its clients; leave it out"),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_GRAMMAR),
 }
 
