@@ -151,10 +151,11 @@ def is_from_signal(error: BaseException | None) -> bool:
 
 def _has_raise(traceback: TracebackType | None) -> bool:
     """Does it begin at a `raise` statement?"""
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback and traceback.tb_frame.f_code.co_code
-    return bool(code) and code[traceback.tb_lasti] == opmap["RAISE_VARARGS"]
+    is_raise = False
+    while traceback is not None:
+        opcode = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
+        is_raise, traceback = opcode == opmap["RAISE_VARARGS"], traceback.tb_next
+    return is_raise
 
 
 def _code_of(handler: Any) -> CodeType | None:

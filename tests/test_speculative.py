@@ -652,8 +652,14 @@ def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(num_kv_blocks=32, speculative_config=options) as llm:
         [output] = llm.generate("Once", wanted, use_tqdm=False)
         assert output.metrics.num_drafts
-    with pytest.raises(ValueError, match=r"no\.such\.Class.*cannot be imported"):
-        LLM(num_kv_blocks=32, speculative_config={**options, "model": "no.such.Class"})
+    for model, message in (
+        ("no.such.Class", r"no\.such\.Class.*cannot be imported"),
+        ("os.system", r"function system.*; allowed with method 'custom_class': a subclass of "),
+        ("os.PathLike", r"PathLike.*; allowed with method 'custom_class': a subclass of "),
+        ("Foo", r"model is 'Foo'; allowed with method 'custom_class': package.module.ClassName"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(num_kv_blocks=32, speculative_config={**options, "model": model})
 
 
 class Parrot(proposer.TokenProposer):  # type: ignore[name-defined, misc]

@@ -152,6 +152,11 @@ class SpeculativeConfig:
             raise TypeError(f"speculative_config: model must be a str, got {brief(self.model)}.")
         if self.method in NEEDS_MODEL and not self.model:
             raise ValueError(f"speculative_config: method {self.method!r} needs a model.")
+        if self.method == "custom_class" and "." not in str(self.model)[1:]:
+            raise ValueError(
+                f"speculative_config: model is {brief(self.model)}; allowed with method "
+                "'custom_class': package.module.ClassName."
+            )
         self._check_lookup()
         self._check_batch_sizes()
 
@@ -241,6 +246,12 @@ class SpeculativeConfig:
                 f"speculative_config: {module}.{name}, the proposer of method {self.method!r}, "
                 f"cannot be imported ({error})."
             ) from error
+        base = import_module(f"{__package__}.proposer").Proposer
+        if not isinstance(proposer_cls, type) or not issubclass(proposer_cls, base):
+            raise ValueError(
+                f"speculative_config: model is {brief(proposer_cls)}; allowed with method "
+                f"{self.method!r}: a subclass of {base.__module__}.Proposer."
+            )
         proposer: Proposer = proposer_cls(runner, self)
         return proposer
 
