@@ -395,6 +395,8 @@ def check_files(folder: Path) -> bool:
         if file.name in ("tokenizer.json", "tokenizer_config.json"):
             content = read_json(file, FILE_BYTES)
         if file.name == "tokenizer.json":
+            if "model" not in content:
+                raise ValueError(f"{file.name} has no model")
             is_usual = check_parts(content) and is_usual
         elif num_items > 8 * NUM_ADDED and not file.name.startswith("vocab"):
             is_usual = False  # an added token of tokenizer_config.json has eight items
@@ -406,8 +408,6 @@ def check_parts(content: dict[str, Any]) -> bool:
     the following, which may take much more time or memory to read than its text: another regular
     expression than the usual ones, a Unigram vocabulary, very many added tokens, a normalizer that
     may make these much longer."""
-    if "model" not in content:
-        raise ValueError("tokenizer.json has no model")
     num_parts, regexes = 0, set[str]()
     todo = [value for key, value in content.items() if key not in ("model", "added_tokens")]
     while todo:

@@ -283,7 +283,7 @@ def encode(
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        part = text[max(0, error.start - 20) : error.end]
+        part = text[max(0, error.start - 20) : error.start + 1]
         raise VLLMValidationError(
             f"{what} holds {brief(part)}; allowed: whole characters, no half of a surrogate pair."
         ) from None

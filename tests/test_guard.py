@@ -796,7 +796,7 @@ def test_a_fault_of_config_json_is_not_blamed_on_the_tokenizer(
     with pytest.raises(ValueError, match=rf"config\.json is refused by transformers \(.*{key}"):
         load_tokenizer(write_tokenizer(tmp_path, changes), explicit=True)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="no tokenizer can be read.*tokenizer.json has no model"):
+    with pytest.raises(ValueError, match=r"no tokenizer can be read.*tokenizer\.json has no model"):
         load_tokenizer(tmp_path, explicit=True)
 
 
