@@ -783,8 +783,13 @@ def test_damage_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_usual", [True, False])
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("head_dim", 31), ("head_dim", None), ("hidden_act", 5), ("layer_types", ["full_attention"])]
-    + [("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0})],
+    [
+        ("head_dim", 31),
+        ("head_dim", None),
+        ("hidden_act", 5),
+        ("layer_types", ["full_attention"]),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}),
+    ],
 )
 def test_a_fault_of_config_json_is_not_blamed_on_the_tokenizer(
     tmp_path: Path, key: str, value: Any, is_usual: bool

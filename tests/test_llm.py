@@ -1111,7 +1111,7 @@ def test_a_checkpoint_or_option_that_does_not_fit(
         (
             {"kv_cache_memory": 1000},
             ValueError,
-            r"needs 8.0 MiB of KV cache, and there are 1000 bytes.*Lower max_model_len",
+            r"needs 5.0 MiB of KV cache, and there are 1000 bytes.*Lower max_model_len",
         ),
         ({"attention_backend": "flash"}, ValueError, r"attention_backend is 'flash'; allowed"),
     ]
