@@ -311,7 +311,9 @@ def read_tokenizer(folder: Path) -> Any:
             guard.own_template = tokenizer.chat_template
         limit = getattr(tokenizer, "model_max_length", 0)
         if not isinstance(limit, (int, float)):
-            raise ValueError(f"model_max_length is {brief(limit)}; allowed: a number")
+            raise ValueError(
+                f"tokenizer_config.json: model_max_length is {brief(limit)}; allowed: a number"
+            )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and not is_linear(backend):
             guard.backend = backend
@@ -323,6 +325,7 @@ def read_tokenizer(folder: Path) -> Any:
         if is_from_signal(error) or not (is_panic or isinstance(error, Exception)):
             raise
         why = str(error) if type(error) is ValueError else " ".join(describe_error(error).split())
+        why = why.removesuffix(". Copy it again.")
         if is_of_config(folder, error):
             raise ValueError(
                 f"{folder / 'config.json'} is refused by transformers ({why}). Correct the file, "

@@ -771,7 +771,11 @@ def test_damage_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
     for name, content, message in (
         ("tokenizer.json", b"{}", "tokenizer.json has no model"),
         ("chat_template.jinja", b"caf\xe9", "chat_template.jinja is no UTF-8"),
-        ("tokenizer_config.json", b'{"model_max_length": "x"}', "model_max_length is 'x'; allowed"),
+        (
+            "tokenizer_config.json",
+            b'{"model_max_length": "x"}',
+            "json: model_max_length is 'x'; allowed",
+        ),
     ):
         file = write_tokenizer(tmp_path, {}) / name
         file.write_bytes(content)
