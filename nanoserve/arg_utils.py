@@ -624,11 +624,9 @@ def engine_of(llm: Any) -> Any:
 
 def as_engine_config(given: Any) -> EngineConfig:
     """The EngineConfig of an engine: EngineArgs make one. Raises TypeError for anything else."""
-    return (
-        given
-        if isinstance(given, EngineConfig)
-        else check_engine_args(given).create_engine_config()
-    )
+    if isinstance(given, EngineConfig):
+        return given
+    return check_engine_args(given).create_engine_config()
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -300,9 +300,11 @@ def read_tokenizer(folder: Path) -> Any:
 
     Raises ValueError for files that are too large or special, or a tokenizer that is none.
     """
-    guard = Guard()
+    guard, is_checked = Guard(), False
     try:
-        if not check_files(folder):
+        is_usual = check_files(folder)
+        is_checked = True
+        if not is_usual:
             guard.call("read", str(folder))
             guard.end_process()  # what it holds is not needed
         tokenizer = _from_pretrained(folder)
@@ -326,7 +328,7 @@ def read_tokenizer(folder: Path) -> Any:
             raise
         why = str(error) if type(error) is ValueError else " ".join(describe_error(error).split())
         why = why.removesuffix(". Copy it again.")
-        if is_of_config(folder, error):
+        if is_checked and is_of_config(folder, error):
             raise ValueError(
                 f"{folder / 'config.json'} is refused by transformers ({why}). Correct the file, "
                 "or copy it again."
