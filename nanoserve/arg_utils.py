@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -498,6 +499,21 @@ def check_seams(*classes: Any) -> None:
             )
 
 
+def check_seam_names(call: str, seams: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword argument that is none of the SEAMS."""
+    for name, value in seams.items():
+        if name not in SEAMS:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}. Options of the engine are "
+                f"those of EngineArgs: {call}(EngineArgs({name}={brief(value)}))."
+            )
+
+
+def as_seam(name: str, cls: Callable[..., Any]) -> Callable[..., Any]:
+    """For who builds it without build_seam: a class as it is, a function with its checks."""
+    return cls if isinstance(cls, type) else partial(build_seam, name, cls)
+
+
 def build_seam(name: str, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """An object of the class that takes the place of one of the SEAMS, or of ours. Raises TypeError
     if `cls` is a function that returns something else."""
@@ -605,6 +621,21 @@ def check_engine_args(engine_args: Any) -> EngineArgs:
             "EngineArgs(model=..., ...)."
         )
     return engine_args
+
+
+def engine_of(llm: Any) -> Any:
+    """The engine of an LLM, of an AsyncLLM, or itself. Raises TypeError for anything else."""
+    engine = getattr(llm, "engine", llm)
+    if not hasattr(engine, "step_listeners"):
+        raise TypeError(f"an LLM, an AsyncLLM or an LLMEngine is needed, got {brief(llm)}.")
+    return engine
+
+
+def as_engine_config(given: Any) -> EngineConfig:
+    """The EngineConfig of an engine: EngineArgs make one. Raises TypeError for anything else."""
+    if isinstance(given, EngineConfig):
+        return given
+    return check_engine_args(given).create_engine_config()
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

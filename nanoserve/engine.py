@@ -46,7 +46,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from nanoserve.arg_utils import EngineArgs, build_seam, check_engine_args, check_seams
+from nanoserve.arg_utils import EngineArgs, as_engine_config, as_seam, build_seam, check_seams
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig, ModelConfig, load_chapter, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
@@ -103,7 +103,7 @@ class LLMEngine(OwnedByProcess):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineConfig | EngineArgs,
         *,
         scheduler_cls: type[Scheduler] | None = None,
         block_manager_cls: type[BlockManager] | None = None,
@@ -115,6 +115,7 @@ class LLMEngine(OwnedByProcess):
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
         check_seams(scheduler_cls, block_manager_cls, executor_cls, runner_cls)
+        config = as_engine_config(config)
         configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
@@ -130,7 +131,7 @@ class LLMEngine(OwnedByProcess):
         tokenizer_folder = resolve_folder(config.tokenizer, "tokenizer", default=folder)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
-        options = {} if runner_cls is None else {"runner_cls": runner_cls}
+        options = {} if runner_cls is None else {"runner_cls": as_seam("runner_cls", runner_cls)}
         model_args = self.config, self.model_config, config.attention_backend
         self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
         check_can_overlap(self.executor, self.config)
@@ -173,7 +174,7 @@ class LLMEngine(OwnedByProcess):
     def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
         """The engine that `engine_args` describe; `seams` are the constructor's, such as
         scheduler_cls. Raises ValueError or TypeError as the constructor does."""
-        return cls(check_engine_args(engine_args).create_engine_config(), **seams)
+        return cls(engine_args, **seams)
 
     # -- requests --
 

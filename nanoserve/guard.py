@@ -48,11 +48,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.checkpoint import check_is_file, read_bytes, transformers_lock
+from nanoserve.checkpoint import check_is_file, read_bytes, read_json, transformers_lock
 from nanoserve.config import DEMO_MODEL
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import Caught, VLLMValidationError, brief, describe_error
 from nanoserve.inputs import as_python, find_content_format
-from nanoserve.interrupts import suppress, unless_signal
+from nanoserve.interrupts import is_from_signal, suppress, unless_signal
 
 SECONDS = 5  # for one text: rendered, or tokenized
 MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
@@ -305,9 +305,10 @@ def read_tokenizer(folder: Path) -> Any:
 
     Raises ValueError for files that are too large or special, or a tokenizer that is none.
     """
-    is_usual = check_files(folder)
-    guard = Guard()
+    guard, is_checked = Guard(), False
     try:
+        is_usual = check_files(folder)
+        is_checked = True
         if not is_usual:
             guard.call("read", str(folder))
             guard.end_process()  # what it holds is not needed
@@ -315,6 +316,11 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer.guard = guard
         if folder.resolve() == DEMO_MODEL.resolve():
             guard.own_template = tokenizer.chat_template
+        limit = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(limit, (int, float)):
+            raise ValueError(
+                f"tokenizer_config.json: model_max_length is {brief(limit)}; allowed: a number"
+            )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and not is_linear(backend):
             guard.backend = backend
@@ -322,10 +328,32 @@ def read_tokenizer(folder: Path) -> Any:
             tokenizer.encode = functools.partial(_encode, tokenizer)
     except BaseException as error:
         guard.close()
-        if type(error).__name__ == "PanicException":  # of Rust; a BaseException
-            raise ValueError(f"the tokenizers library fails: {error}") from None
-        raise
+        is_panic = type(error).__name__ == "PanicException"  # of Rust; a BaseException
+        if is_from_signal(error) or not (is_panic or isinstance(error, Exception)):
+            raise
+        why = str(error) if type(error) is ValueError else " ".join(describe_error(error).split())
+        why = why.removesuffix(". Copy it again.")
+        if is_checked and is_of_config(folder, error):
+            raise ValueError(
+                f"{folder / 'config.json'} is refused by transformers ({why}). Correct the file, "
+                "or copy it again."
+            ) from error
+        raise ValueError(  # of many types, with one meaning: no tokenizer
+            f"no tokenizer can be read from {folder} ({why}). Copy its files again, or give the "
+            "folder of another one as tokenizer."
+        ) from error
     return tokenizer
+
+
+def is_of_config(folder: Path, error: BaseException) -> bool:
+    """Does config.json alone bring this error? To read a tokenizer, transformers reads it, too."""
+    if not (folder / "config.json").is_file():
+        return False
+    with transformers_lock, Caught() as caught:
+        from transformers import AutoConfig
+
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return caught.error is not None and str(caught.error) == str(error)
 
 
 def _from_pretrained(folder: Path | str) -> Any:
@@ -364,25 +392,32 @@ def check_files(folder: Path) -> bool:
             continue
         check_is_file(file)
         data = read_bytes(file, FILE_BYTES)
+        if file.suffix == ".jinja":
+            try:
+                data.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is no UTF-8: {error}") from error
         if file.suffix != ".json":
             continue
         num_items = data.count(b",") + data.count(b"[") + data.count(b"{")
         if num_items > FILE_ITEMS:
             raise ValueError(f"{file.name} has {num_items} items; allowed: {FILE_ITEMS}")
+        if file.name in ("tokenizer.json", "tokenizer_config.json"):
+            content = read_json(file, FILE_BYTES)
         if file.name == "tokenizer.json":
-            is_usual = check_parts(json.loads(data)) and is_usual
+            if "model" not in content:
+                raise ValueError(f"{file.name} has no model")
+            is_usual = check_parts(content) and is_usual
         elif num_items > 8 * NUM_ADDED and not file.name.startswith("vocab"):
             is_usual = False  # an added token of tokenizer_config.json has eight items
     return is_usual
 
 
-def check_parts(content: Any) -> bool:
+def check_parts(content: dict[str, Any]) -> bool:
     """Raise ValueError for a tokenizer.json of too many parts or of long pieces. False for one of
     the following, which may take much more time or memory to read than its text: another regular
     expression than the usual ones, a Unigram vocabulary, very many added tokens, a normalizer that
     may make these much longer."""
-    if not isinstance(content, dict):
-        raise ValueError("tokenizer.json holds no JSON object")
     num_parts, regexes = 0, set[str]()
     todo = [value for key, value in content.items() if key not in ("model", "added_tokens")]
     while todo:

@@ -144,7 +144,8 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
             f"these, got {brief(prompts)}."
         )
     items = _expand(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+    is_ids = any(isinstance(item, int) for item in items)  # all, or one is not right
+    return [items] if is_ids and not any(isinstance(x, (str, Mapping)) for x in items) else items
 
 
 def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
@@ -292,8 +293,15 @@ def as_token_ids(items: Any) -> list[int]:
 def encode(
     tokenizer: Any, text: str, most: int, add_special_tokens: bool = True, what: str = "the prompt"
 ) -> list[int]:
-    """The token ids of `text`. Raises VLLMValidationError if the tokenizer fails, or if there are
-    far more than `most` of them."""
+    """The token ids of `text`. Raises VLLMValidationError if the tokenizer fails, if there are far
+    more than `most` of them, or for half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(0, error.start - 20) : error.start + 1]
+        raise VLLMValidationError(
+            f"{what} holds {brief(part)}; allowed: whole characters, no half of a surrogate pair."
+        ) from None
     check_text_length(tokenizer, text, most, what)
     with as_validation_error("the tokenizer cannot encode", text):
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)

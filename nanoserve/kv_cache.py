@@ -30,7 +30,13 @@ from nanoserve.interrupts import unless_signal
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.seen_tokens import allocate_seen_tokens
 from nanoserve.layers import LayerConfig
-from nanoserve.memory import available_memory, check_fits, read_meminfo, total_memory
+from nanoserve.memory import (
+    available_memory,
+    check_fits,
+    describe_size,
+    read_meminfo,
+    total_memory,
+)
 from nanoserve.sampler import Penalties, SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
@@ -298,8 +304,8 @@ def num_blocks_that_fit(
     if num_blocks < per_sequence:
         raise ValueError(
             f"one sequence of max_model_len={config.max_model_len} tokens needs "
-            f"{per_sequence * block_bytes / 2**20:.0f} MiB of KV cache, and there are "
-            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len (and block_size, which is "
+            f"{describe_size(per_sequence * block_bytes)} of KV cache, and there are "
+            f"{describe_size(memory)} for it. Lower max_model_len (and block_size, which is "
             f"{config.block_size}, if that is more), raise kv_cache_memory_bytes (or "
             "gpu_memory_utilization), or set num_gpu_blocks_override."
         )

@@ -344,6 +344,9 @@ class LLM(OwnedByProcess):
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
         tensor_parallel_size above 1 no process has the whole model."""
+        if not callable(func):
+            raise TypeError(f"func must be a function of the model, got {brief(func)}.")
+        self.engine._check_open()
         if self.engine.config.tensor_parallel_size > 1:
             raise VLLMValidationError(
                 "apply_model needs the whole model in this process; tensor_parallel_size is "
@@ -538,8 +541,9 @@ def render_conversations(
     tokenizer's own. `options` go to the template, and chat_template_kwargs below them."""
     given = _options("chat_template_kwargs", chat_template_kwargs)
     options = given | {key: value for key, value in options.items() if value is not None}
-    if "tokenize" in options:
-        raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+    for name in ("conversation", "conversations", "messages", "self", "tokenize"):
+        if name in options:
+            raise ValueError(f"chat_template_kwargs holds {name!r}, which chat sets itself.")
     for name in ("add_generation_prompt", "continue_final_message"):
         check_bool(name, options.get(name, False))
     template = options.get("chat_template")

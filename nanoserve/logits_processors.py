@@ -41,8 +41,8 @@ def apply_logits_processors(
     """Call each request's callables, in their order, on the logits [vocab_size] of its row.
 
     As in V0, a callable with two parameters gets (output token ids, logits), one with three gets
-    (prompt token ids, output token ids, logits). If one raises anything but KeyboardInterrupt, or
-    returns anything but a plain tensor like the one it got, this is noted in `errors`.
+    (prompt token ids, output token ids, logits). If one raises anything, or returns anything but a
+    plain tensor like the one it got, this is noted in `errors`.
     """
     logits = logits.clone()
     for request in requests:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
+from nanoserve import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
 from nanoserve.arg_utils import (
     ANY,
     GROUPS,
@@ -245,7 +245,7 @@ def test_a_class_without_the_methods_of_its_seam_is_refused(name: str) -> None:
     check_seams(*(partial(int) if each == name else None for each in SEAMS))
 
 
-@pytest.mark.parametrize("name", sorted(set(SEAMS) - {"runner_cls"}))  # the executor builds it
+@pytest.mark.parametrize("name", SEAMS)
 def test_a_function_that_returns_nothing_is_refused(name: str) -> None:
     """As a seam, a function is a class whose objects are seen when it has been called."""
     with pytest.raises(TypeError, match=f"^{name} returned None, which has no method"):
@@ -404,6 +404,12 @@ def test_what_are_no_engine_args(given: Any) -> None:
     for cls in (LLM, LLMEngine):
         with pytest.raises(TypeError, match="engine_args must be EngineArgs, got"):
             cls.from_engine_args(given)
+    for call in (LLMEngine, AsyncLLM):
+        for each in ("a model", {"model": "x"}, 5, EngineArgs):
+            with pytest.raises(TypeError, match="engine_args must be EngineArgs, got"):
+                call(each)
+    with pytest.raises(TypeError, match=r"keyword argument 'model'.*EngineArgs\(model='x'\)"):
+        AsyncLLM(model="x")
 
 
 def test_an_engine_from_engine_args() -> None:

@@ -1012,7 +1012,7 @@ def test_wrong_arguments(make: MakeAsync) -> None:
     for timeout in ("a", True, [1]):
         with pytest.raises(TypeError, match="timeout must be"):
             llm.shutdown(timeout)  # type: ignore[arg-type]
-    for number in (-1, float("nan")):
+    for number in (-1, float("nan"), 10**400):
         with pytest.raises(VLLMValidationError, match="timeout is"):
             llm.shutdown(number)
 

@@ -471,6 +471,14 @@ def test_prompts_come_from_standard_input(demo_llm: LLM, run: Callable[..., Resu
     assert run("complete", *greedy, stdin=f"{STORY}\n\nOne day\n").out.splitlines() == lines
     [whole] = texts_of(demo_llm, [f"{STORY}\nOne day"], temperature=0, max_tokens=8)
     assert run("complete", "-", *greedy, stdin=f"{STORY}\nOne day\n").out == f"{whole}\n"
+    # of a file from Windows
+    text = f"\ufeff{STORY}\r\nOne day\r\n"
+    assert run("complete", *greedy, stdin=text).out.splitlines() == lines
+    assert run("complete", "-", *greedy, stdin=text).out == f"{whole}\n"
+    for text in ("O\0n\0", "\ufffd\ufffd\u4f60"):  # UTF-16, read as UTF-8
+        result = run("complete", stdin=text)
+        assert result.status == 1
+        assert "standard input is UTF-16" in result.err
 
 
 def test_several_texts_of_several_prompts(run: Callable[..., Result]) -> None:

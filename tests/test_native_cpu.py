@@ -521,8 +521,14 @@ def no_home() -> Path:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX permissions")
-def test_nothing_is_loaded_from_a_folder_that_others_can_write_to(no_library: Path) -> None:
+def test_nothing_is_loaded_from_a_folder_that_others_can_write_to(
+    no_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a folder made in the current one: its specification ignores a relative path."""
     assert native_cpu.cache_folder() == no_library
     assert stat.S_IMODE(no_library.stat().st_mode) & 0o077 == 0
     no_library.chmod(0o777)
     assert native_cpu.cache_folder() is None
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert native_cpu.cache_folder() == tmp_path / ".cache" / "nanoserve"

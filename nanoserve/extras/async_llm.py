@@ -40,6 +40,7 @@ output_processor.py (V1).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -54,7 +55,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template
+from nanoserve.arg_utils import (
+    EngineArgs,
+    check_engine_args,
+    check_seam_names,
+    load_chat_template,
+)
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
 from nanoserve.engine import LLMEngine, StepReport
@@ -67,6 +73,7 @@ from nanoserve.exceptions import (
     describe_error,
 )
 from nanoserve.inputs import (
+    INT64_LIMIT,
     Message,
     PromptType,
     as_arrival_time,
@@ -512,13 +519,12 @@ class AsyncLLM(OwnedByProcess):
         whose loggers count too: [PrometheusStatLogger]. Raises ValueError or TypeError as LLMEngine
         does.
         """
-        if isinstance(config, EngineArgs):
-            if disable_log_stats is None:
-                disable_log_stats = vars(config).get("disable_log_stats")
-            config = config.create_engine_config()
+        if isinstance(config, EngineArgs) and disable_log_stats is None:
+            disable_log_stats = vars(config).get("disable_log_stats")
+        check_seam_names("AsyncLLM", seams)
         check_stat_loggers(stat_loggers)
         self.chat_template = load_chat_template(chat_template)
-        self.engine = LLMEngine(config or EngineConfig(), **seams)
+        self.engine = LLMEngine(EngineConfig() if config is None else config, **seams)
         if stat_loggers or disable_log_stats is False:
             metrics = import_module("nanoserve.extras.metrics")
             loggers = [make(self.engine) for make in stat_loggers or ()]
@@ -989,9 +995,9 @@ def as_timeout(timeout: Any) -> float:
         return 0.0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be None or a number of seconds, got {brief(timeout)}.")
-    if not timeout >= 0:
+    if not 0 <= timeout <= INT64_LIMIT and timeout != math.inf:
         raise VLLMValidationError(
-            f"timeout is {timeout}; allowed: None, or seconds from 0 on.",
+            f"timeout is {brief(timeout)}; allowed: None, or seconds from 0 to 2**63 - 1.",
             parameter="timeout",
             value=timeout,
         )

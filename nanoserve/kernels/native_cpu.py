@@ -94,7 +94,10 @@ def cache_folder() -> Path | None:
     """A folder that nobody else can write to: nanoserve in the user's cache folder; None if that
     cannot be. A library that is loaded runs with the user's rights."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
+        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not folder.is_absolute():  # its specification: a relative one counts as none
+            folder = Path.home() / ".cache"
+        folder /= "nanoserve"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
     except unless_signal(OSError, RuntimeError):  # RuntimeError: there is no home

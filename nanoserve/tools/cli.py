@@ -342,7 +342,7 @@ def read_line() -> str:
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-        return clean(line).removesuffix("\n")
+        return clean(line).removesuffix("\n").removesuffix("\r")
     line = input(SIGN)
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("." * (len(SIGN) - 1) + " ")

@@ -107,6 +107,7 @@ REFUSED: dict[str, Refusal] = {
         ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
         OLD_GRAMMAR,
     ),
+    "logits_processors": ((None, []), "a server runs no functions of its clients; leave it out"),
 }
 
 
