@@ -18,6 +18,7 @@ from test_documents import exists
 from nanoserve import LLM, EngineArgs, LoRARequest, SamplingParams
 from nanoserve.extras import cases, lesson, sabotage, trace
 from nanoserve.extras.arrivals import serve
+from nanoserve.extras.structured_output import StructuredOutputsParams
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
 TWO_BOXES = "The red box holds 7341. The blue box holds 5062. What does the red box hold?"
@@ -82,6 +83,11 @@ def behind_another_voice() -> list[list[int]]:
         return ask(llm, "C")
 
 
+def of_a_given_form() -> list[list[int]]:
+    with lesson.small_llm() as llm:
+        return ask(llm, "A", structured_outputs=StructuredOutputsParams(regex="[0-9]{2}!"))
+
+
 def number_of_steps() -> list[list[int]]:
     """Of a mistake that changes no token."""
     with lesson.small_llm() as llm:
@@ -134,6 +140,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "deaf": after_a_client_left,
     "one_root": behind_another_voice,
     "other_scales": after([], "A", quantization="int4"),
+    "forgetful": of_a_given_form,
     "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
 }
 

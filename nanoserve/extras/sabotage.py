@@ -1,4 +1,4 @@
-"""What does an engine with one mistake do? Twenty-five sabotages, for notebooks and tests.
+"""What does an engine with one mistake do? Twenty-six sabotages, for notebooks and tests.
 
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...                                           # and a right one again
@@ -443,3 +443,12 @@ def _root_without_adapter(right: Any, table: Any, parent: Any, content: Any) -> 
 def _exchange_scales(right: Any, weight: Any) -> None:
     weight.scales = weight.scales.roll(1, dims=1)
     right(weight)
+
+
+@_sabotage(
+    "forgetful",
+    "extras.structured_output.manager.StructuredOutputRequest.accept_tokens",
+    "a grammar is not told which tokens came, so every mask is that of the beginning",
+)
+def _accept_nothing(right: Any, request: Any, tokens: Any) -> None:
+    return None
