@@ -236,6 +236,17 @@ def test_json_object(name: str, compact: bool) -> None:
             )
 
 
+@pytest.mark.parametrize("kind", ["JSON", "JSON_OBJECT"])
+def test_white_space_ends(kind: str) -> None:
+    """Or else a weak model that has begun a line break would never come to the brace."""
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    grammar = make_grammar("xgrammar", kind, json.dumps(schema) if kind == "JSON" else "")
+    for text in ("{%s}", '{"a":%s{}}', '{"a":{%s}}', '{"a":{}%s}'):
+        for spaces, may_end in (("\n" + 6 * " ", True), (100 * "\n", False)):
+            found = grammar.validate_tokens([*read(text % spaces), EOS])
+            assert (EOS in found) is may_end, text
+
+
 @pytest.mark.parametrize("name", JSON_NAMES)
 def test_grammars(name: str) -> None:
     """Nested text, in the notations that the package reads."""
