@@ -405,6 +405,15 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
         ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "numbers between"),
         ({"$ref": "https://example.com/schema"}, r"\$ref"),
         (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "uniqueItems": True}}},
+            "uniqueItems",
+        ),
+        ({"allOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "allOf of several"),
+        (
+            {"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+            "additionalProperties beside properties",
+        ),
+        (
             {"properties": {"a": {"type": "null"}}, "additionalProperties": True},
             "additionalProperties beside properties",
         ),
