@@ -566,7 +566,8 @@ def test_the_backend_of_an_engine() -> None:
 
 def test_the_options_of_an_engine_hold_for_each_request() -> None:
     pytest.importorskip("llguidance")
-    config = {"disable_any_whitespace": True, "disable_additional_properties": True}
+    config: dict[str, Any] = {"backend": "guidance", "disable_any_whitespace": True}
+    config["disable_additional_properties"] = True
     schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
     structured = StructuredOutputsParams(json=schema)
     sampling_params = SamplingParams(
