@@ -564,6 +564,20 @@ def test_the_backend_of_an_engine() -> None:
             llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(json={})))
 
 
+def test_the_options_of_an_engine_hold_for_each_request() -> None:
+    pytest.importorskip("llguidance")
+    config: dict[str, Any] = {"backend": "guidance", "disable_any_whitespace": True}
+    config["disable_additional_properties"] = True
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+    structured = StructuredOutputsParams(json=schema)
+    sampling_params = SamplingParams(
+        structured_outputs=structured, temperature=1.5, seed=0, max_tokens=50, n=8
+    )
+    with closing(LLM(num_kv_blocks=64, structured_outputs_config=config)) as llm:
+        [output] = llm.generate(PROMPTS[0], sampling_params, use_tqdm=False)
+    assert {each.text for each in output.outputs} == {'{"a":null}'}
+
+
 def test_a_model_without_a_tokenizer() -> None:
     with pytest.raises(ValueError, match="structured_outputs needs a tokenizer"):
         make_engine().add_request("a", [1], constrained())

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import time
 from collections import Counter
 from contextlib import suppress
 from functools import cache
@@ -235,6 +236,17 @@ def test_json_object(name: str, compact: bool) -> None:
             )
 
 
+@pytest.mark.parametrize("kind", ["JSON", "JSON_OBJECT"])
+def test_white_space_ends(kind: str) -> None:
+    """Or else a weak model that has begun a line break would never come to the brace."""
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    grammar = make_grammar("xgrammar", kind, json.dumps(schema) if kind == "JSON" else "")
+    for text in ("{%s}", '{"a":%s{}}', '{"a":{%s}}', '{"a":{}%s}'):
+        for spaces, may_end in (("\n" + 6 * " ", True), (100 * "\n", False)):
+            found = grammar.validate_tokens([*read(text % spaces), EOS])
+            assert (EOS in found) is may_end, text
+
+
 @pytest.mark.parametrize("name", JSON_NAMES)
 def test_grammars(name: str) -> None:
     """Nested text, in the notations that the package reads."""
@@ -385,7 +397,22 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
         ({"properties": {"a": {"not": {}}}}, "not"),
         ({"type": "string", "pattern": "a(?=b)"}, "look-ahead"),
         ({"type": "string", "format": "idn-email"}, "idn-email"),
+        ({"type": "string", "pattern": r'^"\\\\$'}, "pattern with the character"),
+        ({"type": "string", "pattern": r"^\t$"}, "pattern with the character"),
+        ({"type": "string", "pattern": "^[\x01-\x05]$"}, "pattern with the character"),
+        ({"type": "string", "format": "ipv4"}, "ipv4"),
+        ({"type": "string", "format": "json-pointer"}, "json-pointer"),
+        ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "numbers between"),
         ({"$ref": "https://example.com/schema"}, r"\$ref"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "uniqueItems": True}}},
+            "uniqueItems",
+        ),
+        ({"allOf": [{"type": "string"}, {"type": "string", "minLength": 3}]}, "allOf of several"),
+        (
+            {"properties": {"a": {}}, "additionalProperties": {"type": "null"}},
+            "additionalProperties beside properties",
+        ),
         (
             {"properties": {"a": {"type": "null"}}, "additionalProperties": True},
             "additionalProperties beside properties",
@@ -405,6 +432,30 @@ def test_alternatives_that_exclude_each_other() -> None:
     ]
     schema = {"oneOf": [{"$ref": "#/$defs/cat"}, kinds[1]], "$defs": {"cat": kinds[0]}}
     assert assert_fit("xgrammar", schema, 0)
+
+
+def recursive(name: str) -> dict[str, Any]:
+    properties = {"next": {"$ref": f"#/$defs/{name}"}}
+    return {"type": "object", "properties": properties, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [{"const": number} for number in range(5000)]},
+        {"oneOf": [{"enum": [*range(0, 9000, 2)]}, {"enum": [*range(1, 9000, 2)]}]},
+        {
+            "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+            "$defs": {"a": recursive("a"), "b": recursive("b")},
+        },
+    ],
+)
+def test_alternatives_that_are_too_many_to_compare(schema: Any) -> None:
+    """What does not end soon is not tried: the door is no place to wait."""
+    start = time.perf_counter()
+    with pytest.raises(VLLMValidationError, match="may overlap"):
+        make_grammar("xgrammar", "JSON", json.dumps(schema))
+    assert time.perf_counter() - start < 1
 
 
 # -- the JSON Schema Test Suite --

@@ -123,6 +123,14 @@ def test_arguments_are_what_the_model_wrote() -> None:
     assert "index" not in found
 
 
+def test_a_string_may_end_with_a_backslash() -> None:
+    arguments = '{"path": "C:\\\\", "n": 1}'
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>Done.'
+    message = Hermes2ProToolParser.extract_tool_calls(text)
+    assert message["content"] == "Done."
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [arguments]
+
+
 def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
     """As OpenAI's does; the finish_reason is "length"."""
     message = Hermes2ProToolParser.extract_tool_calls(call("f", {"a": [1, 22]})[:-17])

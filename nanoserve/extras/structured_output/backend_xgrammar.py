@@ -48,6 +48,8 @@ from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 MAX_THREADS = 8  # for one grammar
 LONG = 4096  # characters: what is longer may take long
+# A weak model writes line breaks and spaces for ever if it may. This is enough for three levels.
+MAX_WHITESPACE = 8  # characters in a row, between two parts of JSON
 
 
 class XgrammarBackend(StructuredOutputBackend):
@@ -173,6 +175,8 @@ def _to_grammar(spec: GrammarSpec, text: str) -> Grammar:
     options: dict[str, Any] = {"any_whitespace": not spec.disable_any_whitespace}
     if spec.disable_any_whitespace:
         options["separators"] = (",", ":")
+    else:
+        options["max_whitespace_cnt"] = MAX_WHITESPACE
     try:
         match spec.request_type:
             case StructuredOutputOptions.JSON | StructuredOutputOptions.JSON_OBJECT:

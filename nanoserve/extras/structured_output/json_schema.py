@@ -28,6 +28,7 @@ which lets some of these pass.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -63,8 +64,12 @@ ALONE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")  # the first of the
 # What JSON writes in a string as it is: no quote, backslash, control character or surrogate.
 CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
 MAX_COUNTED = 32  # properties: the time to compile grows with the third power
-FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"}
-FORMATS |= {"relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"}
+# Not ipv4, of which it allows 0.0.0.01, and no JSON pointers, in which it allows a bare quote.
+FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv6", "time", "uri"}
+FORMATS |= {"uri-reference", "uri-template", "uuid"}
+MIN_RANGE = 1e-5  # it writes six decimals, and where none of these numbers fits, nothing at all
+MAX_COMPARED = 10_000  # values, to see whether alternatives exclude each other (some ms)
+MAX_LEVELS = 8  # of objects in them
 
 
 def find_unsupported(schema: Any, is_compact: bool = False) -> str | None:
@@ -168,6 +173,11 @@ def _find_here(schema: Schema, root: Schema) -> str | None:
         return found
     if "string" in types and (found := _find_in_string(schema)):
         return found
+    if "number" in types:
+        low = max(schema.get(key, -math.inf) for key in ("minimum", "exclusiveMinimum"))
+        high = min(schema.get(key, math.inf) for key in ("maximum", "exclusiveMaximum"))
+        if high - low < MIN_RANGE:
+            return f"numbers between {low} and {high}"
     return None
 
 
@@ -186,8 +196,9 @@ def _find_beside(key: str, others: set[str], schema: Schema, root: Schema) -> st
     if key == "allOf" and len(schema["allOf"]) != 1:
         return "allOf of several"
     if key == "oneOf" and isinstance(schema["oneOf"], list):
+        budget = [MAX_COMPARED]
         for one, other in combinations(schema["oneOf"], 2):
-            if not _are_disjoint(one, other, root):
+            if not _are_disjoint(one, other, root, budget):
                 return "oneOf whose alternatives may overlap"
     return None
 
@@ -230,10 +241,15 @@ def _find_in_string(schema: Schema) -> str | None:
 
 
 def _find_in_pattern(pattern: Any) -> str | None:
+    """What xgrammar would write into a string as it stands, though JSON has to escape it, too."""
     try:
-        build_nfa(pattern, is_outline=True)
+        nfa = build_nfa(pattern, is_outline=True)
     except (VLLMValidationError, TypeError) as error:
         return f"a pattern that is refused ({error})"
+    for low, high in {edge[:2] for edges in nfa.edges for edge in edges}:
+        is_control = low > 0 and high < 0x1F and (low, high) != (9, 13)  # not of \s or \S
+        if is_control or (low == high and low in b'\0\x1f"\\'):
+            return f"a pattern with the character {chr(low)!r}"
     return None
 
 
@@ -251,12 +267,16 @@ def _resolve(schema: Schema, root: Schema) -> Any:
 # -- oneOf: xgrammar takes it as anyOf, which is the same if no value fits two alternatives --
 
 
-def _are_disjoint(one: Any, other: Any, root: Schema) -> bool:
-    """Can no value fit both? False also if that is not clear."""
+def _are_disjoint(one: Any, other: Any, root: Schema, budget: list[int], level: int = 0) -> bool:
+    """Can no value fit both? False also if that is not clear. budget: how many values may still be
+    compared; a schema may be recursive."""
     one, other = _follow(one, root), _follow(other, root)
     if not (isinstance(one, dict) and isinstance(other, dict)):
         return False
     values, others = _values_of(one), _values_of(other)
+    budget[0] -= len(values or "1") * len(others or "1")
+    if budget[0] < 0 or level > MAX_LEVELS:
+        return False
     if values is not None and others is not None:
         return not any(value == its for value in values for its in others)
     types, its_types = _types_of(one), _types_of(other)
@@ -265,7 +285,9 @@ def _are_disjoint(one: Any, other: Any, root: Schema) -> bool:
     # Both are objects, and have a property that tells which one it is.
     shared = set(one.get("required", ())) & set(other.get("required", ()))
     return (types | its_types) == {"object"} and any(
-        _are_disjoint(one["properties"].get(name), other["properties"].get(name), root)
+        _are_disjoint(
+            one["properties"].get(name), other["properties"].get(name), root, budget, level + 1
+        )
         for name in shared
         if isinstance(one.get("properties"), dict) and isinstance(other.get("properties"), dict)
     )
