@@ -253,6 +253,25 @@ def test_an_idle_adapter_stays_until_its_slot_is_wanted(folder: Path, at_once: N
     assert len(engine.lora_manager.loaded) == 3
 
 
+def test_weights_stay_in_memory_until_there_is_no_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one slot and room for two: of those without a slot, the one used least recently goes."""
+    reads: list[int] = []
+
+    def load(adapter: Any) -> Future[Any]:
+        reads.append(adapter.request.lora_int_id)
+        return load_at_once(adapter)
+
+    monkeypatch.setattr(manager.Adapter, "load", load)
+    loras = make_loras(folder)
+    engine = make(folder, max_loras=1, max_cpu_loras=2)
+    for number in (1, 2, 1, 3, 1, 2):
+        engine.add_request("a", [1], params(max_tokens=2), lora_request=loras[number])
+        finish(engine)
+    assert reads == [1, 2, 3, 2]
+
+
 @pytest.mark.parametrize("is_drained", [True, False])
 def test_a_swapped_sequence_keeps_its_slot(folder: Path, at_once: None, is_drained: bool) -> None:
     """It comes back before the slot goes to another one, who may have waited before the swap."""

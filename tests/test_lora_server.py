@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from servers import Running, running
 
 from nanoserve import LLM, AsyncLLM, EngineArgs, LoRARequest, SamplingParams
 from nanoserve.extras.server import build_app
-from nanoserve.extras.server.adapters import SETTING
+from nanoserve.extras.server.adapters import SETTING, LoadLoRAAdapterRequest, ServedAdapters
 from nanoserve.extras.server.options import FrontendArgs
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
@@ -157,6 +159,37 @@ def test_what_cannot_be_loaded_is_a_400(server: Running, body: Any, message: str
     assert answer.status == 400
     assert message in answer.error["message"]
     assert len(server.ask("GET", "/v1/models").json["data"]) == 2
+
+
+def test_of_two_clients_one_gets_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both adapters are checked at the same time; the engine forgets the later one."""
+    monkeypatch.setenv(SETTING, "1")
+    (tmp_path / "poet").mkdir()
+    known: set[int] = set()
+
+    async def add_lora(request: Any) -> None:
+        known.add(request.lora_int_id)
+        await asyncio.sleep(0)
+
+    async def remove_lora(number: int) -> None:
+        known.remove(number)
+
+    async_llm: Any = SimpleNamespace(
+        config=SimpleNamespace(enable_lora=True),
+        engine=SimpleNamespace(lora_manager=None),
+        add_lora=add_lora,
+        remove_lora=remove_lora,
+    )
+    args: Any = SimpleNamespace(lora_folder=str(tmp_path), lora_modules=())
+    served = ServedAdapters(async_llm, args, ["base"])
+    wish = LoadLoRAAdapterRequest(lora_name="poet", lora_path="poet")
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(served.load(wish), served.load(wish), return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert first is None and "there is a model 'poet' already" in str(second)
+    assert known == {served.requests["poet"].lora_int_id}
 
 
 def test_without_the_setting_there_are_no_such_endpoints(

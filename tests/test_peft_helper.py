@@ -85,6 +85,25 @@ def test_what_changes_nothing_is_accepted(tmp_path: Path, fields: dict[str, Any]
     assert set(read(tmp_path).scalings) == set(SHAPES)
 
 
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"layers_to_transform": [0]}, ".layers.0."),
+        ({"layers_to_transform": 1}, ".layers.1."),
+        ({"exclude_modules": ["mlp.gate_proj", "up_proj", "down_proj"]}, ".self_attn."),
+    ],
+)
+def test_what_the_config_leaves_out_may_be_missing(
+    tmp_path: Path, fields: dict[str, Any], kept: str
+) -> None:
+    shapes = {name: shape for name, shape in SHAPES.items() if kept in name}
+    write_adapter(tmp_path, shapes, **fields)
+    assert set(read(tmp_path).scalings) == set(shapes)
+    change_config(tmp_path, **dict.fromkeys(fields))
+    with pytest.raises(ValueError, match="lacks adapters of"):
+        read(tmp_path)
+
+
 # -- what is refused --
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [

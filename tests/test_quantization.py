@@ -607,6 +607,11 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             "differs from that of another",
         ),
         (
+            "gptq, act-order",
+            lambda t: t.pop(f"{Q_PROJ}.g_idx"),
+            f"missing: {Q_PROJ}.g_idx",
+        ),
+        (
             "gptq",
             lambda t: t.update({f"{Q_PROJ}.qweight": t[f"{Q_PROJ}.qweight"].float()}),
             "qweight in .* has type F32; allowed: I32",
@@ -652,6 +657,22 @@ def test_what_a_file_may_lack_or_have(
     expected = linear_layers(load(plain))
     for key, layer in linear_layers(load(copy)).items():
         assert torch.equal(weight_of(layer), weight_of(expected[key])), key
+
+
+def test_matrices_of_one_product_share_the_largest_input_scale(
+    make_quantized: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """In whatever order the file has them. It is used on GPUs with FP8 units only."""
+    quantized, _ = make_quantized("fp8, static")
+    for number, largest in enumerate(("q_proj", "k_proj", "v_proj")):
+        copy = Path(shutil.copytree(quantized, tmp_path / str(number)))
+        tensors = load_file(copy / "model.safetensors")
+        for part in ("q_proj", "k_proj", "v_proj"):
+            scale = tensors[f"model.layers.0.self_attn.{part}.input_scale"]
+            scale.fill_(2.0 if part == largest else 0.5)
+        save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+        layer = linear_layers(load(copy))["model.layers.0.self_attn.qkv_proj"]
+        assert layer.quantized_weight.input_scale.item() == 2.0, largest
 
 
 def test_cuts_through_what_belongs_together(

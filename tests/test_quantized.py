@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoserve.attention import quantize_rows
-from nanoserve.kernels.quantized import FP8, KINDS, QuantizedWeight, pack_int4, unpack_int4
+from nanoserve.kernels.quantized import (
+    FP8,
+    KINDS,
+    QuantizedWeight,
+    ScaledMatmul,
+    pack_int4,
+    unpack_int4,
+)
 from nanoserve.kernels.quantized_cpu import LIBRARY
 
 needs_compiler = pytest.mark.skipif(not LIBRARY.multiply, reason="no C++ compiler with OpenMP")
@@ -241,6 +248,38 @@ def test_rows_of_experts(kind: str, is_prepared: bool) -> None:
 
     output = weight.multiply_grouped(rows, offsets, matmul)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+# -- FP8 units --
+
+
+def multiply_as_fp8_units_do(
+    a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """torch._scaled_mm with a scale for each row and each column."""
+    assert a.dtype == b.dtype == FP8 and a.is_contiguous() and b.t().is_contiguous()
+    assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (1, b.shape[1]))
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    assert scale_a.is_contiguous() and scale_b.is_contiguous()
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+@pytest.mark.parametrize("input_scale", [None, 0.5 / 448])
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+def test_both_sides_in_fp8(
+    num_rows: int, input_scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token has a scale, or all have the checkpoint's; then inputs beyond it are cut off. Here
+    it reaches to 0.5."""
+    monkeypatch.setattr(torch, "_scaled_mm", multiply_as_fp8_units_do)
+    scale = None if input_scale is None else torch.tensor([input_scale])
+    weight = make_weight("fp8", 32, 48, input_scale=scale, quantizes_inputs=True)
+    matrix, x = weight.dequantize(), torch.randn(num_rows, 48)
+    output = ScaledMatmul(weight)(x)
+    expected = F.linear(x if scale is None else x.clamp(-0.5, 0.5), matrix)
+    room = F.linear(x.abs(), matrix.abs()) / 8  # 3 bits of mantissa
+    assert output.dtype == x.dtype
+    assert ((output - expected).abs() <= room).all()
 
 
 # -- the Triton kernel --

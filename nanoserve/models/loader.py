@@ -216,7 +216,7 @@ def fill_randomly(model: Model, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for name, shards in shards_by_name(model).items():
-        if shards[0].is_optional:
+        if shards[0].is_optional or name.endswith(".g_idx"):  # (an order is no random numbers)
             continue
         noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
         if (dtype := INTEGERS.get(shards[0].dtypes)) is not None:  # codes: any bits

@@ -88,7 +88,8 @@ class GPTQLinearMethod(QuantizedLinearMethod):
             is_free=self.has_order,
         )
         order = torch.empty(0) if weight.order is None else weight.order
-        yield optional(g_idx, Shard(order, matrix.shape[1:], 0, start, size, INT32, load))
+        place = Shard(order, matrix.shape[1:], 0, start, size, INT32, load)
+        yield (g_idx, place) if self.has_order else optional(g_idx, place)
         if layer.bias is None:
             # Some tools write a bias of zeros for every layer.
             load = partial(_check_zero, name=f"{name}.bias")
