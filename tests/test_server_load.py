@@ -13,6 +13,7 @@ import random
 import shlex
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
