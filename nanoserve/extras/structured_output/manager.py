@@ -304,7 +304,8 @@ class StructuredOutputRequest:
     def is_open(self) -> bool:
         """True if the grammar is there. (If it has failed, the request is about to end.)"""
         future = self.root._future
-        return future is not None and future.done() and not future.cancelled() and future.exception() is None
+        is_done = future is not None and future.done() and not future.cancelled()
+        return is_done and future.exception() is None
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
