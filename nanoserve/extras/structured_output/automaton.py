@@ -209,9 +209,6 @@ class NanoGrammar(StructuredOutputGrammar):
     def is_terminated(self) -> bool:
         return self.states[-1] == TERMINATED
 
-    def reset(self) -> None:
-        self.states = [START]
-
     def fork(self) -> NanoGrammar:
         return NanoGrammar(self.automaton)
 

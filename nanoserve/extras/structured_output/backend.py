@@ -101,10 +101,6 @@ class StructuredOutputGrammar(ABC):
         """True if a stop token was accepted: nothing may follow."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Back to the beginning."""
-
-    @abstractmethod
     def fork(self) -> StructuredOutputGrammar:
         """Another place in the same rules: the beginning."""
 

@@ -127,9 +127,6 @@ class GuidanceGrammar(StructuredOutputGrammar):
     def is_terminated(self) -> bool:
         return self.has_stopped
 
-    def reset(self) -> None:
-        self.matcher, self.has_stopped = self.origin.deep_copy(), False
-
     def fork(self) -> GuidanceGrammar:
         return GuidanceGrammar(self.origin, self.stop_token_ids, self.stop_bits)
 

@@ -132,9 +132,6 @@ class XgrammarGrammar(StructuredOutputGrammar):
     def is_terminated(self) -> bool:
         return self.matcher.is_terminated()
 
-    def reset(self) -> None:
-        self.matcher.reset()
-
     def fork(self) -> XgrammarGrammar:
         return XgrammarGrammar(self.compiled, self.stop_token_ids)
 
