@@ -19,6 +19,7 @@ vLLM: vllm/v1/structured_output/backend_guidance.py (V1).
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -35,7 +36,8 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
-from nanoserve.extras.structured_output.json_schema import close
+from nanoserve.extras.structured_output.dfa import rewrite
+from nanoserve.extras.structured_output.json_schema import close, rewrite_patterns
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 # Where only one text can follow, any tokens of it are allowed, and not only those that a tokenizer
@@ -159,6 +161,8 @@ def _to_grammar(spec: GrammarSpec) -> str:
         case StructuredOutputOptions.JSON_OBJECT:
             lark = f"start: %json {json.dumps(_with_options({'type': 'object'}, spec))}"
         case StructuredOutputOptions.REGEX:
+            with suppress(VLLMValidationError):  # it may know what our parser does not
+                text = rewrite(text)
             lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case StructuredOutputOptions.CHOICE:
             lark = f"start: /{'|'.join(map(_escape, json.loads(text)))}/"
@@ -180,7 +184,7 @@ def _with_options(schema: Any, spec: GrammarSpec) -> Any:
     if spec.whitespace_pattern is not None:
         options["whitespace_pattern"] = spec.whitespace_pattern
     schema = {True: {}, False: {"enum": []}}[schema] if isinstance(schema, bool) else schema
-    return {**schema, "x-guidance": options}
+    return {**rewrite_patterns(schema), "x-guidance": options}
 
 
 def _escape(text: str) -> str:
