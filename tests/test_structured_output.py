@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -467,6 +468,22 @@ def test_close_while_compiling(compiler: Compiler) -> None:
     llm.engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("a", constrained())
+
+
+def test_close_beside_a_thread_that_compiles() -> None:
+    """The thread counts what is in the cache, and may bring a backend of its own."""
+    with LLM(num_kv_blocks=16) as llm:
+        llm.generate("a", constrained(), use_tqdm=False)
+        own = llm.engine.structured_output_manager
+        [backend] = own.backends.values()
+        backend.destroy = lambda: own.backends.update(other=SimpleNamespace(destroy=bool))
+        with own._cache_lock:
+            closing_thread = threading.Thread(target=own.close)
+            closing_thread.start()
+            closing_thread.join(0.2)
+            assert own._cache
+        closing_thread.join(TIMEOUT)
+        assert not own._cache and not closing_thread.is_alive()
 
 
 def test_a_constraint_is_compiled_once(

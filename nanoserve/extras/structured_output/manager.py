@@ -218,7 +218,7 @@ class StructuredOutputManager:
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
-        backend, *_ = list(self.backends.values())  # a list: another thread may add one
+        backend, *_ = list(self.backends.values())
         return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
@@ -237,9 +237,10 @@ class StructuredOutputManager:
         its end."""
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.guard.close()
-        self._cache.clear()
-        self._wanted_by.clear()
-        for backend in self.backends.values():
+        with self._cache_lock:
+            self._cache.clear()
+            self._wanted_by.clear()
+        for backend in list(self.backends.values()):  # a list: another thread may add one
             backend.destroy()
 
 
