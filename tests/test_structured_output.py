@@ -184,7 +184,8 @@ def test_drafts_are_checked_by_the_grammar_first(
     request = llm.engine.make_request("0", "x", constrained(regex="abab?"))
     grammar = request.root.structured_output_request
     monkeypatch.setattr(grammar.manager, "rejects_drafts", rejects)
-    grammar._future.result(TIMEOUT)
+    grammar.start(pytest.fail)
+    grammar.manager.compile_or_find(grammar).result(TIMEOUT)
     assert grammar.validate_drafts((a, b, a)) == (a, b, a)
     assert grammar.validate_drafts((a, z, b, a)) == (a, z)[: 1 + rejects]
     assert grammar.accept_tokens((a, b)) is None and grammar.accept_tokens((b,)) is not None
@@ -246,6 +247,22 @@ def test_an_end_where_the_grammar_may_end(get_llm: Callable[..., LLM]) -> None:
     [output] = llm.generate("a", request, use_tqdm=False)
     for each in output.outputs:
         assert re.fullmatch("[ab]{2}c?", each.text) and each.stop_reason == letter
+
+
+def test_the_end_is_found_in_the_bits(
+    get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request without stop tokens it is asked after each token: no row of logits is made."""
+    llm = get_llm()
+    [a] = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    request = llm.engine.make_request("0", "x", constrained(regex="aa", ignore_eos=True))
+    grammar = request.root.structured_output_request
+    monkeypatch.delattr(manager.StructuredOutputManager, "unpack")
+    grammar.start(pytest.fail)
+    grammar.manager.compile_or_find(grammar).result(TIMEOUT)
+    for is_over in (False, False, True):
+        assert grammar.is_terminated() is is_over
+        assert is_over or grammar.accept_tokens((a,)) is None
 
 
 @pytest.mark.parametrize("name", ["plain", "overlapped", "ngram"])

@@ -369,7 +369,7 @@ class StructuredOutputRequest:
             return self.grammar.is_terminated()
         bitmask = self.manager.allocate_token_bitmask(1)
         self.fill_bitmask(bitmask, 0, [])
-        return bool(self.manager.unpack(bitmask).isinf().all())
+        return not bitmask.any()
 
     def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
