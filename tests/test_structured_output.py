@@ -600,6 +600,20 @@ def test_what_no_backend_takes(get_llm: Callable[..., LLM]) -> None:
             SamplingParams(structured_outputs=wrong)
 
 
+def test_without_the_packages(get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message that many will see: what is missing, and one line that installs it."""
+    folder = "nanoserve.extras.structured_output"
+    for package, module in (("xgrammar", "backend_xgrammar"), ("llguidance", "backend_guidance")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"{folder}.{module}", raising=False)
+    request = SamplingParams(structured_outputs=StructuredOutputsParams(json={}))
+    with pytest.raises(VLLMValidationError, match=r"xgrammar: .* guidance: ") as caught:
+        get_llm().generate("a", request)
+    assert str(caught.value).count('pip install -e ".[structured]"') == 1
+    [output] = get_llm().generate("a", constrained(), use_tqdm=False)
+    assert re.fullmatch(REGEXES[0], output.outputs[0].text)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -178,7 +178,7 @@ def _get_regex(spec: GrammarSpec) -> str:
             return "|".join(re.escape(choice) for choice in json.loads(spec.grammar_spec))
     raise VLLMValidationError(
         f"the backend 'nano' takes regex and choice; given: {spec.request_type.name.lower()}. "
-        "Install xgrammar or llguidance (pip install nanoserve[structured]), and use the backend "
+        'Install xgrammar or llguidance (pip install -e ".[structured]"), and use the backend '
         "'auto'.",
         parameter="structured_outputs",
     )
