@@ -157,8 +157,8 @@ class NanoBackend(StructuredOutputBackend):
 
     name = "nano"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         self.trie = TokenTrie(vocabulary)
 
     @classmethod

@@ -110,10 +110,8 @@ class StructuredOutputBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        """num_speculative_tokens: up to so many tokens, and one more, may be rolled back."""
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.num_speculative_tokens = num_speculative_tokens
 
     @classmethod
     @abstractmethod

@@ -50,8 +50,8 @@ class GuidanceBackend(StructuredOutputBackend):
 
     name = "guidance"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         self.tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer(vocabulary)))
 
     @classmethod

@@ -64,8 +64,8 @@ class XgrammarBackend(StructuredOutputBackend):
 
     name = "xgrammar"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         tokens = [token or b"" for token in vocabulary.tokens]  # b"": never allowed
         tokens += [b""] * (-len(tokens) % 32)  # so that no bit behind them is 1
         info = xgrammar.TokenizerInfo(

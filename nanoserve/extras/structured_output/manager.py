@@ -87,20 +87,19 @@ class StructuredOutputManager:
         tokenizer: Any,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        num_speculative_tokens: int = 0,
         rejects_drafts: bool = False,
     ) -> None:
         """vocab_size: that of the model, whose logits have more columns than the tokenizer has
         tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
         tokens cannot be read."""
         self.config = config
-        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
+        self.rejects_drafts = rejects_drafts
         self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
         self.backends: dict[str, StructuredOutputBackend] = {}
         self.executor = ThreadPoolExecutor(
             max_workers=max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar"
         )
-        self.guard = CompileGuard(self.vocabulary, num_speculative_tokens)
+        self.guard = CompileGuard(self.vocabulary)
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._wanted_by: dict[Key, set[StructuredOutputRequest]] = {}  # what waits for a thread
@@ -117,7 +116,6 @@ class StructuredOutputManager:
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
             model_config.eos_token_ids,
-            config.query_lens[-1] - 1,
             method == "standard",
         )
         engine.output_processor.finish_listeners.append(manager.forget)
@@ -169,7 +167,7 @@ class StructuredOutputManager:
         with Caught() as caught:
             with self._backend_lock:
                 if cls.name not in self.backends:
-                    self.backends[cls.name] = cls(self.vocabulary, self.num_speculative_tokens)
+                    self.backends[cls.name] = cls(self.vocabulary)
             backend = self.backends[cls.name]
             if backend.may_take_long(spec):
                 self.guard.compile(cls.name, spec)
