@@ -193,11 +193,14 @@ def _to_grammar(spec: GrammarSpec, text: str) -> Grammar:
 
 
 def _adapt_tag(tag: Any, function: Callable[[Any], Any]) -> Any:
-    """A structural tag, or a part of it, with the function's results instead of its schemas."""
+    """A structural tag, or a part of it, with the function's results instead of its schemas, and
+    with regular expressions that xgrammar reads as we do."""
     if isinstance(tag, list):
         return [_adapt_tag(part, function) for part in tag]
     if not isinstance(tag, dict):
         return tag
+    if tag.get("type") == "regex":
+        return {**tag, "pattern": rewrite(tag["pattern"])}
     schemas = {"json_schema", "schema"} if "begin" in tag else {"json_schema"}
     return {
         key: function(part) if key in schemas else _adapt_tag(part, function)
