@@ -180,6 +180,23 @@ def test_a_character_is_written_in_valid_bytes(name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", JSON_NAMES)
+def test_spaces_of_a_schema(name: str) -> None:
+    """There is no agreement about those beyond ASCII: \\s has none of them, \\S neither."""
+    cases = {r"^\S$": "xé", r"^[^\s]$": "xé", r"^[\S ]$": "x é", "^.$": " é"}
+    for pattern, allowed in cases.items():
+        grammar = make_grammar(name, "JSON", json.dumps({"type": "string", "pattern": pattern}))
+        for char in (*allowed, "\u2028", "\u2029"):
+            found = grammar.validate_tokens([*read(f'"{char}"'), EOS])
+            assert (EOS in found) == (char in allowed), (pattern, char)
+        for char in "\xa0\u3000\ufeff" if pattern != "^.$" else "":
+            assert EOS not in grammar.validate_tokens([*read(f'"{char}"'), EOS])
+    for pattern in (r"^\s$", r"^[^\S]$"):
+        grammar = make_grammar(name, "JSON", json.dumps({"type": "string", "pattern": pattern}))
+        assert EOS in grammar.validate_tokens([*read('" "'), EOS])
+        assert EOS not in grammar.validate_tokens([*read('"\xa0"'), EOS])
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
 @pytest.mark.parametrize("pattern", ["^[^é]$", "^é?.$", r"^[^\u00e9]$"])
 def test_a_class_writes_no_quote_into_json(name: str, pattern: str) -> None:
     """It would end the string, or begin an escape."""
@@ -336,6 +353,7 @@ LEAVES = st.sampled_from(
         {"type": "string", "maxLength": 3},
         {"type": "string", "pattern": "^[a-c]+-[0-9]{2}$"},
         {"type": "string", "pattern": "b.d"},
+        {"type": "string", "pattern": r"^[^é]{1,2}\S+[^\s<]$"},
         {"type": "string", "format": "date"},
         {"enum": ["x", 1, None, [2], {"y": "é"}]},
         {"const": 'a "b" \\'},

@@ -57,6 +57,11 @@ CATEGORIES: dict[str, Ranges] = {
     "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
     "WORD": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
+# In a schema, \S and the dot leave out what they do in ECMAScript and in Python without re.ASCII.
+LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+ALL_SPACES: Ranges = ((0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680))
+ALL_SPACES += ((0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F))
+ALL_SPACES += ((0x3000, 0x3000), (0xFEFF, 0xFEFF))
 # Parts of all code points. In a schema, xgrammar takes E0 80 80 and other bytes that are none for a
 # character of a class, unless the class has one length in UTF-8. (Elsewhere it does not, and
 # several classes instead of one would cost seconds.)
@@ -147,7 +152,7 @@ def rewrite(pattern: str, in_schema: bool = False) -> str:
 
     def write_item(op: str, value: Any) -> str:
         if op in CHARACTERS:
-            if not (ranges := _ranges(op, value)):
+            if not (ranges := _ranges(op, value, in_schema)):
                 raise _error(pattern, "has a class of no character")
             return _write_class(ranges, BY_LENGTH if in_schema else ALL)
         if op == "SUBPATTERN":
@@ -288,23 +293,27 @@ def _are_anchors(items: Any) -> bool:
     return all(op.name == "AT" for op, _ in items)
 
 
-def _ranges(op: str, value: Any) -> Ranges:
+def _ranges(op: str, value: Any, in_schema: bool = False) -> Ranges:
     """The code points of an item that is one character."""
     if op == "ANY":
-        return complement(((0x0A, 0x0A),))
+        return complement(LINE_ENDS if in_schema else ((0x0A, 0x0A),))
     if op == "LITERAL":
         return valid(((value, value),))
     if op == "NOT_LITERAL":
         return complement(((value, value),))
+    is_negated = value[0][0].name == "NEGATE"
     found: list[tuple[int, int]] = []
     for kind, what in value:
         if kind.name == "CATEGORY":
             category = what.name.removeprefix("CATEGORY_")
-            ranges = CATEGORIES[category.removeprefix("NOT_")]
-            found += complement(ranges) if category.startswith("NOT_") else ranges
+            name = category.removeprefix("NOT_")
+            is_not, ranges = category != name, CATEGORIES[name]
+            if in_schema and name == "SPACE" and is_not != is_negated:
+                ranges = ALL_SPACES
+            found += complement(ranges) if is_not else ranges
         elif kind.name != "NEGATE":
             found.append(what if kind.name == "RANGE" else (what, what))
-    return (complement if value[0][0].name == "NEGATE" else valid)(tuple(found))
+    return (complement if is_negated else valid)(tuple(found))
 
 
 def complement(ranges: Ranges) -> Ranges:
