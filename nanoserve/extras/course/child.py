@@ -1,0 +1,183 @@
+"""What runs in the process that holds a student's function?
+
+    parent -- one JSON line: task, source of the function, behaviours, seed -->  main
+           <- {"nonce": ..., "name": "...", "status": "begun"}                   before each behaviour
+           <- {"nonce": ..., "name": "...", "status": "wrong", "message": ...}   after it
+              (or nothing more: the process was killed at a limit)
+
+*Graft.* The process is the right engine with one function exchanged: the code object of the
+engine's function is replaced by that of the student's. So all who call it get the student's, also
+those who imported it by name, and decorators, defaults and closures stay the engine's. Compiling a
+function runs none of it; the definition itself is never executed.
+
+*Limits.* CPU time for each behaviour, memory, no bytes in any file, no further process. At a limit
+the process dies, and the parent starts the next one with the next behaviour.
+
+vLLM: none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import json
+import linecache
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from types import CodeType, FunctionType
+from typing import Any
+
+from nanoserve.extras.course import holes
+from nanoserve.extras.course.spec import Behaviour, Lab, Task, Wrong, load_labs
+
+MOST_TEXT = 2000  # characters of a message, and of what the function printed
+
+
+def graft(task: Task, source: str) -> None:
+    """Let the engine's function be the one in `source`. Raises Wrong if its parameters differ."""
+    function = find_function(task)
+    file = f"<your {task.name}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    definition = holes.find(source, task.name.rpartition(".")[2])
+    expected = [*inspect.signature(function).parameters]
+    arguments = definition.args
+    given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    given += [each.arg for each in (arguments.vararg,) if each]
+    given += [a.arg for a in arguments.kwonlyargs]
+    given += [each.arg for each in (arguments.kwarg,) if each]
+    if given != expected:
+        raise Wrong(f"{task.name} has the parameters ({', '.join(expected)}), not {given}.")
+    # In a class of this name: then super() and names with two leading underscores mean the same.
+    owner = task.name.rpartition(".")[0].rpartition(".")[2]
+    lines = ["class " + owner + ":\n"] if owner else []
+    indent = "    " if owner else ""
+    text = "".join([*lines, *(indent + line for line in source.splitlines(keepends=True))])
+    code = find_code(compile(text, file, "exec", dont_inherit=True), definition.name)
+    code = code.replace(co_firstlineno=max(1, code.co_firstlineno - len(lines)))
+    try:
+        function.__code__ = code
+    except ValueError as error:
+        raise Wrong(f"{task.name} must use super() exactly if the engine's does: {error}") from None
+
+
+def find_function(task: Task) -> FunctionType:
+    """The engine's function, under its decorators."""
+    module = import_module(task.module)
+    *path, last = task.name.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part)
+    found: Any = inspect.getattr_static(owner, last)
+    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    function = inspect.unwrap(found)
+    assert isinstance(function, FunctionType), task.name
+    return function
+
+
+def find_code(code: CodeType, name: str) -> CodeType:
+    """The code object of the function `name` in that of a module, or of its class."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            return each if each.co_name == name else find_code(each, name)
+    raise LookupError(name)
+
+
+def run(behaviour: Behaviour, seed: int) -> tuple[str, str]:
+    """(status, message): "right", "wrong" or "missing"."""
+    random.seed(seed)
+    printed = io.StringIO()
+    message, status = "", "right"
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            behaviour.check(*[seed] * behaviour.is_property)
+        except NotImplementedError as error:
+            status, message = "missing", f"not written yet ({error})"
+        except Wrong as error:
+            status, message = "wrong", str(error)
+        except (Exception, SystemExit) as error:
+            status, message = "wrong", describe(error)
+    text = printed.getvalue()[:MOST_TEXT] if status != "right" else ""
+    return status, message[:MOST_TEXT] + (f"\nIt printed:\n{text}" if text else "")
+
+
+def describe(error: BaseException) -> str:
+    """The exception, and the student's own line."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Wrong):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return str(cause)
+    message = f"{type(error).__name__}: {error}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.startswith("<your "):
+            message += f"\n  line {frame.lineno} of {frame.filename[6:-1]}: {frame.line}"
+            break
+    if isinstance(error, NameError):
+        message += "\nOnly this function is taken from your file: import inside it, and put "
+        message += "helpers inside it."
+    return message
+
+
+def limit(lab: Lab) -> Callable[[], None]:
+    """Set the limits of this process. Returns what gives the next behaviour its CPU time."""
+    try:
+        import resource
+    except ImportError:  # Windows: the parent's limit of time is all there is
+        return lambda: None
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (lab.memory * 2**20, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+
+    def next_one() -> None:
+        seconds = int(time.process_time() + lab.seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+
+    return next_one
+
+
+def main() -> None:
+    """Read one job, do it, report."""
+    job: dict[str, Any] = json.loads(sys.stdin.readline())
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing else is a report
+    os.dup2(1, 2)
+
+    def report(name: str, status: str, message: str = "") -> None:
+        line = {"nonce": job["nonce"], "name": name, "status": status, "message": message}
+        channel.write(json.dumps(line) + "\n")
+        channel.flush()
+
+    [lab] = load_labs([job["lab"]])
+    lab.extend(job["hidden"])
+    task = lab.find(job["task"])
+    if lab.needs_torch:
+        import torch
+
+        torch.set_num_threads(1)
+    begin = limit(lab)
+    if job["source"] is not None:
+        try:
+            graft(task, job["source"])
+        except Wrong as error:
+            for behaviour in task.behaviours:
+                report(behaviour.name, "wrong", str(error))
+            return
+    for behaviour in task.behaviours:
+        if behaviour.name in job["names"]:
+            report(behaviour.name, "begun")
+            begin()
+            report(behaviour.name, *run(behaviour, job["seed"]))
+
+
+if __name__ == "__main__":
+    main()

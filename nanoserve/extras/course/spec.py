@@ -1,0 +1,123 @@
+"""What is a lab, and what earns its points?
+
+    Lab 1, "Pages"
+      Task 1.2, BlockPool.share                                  the function that a student writes
+        Behaviour "a free block that is shared leaves the free queue"                    1.5 points
+        Behaviour "each share adds one reference"                                        0.5 points
+
+Points hang on *behaviours*, not on the share of tests that pass: a queue that is the wrong way
+round passes most tests and is worth little. A behaviour is a function that raises Wrong with a
+sentence in the student's words, such as "the step has 12 tokens, the budget is 8". Quick ones come
+first. A property, which tries many random cases, comes last: its `seed` is the lecturer's.
+
+A lab is a module of the folder labs/. Its behaviours are registered by the decorator `behaviour`.
+
+vLLM: none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pkgutil import iter_modules
+
+from nanoserve.extras.course import labs
+
+
+class Wrong(AssertionError):
+    """What a behaviour found, in a sentence for the student."""
+
+
+def must(is_right: object, sentence: str) -> None:
+    """Raise Wrong(sentence) unless `is_right`."""
+    if not is_right:
+        raise Wrong(sentence)
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """One thing that a right function does. `check` raises Wrong if it does not."""
+
+    name: str  # unique in its lab
+    title: str  # a sentence, for the report
+    points: float
+    check: Callable[..., None]
+    is_property: bool = False  # check(seed) tries many random cases
+
+
+@dataclass
+class Task:
+    """A function of the engine that a student writes."""
+
+    number: str  # "1.2"
+    module: str  # "nanoserve.block_manager"
+    name: str  # "BlockPool.share"
+    behaviours: list[Behaviour] = field(default_factory=list)
+
+    @property
+    def points(self) -> float:
+        return sum(each.points for each in self.behaviours)
+
+    @property
+    def message(self) -> str:
+        """What the hole raises."""
+        return f"{self.number}: {self.name}"
+
+    def behaviour(
+        self, points: float, title: str, is_property: bool = False
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Decorator: the function checks one behaviour of this task."""
+
+        def register(check: Callable[..., None]) -> Callable[..., None]:
+            name = check.__name__
+            assert all(each.name != name for each in self.behaviours), f"{name} twice"
+            self.behaviours.append(Behaviour(name, title, points, check, is_property))
+            self.behaviours.sort(key=lambda each: each.is_property)  # stable: quick ones first
+            return check
+
+        return register
+
+
+@dataclass
+class Lab:
+    """Tasks about one subject."""
+
+    number: int
+    title: str
+    tasks: list[Task]
+    needs_torch: bool = False
+    memory: int = 512  # MiB of address space for one behaviour
+    seconds: float = 8.0  # of CPU time for one behaviour
+
+    hidden: set[str] = field(default_factory=set)  # titles of modules that have extended it
+
+    def extend(self, modules: Mapping[str, str]) -> None:
+        """Run modules of a lecturer, {title: source}, which find this lab as LAB and register more
+        behaviours. Each counts once."""
+        for title, source in modules.items():
+            if title not in self.hidden:
+                exec(compile(source, title, "exec"), {"__name__": title, "LAB": self})
+                self.hidden.add(title)
+
+    def find(self, number: str) -> Task:
+        """Raises LookupError."""
+        for task in self.tasks:
+            if task.number == number:
+                return task
+        raise LookupError(f"lab {self.number} has no task {number}")
+
+
+def load_labs(numbers: Iterable[int] | None = None) -> list[Lab]:
+    """The labs of the folder labs/, by number; all of them, or these. Raises ValueError for a
+    number that there is no lab of."""
+    found: dict[int, str] = {}
+    for module in iter_modules(labs.__path__):
+        prefix, _, number = module.name.rpartition("_")
+        if number.isdigit():
+            found[int(number)] = f"{labs.__name__}.{prefix}_{number}"
+    wanted = sorted(found) if numbers is None else list(numbers)
+    for number in wanted:
+        if number not in found:
+            raise ValueError(f"there is no lab {number}; there are {sorted(found)}.")
+    return [import_module(found[number]).LAB for number in wanted]
