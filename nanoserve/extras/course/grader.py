@@ -205,22 +205,61 @@ def grade_task(
     return [found[each.name] for each in task.behaviours]
 
 
+WHOLE_RUNNER = Path(__file__).with_name("whole.py")
+
+
+def grade_whole(labs: Iterable[Lab], submission: Path, *, seed: int | None = None) -> Report:
+    """Grade the student's whole engine: one behaviour, all or nothing, for each kind of load of
+    whole.py. The submission's code runs unscreened, in a child with limits: use a container."""
+    from nanoserve.extras.course import whole
+
+    report, started = Report(), time.monotonic()
+    seed = secrets.randbelow(2**32) if seed is None else seed
+    lab = Lab(0, "Your whole engine", [], memory=768, seconds=30.0)
+    task = Task("whole", "nanoserve", "your whole engine")
+    for load in whole.LOADS:
+        behaviour = Behaviour(load, whole.LOADS[load].title, 1.0, whole.answer)
+        status, message = run_whole(submission, lab, load, seed)
+        report.outcomes.append(Outcome(lab, task, behaviour, status, message))
+        task.behaviours.append(behaviour)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def run_whole(submission: Path, lab: Lab, load: str, seed: int) -> tuple[str, str]:
+    """(status, message): the answers of the student's engine beside the right ones."""
+    from nanoserve.extras.course import whole
+
+    environment = child_environment() | {"PYTHONPATH": str(submission.resolve())}
+    command = [sys.executable, str(WHOLE_RUNNER), load, str(seed)]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=folder,
+            env=environment,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=3 * lab.seconds + START_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "killed", "it took too long: is there a request that never ends?"
+        finally:
+            end_group(process)
+            process.wait()
+    if process.returncode:
+        lines = [line for line in err.splitlines() if line.strip()][-3:]
+        return "wrong", "\n".join(lines) or describe_end(process.returncode, False)
+    return whole.compare(load, seed, out)
+
+
 def run_child(
     job: dict[str, Any], seconds: float
 ) -> tuple[str | None, dict[str, tuple[str, str]], str]:
     """(the behaviour that began last, {behaviour: (status, message)}, what ended the child)."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name in {"PATH", "SYSTEMROOT", "LANG", "LC_ALL", "HOME", "TEMP", "TMP"}
-    }
-    environment |= {
-        "PYTHONPATH": str(ROOT),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": "1",
-    }
     begun: str | None = None
     seen: dict[str, tuple[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -230,7 +269,7 @@ def run_child(
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            env=environment,
+            env=child_environment(),
             encoding="utf-8",
             start_new_session=True,
         )
@@ -259,6 +298,19 @@ def run_child(
             process.wait()
             process.stdout.close()
     return begun, seen, describe_end(process.returncode, is_late)
+
+
+def child_environment() -> dict[str, str]:
+    """What a child sees of this process's environment: no secrets, one thread."""
+    names = {"PATH", "SYSTEMROOT", "LANG", "LC_ALL", "HOME", "TEMP", "TMP"}
+    return {
+        **{name: value for name, value in os.environ.items() if name in names},
+        "PYTHONPATH": str(ROOT),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "1",
+    }
 
 
 def read_report(line: str, job: dict[str, Any]) -> tuple[str, str, str]:

@@ -1,0 +1,28 @@
+"""How does an engine become a course?
+
+    nanoserve course make OUT --labs 1,2,3     a student's tree: the engine with holes
+    nanoserve course check                     is this machine ready?
+    nanoserve course grade SUBMISSION          points, and a sentence for what is wrong
+
+    spec.py      a lab, its tasks, and the behaviours that earn their points
+    labs/        one module for each lab
+    holes.py     cut a function out of a file, and take one out of a submission
+    make.py      the student's tree, without any solution in it
+    screen.py    which code of a student is run at all
+    grader.py    the parent: one function at a time, in the right engine
+    child.py     the process that holds a student's function, within limits
+    ready.py     `check`;  cli.py  the commands
+
+The engine knows none of this.
+
+vLLM: none.
+"""
+
+from __future__ import annotations
+
+
+def main(arguments: list[str]) -> int:
+    """The command `nanoserve course`."""
+    from nanoserve.extras.course import cli
+
+    return cli.main(arguments)

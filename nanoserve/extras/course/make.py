@@ -1,0 +1,170 @@
+"""What does a student get?
+
+    OUT/
+      nanoserve/          the package; the functions of the chosen labs have holes
+      handouts/           a page or two per lab, English and Chinese
+      requirements.txt    the versions that this was tried with
+      setup.cfg           pip install --no-deps -e .
+      course.json         labs, variant, and of which version of nanoserve
+      README.md           the first five minutes
+
+    $ cd OUT && python -m nanoserve course check && python -m nanoserve course grade
+
+No solution is in it: no history, no caches, no wheels, no tests and no notebooks of the repository,
+and no second copy of a function that was cut (`find_leaks` looks for the lines of each body).
+
+In such a tree `grade` runs the behaviours on the tree itself, because the right engine is not there:
+a task that calls an unwritten one says so. The lecturer's `grade` takes each function alone.
+
+vLLM: none.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nanoserve import __version__
+from nanoserve.extras.course import holes
+from nanoserve.extras.course.grader import ROOT
+from nanoserve.extras.course.spec import Lab
+
+HANDOUTS = ROOT / "notebooks" / "course"
+COURSE_FILE = "course.json"
+SUFFIXES = {".py", ".cpp", ".json", ".jinja", ".safetensors", ".md", ".html", ".txt", ".svg"}
+# Parts of the package that no lab needs, or that hold what a lab asks for.
+LEFT_OUT = ("bench", "extras/sabotage.py", "extras/lesson.py", "extras/cases.py", "demo/training")
+PACKAGES = ("pytest", "hypothesis", "tqdm")
+TORCH_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+MOST_COMMON_LINES = 2  # of a cut body that another file may have, one behind the other
+
+README = """# Your engine
+
+{title}
+
+```bash
+python -m venv venv && . venv/bin/activate        # Windows: venv\\Scripts\\activate
+pip install -r requirements.txt
+pip install --no-deps -e .
+python -m nanoserve course check                  # is this machine ready?
+python -m nanoserve course grade                  # what is right so far?
+```
+
+The files with holes:
+
+{files}
+
+Each function keeps its signature and its docstring, which is the specification. Write its body. Put
+helpers and imports inside the function: only the listed functions are graded.
+"""
+
+
+def make(out: Path, labs: list[Lab], variant: str = "") -> list[Path]:
+    """Write a student tree. Returns the files with holes. Raises ValueError if `out` is not empty,
+    or if a solution would be left in it."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty. Give a new folder.")
+    package = out / "nanoserve"
+    shutil.copytree(ROOT / "nanoserve", package, ignore=_ignore)
+    changed: dict[str, None] = {}
+    for lab in labs:
+        for task in lab.tasks:
+            name = task.module.replace(".", "/") + ".py"
+            file = out / name
+            file.write_text(cut_file(file, task.name, task.message), encoding="utf-8")
+            changed[name] = None
+    bodies = {
+        task.name: body_of((ROOT / (task.module.replace(".", "/") + ".py")), task.name)
+        for lab in labs
+        for task in lab.tasks
+    }
+    if leaks := find_leaks(out, bodies):
+        raise ValueError(f"the solution of {leaks[0][0]} is also in {leaks[0][1]}.")
+    write_around(out, labs, variant, list(changed))
+    return [out / name for name in changed]
+
+
+def _ignore(folder: str, names: list[str]) -> list[str]:
+    """What copytree leaves out."""
+    base = Path(folder).relative_to(ROOT / "nanoserve")
+    return [
+        name
+        for name in names
+        if name.startswith((".", "__pycache__"))
+        or (base / name).as_posix() in LEFT_OUT
+        or ((Path(folder) / name).is_file() and Path(name).suffix not in SUFFIXES)
+        or (Path(folder) / name).is_symlink()
+    ]
+
+
+def cut_file(file: Path, name: str, message: str) -> str:
+    """The source of a file with one more hole."""
+    return holes.cut(file.read_text(encoding="utf-8"), name, message)
+
+
+def body_of(file: Path, name: str) -> list[str]:
+    """The lines of a function's body, without docstring, comments and indentation."""
+    function = holes.find(file.read_text(encoding="utf-8"), name)
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return [line.strip() for node in body for line in ast.unparse(node).splitlines()]
+
+
+def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]]:
+    """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file."""
+    leaks = []
+    for file in sorted(out.rglob("*")):
+        if not file.is_file() or file.suffix in {".safetensors", ".svg"}:
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if file.suffix == ".py":
+            text = ast.unparse(ast.parse(text))
+        flat = re.sub(r"\s+", "", text)
+        for name, lines in bodies.items():
+            wanted = re.sub(r"\s+", "", "".join(lines))
+            if len(lines) > MOST_COMMON_LINES and wanted in flat:
+                leaks.append((name, file.relative_to(out)))
+    return leaks
+
+
+def pinned(packages: Iterable[str]) -> list[str]:
+    """Lines of a requirements file: the versions that are installed here."""
+    lines = []
+    for name in packages:
+        try:
+            number = version(name).partition("+")[0]  # not the build's own suffix
+        except PackageNotFoundError as error:
+            raise ValueError(f"{name} is not installed; the kit pins what it was made with.") from error
+        lines.append(f"{name}=={number}")
+    return lines
+
+
+def write_around(out: Path, labs: list[Lab], variant: str, files: list[str]) -> None:
+    """The files beside the package."""
+    needs_torch = any(lab.needs_torch for lab in labs)
+    packages = [*PACKAGES, *(TORCH_PACKAGES if needs_torch else ())]
+    (out / "requirements.txt").write_text("\n".join(pinned(packages)) + "\n", encoding="utf-8")
+    shutil.copy(ROOT / "setup.cfg", out / "setup.cfg")
+    (out / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
+    )
+    course = {"labs": [lab.number for lab in labs], "variant": variant, "version": __version__}
+    (out / COURSE_FILE).write_text(json.dumps(course, indent=1) + "\n", encoding="utf-8")
+    title = ", ".join(f"lab {lab.number} ({lab.title})" for lab in labs)
+    listed = "\n".join(f"- `{name}`" for name in files)
+    (out / "README.md").write_text(README.format(title=title, files=listed), encoding="utf-8")
+    handouts = out / "handouts"
+    handouts.mkdir()
+    for lab in labs:
+        for file in HANDOUTS.glob(f"lab{lab.number}[.-]*md"):
+            shutil.copy(file, handouts / file.name)
+
+
+def read_course(root: Path = ROOT) -> dict[str, object] | None:
+    """What this tree was made as; None if it is no student's tree."""
+    file = root / COURSE_FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
