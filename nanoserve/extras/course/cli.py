@@ -35,7 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
     how = each.add_mutually_exclusive_group()
     how.add_argument("--graft", action="store_true", help="each function alone (the default)")
     how.add_argument("--whole", action="store_true", help="the student's whole engine")
-    each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py: more checks")
+    each.add_argument(
+        "--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py: more checks"
+    )
     each.add_argument("--seed", type=int, help="of random cases (default: a new one)")
     each.add_argument("--json", type=Path, metavar="FILE", help="results.json of Gradescope")
     each.add_argument("--junitxml", type=Path, metavar="FILE")

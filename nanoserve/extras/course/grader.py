@@ -286,9 +286,7 @@ def run_child(
                 name, status, message = read_report(line, job)
                 if status == "begun":
                     begun = name
-                elif name == begun and name not in seen:
-                    seen[name] = status, message
-                elif begun is None and status == "wrong":  # its parameters are wrong
+                elif (name == begun and name not in seen) or (begun is None and status == "wrong"):
                     seen[name] = status, message
             process.wait()
             is_late = not timer.is_alive()

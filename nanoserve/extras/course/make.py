@@ -138,7 +138,9 @@ def pinned(packages: Iterable[str]) -> list[str]:
         try:
             number = version(name).partition("+")[0]  # not the build's own suffix
         except PackageNotFoundError as error:
-            raise ValueError(f"{name} is not installed; the kit pins what it was made with.") from error
+            raise ValueError(
+                f"{name} is not installed; the kit pins what it was made with."
+            ) from error
         lines.append(f"{name}=={number}")
     return lines
 

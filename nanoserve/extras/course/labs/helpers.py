@@ -71,8 +71,29 @@ def audit(manager: BlockManager) -> None:
             )
 
 
-def try_random_operations(seed: int, num_rounds: int = 40, num_steps: int = 60) -> None:
-    """Admit, append, fork, swap and free at random; what must hold is audited after each."""
+def audit_content(manager: BlockManager, live: list[Sequence]) -> None:
+    """Raise Wrong unless each block of a sequence that can be found is named after the sequence's
+    own tokens, up to its end."""
+    for seq in live:
+        for number, block in enumerate(manager.block_tables.get(seq.seq_id, ())):
+            block_hash = manager.pool.block_hashes[block]
+            tokens: list[int] = []
+            while block_hash is not None and block_hash.parent is not None:
+                tokens = [*block_hash.token_ids, *tokens]  # type: ignore[misc]
+                block_hash = block_hash.parent
+            end = (number + 1) * manager.block_size
+            must(
+                not tokens or tokens == seq.token_ids[:end],
+                f"block {block} holds the tokens {seq.token_ids[:end]} of sequence {seq.seq_id}, "
+                f"and is found as {tokens}",
+            )
+
+
+def try_random_operations(
+    seed: int, num_rounds: int = 40, num_steps: int = 60, prefix: bool = False
+) -> None:
+    """Admit, append, fork, swap and free at random; what must hold is audited after each. prefix:
+    also what each block that can be found holds."""
     rng = random.Random(seed)
     for _ in range(num_rounds):
         size, num_blocks = rng.choice([1, 2, 4]), rng.randint(2, 12)
@@ -83,6 +104,8 @@ def try_random_operations(seed: int, num_rounds: int = 40, num_steps: int = 60) 
             try:
                 step(manager, live, rng, number, log)
                 audit(manager)
+                if prefix:
+                    audit_content(manager, live)
             except Wrong as error:
                 history = "".join(f"\n  {entry}" for entry in log[-8:])
                 raise Wrong(f"{error}\nThe last operations, block size {size}:{history}") from None

@@ -137,7 +137,9 @@ def rounds_up() -> None:
     manager = BlockManager(8, 4)
     for num_tokens, expected in [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)]:
         got = manager.num_blocks_for(num_tokens)
-        must(got == expected, f"{num_tokens} tokens in blocks of 4 need {expected} blocks, not {got}")
+        must(
+            got == expected, f"{num_tokens} tokens in blocks of 4 need {expected} blocks, not {got}"
+        )
 
 
 # -- 1.5 --
