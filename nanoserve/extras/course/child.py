@@ -1,8 +1,8 @@
 """What runs in the process that holds a student's function?
 
     parent -- one JSON line: task, source of the function, behaviours, seed -->  main
-           <- {"nonce": ..., "name": "...", "status": "begun"}                   before each behaviour
-           <- {"nonce": ..., "name": "...", "status": "wrong", "message": ...}   after it
+           <- {"nonce": ..., "name": "...", "status": "begun"}                    before each one
+           <- {"nonce": ..., "name": "...", "status": "wrong", "message": ...}    after it
               (or nothing more: the process was killed at a limit)
 
 *Graft.* The process is the right engine with one function exchanged: the code object of the

@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
     course = make.read_course()
     numbers = getattr(args, "labs", None)
     if numbers is None and course is not None:
-        numbers = course["labs"]  # type: ignore[assignment]
+        numbers = course["labs"]
     labs = load_labs(numbers)
     if args.command == "list":
         print(describe_labs(labs))

@@ -218,7 +218,7 @@ def grade_whole(labs: Iterable[Lab], submission: Path, *, seed: int | None = Non
     lab = Lab(0, "Your whole engine", [], memory=768, seconds=30.0)
     task = Task("whole", "nanoserve", "your whole engine")
     for load in whole.LOADS:
-        behaviour = Behaviour(load, whole.LOADS[load].title, 1.0, whole.answer)
+        behaviour = Behaviour(load, whole.LOADS[load].title, 1.0, lambda: None)
         status, message = run_whole(submission, lab, load, seed)
         report.outcomes.append(Outcome(lab, task, behaviour, status, message))
         task.behaviours.append(behaviour)
@@ -294,7 +294,8 @@ def run_child(
             timer.cancel()
             end_group(process)
             process.wait()
-            process.stdout.close()
+            if process.stdout is not None:
+                process.stdout.close()
     return begun, seen, describe_end(process.returncode, is_late)
 
 

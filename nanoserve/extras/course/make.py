@@ -13,8 +13,8 @@
 No solution is in it: no history, no caches, no wheels, no tests and no notebooks of the repository,
 and no second copy of a function that was cut (`find_leaks` looks for the lines of each body).
 
-In such a tree `grade` runs the behaviours on the tree itself, because the right engine is not there:
-a task that calls an unwritten one says so. The lecturer's `grade` takes each function alone.
+In such a tree `grade` runs the behaviours on the tree itself, because the right engine is not
+there: a task that calls an unwritten one says so. The lecturer's `grade` takes each function alone.
 
 vLLM: none.
 """
@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from nanoserve import __version__
 from nanoserve.extras.course import holes
@@ -166,7 +167,7 @@ def write_around(out: Path, labs: list[Lab], variant: str, files: list[str]) -> 
             shutil.copy(file, handouts / file.name)
 
 
-def read_course(root: Path = ROOT) -> dict[str, object] | None:
+def read_course(root: Path = ROOT) -> dict[str, Any] | None:
     """What this tree was made as; None if it is no student's tree."""
     file = root / COURSE_FILE
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

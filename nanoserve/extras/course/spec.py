@@ -113,9 +113,9 @@ def load_labs(numbers: Iterable[int] | None = None) -> list[Lab]:
     number that there is no lab of."""
     found: dict[int, str] = {}
     for module in iter_modules(labs.__path__):
-        prefix, _, number = module.name.rpartition("_")
-        if number.isdigit():
-            found[int(number)] = f"{labs.__name__}.{prefix}_{number}"
+        end = module.name.rpartition("_")[2]
+        if end.isdigit():
+            found[int(end)] = f"{labs.__name__}.{module.name}"
     wanted = sorted(found) if numbers is None else list(numbers)
     for number in wanted:
         if number not in found:

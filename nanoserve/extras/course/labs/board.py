@@ -41,8 +41,7 @@ class Board:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            max_model_len=num_blocks * block_size,
-            **options,
+            **{"max_model_len": num_blocks * block_size, **options},
         )
         self.config = config
         self.executor = FakeExecutor(config)

@@ -1,7 +1,7 @@
 """Lab 3, Scheduler: who runs in this step, with how many tokens?
 
-One rule: the computed tokens of each sequence catch up with the known ones, within the token budget,
-max_num_seqs and the free blocks. No torch.
+One rule: the computed tokens of each sequence catch up with the known ones, within the token
+budget, max_num_seqs and the free blocks. No torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fits_the_budget() -> None:
 
 @NUM_TOKENS.behaviour(1, "without chunked prefill a prompt runs whole or not at all")
 def whole_or_not() -> None:
-    board = Board(num_blocks=8, budget=32, enable_chunked_prefill=False)
+    board = Board(budget=32, max_model_len=32, enable_chunked_prefill=False)
     board.add(20, 3)
     board.add(20, 3)
     got = board.num_scheduled(board.step())

@@ -1,0 +1,260 @@
+"""Which mistakes do students make?
+
+Each mutant is one mistake in one function of the engine: a piece of its source, and what stands
+there instead. They are for three uses: the tests of this kit (each mutant must lose points in its
+own task), lab 9 (students write tests that find them), and a lecturer's first look at what a wrong
+answer says. A lecturer adds own ones in a file of the same form (`read_bank`), which stays private.
+
+    Mutant("1.2", "a shared block stays in the free queue", "del self.free_queue[block_id]", "pass")
+
+The text must occur exactly once in the function, or ValueError says so: so a change of the engine
+cannot leave a mutant that changes nothing.
+
+vLLM: none.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from nanoserve.extras.course import holes
+
+
+class Mutant(NamedTuple):
+    """One mistake."""
+
+    task: str  # "1.2"
+    mistake: str  # a sentence
+    right: str  # a piece of the function's source
+    wrong: str  # what stands there instead
+
+
+def mutate(source: str, name: str, mutant: Mutant) -> str:
+    """The file's source with the mistake in function `name`. Raises ValueError if the piece is not
+    there exactly once."""
+    function = holes.find(source, name)
+    lines = source.splitlines(keepends=True)
+    start, end = function.lineno - 1, function.end_lineno
+    text = "".join(lines[start:end])
+    if text.count(mutant.right) != 1:
+        raise ValueError(
+            f"mutant {mutant.task}, {mutant.mistake!r}: {mutant.right!r} stands "
+            f"{text.count(mutant.right)} times in {name}; it must stand there once."
+        )
+    return "".join([*lines[:start], text.replace(mutant.right, mutant.wrong), *lines[end:]])
+
+
+def read_bank(file: Path) -> list[Mutant]:
+    """A lecturer's own mutants: a JSON list of lists of four strings."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+        return [Mutant(*(str(part) for part in entry)) for entry in entries]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{file} is no bank of mutants: {error}") from error
+
+
+MUTANTS = [
+    Mutant("1.1", "the most recently freed block is taken", "last=False", "last=True"),
+    Mutant("1.1", "the old content can still be found", "self.uncache(block_id)", "pass"),
+    Mutant("1.1", "no reference is noted", "self.ref_counts[block_id] = 1", "pass"),
+    Mutant("1.2", "a shared block stays in the queue", "del self.free_queue[block_id]", "pass"),
+    Mutant("1.2", "the reference is not counted", "self.ref_counts[block_id] += 1", "pass"),
+    Mutant(
+        "1.3",
+        "the prefix cache forgets a block when it is freed",
+        "self.free_queue[block_id] = None\n",
+        "self.free_queue[block_id] = None\n            self.uncache(block_id)\n",
+    ),
+    Mutant(
+        "1.3",
+        "a block that nobody can find goes to the end",
+        "self.free_queue.move_to_end(block_id, last=False)",
+        "pass",
+    ),
+    Mutant(
+        "1.3",
+        "freed with the first reference",
+        "if self.ref_counts[block_id] == 0:",
+        "if self.ref_counts[block_id] <= 1 and block_id not in self.free_queue:",
+    ),
+    Mutant(
+        "1.4",
+        "floor and one more",
+        "-(-num_tokens // self.block_size)",
+        "num_tokens // self.block_size + 1",
+    ),
+    Mutant(
+        "1.5",
+        "the last free block is never used",
+        "num_left > 0 or (num_left == 0 and not self._must_copy(seq))",
+        "num_left > 0",
+    ),
+    Mutant(
+        "1.5",
+        "one block a step, as in nano-vllm",
+        "self.num_blocks_for(seq.num_computed_tokens + num_new_tokens)",
+        "len(self.block_tables[seq.seq_id]) + ((seq.num_computed_tokens + num_new_tokens)"
+        " % self.block_size == 1)",
+    ),
+    Mutant(
+        "1.5",
+        "the copy is forgotten",
+        "num_left == 0 and not self._must_copy(seq)",
+        "num_left == 0",
+    ),
+    Mutant(
+        "1.6",
+        "the head joins the queue before the tail",
+        "reversed(self.block_tables.pop(seq.seq_id, ()))",
+        "self.block_tables.pop(seq.seq_id, ())",
+    ),
+    Mutant("1.6", "CPU blocks stay taken", "self.cpu_pool.free(block_id)", "pass"),
+    Mutant(
+        "2.1", "the parent does not count", "key = (parent, token_ids)", "key = (None, token_ids)"
+    ),
+    Mutant("2.2", "a later block takes over", " and block_hash not in self.cached_blocks", ""),
+    Mutant(
+        "2.2",
+        "the block does not know its hash",
+        "self.block_hashes[block_id] = block_hash",
+        "pass",
+    ),
+    Mutant("2.3", "the block keeps its hash", "self.block_hashes[block_id] = None", "pass"),
+    Mutant(
+        "2.4",
+        "the salt is left out",
+        "self._hash_table.get(None, seq.cache_salt)",
+        "self._hash_table.get(None, None)",
+    ),
+    Mutant(
+        "2.4",
+        "each block stands alone",
+        "self._hash_table.get(parent, tuple",
+        "self._hash_table.get(hashes and hashes[0] or parent, tuple",
+    ),
+    Mutant(
+        "2.5",
+        "the whole prompt may hit: zero queries",
+        "(seq.num_tokens - 1) // self.block_size",
+        "seq.num_tokens // self.block_size",
+    ),
+    Mutant("2.5", "a miss is skipped", "break", "continue"),
+    Mutant(
+        "2.5",
+        "a hit in spite of prompt_logprobs",
+        " or seq.sampling_params.skip_reading_prefix_cache",
+        "",
+    ),
+    Mutant(
+        "2.6", "a cached free block is counted twice", "num_new + num_taken_back <=", "num_new <="
+    ),
+    Mutant(
+        "2.6",
+        "shared blocks are counted, too",
+        "sum(self.pool.ref_counts[block_id] == 0 for block_id in cached_blocks)",
+        "len(cached_blocks)",
+    ),
+    Mutant(
+        "2.7",
+        "the block that is partly filled is cached",
+        "end // self.block_size",
+        "-(-end // self.block_size)",
+    ),
+    Mutant(
+        "2.7",
+        "only the first block is cached",
+        "[first:last]\n            hashes",
+        "[first:first + 1]\n            hashes",
+    ),
+    Mutant("3.1", "nothing is left for those behind", "step.budget - num_behind)", "step.budget)"),
+    Mutant(
+        "3.1",
+        "a chunk of any length",
+        "min(self.max_chunk, step.budget - num_behind)",
+        "step.budget - num_behind",
+    ),
+    Mutant(
+        "3.2",
+        "chunks although they are off",
+        " if num_tokens == num_uncomputed or self.enable_chunked_prefill else 0",
+        "",
+    ),
+    Mutant(
+        "3.2",
+        "the whole budget",
+        "min(num_uncomputed, self.max_chunk, step.budget)",
+        "min(num_uncomputed, self.max_chunk)",
+    ),
+    Mutant("3.3", "one too many", "num_leaving + 1 + seq", "num_leaving + seq"),
+    Mutant(
+        "3.3",
+        "branches are not counted",
+        " + sum(other.num_pending_forks for other in self.running)",
+        "",
+    ),
+    Mutant(
+        "3.4",
+        "the first chunk ignores the cache",
+        "seq.num_tokens - num_cached, step",
+        "seq.num_tokens, step",
+    ),
+    Mutant(
+        "3.4",
+        "what does not fit is admitted",
+        " or not self.block_manager.can_allocate(seq, cached_blocks)",
+        "",
+    ),
+    Mutant(
+        "3.4",
+        "num_cached_tokens is not noted",
+        "seq.num_cached_tokens = seq.num_computed_tokens",
+        "pass",
+    ),
+    Mutant(
+        "3.5",
+        "what does not fit is passed: starvation",
+        "elif not self._admit(waiting, step):\n                return",
+        "elif not self._admit(waiting, step):\n                position += 1",
+    ),
+    Mutant("3.5", "what is not ready stops all behind it", "position += 1", "return"),
+    Mutant("3.6", "the budget is not reduced", "step.budget -= num_tokens", "pass"),
+    Mutant("3.6", "a token is on its way after each chunk", "if is_last:\n", "if True:\n"),
+    Mutant(
+        "3.6", "the sequence is sent in every step", "self._known_seq_ids.add(seq.seq_id)", "pass"
+    ),
+    Mutant("4.1", "the oldest is preempted", "self.running[-1]", "self.running[0]"),
+    Mutant("4.2", "its tokens still count as computed", "seq.num_computed_tokens = 0", "pass"),
+    Mutant("4.2", "its blocks are not freed", "self.block_manager.free(seq)", "pass"),
+    Mutant(
+        "4.2",
+        "it waits at the end of the queue",
+        "insort(self.waiting, seq, key=self.urgency)",
+        "self.waiting.append(seq)",
+    ),
+    Mutant("4.3", "the runner is not told", "self._dropped_seq_ids.append(seq.seq_id)", "pass"),
+    Mutant(
+        "4.4",
+        "the pairs are reversed",
+        "zip(block_table, cpu_blocks, strict=True)",
+        "zip(cpu_blocks, block_table, strict=True)",
+    ),
+    Mutant("4.4", "its KV blocks stay taken", "self.free(seq)", "pass"),
+    Mutant(
+        "4.5",
+        "the pairs are reversed",
+        "zip(cpu_blocks, block_table, strict=True)",
+        "zip(block_table, cpu_blocks, strict=True)",
+    ),
+    Mutant("4.6", "both have one table", "list(block_table)", "block_table"),
+    Mutant("4.6", "no reference is added", "self.pool.share(block_id)", "pass"),
+    Mutant(
+        "4.7",
+        "full blocks are copied, too",
+        "if offset == 0:\n            return False\n",
+        "index = -1\n",
+    ),
+    Mutant("4.8", "the shared block keeps its reference", "self.pool.free(shared)", "pass"),
+    Mutant("4.8", "the pair is reversed", "(shared, block_table[-1])", "(block_table[-1], shared)"),
+]
