@@ -34,7 +34,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from nanoserve.extras.course import holes
-from nanoserve.extras.course.spec import Behaviour, Lab, Task, Wrong, load_labs
+from nanoserve.extras.course.spec import Behaviour, Task, Wrong, load_labs
 
 MOST_TEXT = 2000  # characters of a message, and of what the function printed
 
@@ -124,14 +124,14 @@ def describe(error: BaseException) -> str:
     return message
 
 
-def limit(lab: Lab) -> Callable[[], None]:
+def limit(megabytes: int, seconds: float) -> Callable[[], None]:
     """Set the limits of this process. Returns what gives the next behaviour its CPU time."""
     try:
         import resource
     except ImportError:  # Windows: the parent's limit of time is all there is
         return lambda: None
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (lab.memory * 2**20, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):
@@ -139,8 +139,8 @@ def limit(lab: Lab) -> Callable[[], None]:
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
 
     def next_one() -> None:
-        seconds = int(time.process_time() + lab.seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+        end = int(time.process_time() + seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (end, most))
 
     return next_one
 
@@ -164,7 +164,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
-    begin = limit(lab)
+    begin = limit(job["megabytes"], job["seconds"])
     if job["source"] is not None:
         try:
             graft(task, job["source"])

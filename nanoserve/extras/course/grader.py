@@ -189,6 +189,8 @@ def grade_task(
             "source": source,
             "names": [each.name for each in missing],
             "seed": seed,
+            "seconds": lab.seconds,
+            "megabytes": lab.memory,
             "hidden": dict(hidden),
         }
         begun, seen, ended = run_child(job, len(missing) * (3 * lab.seconds) + START_SECONDS)

@@ -39,7 +39,14 @@ HANDOUTS = ROOT / "notebooks" / "course"
 COURSE_FILE = "course.json"
 SUFFIXES = {".py", ".cpp", ".json", ".jinja", ".safetensors", ".md", ".html", ".txt", ".svg"}
 # Parts of the package that no lab needs, or that hold what a lab asks for.
-LEFT_OUT = ("bench", "extras/sabotage.py", "extras/lesson.py", "extras/cases.py", "demo/training")
+LEFT_OUT = (
+    "bench",
+    "extras/sabotage.py",
+    "extras/course/mutants.py",
+    "extras/lesson.py",
+    "extras/cases.py",
+    "demo/training",
+)
 PACKAGES = ("pytest", "hypothesis", "tqdm")
 TORCH_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 MOST_COMMON_LINES = 2  # of a cut body that another file may have, one behind the other

@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from nanoserve.extras.course.grader import run_child
 from nanoserve.extras.course.make import PACKAGES, TORCH_PACKAGES
@@ -27,9 +28,16 @@ def check() -> tuple[str, bool]:
     missing = describe_packages(PACKAGES, lines)
     lab = load_labs()[0]
     task = lab.tasks[0]
-    job = {"nonce": "check", "lab": lab.number, "task": task.number, "source": None, "seed": 0}
+    job: dict[str, Any] = {
+        "nonce": "check",
+        "lab": lab.number,
+        "task": task.number,
+        "source": None,
+        "seed": 0,
+    }
     names = [each.name for each in task.behaviours[:1]]
-    _, seen, ended = run_child({**job, "names": names, "hidden": {}}, 60.0)
+    job |= {"names": names, "hidden": {}, "seconds": lab.seconds, "megabytes": lab.memory}
+    _, seen, ended = run_child(job, 60.0)
     lines.append(f"a child that grades: {'ok' if seen else ended}")
     try:
         import resource  # noqa: F401

@@ -1,0 +1,346 @@
+"""The course kit: the engine passes, holes earn nothing, each mistake costs points where it is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("nanoserve.extras.course.cli")
+
+from nanoserve.__main__ import main
+from nanoserve.extras.course import grader, holes, make, whole
+from nanoserve.extras.course.grader import ROOT, grade, grade_task
+from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
+from nanoserve.extras.course.screen import screen, stored_attributes
+from nanoserve.extras.course.spec import Lab, Task, load_labs
+
+LABS = load_labs()
+TASKS = {task.number: (lab, task) for lab in LABS for task in lab.tasks}
+
+
+def source_of(task: Task) -> str:
+    return (ROOT / file_of(task)).read_text(encoding="utf-8")
+
+
+def file_of(task: Task) -> Path:
+    return Path(task.module.replace(".", "/") + ".py")
+
+
+def submit(folder: Path, task: Task, source: str) -> Path:
+    """A submission with one file."""
+    file = folder / file_of(task)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source, encoding="utf-8")
+    return folder
+
+
+def with_body(task: Task, body: str) -> str:
+    """The engine's file with another body for the task's function."""
+    source = holes.cut(source_of(task), task.name, "HERE")
+    lines = source.splitlines(keepends=True)
+    [number] = [i for i, line in enumerate(lines) if "NotImplementedError('HERE')" in line]
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines[number] = "".join(f"{indent}{line}\n" for line in body.splitlines())
+    return "".join(lines)
+
+
+def earned(task_number: str, folder: Path, body: str, seed: int = 1) -> tuple[float, str]:
+    """(points, all messages) of a task whose function has this body."""
+    lab, task = TASKS[task_number]
+    outcomes = grade_task(lab, task, submit(folder, task, with_body(task, body)), seed, {})
+    return sum(each.score for each in outcomes), "\n".join(each.message for each in outcomes)
+
+
+# -- holes --
+
+
+@pytest.mark.parametrize("number", TASKS)
+def test_a_hole_keeps_signature_and_specification(number: str) -> None:
+    """And says so if the engine's function has another name now."""
+    _, task = TASKS[number]
+    source = source_of(task)
+    before = holes.find(source, task.name)
+    after = holes.find(holes.cut(source, task.name, task.message), task.name)
+    assert ast.unparse(after.args) == ast.unparse(before.args)
+    assert ast.get_docstring(after) == ast.get_docstring(before), "a docstring is the task"
+    assert ast.get_docstring(after), f"{task.name} needs a docstring: it is the specification"
+    assert ast.unparse(after.body[-1]) == f"raise NotImplementedError({task.message!r})"
+    assert holes.take(source, task.name).startswith(("def ", "@"))
+
+
+def test_a_name_that_is_not_there_or_twice() -> None:
+    with pytest.raises(LookupError, match=r"0 functions have the name A\.g"):
+        holes.find("class A:\n    def f(self): ...", "A.g")
+    with pytest.raises(LookupError, match="2 functions have the name f"):
+        holes.find("def f(): ...\ndef f(): ...", "f")
+
+
+# -- points --
+
+
+def test_the_engine_earns_all_points_of_lab_1() -> None:
+    report = grade(LABS[:1], None)
+    assert report.score == report.most > 0, report.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lab", LABS[1:], ids=lambda lab: lab.title)
+def test_the_engine_earns_all_points(lab: Lab) -> None:
+    report = grade([lab], None)
+    assert report.score == report.most > 0, report.describe()
+
+
+def test_a_hole_earns_nothing_and_costs_only_its_own_points(tmp_path: Path) -> None:
+    task = LABS[0].find("1.2")
+    source = holes.cut(source_of(task), task.name, task.message)
+    report = grade(LABS[:1], submit(tmp_path, task, source))
+    assert report.score == report.most - task.points
+    assert "not written yet (1.2: BlockPool.share)" in report.describe()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", TASKS)
+def test_every_hole_earns_nothing(number: str, tmp_path: Path) -> None:
+    """Each behaviour is decided by its task's function."""
+    lab, task = TASKS[number]
+    folder = submit(tmp_path, task, holes.cut(source_of(task), task.name, task.message))
+    outcomes = grade_task(lab, task, folder, 1, {})
+    assert not [each.behaviour.title for each in outcomes if each.score]
+
+
+def check_mutant(mutant: Mutant, folder: Path) -> None:
+    """It loses points in its task, with a sentence; twice the same."""
+    lab, task = TASKS[mutant.task]
+    submit(folder, task, mutate(source_of(task), task.name, mutant))
+    first, again = (grade_task(lab, task, folder, 1, {}) for _ in range(2))
+    wrong = [each for each in first if each.status != "right"]
+    assert wrong, "nobody saw it"
+    assert all(each.message for each in wrong)
+    assert [each.score for each in first] == [each.score for each in again]
+    others = [other for other in lab.tasks if other is not task and other.module == task.module]
+    for other in others[:1]:
+        outcomes = grade_task(lab, other, folder, 1, {})
+        assert all(each.status == "right" for each in outcomes), "it cost another task's points"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS[:3], ids=lambda mutant: mutant.mistake)
+def test_a_mistake_costs_points(mutant: Mutant, tmp_path: Path) -> None:
+    check_mutant(mutant, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS[3:], ids=lambda m: f"{m.task} {m.mistake}")
+def test_each_mistake_costs_points(mutant: Mutant, tmp_path: Path) -> None:
+    check_mutant(mutant, tmp_path)
+
+
+def test_a_bank_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "bank.json"
+    file.write_text(json.dumps([["1.4", "one more", "num_tokens", "1 + num_tokens"]]))
+    [mutant] = read_bank(file)
+    with pytest.raises(ValueError, match=r"stands 3 times in BlockManager\.num"):
+        mutate(source_of(TASKS["1.4"][1]), "BlockManager.num_blocks_for", mutant)
+    file.write_text("[1")
+    with pytest.raises(ValueError, match="is no bank of mutants"):
+        read_bank(file)
+
+
+def test_hidden_behaviours_count(tmp_path: Path) -> None:
+    """A lecturer's file registers one more; it is given to the child as text."""
+    (tmp_path / "lab1_even.py").write_text(
+        "from nanoserve.block_manager import BlockManager\n"
+        "from nanoserve.extras.course.spec import must\n"
+        "@LAB.find('1.4').behaviour(7, 'large numbers')\n"
+        "def large_numbers():\n"
+        "    must(BlockManager(1, 16).num_blocks_for(10**9) == 62_500_000, 'a billion tokens')\n"
+    )
+    code = f"""
+from pathlib import Path
+from nanoserve.extras.course.cli import read_hidden
+from nanoserve.extras.course.grader import grade
+from nanoserve.extras.course.spec import load_labs
+report = grade(load_labs([1]), None, hidden=read_hidden(Path({str(tmp_path)!r})))
+print([each.status for each in report.outcomes if each.behaviour.points == 7])
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["['right']"]
+
+
+# -- submissions that are not what they should be --
+
+ENDLESS = "while True:\n    pass"
+HOSTILE = {
+    "reads files": "return open('/etc/passwd').read()",
+    "imports os": "import os\nreturn os.getpid()",
+    "imports what imports os": "from nanoserve import extras",
+    "walks to the interpreter": "return ().__class__.__mro__[1].__subclasses__()",
+    "patches the checks": "from nanoserve.extras.course import spec\nspec.must = print",
+    "patches what audits": "self.check = print",
+    "a format that walks": "return '{0.__class__}'.format(self)",
+    "gets by name": "return getattr(self, 'po' + 'ol')",
+    "runs text": "eval('1')",
+    "writes a global": "global BlockPool\nBlockPool = None",
+    "catches everything": "try:\n    return 1\nexcept:\n    return 2",
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_what_reaches_out_is_not_run(body: str, tmp_path: Path) -> None:
+    points, message = earned("1.4", tmp_path, body)
+    assert points == 0
+    assert "which no task needs. It was not run." in message
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("raise KeyboardInterrupt", "it was stopped: the process"),
+        ("return 'a' * 2**40", "MemoryError"),
+        ("return self.num_blocks_for(num_tokens)", "RecursionError"),
+        ("return helper(num_tokens)", "Only this function is taken from your file"),
+        ("print('here'); return 0", "It printed:\nhere"),
+    ],
+)
+def test_what_goes_wrong_is_said(body: str, message: str, tmp_path: Path) -> None:
+    points, said = earned("1.4", tmp_path, body)
+    assert points == 0
+    assert message in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of CPU time")
+def test_an_endless_loop_is_stopped(tmp_path: Path) -> None:
+    """And named as what it is; the task's next behaviours are tried, too."""
+    lab, task = TASKS["1.4"]
+    folder = submit(tmp_path, task, with_body(task, ENDLESS))
+    outcomes = grade_task(replace(lab, seconds=1), task, folder, 1, {})
+    assert [each.status for each in outcomes] == ["killed"] * len(task.behaviours)
+    assert "it took too much CPU time" in outcomes[0].message
+
+
+def test_files_that_are_no_python_are_named(tmp_path: Path) -> None:
+    lab, task = TASKS["1.4"]
+    for source, message in [
+        ("def f(:", "line 1: SyntaxError"),
+        ("x = 1", "LookupError: 0 functions have the name BlockManager.num_blocks_for"),
+        ("\0", "SyntaxError: source code string cannot contain null bytes"),
+    ]:
+        outcomes = grade_task(lab, task, submit(tmp_path, task, source), 1, {})
+        assert {each.status for each in outcomes} == {"refused"}
+        assert message.split(":")[0] in outcomes[0].message
+    outcomes = grade_task(lab, task, tmp_path / "nothing", 1, {})
+    assert "your submission has no file nanoserve/block_manager.py" in outcomes[0].message
+
+
+def test_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    lab, task = TASKS["1.4"]
+    source = source_of(task).replace(
+        "def num_blocks_for(self, num_tokens", "def num_blocks_for(self, n"
+    )
+    outcomes = grade_task(lab, task, submit(tmp_path, task, source), 1, {})
+    assert "has the parameters (self, num_tokens), not ['self', 'n']" in outcomes[0].message
+
+
+@pytest.mark.parametrize("number", TASKS)
+def test_the_screen_lets_the_engines_own_functions_pass(number: str) -> None:
+    _, task = TASKS[number]
+    source = source_of(task)
+    assert screen(holes.take(source, task.name), stored_attributes(source)) is None
+
+
+# -- the student's tree --
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("course") / "tree"
+    assert main(["course", "make", str(out)]) == 0
+    return out
+
+
+def test_no_solution_is_in_the_tree(tree: Path) -> None:
+    """No history, no caches, no wheels, and no second copy of a body."""
+    names = {path.name for path in tree.rglob("*")}
+    assert not names & {".git", "__pycache__", "sabotage.py", "mutants.py"}
+    assert not [name for name in names if name.endswith((".pyc", ".whl", ".ipynb"))]
+    tasks = [task for _, task in TASKS.values()]
+    bodies = {task.name: make.body_of(ROOT / file_of(task), task.name) for task in tasks}
+    assert not make.find_leaks(tree, bodies)
+    for task in tasks:
+        source = (tree / file_of(task)).read_text(encoding="utf-8")
+        assert f"raise NotImplementedError({task.message!r})" in source
+    leaked = tree / "nanoserve" / "notes.md"
+    leaked.write_text(holes.take(source_of(TASKS["1.3"][1]), "BlockPool.free"))
+    try:
+        text = leaked.read_text()
+        body = [line.strip() for line in text.splitlines() if line.strip()][-5:]
+        assert make.find_leaks(tree, {"BlockPool.free": body}) == [
+            ("BlockPool.free", Path("nanoserve/notes.md"))
+        ]
+    finally:
+        leaked.unlink()
+
+
+def test_the_tree_grades_itself(tree: Path, tmp_path: Path) -> None:
+    """With the results in both forms."""
+    files = [str(tmp_path / name) for name in ("results.json", "junit.xml")]
+    command = [sys.executable, "-m", "nanoserve", "course", "grade", "--labs", "1"]
+    command += ["--json", files[0], "--junitxml", files[1]]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 15 points" in done.stdout
+    results = json.loads(Path(files[0]).read_text())
+    assert results["score"] == 0
+    assert sum(each["max_score"] for each in results["tests"]) == 15
+    suite = ElementTree.parse(files[1]).getroot()
+    assert suite.attrib["tests"] == suite.attrib["failures"] == str(len(results["tests"]))
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tree: Path) -> None:
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        make.make(tree, LABS)
+
+
+# -- a whole engine --
+
+
+def test_the_engine_answers_every_load() -> None:
+    for load in whole.LOADS:
+        text = json.dumps(whole.answer(load, 5))
+        assert whole.compare(load, 5, text) == ("right", "")
+        assert whole.compare(load, 6, text)[0] == "wrong", "another seed, other answers"
+
+
+@pytest.mark.slow
+def test_a_whole_engine_is_graded(tree: Path) -> None:
+    report = grader.grade_whole(LABS, ROOT, seed=3)
+    assert report.score == report.most == len(whole.LOADS), report.describe()
+    report = grader.grade_whole(LABS, tree, seed=3)
+    assert report.score == 0
+    assert "NotImplementedError" in report.describe()
+
+
+# -- the commands --
+
+
+def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["course", "list"]) == 0
+    assert "lab 1  Pages   15 points" in capsys.readouterr().out
+    assert main(["course", "check"]) == 0
+    assert "a child that grades: ok" in capsys.readouterr().out
+    for arguments, message in [
+        (["grade"], "name the submission"),
+        (["grade", str(tmp_path)], "holds no folder nanoserve/"),
+        (["make", str(tmp_path / "out"), "--labs", "99"], "there is no lab 99"),
+        (["grade", str(ROOT), "--hidden", str(tmp_path)], "holds no file such as lab1_pool.py"),
+    ]:
+        assert main(["course", *arguments]) == 1
+        assert message in capsys.readouterr().err
