@@ -257,4 +257,52 @@ MUTANTS = [
     ),
     Mutant("4.8", "the shared block keeps its reference", "self.pool.free(shared)", "pass"),
     Mutant("4.8", "the pair is reversed", "(shared, block_table[-1])", "(block_table[-1], shared)"),
+    Mutant(
+        "5.1",
+        "negative logits are divided, too",
+        "torch.where(some > 0, some / repetition, some * repetition)",
+        "some / repetition",
+    ),
+    Mutant("5.1", "presence counts occurrences", "(counts > 0)", "counts"),
+    Mutant("5.1", "the prompt counts for presence", "(counts > 0)", "(counts >= 0)"),
+    Mutant(
+        "5.2",
+        "against 1 instead of the likeliest",
+        "logits.amax(dim=-1, keepdim=True)",
+        "logits.logsumexp(dim=-1, keepdim=True)",
+    ),
+    Mutant(
+        "5.3",
+        "the token that crosses top_p is dropped",
+        "before = probs.cumsum(dim=-1) - probs",
+        "before = probs.cumsum(dim=-1)",
+    ),
+    Mutant("5.3", "top_k is off by one", "rank >= top_k[:, None]", "rank > top_k[:, None]"),
+    Mutant(
+        "5.3",
+        "top_p of all tokens, not of the top_k",
+        "ordered = ordered.masked_fill(rank >= top_k[:, None], -torch.inf)",
+        "pass",
+    ),
+    Mutant("5.4", "a token without probability at u = 0", "right=True", "right=False"),
+    Mutant("5.4", "one random number for all rows", "uniform[:, None]", "uniform[:1, None]"),
+    Mutant("5.5", "branches are alike", "mixed + branches.astype(np.uint64)", "mixed"),
+    Mutant(
+        "5.5",
+        "neighbours are alike",
+        "_splitmix64(mixed + positions.astype(np.uint64))",
+        "mixed + (positions.astype(np.uint64) << np.uint64(40))",
+    ),
+    Mutant(
+        "5.6", "ranks begin at 1", "(logprobs > sampled_logprobs)", "(logprobs >= sampled_logprobs)"
+    ),
+    Mutant("5.6", "not normalized", "logits.log_softmax(dim=-1)", "logits - 1.0"),
+    Mutant(
+        "5.7",
+        "penalties before the processors",
+        "if batch.processors:\n",
+        "if batch.penalties is not None:\n"
+        "        logits = apply_penalties(logits, batch.penalties)\n"
+        "    if batch.processors:\n",
+    ),
 ]
