@@ -158,7 +158,9 @@ def broken_bytes() -> None:
     output = [*encode("a"), third, third, *encode("b c")]
     got = "".join(pieces(encode("x"), output))
     right = decode(output)
-    must(got == right, f"a byte that begins no character, twice: the text is {got!r}, not {right!r}")
+    must(
+        got == right, f"a byte that begins no character, twice: the text is {got!r}, not {right!r}"
+    )
 
 
 @APPEND_TOKEN.behaviour(1, "the pieces of any text make the text", is_property=True)
@@ -389,4 +391,3 @@ def deltas_join(seed: int) -> None:
         )
         ids = [token_id for output in outputs for token_id in output.token_ids]
         must(ids == reader.output, f"{text!r}, stop {stops}: the token ids of the deltas are {ids}")
-
