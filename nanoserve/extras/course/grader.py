@@ -19,6 +19,7 @@ vLLM: none.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import secrets
@@ -29,14 +30,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from nanoserve.extras.course import holes
 from nanoserve.extras.course.screen import screen, stored_attributes
-from nanoserve.extras.course.spec import Behaviour, Lab, Task
+from nanoserve.extras.course.spec import Behaviour, Lab, Setting, Task
 
 ROOT = Path(__file__).parents[3]  # the folder that holds the package
 START_SECONDS = 60.0  # to start a child, on half a core
@@ -147,6 +148,48 @@ def read_submission(folder: Path, task: Task) -> str:
     return source
 
 
+def read_own_file(folder: Path, name: str, engine_files: Iterable[str], private: bool) -> str:
+    """The source of a file that a student wrote. It may assign what the engine's files assign, and
+    what it assigns on self. private: it may use the engine's names with an underscore. Raises
+    ValueError with a sentence."""
+    file = folder / name
+    if not file.is_file():
+        raise ValueError(f"your submission has no file {name}.")
+    if file.stat().st_size > MOST_SOURCE:
+        raise ValueError(f"{name} is larger than {MOST_SOURCE} bytes.")
+    try:
+        source = file.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+    except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ValueError(f"{name}{line}: {type(error).__name__}: {error}") from error
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+    }
+    for each in engine_files:
+        stored |= stored_attributes((ROOT / each).read_text(encoding="utf-8"))
+    if (problem := screen(source, stored)) is not None:
+        problem = problem.replace("of the function", f"of {name}")
+        raise ValueError(f"{problem}. It was not run.")
+    for node in ast.walk(tree):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        names += [n.name for n in node.names] if isinstance(node, ast.ImportFrom) else []
+        hidden = [each for each in names if each.startswith("_") and each != "__init__"]
+        if hidden and not private:
+            line = f"line {getattr(node, 'lineno', 0)} of {name}"
+            raise ValueError(f"{line} uses {hidden[0]}: use public names only. It was not run.")
+    return source
+
+
+def refuse(lab: Lab, tasks: Iterable[Task], sentence: str, status: str = "refused") -> list[Outcome]:
+    """No points for these tasks."""
+    return [
+        Outcome(lab, task, each, status, sentence) for task in tasks for each in task.behaviours
+    ]
+
+
 def grade(
     labs: Iterable[Lab],
     submission: Path | None,
@@ -154,17 +197,23 @@ def grade(
     seed: int | None = None,
     hidden: Mapping[int, Mapping[str, str]] | None = None,
     on_task: Callable[[Task], object] = lambda task: None,
+    setting: Setting | None = None,
 ) -> Report:
     """Grade a folder task by task; None: the engine itself, which passes everything.
 
     seed: of the properties' random cases (None: a new one each time). hidden: lab -> {title: source
-    of a module that registers more behaviours at LAB}.
+    of a module that registers more behaviours at LAB}. setting: of the labs without holes.
     """
     report, started = Report(), time.monotonic()
     seed = secrets.randbelow(2**32) if seed is None else seed
+    setting = replace(setting or Setting(), seed=seed)
     for lab in labs:
         extra = dict((hidden or {}).get(lab.number, {}))
         lab.extend(extra)
+        if lab.exercise is not None:
+            report.outcomes += lab.exercise.grade(lab, submission or ROOT, setting)
+            for task in lab.get_tasks(setting):
+                on_task(task)
         for task in lab.tasks:
             on_task(task)
             report.outcomes += grade_task(lab, task, submission, seed, extra)
@@ -180,6 +229,13 @@ def grade_task(
         source = None if submission is None else read_submission(submission, task)
     except ValueError as error:
         return [Outcome(lab, task, each, "refused", str(error)) for each in task.behaviours]
+    return run_behaviours(lab, task, source, seed, {"hidden": dict(hidden)})
+
+
+def run_behaviours(
+    lab: Lab, task: Task, source: str | None, seed: int, more: Mapping[str, Any]
+) -> list[Outcome]:
+    """Try the behaviours of a task in children. more: what else the children are told."""
     found: dict[str, Outcome] = {}
     while missing := [each for each in task.behaviours if each.name not in found]:
         job = {
@@ -191,7 +247,8 @@ def grade_task(
             "seed": seed,
             "seconds": lab.seconds,
             "megabytes": lab.memory,
-            "hidden": dict(hidden),
+            "hidden": {},
+            **more,
         }
         begun, seen, ended = run_child(job, len(missing) * (3 * lab.seconds) + START_SECONDS)
         for each in missing:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import ast
 
 IMPORTS = {"bisect", "collections", "dataclasses", "functools", "heapq", "itertools", "math"}
-IMPORTS |= {"operator", "typing", "numpy", "torch", "triton"}
+IMPORTS |= {"operator", "typing", "numpy", "torch", "triton", "__future__"}
 # Builtins that a task never needs, and that reach out of it.
 FORBIDDEN_NAMES = {"__import__", "breakpoint", "compile", "delattr", "eval", "exec", "exit"}
 FORBIDDEN_NAMES |= {"getattr", "globals", "help", "input", "locals", "memoryview", "open", "quit"}

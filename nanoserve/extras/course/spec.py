@@ -11,6 +11,8 @@ sentence in the student's words, such as "the step has 12 tokens, the budget is 
 first. A property, which tries many random cases, comes last: its `seed` is the lecturer's.
 
 A lab is a module of the folder labs/. Its behaviours are registered by the decorator `behaviour`.
+A lab whose students hand in a file of their own (answers, tests, a scheduler) has no holes: it has
+an Exercise, which says what is graded.
 
 vLLM: none.
 """
@@ -20,7 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 from nanoserve.extras.course import labs
 
@@ -42,7 +46,7 @@ class Behaviour:
     name: str  # unique in its lab
     title: str  # a sentence, for the report
     points: float
-    check: Callable[..., None]
+    check: Callable[..., str | None]  # what it returns is reported
     is_property: bool = False  # check(seed) tries many random cases
 
 
@@ -79,6 +83,37 @@ class Task:
         return register
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What one grading depends on, beside the submission."""
+
+    seed: int = 0  # of random cases
+    term: str = ""  # "2027a": which variants
+    secret: str = ""  # a lecturer's word: goes into what each student is asked
+    student: str = ""  # "": the one whom answers.json names
+    is_own: bool = False  # a student's tree looks at itself: what is right is not in it
+
+
+class Exercise:
+    """A lab in which a student hands in a file of their own."""
+
+    def get_tasks(self, setting: Setting) -> list[Task]:
+        """What earns points. The behaviours are graded by `grade`."""
+        raise NotImplementedError
+
+    def get_files(self, setting: Setting) -> dict[str, str]:
+        """What a student starts with: name -> text."""
+        raise NotImplementedError
+
+    def grade(self, lab: Lab, folder: Path, setting: Setting) -> list[Any]:
+        """An Outcome for each behaviour. Never raises for what is in the folder."""
+        raise NotImplementedError
+
+    def prepare(self, job: dict[str, Any]) -> list[Behaviour]:
+        """In the child: run the student's file; return what job["names"] names. Raises Wrong."""
+        raise NotImplementedError
+
+
 @dataclass
 class Lab:
     """Tasks about one subject."""
@@ -90,6 +125,8 @@ class Lab:
     memory: int = 512  # MiB of address space for one behaviour
     seconds: float = 8.0  # of CPU time for one behaviour
 
+    exercise: Exercise | None = None  # then there are no tasks with holes
+
     hidden: set[str] = field(default_factory=set)  # titles of modules that have extended it
 
     def extend(self, modules: Mapping[str, str]) -> None:
@@ -99,6 +136,10 @@ class Lab:
             if title not in self.hidden:
                 exec(compile(source, title, "exec"), {"__name__": title, "LAB": self})
                 self.hidden.add(title)
+
+    def get_tasks(self, setting: Setting | None = None) -> list[Task]:
+        """The tasks with holes, or those of the exercise."""
+        return self.exercise.get_tasks(setting or Setting()) if self.exercise else self.tasks
 
     def find(self, number: str) -> Task:
         """Raises LookupError."""
