@@ -147,7 +147,7 @@ MISTAKES = [
         "13.1",
         "the position is the place in the step",
         "self.embed_positions(positions)",
-        "self.embed_positions(positions - positions + input_ids.new_ones(len(input_ids)).cumsum(0) - 1)",
+        "self.embed_positions(input_ids.new_ones(len(input_ids)).cumsum(0) - 1)",
     ),
     ("13.1", "never registered", 'ModelRegistry.register("Parallel', 'ModelRegistry.register("My'),
     ("13.1", "a name that the checkpoint does not have", '{"up": inner}', '{"up_proj": inner}'),

@@ -194,6 +194,11 @@ def impossible() -> None:
         check_shares(
             torch.tensor([0.5, 0.0, 0.5]), q, 1, [0.5, 0, 0.5] if q is None else [1 / 3, 0, 2 / 3]
         )
+    zero = torch.zeros(1, dtype=torch.float64)
+    p, draft = torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([1])
+    for q in (None, torch.tensor([[0.25, 0.75, 0.0]])):
+        got = int(rejection.rejection_sample(p, draft, q, zero, zero))
+        must(got != 1, "draft 1 has p = 0; with the random number 0 it stays")
 
 
 @SAMPLE.behaviour(0.5, "nothing but rounding is left: a token of p")
@@ -327,7 +332,9 @@ def temperature() -> None:
         )
 
 
-@CALL.behaviour(1, "the tokens have the model's distribution", is_property=True)
+@CALL.behaviour(
+    1, "the tokens have the model's distribution, and no draft is wasted", is_property=True
+)
 def distribution(seed: int) -> None:
     logits, number = some_logits(2, seed % 2**31), 6000
     p, q = logits[0].softmax(dim=-1), logits[1].softmax(dim=-1)
@@ -339,6 +346,12 @@ def distribution(seed: int) -> None:
     must(
         torch.allclose(got, p, atol=0.04),
         f"p {as_text(p)}, q {as_text(q)}: the shares of {number} tokens are {as_text(got)}",
+    )
+    share, right = float((tokens == drafts).double().mean()), float(torch.minimum(p, q).sum())
+    must(
+        share > right - 0.04,
+        f"p {as_text(p)}, drafts drawn from q {as_text(q)}: {right:.0%} of the drafts can stay (the "
+        f"sum of min(p, q)), and {share:.0%} do",
     )
 
 
@@ -396,8 +409,8 @@ def noted() -> None:
     number = len(seq.spec_token_ids)
     must(number == 3, f"the model's output has 3 drafts, {number} are noted")
     board = DraftBoard(3)
-    seq = board.add(6, 4)
-    board.step()
+    seq = board.add(6, 7)
+    board.step(2)
     number, left = len(seq.spec_token_ids), seq.max_tokens - seq.num_output_tokens
     must(number == left - 1, f"{left} tokens may come, one is no draft: {left - 1}, not {number}")
 

@@ -163,11 +163,15 @@ def broken_bytes() -> None:
     )
 
 
-@APPEND_TOKEN.behaviour(1, "the pieces of any text make the text", is_property=True)
-def any_text(seed: int) -> None:
-    rng = random.Random(seed)
+@APPEND_TOKEN.behaviour(1, "the pieces of any tokens make their text", is_property=True)
+def any_tokens(seed: int) -> None:
+    rng, some = random.Random(seed), encode("你😀é")
     for _ in range(100):
         check_pieces("".join(rng.choices(LETTERS, k=rng.randint(1, 20))))
+    for _ in range(300):  # a model also writes broken bytes, and special tokens
+        output = [rng.choice([*some, rng.randrange(261)]) for _ in range(rng.randint(1, 20))]
+        got, right = "".join(pieces(encode("x"), output)), decode(output)
+        must(got == right, f"the tokens {output}: the pieces make {got!r}, the text is {right!r}")
 
 
 def find_context(prompt: list[int]) -> list[int]:
