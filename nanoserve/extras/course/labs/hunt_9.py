@@ -32,7 +32,7 @@ FILE = "bug_hunt.py"
 NUM_BUGS, MOST_TESTS = 6, 50
 ENGINE_FILES = ("nanoserve/scheduler.py", "nanoserve/block_manager.py", "nanoserve/sequence.py")
 MODULES = ("nanoserve.scheduler", "nanoserve.block_manager")  # of these labs need no torch
-STARTER = '''"""Tests that find mistakes in an engine. Write functions test_...; use public names only.
+STARTER = '''"""Tests that find mistakes in an engine: functions test_..., public names only.
 
 nanoserve/block_manager.py and nanoserve/scheduler.py say what is right. The fake executor
 (nanoserve/tools/fake_executor.py) is a model whose next token is read out of the KV cache.
@@ -200,4 +200,5 @@ def try_engine(
     return None
 
 
-LAB = Lab(9, "Bug hunt", [], seconds=4.0, exercise=BugHunt())
+HUNT = BugHunt()
+LAB = Lab(9, "Bug hunt", [], seconds=4.0, exercise=HUNT)
