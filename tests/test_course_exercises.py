@@ -14,8 +14,8 @@ from nanoserve.__main__ import main
 from nanoserve.extras.course import make
 from nanoserve.extras.course.grader import ROOT, Outcome, grade
 from nanoserve.extras.course.labs import contest_10, hunt_9, quiz_0, variant_14
-from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate
-from nanoserve.extras.course.spec import Lab, Setting, load_labs
+from nanoserve.extras.course.mutants import Mutant, mutate
+from nanoserve.extras.course.spec import Lab, Setting, Task, load_labs
 from nanoserve.scheduler import Scheduler
 
 
@@ -109,7 +109,7 @@ NO_TEST = "def check():\n    pass\n"
 @pytest.fixture(scope="module")
 def strong_tests() -> str:
     """A good answer: it finds every mutant of the bank (see the slow test)."""
-    return hunt_9.STARTER + (Path(__file__).parent / "course_bug_hunt.txt").read_text()
+    return (Path(__file__).parent / "course_bug_hunt.py").read_text(encoding="utf-8")
 
 
 def hunt(folder: Path, source: str, **setting: object) -> list[Outcome]:
@@ -125,12 +125,15 @@ def test_good_tests_find_six_bugs(strong_tests: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", [m for m in MUTANTS if m.task[0] in "1234"], ids=lambda m: f"{m.task} {m.mistake}"
+    "bug",
+    [bug for bugs in hunt_9.HUNT.get_bugs().values() for bug in bugs],
+    ids=lambda bug: f"{bug[1].task} {bug[1].mistake}",
 )
-def test_each_bug_can_be_found_through_public_names(mutant: Mutant, strong_tests: str) -> None:
-    [task] = [t for lab in load_labs() for t in lab.tasks if t.number == mutant.task]
+def test_each_bug_can_be_found_through_public_names(
+    bug: tuple[Task, Mutant], strong_tests: str
+) -> None:
     tests = hunt_9.find_tests(strong_tests)
-    assert hunt_9.try_engine(hunt_9.LAB, strong_tests, tests, (task, mutant))
+    assert hunt_9.try_engine(hunt_9.LAB, strong_tests, tests, bug)
 
 
 def test_a_bug_that_hangs_is_found_and_one_of_ones_own(
@@ -150,6 +153,22 @@ def test_a_bug_that_hangs_is_found_and_one_of_ones_own(
     monkeypatch.setattr(hunt_9.LAB, "seconds", 1.0)
     outcomes = hunt(tmp_path, source)
     assert [each.status for each in outcomes] == ["right"] * 3, said(outcomes)
+
+
+def test_a_bank_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file of --bank, or in a module of --hidden."""
+    monkeypatch.setattr(hunt_9.HUNT, "bank", [])
+    file = tmp_path / "bank.json"
+    file.write_text(json.dumps([["1.4", "none", "-(-num_tokens // self.block_size)", "0"]]))
+    write(tmp_path, hunt_9.FILE, "x = 1")
+    command = ["course", "grade", str(tmp_path), "--labs", "9", "--bank", str(file)]
+    assert main(command) == 0
+    source = (
+        "from nanoserve.extras.course.mutants import Mutant\n"
+        "LAB.exercise.bank.append(Mutant('1.4', 'one', '-(-num_tokens // self.block_size)', '1'))\n"
+    )
+    grade([hunt_9.LAB], tmp_path, hidden={9: {"lab9_bank.py": source}})
+    assert [each.mistake for _, each in hunt_9.HUNT.get_bugs()["1.4"][:2]] == ["none", "one"]
 
 
 def test_all_mistakes_of_a_student_are_in_different_functions() -> None:
@@ -227,6 +246,10 @@ def test_a_policy_is_graded_beside_first_come_first_served(tmp_path: Path) -> No
         ("from nanoserve.tools.fake_executor import next_token", "cannot run the model"),
         ("\n".join(f"x = {n}" for n in range(61)), "has 61 lines of code; at most 60"),
         (policy("        return 1 / 0"), "ZeroDivisionError"),
+        (policy("        return 'a' * 2**40"), "MemoryError"),
+        (policy("        return self.__class__.__mro__"), "uses __mro__"),
+        (policy("        Scheduler.schedule = print"), "an assignment to .schedule"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
         (
             policy(
                 "        step = super().schedule()\n"

@@ -82,6 +82,8 @@ def main(arguments: list[str]) -> int:
     if numbers is None and course is not None:
         numbers = course["labs"]
     term = getattr(args, "variant", "") or (course or {}).get("variant", "")
+    if args.command == "make" and term and numbers and VARIANT_LAB not in numbers:
+        numbers = [*numbers, VARIANT_LAB]
     labs = [lab for lab in load_labs(numbers) if numbers or term or lab.number != VARIANT_LAB]
     if args.command == "list":
         print(describe_labs(labs))

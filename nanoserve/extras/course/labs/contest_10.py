@@ -297,8 +297,8 @@ def serve_in_order(name: str, seed: int) -> Result:
         return simulate(make_trace(name, seed), Scheduler)
     except NotImplementedError as error:
         raise ValueError(
-            f"this engine has holes ({error}); a policy needs a whole one. Write them first, or run "
-            "the contest with an installed nanoserve."
+            f"this engine has holes ({error}); a policy needs a whole one. Fill them first, or use "
+            "an installed nanoserve."
         ) from error
 
 
