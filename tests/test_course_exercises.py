@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -232,6 +234,11 @@ def test_a_policy_is_graded_beside_first_come_first_served(tmp_path: Path) -> No
     outcomes = outcomes_of(contest_10.LAB, write(tmp_path, contest_10.FILE, GOOD_POLICY))
     assert score(outcomes) == 5, said(outcomes)
     assert "requests were good in" in said(outcomes)
+
+
+@pytest.mark.slow
+def test_a_policy_earns_the_same_twice(tmp_path: Path) -> None:
+    outcomes = outcomes_of(contest_10.LAB, write(tmp_path, contest_10.FILE, GOOD_POLICY))
     again = outcomes_of(contest_10.LAB, tmp_path)
     assert said(again) == said(outcomes), "no noise"
     same = outcomes_of(contest_10.LAB, write(tmp_path, contest_10.FILE, contest_10.STARTER))
@@ -487,7 +494,29 @@ def test_the_tree_has_what_a_student_writes(
         assert f"- `{name}`" in (out / "README.md").read_text()
     assert "1" in json.loads((out / "answers.json").read_text()), "of lab 0"
     assert not (out / "nanoserve" / "extras" / "course" / "mutants.py").exists()
-    assert main(["course", "grade", str(out), "--labs", "0,9", "--student", "ada"]) == 0
-    text = capsys.readouterr().out
-    assert "all tests pass on the right engine   1" in text
-    assert "not answered yet" in text
+    assert main(["course", "grade", str(out), "--labs", "0", "--student", "ada"]) == 0
+    assert "not answered yet" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("labs", [[0, 9, 10, 14], [0, 3, 9, 10, 14]], ids=["whole", "holes"])
+def test_the_tree_looks_at_itself(labs: list[int], tmp_path: Path) -> None:
+    """It has neither the answers nor the engines with mistakes, and says so."""
+    out = tmp_path / "tree"
+    make.make(out, load_labs(labs), "2027a")
+    write(out, quiz_0.ANSWERS_FILE, quiz_0.empty_answers("ada"))
+    command = [sys.executable, "-m", "nanoserve", "course"]
+    grade = [*command, "grade", "--labs", "0,9,10,14"]
+    done = subprocess.run(grade, cwd=out, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 of 10 are answered; your lecturer has the right numbers" in done.stdout
+    assert "not written yet (14: " in done.stdout
+    quiz = [*command, "quiz", "ada"]
+    sheet = subprocess.run(quiz, cwd=out, capture_output=True, text=True, check=False)
+    if 3 in labs:
+        assert "not written yet (3." in done.stdout, "by the bug hunt"
+        assert "this engine has holes (3." in done.stdout, "by the contest"
+        assert "Your lecturer has the sheets" in sheet.stderr
+    else:
+        assert "the engines with mistakes are at your lecturer's" in done.stdout
+        assert sheet.stdout == quiz_0.make_quiz("ada").describe() + "\n"

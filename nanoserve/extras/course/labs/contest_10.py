@@ -29,7 +29,7 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,9 +60,10 @@ STARTER = f'''"""My policy: at most {MOST_LINES} lines of code.
 A request is good if its first token comes {TTFT_LIMIT:g} s after its arrival at the latest,
 and each later token at most {ITL_LIMIT * 1000:g} ms after the one before. More are better.
 
-A step takes {STEP * 1000:g} ms + {PER_TOKEN * 1000:g} ms a token + {PER_KV * 1e6:g} us a token that
-is read from the KV cache. self.now is the time when the step begins; seq.metrics.queued_ts is the
-moment when a request arrived; both in seconds.
+A step takes {STEP * 1000:g} ms, and {PER_TOKEN * 1000:g} ms for each token that it computes, and
+{PER_KV * 1e6:g} us for each token that it reads from the KV cache. self.now is the time when the
+step begins, seq.metrics.queued_ts the time when a request arrived, both in seconds. Each method
+of nanoserve/scheduler.py can be overridden. How long an output will be, nobody knows.
 """
 
 from nanoserve.scheduler import Scheduler
@@ -291,6 +292,7 @@ def try_policy(name: str, seed: int, policy: type[Scheduler]) -> str:
     return json.dumps(simulate(make_trace(name, seed), policy))
 
 
+@lru_cache(maxsize=64)
 def serve_in_order(name: str, seed: int) -> Result:
     """First come, first served. Raises ValueError if this engine has holes."""
     try:

@@ -171,10 +171,11 @@ def try_engine(
 ) -> str | None:
     """Which test fails on an engine and how, as a sentence; None if all pass."""
     from nanoserve.extras.course import grader, holes
-    from nanoserve.extras.course.mutants import mutate
 
     function = None
     if bug is not None:
+        from nanoserve.extras.course.mutants import mutate  # a student's tree has none
+
         task, mutant = bug
         file = grader.ROOT / (task.module.replace(".", "/") + ".py")
         mutated = mutate(file.read_text(encoding="utf-8"), task.name, mutant)

@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve import block_manager
-from nanoserve.block_manager import BlockManager
+from nanoserve.block_manager import BlockManager, BlockPool
 from nanoserve.extras.course.labs import board as boards
+from nanoserve.extras.course.labs import helpers
 from nanoserve.extras.course.labs.board import Board
 from nanoserve.extras.course.labs.helpers import make_sequence, operate, try_random_operations
 from nanoserve.extras.course.spec import Behaviour, Exercise, Lab, Setting, Task, Wrong, must
+from nanoserve.scheduler import Scheduler
 
 FILE, NUM_CHOSEN = "variant.py", 2
 ENGINE_FILES = ("nanoserve/scheduler.py", "nanoserve/block_manager.py", "nanoserve/sequence.py")
@@ -40,11 +42,11 @@ CHOICES = {
     "Reserve": range(3, 9),
     "Sharing": range(1, 4),
 }
-BASES = {
-    "Pool": (block_manager, "BlockPool"),
-    "Victim": (boards, "Scheduler"),
-    "Reserve": (boards, "Scheduler"),
-    "Sharing": (boards, "BlockManager"),
+BASES: dict[str, type] = {
+    "Pool": BlockPool,
+    "Victim": Scheduler,
+    "Reserve": Scheduler,
+    "Sharing": BlockManager,
 }
 SKELETONS = {
     "Pool": '''class Pool(BlockPool):
@@ -438,11 +440,12 @@ class Variants(Exercise):
 
         tasks = {task.number: task for task in self.get_tasks(Setting(term=job["term"]))}
         task = tasks[job["task"]]
-        module, base = BASES[task.name]
-        found, right = define(job["source"], FILE).get(task.name), getattr(module, base)
-        if not (isinstance(found, type) and issubclass(found, right)):
-            raise Wrong(f"{FILE} must have a class {task.name}({base}).")
-        setattr(module, base, found)
+        found, base = define(job["source"], FILE).get(task.name), BASES[task.name]
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise Wrong(f"{FILE} must have a class {task.name}({base.__name__}).")
+        for module in (block_manager, boards, helpers):  # who builds one, by this name
+            if hasattr(module, base.__name__):
+                setattr(module, base.__name__, found)
         return [each for each in task.behaviours if each.name in job["names"]]
 
 
