@@ -15,7 +15,7 @@ pytest.importorskip("nanoserve.extras.course.cli")
 from nanoserve.__main__ import main
 from nanoserve.extras.course import make
 from nanoserve.extras.course.grader import ROOT, Outcome, grade
-from nanoserve.extras.course.labs import contest_10, hunt_9, quiz_0, variant_14
+from nanoserve.extras.course.labs import contest_10, hunt_9, quiz_0, variant_15
 from nanoserve.extras.course.mutants import Mutant, mutate
 from nanoserve.extras.course.spec import Lab, Setting, Task, load_labs
 from nanoserve.scheduler import Scheduler
@@ -415,15 +415,15 @@ MISTAKES = {
     ],
 }
 TERMS = {  # each class is in one of them
-    name: next(str(n) for n in range(99) if name in variant_14.choose(str(n)))
-    for name in variant_14.CHOICES
+    name: next(str(n) for n in range(99) if name in variant_15.choose(str(n)))
+    for name in variant_15.CHOICES
 }
 
 
 def solve(term: str, old: str = "", new: str = "") -> str:
     """variant.py of a term, with one replacement."""
-    text = variant_14.HEADER.format(term=term)
-    for name, number in variant_14.choose(term).items():
+    text = variant_15.HEADER.format(term=term)
+    for name, number in variant_15.choose(term).items():
         solution = SOLUTIONS[name]
         if old in solution:
             solution = solution.replace(old, new)
@@ -433,48 +433,48 @@ def solve(term: str, old: str = "", new: str = "") -> str:
 
 @pytest.mark.parametrize("term", sorted(set(TERMS.values())))
 def test_the_right_classes_earn_all_points(term: str, tmp_path: Path) -> None:
-    folder = write(tmp_path, variant_14.FILE, solve(term))
-    outcomes = outcomes_of(variant_14.LAB, folder, term=term)
-    assert score(outcomes) == 5 * variant_14.NUM_CHOSEN, said(outcomes)
+    folder = write(tmp_path, variant_15.FILE, solve(term))
+    outcomes = outcomes_of(variant_15.LAB, folder, term=term)
+    assert score(outcomes) == 5 * variant_15.NUM_CHOSEN, said(outcomes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mistake"), [(n, m) for n in MISTAKES for m in MISTAKES[n]])
 def test_each_mistake_costs_points(name: str, mistake: tuple[str, str], tmp_path: Path) -> None:
     """In its class only. (A parameter of 1 makes some of them right: another term is taken.)"""
-    term = next(str(n) for n in range(999) if variant_14.choose(str(n)).get(name, 0) > 1)
+    term = next(str(n) for n in range(999) if variant_15.choose(str(n)).get(name, 0) > 1)
     old, new = mistake
     assert SOLUTIONS[name].count(old) == 1
-    folder = write(tmp_path, variant_14.FILE, solve(term, old, new))
-    outcomes = outcomes_of(variant_14.LAB, folder, term=term)
+    folder = write(tmp_path, variant_15.FILE, solve(term, old, new))
+    outcomes = outcomes_of(variant_15.LAB, folder, term=term)
     assert {each.task.name for each in outcomes if each.status != "right"} == {name}, said(outcomes)
 
 
 @pytest.mark.parametrize("name", ["Pool"])
 def test_what_make_writes_earns_nothing(name: str, tmp_path: Path) -> None:
-    files = variant_14.LAB.exercise.get_files(Setting(term=TERMS[name]))  # type: ignore[union-attr]
-    write(tmp_path, variant_14.FILE, files[variant_14.FILE])
-    outcomes = outcomes_of(variant_14.LAB, tmp_path, term=TERMS[name])
+    files = variant_15.LAB.exercise.get_files(Setting(term=TERMS[name]))  # type: ignore[union-attr]
+    write(tmp_path, variant_15.FILE, files[variant_15.FILE])
+    outcomes = outcomes_of(variant_15.LAB, tmp_path, term=TERMS[name])
     assert not [each.behaviour.title for each in outcomes if each.score]
-    assert "not written yet (14: " in said(outcomes)
+    assert "not written yet (15: " in said(outcomes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(variant_14.CHOICES))
+@pytest.mark.parametrize("name", list(variant_15.CHOICES))
 def test_what_make_writes_earns_nothing_in_each_class(name: str, tmp_path: Path) -> None:
     test_what_make_writes_earns_nothing(name, tmp_path)
 
 
 def test_terms_differ_and_each_class_is_chosen() -> None:
-    chosen = [variant_14.choose(f"20{n}a") for n in range(27, 60)]
+    chosen = [variant_15.choose(f"20{n}a") for n in range(27, 60)]
     assert len({str(each) for each in chosen}) > 20
-    assert {name for each in chosen for name in each} == set(variant_14.CHOICES)
-    assert variant_14.choose("2027a") == variant_14.choose("2027a")
+    assert {name for each in chosen for name in each} == set(variant_15.CHOICES)
+    assert variant_15.choose("2027a") == variant_15.choose("2027a")
 
 
 def test_another_class_is_no_answer(tmp_path: Path) -> None:
-    write(tmp_path, variant_14.FILE, "class Pool: pass\nclass Victim: pass\n")
-    outcomes = outcomes_of(variant_14.LAB, tmp_path, term=TERMS["Pool"])
+    write(tmp_path, variant_15.FILE, "class Pool: pass\nclass Victim: pass\n")
+    outcomes = outcomes_of(variant_15.LAB, tmp_path, term=TERMS["Pool"])
     assert score(outcomes) == 0
     assert "variant.py must have a class Pool(BlockPool)." in said(outcomes)
 
@@ -486,7 +486,7 @@ def test_the_tree_has_what_a_student_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "tree"
-    labs = load_labs([0, 9, 10, 14])
+    labs = load_labs([0, 9, 10, 15])
     assert make.make(out, labs, "2027a") == []
     assert json.loads((out / "course.json").read_text())["variant"] == "2027a"
     for name in ("answers.json", "bug_hunt.py", "policy.py", "variant.py"):
@@ -499,18 +499,18 @@ def test_the_tree_has_what_a_student_writes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labs", [[0, 9, 10, 14], [0, 3, 9, 10, 14]], ids=["whole", "holes"])
+@pytest.mark.parametrize("labs", [[0, 9, 10, 15], [0, 3, 9, 10, 15]], ids=["whole", "holes"])
 def test_the_tree_looks_at_itself(labs: list[int], tmp_path: Path) -> None:
     """It has neither the answers nor the engines with mistakes, and says so."""
     out = tmp_path / "tree"
     make.make(out, load_labs(labs), "2027a")
     write(out, quiz_0.ANSWERS_FILE, quiz_0.empty_answers("ada"))
     command = [sys.executable, "-m", "nanoserve", "course"]
-    grade = [*command, "grade", "--labs", "0,9,10,14"]
+    grade = [*command, "grade", "--labs", "0,9,10,15"]
     done = subprocess.run(grade, cwd=out, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "0 of 10 are answered; your lecturer has the right numbers" in done.stdout
-    assert "not written yet (14: " in done.stdout
+    assert "not written yet (15: " in done.stdout
     quiz = [*command, "quiz", "ada"]
     sheet = subprocess.run(quiz, cwd=out, capture_output=True, text=True, check=False)
     if 3 in labs:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nanoserve.extras.course import grader, make, ready
 from nanoserve.extras.course.spec import Lab, Setting, load_labs
 
-VARIANT_LAB = 14  # only if a term is named
+VARIANT_LAB = 15  # only if a term is named
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
-"""Lab 14, Variant of the term: a policy that no public solution has.
+"""Lab 15, Variant of the term: a policy that no public solution has.
 
     $ nanoserve course make OUT --variant 2027a      variant.py: two classes to write, with numbers
-    $ nanoserve course grade SUBMISSION --labs 14 --variant 2027a
+    $ nanoserve course grade SUBMISSION --labs 15 --variant 2027a
 
 The engine's own policies are public, and so are their solutions. So each term asks for two others
 out of four, behind the engine's seams: a subclass in the place of the engine's class. The term's
@@ -59,7 +59,7 @@ SKELETONS = {
 
     def __init__(self, num_blocks, *args, **options):
         super().__init__(num_blocks, *args, **options)
-        raise NotImplementedError("14: Pool")
+        raise NotImplementedError("15: Pool")
 ''',
     "Victim": '''class Victim(Scheduler):
     """When blocks run out, preempt the sequence that holds the most blocks.
@@ -70,7 +70,7 @@ SKELETONS = {
     """
 
     def _preempt_until_fits(self, seq, num_tokens):
-        raise NotImplementedError("14: Victim")
+        raise NotImplementedError("15: Victim")
 ''',
     "Reserve": '''class Reserve(Scheduler):
     """A sequence that is admitted leaves {number} tokens of the step's budget unused.
@@ -80,7 +80,7 @@ SKELETONS = {
     """
 
     def _num_tokens_to_admit(self, num_uncomputed, step):
-        raise NotImplementedError("14: Reserve")
+        raise NotImplementedError("15: Reserve")
 ''',
     "Sharing": '''class Sharing(BlockManager):
     """Only the first {number} parts of cache_salt decide who shares cached blocks.
@@ -91,7 +91,7 @@ SKELETONS = {
     """
 
     def _hashes_of(self, seq, num_blocks):
-        raise NotImplementedError("14: Sharing")
+        raise NotImplementedError("15: Sharing")
 ''',
 }
 HEADER = '''"""The variant of term {term}: each class says what it does."""
@@ -407,7 +407,7 @@ class Variants(Exercise):
     def get_tasks(self, setting: Setting) -> list[Task]:
         tasks = []
         for place, (name, number) in enumerate(choose(setting.term).items(), start=1):
-            task = Task(f"14.{place}", "", name)
+            task = Task(f"15.{place}", "", name)
             for points, title, check in BEHAVIOURS[name]:
                 is_property = "seed" in check.__code__.co_varnames[: check.__code__.co_argcount]
                 bound = partial(check, number)
@@ -449,4 +449,4 @@ class Variants(Exercise):
         return [each for each in task.behaviours if each.name in job["names"]]
 
 
-LAB = Lab(14, "Variant of the term", [], exercise=Variants())
+LAB = Lab(15, "Variant of the term", [], exercise=Variants())
