@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -16,6 +19,7 @@ pytest.importorskip("nanoserve.extras.course.cli")
 
 from nanoserve.__main__ import main
 from nanoserve.extras.course import grader, holes, make, whole
+from nanoserve.extras.course.exports import export_gradescope
 from nanoserve.extras.course.grader import ROOT, grade, grade_task
 from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
 from nanoserve.extras.course.screen import screen, stored_attributes
@@ -344,3 +348,48 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]:
         assert main(["course", *arguments]) == 1
         assert message in capsys.readouterr().err
+
+
+# -- a grading service --
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the scripts are for bash")
+def test_gradescope_runs_it(tmp_path: Path, tree: Path) -> None:
+    """Unpacked and run as the service does: a student's tree, then nothing at all."""
+    hidden = tmp_path / "private"
+    hidden.mkdir()
+    (hidden / "lab1_more.py").write_text(
+        "@LAB.find('1.4').behaviour(5, 'a private check')\ndef a_private_check():\n"
+        "    from nanoserve.block_manager import BlockManager\n"
+        "    assert BlockManager(1, 16).num_blocks_for(17) == 2\n"
+    )
+    file = tmp_path / "autograder.zip"
+    command = ["course", "export", "gradescope", str(file), "--labs", "1", "--hidden", str(hidden)]
+    assert main(command) == 0
+    base = tmp_path / "autograder"
+    with zipfile.ZipFile(file) as archive:
+        archive.extractall(base / "source")
+    assert "pip install" in (base / "source" / "setup.sh").read_text()
+    environment = {**os.environ, "AUTOGRADER": str(base), "PYTHONPATH": ""}
+    path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    script = ["bash", str(base / "source" / "run_autograder")]
+
+    def run() -> dict[str, Any]:
+        done = subprocess.run(
+            script, env={**environment, "PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads((base / "results" / "results.json").read_text())
+
+    (base / "submission").mkdir()
+    assert "upload the folder nanoserve/" in run()["output"]
+    task = TASKS["1.4"][1]
+    submit(base / "submission", task, source_of(task))
+    results = run()
+    assert results["score"] == sum(each["max_score"] for each in results["tests"]) == 20
+    (base / "results" / "results.json").unlink()
+    source = holes.cut(source_of(task), task.name, task.message)
+    submit(base / "submission", task, source)
+    assert run()["score"] == 14
+    with pytest.raises(ValueError, match="exists"):
+        export_gradescope(file, LABS, {})

@@ -13,18 +13,10 @@
     screen.py    which code of a student is run at all
     grader.py    the parent: one function at a time, in the right engine
     child.py     the process that holds a student's function, within limits
+    exports.py   a zip for a grading service
     ready.py     `check`;  cli.py  the commands
 
 The engine knows none of this.
 
 vLLM: none.
 """
-
-from __future__ import annotations
-
-
-def main(arguments: list[str]) -> int:
-    """The command `nanoserve course`."""
-    from nanoserve.extras.course import cli
-
-    return cli.main(arguments)

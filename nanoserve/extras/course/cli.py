@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanoserve.extras.course import grader, make, ready
+from nanoserve.extras.course import exports, grader, make, ready
 from nanoserve.extras.course.spec import Lab, Setting, load_labs
 
 VARIANT_LAB = 15  # only if a term is named
@@ -27,6 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
+    each = commands.add_parser("export", help="a zip for a grading service")
+    each.add_argument("service", choices=["gradescope"])
+    each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
     commands.add_parser("check", help="is this machine ready?")
     commands.add_parser("list", help="the labs, their tasks and points")
     each = commands.add_parser("grade", help="points, and a sentence for what is wrong")
@@ -92,6 +97,12 @@ def main(arguments: list[str]) -> int:
         files = make.make(args.out, labs, term)
         num_tasks = sum(len(lab.tasks) for lab in labs)
         print(f"{args.out}: {num_tasks} holes in {len(files)} files; see {args.out}/README.md")
+        return 0
+    if args.command == "export":
+        hidden = {} if args.hidden is None else read_hidden(args.hidden)
+        texts = {name: text for lab in hidden.values() for name, text in lab.items()}
+        exports.export_gradescope(args.file, labs, texts)
+        print(f"{args.file}: upload it as the autograder of an assignment")
         return 0
     return grade(args, labs, term, is_own=course is not None)
 

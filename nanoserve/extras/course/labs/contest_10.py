@@ -29,7 +29,7 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -292,7 +292,6 @@ def try_policy(name: str, seed: int, policy: type[Scheduler]) -> str:
     return json.dumps(simulate(make_trace(name, seed), policy))
 
 
-@lru_cache(maxsize=64)
 def serve_in_order(name: str, seed: int) -> Result:
     """First come, first served. Raises ValueError if this engine has holes."""
     try:
