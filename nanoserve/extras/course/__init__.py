@@ -3,9 +3,11 @@
     nanoserve course make OUT --labs 1,2,3     a student's tree: the engine with holes
     nanoserve course check                     is this machine ready?
     nanoserve course grade SUBMISSION          points, and a sentence for what is wrong
+    nanoserve course quiz ID                   the sheet of a student: ten numbers from a trace
+    nanoserve course contest A B C             a leaderboard of schedulers
 
     spec.py      a lab, its tasks, and the behaviours that earn their points
-    labs/        one module for each lab
+    labs/        one module for each lab; some have no holes but an Exercise: a file of one's own
     holes.py     cut a function out of a file, and take one out of a submission
     make.py      the student's tree, without any solution in it
     screen.py    which code of a student is run at all
@@ -18,12 +20,3 @@ The engine knows none of this.
 
 vLLM: none.
 """
-
-from __future__ import annotations
-
-
-def main(arguments: list[str]) -> int:
-    """The command `nanoserve course`."""
-    from nanoserve.extras.course import cli
-
-    return cli.main(arguments)

@@ -1,4 +1,4 @@
-"""`nanoserve course make | check | grade | list`: see nanoserve/extras/course/__init__.py.
+"""`nanoserve course make | check | list | grade | quiz | contest`: see the package's docstring.
 
 vLLM: none.
 """
@@ -13,7 +13,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanoserve.extras.course import exports, grader, make, ready
-from nanoserve.extras.course.spec import Lab, load_labs
+from nanoserve.extras.course.spec import Lab, Setting, load_labs
+
+VARIANT_LAB = 15  # only if a term is named
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,6 +48,18 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("--seed", type=int, help="of random cases (default: a new one)")
     each.add_argument("--json", type=Path, metavar="FILE", help="results.json of Gradescope")
     each.add_argument("--junitxml", type=Path, metavar="FILE")
+    each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
+    each.add_argument("--student", default="", metavar="ID", help="default: of answers.json")
+    each.add_argument("--secret", default="", metavar="WORD", help="as it was given to `quiz`")
+    each.add_argument("--bank", type=Path, metavar="FILE", help="lab 9: your own mutants (JSON)")
+    each = commands.add_parser("quiz", help="lab 0: the sheet of a student, or of many")
+    each.add_argument("students", nargs="+", metavar="ID")
+    each.add_argument("--secret", default="", metavar="WORD", help="goes into each sheet's numbers")
+    each.add_argument("--out", type=Path, metavar="DIR", help="write quiz-ID.md and ID.json there")
+    each = commands.add_parser("contest", help="lab 10: a leaderboard of policies")
+    each.add_argument("submissions", type=Path, nargs="+", metavar="FOLDER", help="with policy.py")
+    each.add_argument("--seed", type=int, default=0, help="of the traces (default: 0)")
+    each.add_argument("--plot", type=Path, metavar="FILE", help="goodput against load, as SVG")
     return parser
 
 
@@ -64,16 +78,23 @@ def main(arguments: list[str]) -> int:
         text, is_ready = ready.check()
         print(text)
         return 0 if is_ready else 1
+    if args.command == "quiz":
+        return quiz(args.students, args.secret, args.out)
+    if args.command == "contest":
+        return contest(args.submissions, args.seed, args.plot)
     course = make.read_course()
     numbers = getattr(args, "labs", None)
     if numbers is None and course is not None:
         numbers = course["labs"]
-    labs = load_labs(numbers)
+    term = getattr(args, "variant", "") or (course or {}).get("variant", "")
+    if args.command == "make" and term and numbers and VARIANT_LAB not in numbers:
+        numbers = [*numbers, VARIANT_LAB]
+    labs = [lab for lab in load_labs(numbers) if numbers or term or lab.number != VARIANT_LAB]
     if args.command == "list":
         print(describe_labs(labs))
         return 0
     if args.command == "make":
-        files = make.make(args.out, labs, args.variant)
+        files = make.make(args.out, labs, term)
         num_tasks = sum(len(lab.tasks) for lab in labs)
         print(f"{args.out}: {num_tasks} holes in {len(files)} files; see {args.out}/README.md")
         return 0
@@ -83,20 +104,62 @@ def main(arguments: list[str]) -> int:
         exports.export_gradescope(args.file, labs, texts)
         print(f"{args.file}: upload it as the autograder of an assignment")
         return 0
-    return grade(args, labs, is_own=course is not None)
+    return grade(args, labs, term, is_own=course is not None)
 
 
 def describe_labs(labs: list[Lab]) -> str:
     """A table for a terminal."""
     lines = []
     for lab in labs:
-        points = sum(task.points for task in lab.tasks)
+        tasks = lab.get_tasks()
+        points = sum(task.points for task in tasks)
         lines.append(f"lab {lab.number}  {lab.title}   {points:g} points")
-        lines += [f"  {task.number}  {task.name}   {task.points:g}" for task in lab.tasks]
+        lines += [f"  {task.number}  {task.name}   {task.points:g}" for task in tasks]
     return "\n".join(lines)
 
 
-def grade(args: argparse.Namespace, labs: list[Lab], is_own: bool) -> int:
+def quiz(students: list[str], secret: str, out: Path | None) -> int:
+    """The command `quiz`: print the sheets, or write them with an empty answers.json for each."""
+    from nanoserve.extras.course.labs.quiz_0 import empty_answers, make_quiz
+
+    for student in students:
+        try:
+            sheet = make_quiz(student, secret).describe()
+        except NotImplementedError as error:
+            raise ValueError(
+                f"this tree has holes ({error}), so it cannot run a trace. Your lecturer has the "
+                "sheets."
+            ) from error
+        if out is None:
+            print(sheet)
+            continue
+        if Path(student).name != student:
+            raise ValueError(f"{student!r} cannot be the name of a file; give another id.")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"quiz-{student}.md").write_text(sheet, encoding="utf-8")
+        (out / f"{student}.json").write_text(empty_answers(student), encoding="utf-8")
+    return 0
+
+
+def contest(submissions: list[Path], seed: int, plot: Path | None) -> int:
+    """The command `contest`: a table, first come first served among the policies, and one plot."""
+    from nanoserve.extras.course.labs import contest_10
+
+    folders: dict[str, Path | None] = {"(first come, first served)": None}
+    for folder in submissions:
+        name = folder.resolve().name
+        folders[str(folder) if name in folders else name] = folder
+    rows = [
+        contest_10.enter(name, folder, seed, with_rates=plot is not None)
+        for name, folder in tqdm(folders.items(), desc="contest", unit="policy", file=sys.stderr)
+    ]
+    print(contest_10.leaderboard(rows))
+    if plot is not None:
+        plot.write_text(contest_10.plot(rows), encoding="utf-8")
+    return 0
+
+
+def grade(args: argparse.Namespace, labs: list[Lab], term: str, is_own: bool) -> int:
     """The command `grade`. is_own: this package is itself a student's tree."""
     submission: Path | None = args.submission
     if is_own:
@@ -105,16 +168,27 @@ def grade(args: argparse.Namespace, labs: list[Lab], is_own: bool) -> int:
         submission = None
     elif submission is None:
         raise ValueError("name the submission: a folder that holds nanoserve/.")
-    elif not (submission / "nanoserve").is_dir():
+    elif any(lab.tasks for lab in labs) and not (submission / "nanoserve").is_dir():
         raise ValueError(f"{submission} holds no folder nanoserve/; give the student's tree.")
     hidden = None if args.hidden is None else read_hidden(args.hidden)
-    num_tasks = sum(len(lab.tasks) for lab in labs)
+    if args.bank is not None:
+        from nanoserve.extras.course.labs import hunt_9
+        from nanoserve.extras.course.mutants import read_bank
+
+        hunt_9.HUNT.bank += read_bank(args.bank)
+    setting = Setting(term=term, secret=args.secret, student=args.student, is_own=is_own)
+    num_tasks = sum(len(lab.get_tasks(setting)) for lab in labs)
     with tqdm(total=num_tasks, desc="grading", unit="task", file=sys.stderr) as bar:
         if args.whole and submission is not None:
             report = grader.grade_whole(labs, submission, seed=args.seed)
         else:
             report = grader.grade(
-                labs, submission, seed=args.seed, hidden=hidden, on_task=lambda _: bar.update()
+                labs,
+                submission,
+                seed=args.seed,
+                hidden=hidden,
+                on_task=lambda _: bar.update(),
+                setting=setting,
             )
     print(report.describe())
     if args.json is not None:

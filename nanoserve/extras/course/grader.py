@@ -169,7 +169,11 @@ def read_own_file(folder: Path, name: str, engine_files: Iterable[str], private:
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
     }
     for each in engine_files:
-        stored |= stored_attributes((ROOT / each).read_text(encoding="utf-8"))
+        text = (ROOT / each).read_text(encoding="utf-8")
+        stored |= stored_attributes(text)
+        for node in ast.walk(ast.parse(text)):  # the fields of data classes
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                stored.add(node.target.id)
     if (problem := screen(source, stored)) is not None:
         problem = problem.replace("of the function", f"of {name}")
         raise ValueError(f"{problem}. It was not run.")
@@ -183,7 +187,9 @@ def read_own_file(folder: Path, name: str, engine_files: Iterable[str], private:
     return source
 
 
-def refuse(lab: Lab, tasks: Iterable[Task], sentence: str, status: str = "refused") -> list[Outcome]:
+def refuse(
+    lab: Lab, tasks: Iterable[Task], sentence: str, status: str = "refused"
+) -> list[Outcome]:
     """No points for these tasks."""
     return [
         Outcome(lab, task, each, status, sentence) for task in tasks for each in task.behaviours

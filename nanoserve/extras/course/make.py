@@ -5,6 +5,7 @@
       handouts/           a page or two per lab, English and Chinese
       requirements.txt    the versions that this was tried with
       setup.cfg           pip install --no-deps -e .
+      answers.json, ...   what a student writes for the labs without holes
       course.json         labs, variant, and of which version of nanoserve
       README.md           the first five minutes
 
@@ -33,7 +34,7 @@ from typing import Any
 from nanoserve import __version__
 from nanoserve.extras.course import holes
 from nanoserve.extras.course.grader import ROOT
-from nanoserve.extras.course.spec import Lab
+from nanoserve.extras.course.spec import Lab, Setting
 
 HANDOUTS = ROOT / "notebooks" / "course"
 COURSE_FILE = "course.json"
@@ -42,7 +43,7 @@ SUFFIXES = {".py", ".cpp", ".json", ".jinja", ".safetensors", ".md", ".html", ".
 LEFT_OUT = (
     "bench",
     "extras/sabotage.py",
-    "extras/course/mutants.py",
+    "extras/course/mutants.py",  # also the engines of the bug hunt
     "extras/lesson.py",
     "extras/cases.py",
     "demo/training",
@@ -71,6 +72,12 @@ Each function keeps its signature and its docstring, which is the specification.
 helpers and imports inside the function: only the listed functions are graded.
 """
 
+OWN_FILES = """
+Files that you write yourself, and that are graded as they are:
+
+{files}
+"""
+
 
 def make(out: Path, labs: list[Lab], variant: str = "") -> list[Path]:
     """Write a student tree. Returns the files with holes. Raises ValueError if `out` is not empty,
@@ -93,8 +100,21 @@ def make(out: Path, labs: list[Lab], variant: str = "") -> list[Path]:
     }
     if leaks := find_leaks(out, bodies):
         raise ValueError(f"the solution of {leaks[0][0]} is also in {leaks[0][1]}.")
-    write_around(out, labs, variant, list(changed))
+    own = own_files(labs, variant)
+    for name, text in own.items():
+        (out / name).write_text(text, encoding="utf-8")
+    write_around(out, labs, variant, list(changed), list(own))
     return [out / name for name in changed]
+
+
+def own_files(labs: Iterable[Lab], variant: str) -> dict[str, str]:
+    """What a student starts the labs without holes with: name -> text. Of two labs that want the
+    same file, the first one has it (answers.json of lab 0 also says who the student is)."""
+    files: dict[str, str] = {}
+    for lab in labs:
+        if lab.exercise is not None:
+            files = lab.exercise.get_files(Setting(term=variant)) | files
+    return files
 
 
 def _ignore(folder: str, names: list[str]) -> list[str]:
@@ -153,8 +173,10 @@ def pinned(packages: Iterable[str]) -> list[str]:
     return lines
 
 
-def write_around(out: Path, labs: list[Lab], variant: str, files: list[str]) -> None:
-    """The files beside the package."""
+def write_around(
+    out: Path, labs: list[Lab], variant: str, files: list[str], own: list[str]
+) -> None:
+    """The files beside the package. own: those that a student writes."""
     needs_torch = any(lab.needs_torch for lab in labs)
     packages = [*PACKAGES, *(TORCH_PACKAGES if needs_torch else ())]
     (out / "requirements.txt").write_text("\n".join(pinned(packages)) + "\n", encoding="utf-8")
@@ -165,8 +187,11 @@ def write_around(out: Path, labs: list[Lab], variant: str, files: list[str]) -> 
     course = {"labs": [lab.number for lab in labs], "variant": variant, "version": __version__}
     (out / COURSE_FILE).write_text(json.dumps(course, indent=1) + "\n", encoding="utf-8")
     title = ", ".join(f"lab {lab.number} ({lab.title})" for lab in labs)
-    listed = "\n".join(f"- `{name}`" for name in files)
-    (out / "README.md").write_text(README.format(title=title, files=listed), encoding="utf-8")
+    listed = "\n".join(f"- `{name}`" for name in files) or "(none)"
+    text = README.format(title=title, files=listed)
+    if own:
+        text += OWN_FILES.format(files="\n".join(f"- `{name}`" for name in own))
+    (out / "README.md").write_text(text, encoding="utf-8")
     handouts = out / "handouts"
     handouts.mkdir()
     for lab in labs:

@@ -31,8 +31,8 @@ from nanoserve.extras.course.spec import Behaviour, Exercise, Lab, Setting, Task
 FILE = "bug_hunt.py"
 NUM_BUGS, MOST_TESTS = 6, 50
 ENGINE_FILES = ("nanoserve/scheduler.py", "nanoserve/block_manager.py", "nanoserve/sequence.py")
-MODULES = ("nanoserve.scheduler", "nanoserve.block_manager")  # of these labs need no torch
-STARTER = '''"""Tests that find mistakes in an engine. Write functions test_...; use public names only.
+LABS = (1, 2, 3, 4)  # whose functions have the mistakes: no torch
+STARTER = '''"""Tests that find mistakes in an engine: functions test_..., public names only.
 
 nanoserve/block_manager.py and nanoserve/scheduler.py say what is right. The fake executor
 (nanoserve/tools/fake_executor.py) is a model whose next token is read out of the KV cache.
@@ -97,21 +97,22 @@ class BugHunt(Exercise):
     def get_files(self, setting: Setting) -> dict[str, str]:
         return {FILE: STARTER, ANSWERS_FILE: empty_student(setting.student)}
 
-    def choose(self, student: str, secret: str) -> list[tuple[Task, Any]]:
-        """(function, mutant) for each of a student's bugs, of as many functions as there are."""
+    def get_bugs(self) -> dict[str, list[tuple[Task, Any]]]:
+        """Number of a task -> (function, mutant) of the bank, for those of LABS."""
         from nanoserve.extras.course.mutants import MUTANTS
 
-        functions = {task.number: task for lab in load_labs() for task in lab.tasks}
-        found: dict[str, list[Any]] = {}
+        tasks = {task.number: task for lab in load_labs(LABS) for task in lab.tasks}
+        found: dict[str, list[tuple[Task, Any]]] = {}
         for mutant in (*self.bank, *MUTANTS):
-            task = functions.get(mutant.task)
-            if task is not None and task.module in MODULES:
-                found.setdefault(mutant.task, []).append(mutant)
+            if mutant.task in tasks:
+                found.setdefault(mutant.task, []).append((tasks[mutant.task], mutant))
+        return found
+
+    def choose(self, student: str, secret: str) -> list[tuple[Task, Any]]:
+        """(function, mutant) for each of a student's bugs, in different functions."""
+        bugs = self.get_bugs()
         rng = random.Random(f"hunt {secret} {student}")
-        return [
-            (functions[number], rng.choice(found[number]))
-            for number in rng.sample(sorted(found), NUM_BUGS)
-        ]
+        return [rng.choice(bugs[number]) for number in rng.sample(sorted(bugs), NUM_BUGS)]
 
     def grade(self, lab: Lab, folder: Path, setting: Setting) -> list[Any]:
         from nanoserve.extras.course.grader import Outcome, read_own_file, refuse
@@ -170,10 +171,11 @@ def try_engine(
 ) -> str | None:
     """Which test fails on an engine and how, as a sentence; None if all pass."""
     from nanoserve.extras.course import grader, holes
-    from nanoserve.extras.course.mutants import mutate
 
     function = None
     if bug is not None:
+        from nanoserve.extras.course.mutants import mutate  # a student's tree has none
+
         task, mutant = bug
         file = grader.ROOT / (task.module.replace(".", "/") + ".py")
         mutated = mutate(file.read_text(encoding="utf-8"), task.name, mutant)
@@ -200,4 +202,5 @@ def try_engine(
     return None
 
 
-LAB = Lab(9, "Bug hunt", [], seconds=4.0, exercise=BugHunt())
+HUNT = BugHunt()
+LAB = Lab(9, "Bug hunt", [], seconds=4.0, exercise=HUNT)

@@ -214,7 +214,7 @@ def ask(found: Run, rng: random.Random) -> list[Question]:
             {3: "a chunk has more than one token"},
         ),
         Question(
-            f"How many of B's prompt tokens come from the prefix cache?",
+            "How many of B's prompt tokens come from the prefix cache?",
             hit,
             {found.shared: "only full blocks are found", hit // size: "those are blocks"},
         ),
