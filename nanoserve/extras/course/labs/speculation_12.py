@@ -279,7 +279,8 @@ def call(
     ones, positions = np.ones(number, np.int64), np.arange(number)
     noise = rejection.rejection_noise(ones * 3, ones, positions)
     tensors = {name: torch.from_numpy(values) for name, values in noise.items()}
-    decide_rows = rejection.RejectionSampler(torch.tensor(drafts), q, **tensors)
+    accept, recover = tensors["accept"], tensors["recover"]
+    decide_rows = rejection.RejectionSampler(torch.tensor(drafts), q, accept, recover)
     if temperature == 0:
         batch = SamplingBatch(num_logprobs=(None,) * number, is_greedy=True)
     else:
@@ -332,9 +333,7 @@ def temperature() -> None:
         )
 
 
-@CALL.behaviour(
-    1, "the tokens have the model's distribution, and no draft is wasted", is_property=True
-)
+@CALL.behaviour(1, "exact distribution, and no draft is wasted", is_property=True)
 def distribution(seed: int) -> None:
     logits, number = some_logits(2, seed % 2**31), 6000
     p, q = logits[0].softmax(dim=-1), logits[1].softmax(dim=-1)
@@ -350,8 +349,8 @@ def distribution(seed: int) -> None:
     share, right = float((tokens == drafts).double().mean()), float(torch.minimum(p, q).sum())
     must(
         share > right - 0.04,
-        f"p {as_text(p)}, drafts drawn from q {as_text(q)}: {right:.0%} of the drafts can stay (the "
-        f"sum of min(p, q)), and {share:.0%} do",
+        f"p {as_text(p)}, drafts drawn from q {as_text(q)}: {right:.0%} of the drafts can stay, "
+        f"the sum of min(p, q), and {share:.0%} do",
     )
 
 
