@@ -138,6 +138,7 @@ def test_each_bug_can_be_found_through_public_names(
     assert hunt_9.try_engine(hunt_9.LAB, strong_tests, tests, bug)
 
 
+@pytest.mark.slow
 def test_a_bug_that_hangs_is_found_and_one_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_policy_that_breaks_a_rule(source: str, message: str, tmp_path: Path) 
     assert message in said(outcomes)
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_broken_once_costs_that_trace(tmp_path: Path) -> None:
     """The long queue of "bursts" is where it shows."""
     source = policy("        self.token_budget = 4096\n        return super().schedule()")
