@@ -138,6 +138,7 @@ def test_each_bug_can_be_found_through_public_names(
     assert hunt_9.try_engine(hunt_9.LAB, strong_tests, tests, bug)
 
 
+@pytest.mark.slow
 def test_a_bug_that_hangs_is_found_and_one_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_policy_that_breaks_a_rule(source: str, message: str, tmp_path: Path) 
     assert message in said(outcomes)
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_broken_once_costs_that_trace(tmp_path: Path) -> None:
     """The long queue of "bursts" is where it shows."""
     source = policy("        self.token_budget = 4096\n        return super().schedule()")
@@ -515,7 +517,7 @@ def test_the_tree_looks_at_itself(labs: list[int], tmp_path: Path) -> None:
     sheet = subprocess.run(quiz, cwd=out, capture_output=True, text=True, check=False)
     if 3 in labs:
         assert "not written yet (3." in done.stdout, "by the bug hunt"
-        assert "this engine has holes (3." in done.stdout, "by the contest"
+        assert "no trace was served by the rules" in done.stdout, "by the contest"
         assert "Your lecturer has the sheets" in sheet.stderr
     else:
         assert "the engines with mistakes are at your lecturer's" in done.stdout

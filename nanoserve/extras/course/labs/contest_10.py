@@ -241,25 +241,24 @@ class Contest(Exercise):
 
         valid, better = tasks = self.get_tasks(setting)
         try:
-            base = {name: serve_in_order(name, setting.seed) for name in KINDS}
             found = run_policy(lab, read_policy(folder), valid, setting.seed)
         except ValueError as error:
             return refuse(lab, tasks, str(error))
-        results = {each.behaviour.name: read_result(each.message) for each in found}
+        mine: dict[str, float] = {}
         for each in found:
-            result = results[each.behaviour.name]
-            if each.status == "right" and result is not None:
+            result = read_result(each.message) if each.status == "right" else None
+            if result is not None:
+                mine[each.behaviour.name] = result.goodput
                 each.message = describe(result)
-        total = sum(result.goodput for result in results.values() if result)
-        base_total = sum(result.goodput for result in base.values())
+        if not mine:
+            return found + refuse(lab, [better], "no trace was served by the rules", "wrong")
+        base = {name: serve_in_order(name, setting.seed).goodput for name in KINDS}
         for behaviour in better.behaviours:
             if behaviour.name in KINDS:
-                mine = results[behaviour.name]
-                reached, wanted = mine.goodput if mine else 0.0, base[behaviour.name].goodput
+                reached, wanted = mine.get(behaviour.name, 0.0), base[behaviour.name]
             else:
-                reached, wanted = total, float(behaviour.name) * base_total
-                if None in results.values():
-                    reached = 0.0
+                wanted = float(behaviour.name) * sum(base.values())
+                reached = sum(mine.values()) if len(mine) == len(KINDS) else 0.0
             is_right = reached >= wanted and reached > 0
             message = f"{reached:.2f} good requests per second; {wanted:.2f} are wanted"
             found.append(Outcome(lab, better, behaviour, "right" if is_right else "wrong", message))
