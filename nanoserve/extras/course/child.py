@@ -18,6 +18,7 @@ vLLM: none.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import io
@@ -26,6 +27,7 @@ import linecache
 import os
 import random
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -53,17 +55,19 @@ def graft(task: Task, source: str) -> None:
     given += [each.arg for each in (arguments.kwarg,) if each]
     if given != expected:
         raise Wrong(f"{task.name} has the parameters ({', '.join(expected)}), not {given}.")
+    if "__class__" in function.__code__.co_freevars:  # it calls super(), as a hole does not
+        definition.body.append(ast.Expr(ast.Name("__class__", ast.Load())))
     # In a class of this name: then super() and names with two leading underscores mean the same.
     owner = task.name.rpartition(".")[0].rpartition(".")[2]
-    lines = ["class " + owner + ":\n"] if owner else []
-    indent = "    " if owner else ""
-    text = "".join([*lines, *(indent + line for line in source.splitlines(keepends=True))])
-    code = find_code(compile(text, file, "exec", dont_inherit=True), definition.name)
-    code = code.replace(co_firstlineno=max(1, code.co_firstlineno - len(lines)))
+    tree = ast.parse(f"class {owner}: pass" if owner else "")
+    for scope in tree.body or [tree]:
+        scope.body = [definition]  # type: ignore[attr-defined]
+    tree = ast.fix_missing_locations(tree)
+    code = find_code(compile(tree, file, "exec", dont_inherit=True), definition.name)
     try:
         function.__code__ = code
     except ValueError as error:
-        raise Wrong(f"{task.name} must use super() exactly if the engine's does: {error}") from None
+        raise Wrong(f"{task.name} must not use super(): {error}") from None
 
 
 def find_function(task: Task) -> FunctionType:
@@ -75,6 +79,7 @@ def find_function(task: Task) -> FunctionType:
         owner = getattr(owner, part)
     found: Any = inspect.getattr_static(owner, last)
     found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+    found = getattr(found, "fn", found)  # a Triton kernel
     function = inspect.unwrap(found)
     assert isinstance(function, FunctionType), task.name
     return function
@@ -164,6 +169,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
+    tempfile.tempdir = os.getcwd()  # otherwise it is found by writing, which is not allowed
     begin = limit(job["megabytes"], job["seconds"])
     if job["source"] is not None:
         try:
