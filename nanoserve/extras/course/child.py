@@ -101,22 +101,25 @@ def run(behaviour: Behaviour, seed: int) -> tuple[str, str]:
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
             behaviour.check(*[seed] * behaviour.is_property)
-        except NotImplementedError as error:
-            status, message = "missing", f"not written yet ({error})"
-        except Wrong as error:
-            status, message = "wrong", str(error)
         except (Exception, SystemExit) as error:
-            status, message = "wrong", describe(error)
+            hole = find_cause(error, NotImplementedError)
+            status = "missing" if hole else "wrong"
+            message = f"not written yet ({hole})" if hole else describe(error)
     text = printed.getvalue()[:MOST_TEXT] if status != "right" else ""
     return status, message[:MOST_TEXT] + (f"\nIt printed:\n{text}" if text else "")
 
 
+def find_cause(error: BaseException | None, kind: type[Exception]) -> BaseException | None:
+    """The exception itself, or one that led to it (Triton's interpreter wraps what a kernel
+    raises)."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def describe(error: BaseException) -> str:
     """The exception, and the student's own line."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, Wrong):
-        cause = cause.__cause__ or cause.__context__
-    if cause is not None:
+    if (cause := find_cause(error, Wrong)) is not None:
         return str(cause)
     message = f"{type(error).__name__}: {error}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

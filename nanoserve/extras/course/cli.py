@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     each = commands.add_parser("make", help="write a student's tree")
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
     commands.add_parser("check", help="is this machine ready?")
     commands.add_parser("list", help="the labs, their tasks and points")
@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument(
         "submission", type=Path, nargs="?", default=None, help="a student's tree (default: here)"
     )
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
     how = each.add_mutually_exclusive_group()
     how.add_argument("--graft", action="store_true", help="each function alone (the default)")
     how.add_argument("--whole", action="store_true", help="the student's whole engine")
@@ -64,6 +64,8 @@ def main(arguments: list[str]) -> int:
     if numbers is None and course is not None:
         numbers = course["labs"]
     labs = load_labs(numbers)
+    if numbers is None and args.command != "list":
+        labs = [lab for lab in labs if not lab.is_bonus]
     if args.command == "list":
         print(describe_labs(labs))
         return 0
@@ -80,7 +82,8 @@ def describe_labs(labs: list[Lab]) -> str:
     lines = []
     for lab in labs:
         points = sum(task.points for task in lab.tasks)
-        lines.append(f"lab {lab.number}  {lab.title}   {points:g} points")
+        bonus = ", a bonus: ask for it by its number" * lab.is_bonus
+        lines.append(f"lab {lab.number}  {lab.title}   {points:g} points{bonus}")
         lines += [f"  {task.number}  {task.name}   {task.points:g}" for task in lab.tasks]
     return "\n".join(lines)
 

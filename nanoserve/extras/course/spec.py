@@ -87,6 +87,8 @@ class Lab:
     title: str
     tasks: list[Task]
     needs_torch: bool = False
+    packages: tuple[str, ...] = ()  # that it needs beside those of all labs (and torch's)
+    is_bonus: bool = False  # left out unless it is asked for by its number
     memory: int = 512  # MiB of address space for one behaviour
     seconds: float = 8.0  # of CPU time for one behaviour
 
