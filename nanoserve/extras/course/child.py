@@ -60,8 +60,8 @@ def graft(task: Task, source: str) -> None:
     # In a class of this name: then super() and names with two leading underscores mean the same.
     owner = task.name.rpartition(".")[0].rpartition(".")[2]
     tree = ast.parse(f"class {owner}: pass" if owner else "")
-    for scope in tree.body or [tree]:
-        scope.body = [definition]  # type: ignore[attr-defined]
+    scope: Any = tree.body[0] if owner else tree
+    scope.body = [definition]
     tree = ast.fix_missing_locations(tree)
     code = find_code(compile(tree, file, "exec", dont_inherit=True), definition.name)
     try:

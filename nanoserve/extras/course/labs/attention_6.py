@@ -7,6 +7,7 @@ Each function is checked against a loop over single tokens.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -203,13 +204,14 @@ def check_attention(
     window: int | None = None,
     cap: float | None = None,
     scale: float = 0.5,
-    **options: int,
+    **options: Any,
 ) -> None:
     case = make_case(seqs, **options)
     size = case.caches[0].shape[1]
     metadata = backend.plan(case.metadata, size, torch.float32)
-    options_of_layer = {"scale": scale, "sliding_window": window, "logits_soft_cap": cap}
-    output = backend.attend(case.query, case.caches, metadata, **options_of_layer)
+    output = backend.attend(
+        case.query, case.caches, metadata, scale=scale, sliding_window=window, logits_soft_cap=cap
+    )
     compare(case, output, scale, window, cap)
 
 

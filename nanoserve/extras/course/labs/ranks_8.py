@@ -203,7 +203,7 @@ def sum_in_a_model(seed: int) -> None:
 
 def make_embedding(parallel: ParallelState, weight: Tensor) -> VocabParallelEmbedding:
     """An embedding with this rank's rows of `weight`. The padding would show: it is 1000."""
-    layer = VocabParallelEmbedding(*weight.shape, LayerConfig(parallel=parallel))
+    layer = VocabParallelEmbedding(len(weight), weight.shape[1], LayerConfig(parallel=parallel))
     layer.weight.fill_(1000.0)
     layer.weight[: layer.num_tokens] = weight[layer.start : layer.start + layer.num_tokens]
     return layer

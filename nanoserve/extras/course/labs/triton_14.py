@@ -78,7 +78,7 @@ def check_attention(
     num_splits: int = 1,
     window: int | None = None,
     cap: float | None = None,
-    **options: int,
+    **options: Any,
 ) -> None:
     """Tiles of 16 keys, so that a few dozen keys are several tiles."""
     from nanoserve.kernels import attention_triton
