@@ -468,7 +468,7 @@ MUTANTS = [
         "x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)",
     ),
     Mutant("7.3", "x is written to", "(x * cos)", "x.mul_(cos)"),
-    Mutant("7.3", "turned the other way round", "sin)\n", "-sin)\n"),
+    Mutant("7.3", "turned the other way round", "dims=-1), sin)", "dims=-1), -sin)"),
     Mutant("7.3", "all dimensions are turned", "rotary_dim < x.shape[-1]", "False"),
     Mutant(
         "7.4",
