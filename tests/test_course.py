@@ -22,6 +22,7 @@ from nanoserve.extras.course.screen import screen, stored_attributes
 from nanoserve.extras.course.spec import Lab, Task, load_labs
 
 LABS = load_labs()
+NUMBERS = ",".join(str(lab.number) for lab in LABS)
 TASKS = {task.number: (lab, task) for lab in LABS for task in lab.tasks}
 
 
@@ -72,7 +73,7 @@ def test_a_hole_keeps_signature_and_specification(number: str) -> None:
     assert ast.get_docstring(after) == ast.get_docstring(before), "a docstring is the task"
     assert ast.get_docstring(after), f"{task.name} needs a docstring: it is the specification"
     assert ast.unparse(after.body[-1]) == f"raise NotImplementedError({task.message!r})"
-    assert holes.take(source, task.name).startswith(("def ", "@"))
+    assert holes.take(source, task.name).startswith("def ")
 
 
 def test_a_name_that_is_not_there_or_twice() -> None:
@@ -188,6 +189,7 @@ HOSTILE = {
     "gets by name": "return getattr(self, 'po' + 'ol')",
     "runs text": "eval('1')",
     "writes a global": "global BlockPool\nBlockPool = None",
+    "calls torch tl": "import torch as tl\ntl.load('file')",
     "catches everything": "try:\n    return 1\nexcept:\n    return 2",
 }
 
@@ -262,7 +264,7 @@ def test_the_screen_lets_the_engines_own_functions_pass(number: str) -> None:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("course") / "tree"
-    assert main(["course", "make", str(out)]) == 0
+    assert main(["course", "make", str(out), "--labs", NUMBERS]) == 0
     return out
 
 

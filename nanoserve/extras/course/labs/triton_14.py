@@ -42,20 +42,22 @@ def check_store(slots: list[int], num_kv_heads: int, key_dim: int, value_dim: in
         torch.randn(len(slots), num_kv_heads + 1, dim, generator=generator)[:, 1:]
         for dim in (key_dim, value_dim)
     )
-    caches = [torch.zeros(3, 4, num_kv_heads, dim) for dim in (key_dim, value_dim)]
-    store_kv_triton(key, value, caches[0], caches[1], torch.tensor(slots))
+    # As KVCacheSpec lays it out: in a block, the slots of one head are one behind the other. Before
+    # the first block and behind the last one there is a block of somebody else.
+    whole = [torch.zeros(5, num_kv_heads, 4, dim).transpose(1, 2) for dim in (key_dim, value_dim)]
+    store_kv_triton(key, value, whole[0][1:4], whole[1][1:4], torch.tensor(slots))
     text = f"slots {slots}, {num_kv_heads} key heads of {key_dim} and {value_dim} dimensions"
-    for name, cache, new in zip(("key", "value"), caches, (key, value), strict=True):
-        right = torch.zeros_like(cache)
+    for name, cache, new in zip(("key", "value"), whole, (key, value), strict=True):
+        right = torch.zeros(cache.shape)
         for token, slot in enumerate(slots):
             if slot >= 0:
-                right.flatten(0, 1)[slot] = new[token]
-        for slot, (got, row) in enumerate(
-            zip(cache.flatten(0, 1), right.flatten(0, 1), strict=True)
-        ):
+                right[1 + slot // 4, slot % 4] = new[token]
+        rows = zip(cache.flatten(0, 1), right.flatten(0, 1), strict=True)
+        for slot, (got, row) in enumerate(rows, start=-4):
+            place = f"slot {slot} of the {name} cache" + " (somebody else's)" * (not 0 <= slot < 12)
             must(
                 torch.equal(got, row),
-                f"{text}: slot {slot} of the {name} cache holds {as_text(got)}, not {as_text(row)}",
+                f"{text}: {place} holds {as_text(got)}, and {as_text(row)} is right",
             )
 
 
