@@ -161,7 +161,8 @@ def arrays_like_a_loop(seed: int) -> None:
 
 def store(slots: list[int], block_size: int = 4, num_blocks: int = 3) -> None:
     """Store a token in each of these slots; look at the whole cache."""
-    key, value = torch.randn(len(slots), 2, 3), torch.randn(len(slots), 2, 5)
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(len(slots), 2, dim, generator=generator) for dim in (3, 5))
     caches = (
         torch.zeros(num_blocks, block_size, 2, 3),
         torch.zeros(num_blocks, block_size, 2, 5),
@@ -182,7 +183,6 @@ def store(slots: list[int], block_size: int = 4, num_blocks: int = 3) -> None:
 
 @STORE.behaviour(1, "key and value of each token go to its slot")
 def to_its_slot() -> None:
-    torch.manual_seed(0)
     store([0, 1])
     store([9, 2, 4])
     store([5, 0, 2], block_size=2)
@@ -190,7 +190,6 @@ def to_its_slot() -> None:
 
 @STORE.behaviour(1, "a negative slot is not stored, not even in the last block")
 def negative_slots() -> None:
-    torch.manual_seed(0)
     store([3, -1])
     store([-1, 6, -1])
 

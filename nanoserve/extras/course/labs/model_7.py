@@ -104,9 +104,9 @@ def in_half_precision() -> None:
 
 @NORM.behaviour(0.5, "over the last dimension only: also for heads", is_property=True)
 def norm_of_any_shape(seed: int) -> None:
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for shape in [(5, 8), (2, 3, 16), (1, 1, 4)]:
-        check_norm(torch.randn(shape) * 3, 1e-5)
+        check_norm(torch.randn(shape, generator=generator) * 3, 1e-5)
 
 
 # -- 7.2, 7.3 --
@@ -276,12 +276,12 @@ def qkv_like_transformers(seed: int) -> None:
 
 def check_stream(has_residual: bool, seed: int = 0) -> None:
     """A layer whose attention is tanh and whose MLP is a square."""
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     layer = DecoderLayer.__new__(DecoderLayer)
     nn.Module.__init__(layer)
     norms = [RMSNorm(6, 1e-5, LayerConfig()) for _ in range(2)]
     for norm in norms:
-        norm.weight.copy_(torch.rand(6) + 0.5)
+        norm.weight.copy_(torch.rand(6, generator=generator) + 0.5)
     layer.input_layernorm, layer.post_attention_layernorm = norms
     calls: list[str] = []
 
@@ -296,7 +296,8 @@ def check_stream(has_residual: bool, seed: int = 0) -> None:
         return y * y
 
     layer.__dict__.update(self_attn=attention, mlp=mlp)
-    x, residual = torch.randn(3, 6), torch.randn(3, 6) if has_residual else None
+    x, other = (torch.randn(3, 6, generator=generator) for _ in range(2))
+    residual = other if has_residual else None
 
     def normed(stream: Tensor, norm: RMSNorm) -> Tensor:
         return stream * (stream.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.weight
@@ -503,7 +504,6 @@ def make_theirs(model_type: str, seed: int) -> Any:
         "max_position_embeddings": 64,
         "head_dim": 16,
     }
-    torch.manual_seed(seed)
     if model_type == "llama":
         from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
@@ -514,8 +514,11 @@ def make_theirs(model_type: str, seed: int) -> Any:
 
         config = Qwen3Config(**settings, tie_word_embeddings=True)
         theirs = Qwen3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in theirs.named_parameters():
-        noise = torch.randn(parameter.shape) * (0.3 if parameter.dim() == 1 else 0.15)
+        noise = torch.randn(parameter.shape, generator=generator) * (
+            0.3 if parameter.dim() == 1 else 0.15
+        )
         parameter.data.copy_(noise + ("norm" in name))
     return theirs.eval()
 
@@ -533,7 +536,7 @@ def check_logits(seed: int) -> None:
             spec.allocate(4, 4, torch.float32, torch.device("cpu"))
             for spec in model.kv_cache_specs()
         ]
-        tokens = torch.randint(0, 96, (13,))
+        tokens = torch.randint(0, 96, (13,), generator=torch.Generator().manual_seed(seed))
         metadata = StepMetadata(
             torch.arange(13),
             torch.arange(4, dtype=torch.int32)[None],

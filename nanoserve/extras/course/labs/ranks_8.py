@@ -164,9 +164,9 @@ def whole_bias() -> None:
 
 
 def check_linear(world_size: int, has_bias: bool, seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    weight, x = torch.randn(3, 8), torch.randn(5, 8)
-    bias = torch.randn(3) if has_bias else None
+    generator = torch.Generator().manual_seed(seed)
+    weight, x = (torch.randn(rows, 8, generator=generator) for rows in (3, 5))
+    bias = torch.randn(3, generator=generator) if has_bias else None
 
     def work(parallel: ParallelState) -> Tensor:
         size = 8 // parallel.world_size
@@ -210,8 +210,7 @@ def make_embedding(parallel: ParallelState, weight: Tensor) -> VocabParallelEmbe
 
 
 def check_embedding(vocab_size: int, world_size: int, ids: list[int], seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    weight = torch.randn(vocab_size, 4)
+    weight = torch.randn(vocab_size, 4, generator=torch.Generator().manual_seed(seed))
     text = f"{vocab_size} tokens on {world_size} ranks, ids {ids}"
     input_ids = torch.tensor(ids)
     results, stats = run_ranks(
@@ -251,8 +250,8 @@ def embedding_in_a_model(seed: int) -> None:
 
 
 def check_logits(vocab_size: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    weight, hidden = torch.randn(vocab_size, 4), torch.randn(3, 4)
+    generator = torch.Generator().manual_seed(0)
+    weight, hidden = (torch.randn(rows, 4, generator=generator) for rows in (vocab_size, 3))
     text = f"{vocab_size} tokens on {world_size} ranks"
     results, stats = run_ranks(
         world_size, lambda parallel: make_embedding(parallel, weight).compute_logits(hidden)
@@ -345,8 +344,7 @@ def run_model(parallel: ParallelState, tokens: Tensor, seed: int) -> Tensor:
 
 def check_model(seed: int) -> None:
     """A Llama of two layers, with biases, and 13 tokens that no number of ranks divides."""
-    torch.manual_seed(seed)
-    tokens = torch.randint(0, 13, (9,))
+    tokens = torch.randint(0, 13, (9,), generator=torch.Generator().manual_seed(seed))
     [alone], _ = run_ranks(1, lambda parallel: run_model(parallel, tokens, seed))
     for world_size in (2, 4):
         results, stats = run_ranks(world_size, lambda parallel: run_model(parallel, tokens, seed))
