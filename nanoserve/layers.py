@@ -262,6 +262,8 @@ class RowParallelLinear(LinearBase):
         return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        """The matrix has this layer's name. A rank holds some of its columns, and the whole bias,
+        which just one rank adds."""
         shape = (self.output_size, self.input_size)
         yield f"{name}.weight", Shard(self.weight, shape, 1, self.start)
         if self.bias is not None:
@@ -320,7 +322,10 @@ class RotaryEmbedding(nn.Module):
     def __init__(
         self, frequencies: Tensor, scaling: float, max_model_len: int, layer_config: LayerConfig
     ) -> None:
-        """frequencies [rotary_dim / 2] in radians a token; `scaling` multiplies cos and sin."""
+        """frequencies [rotary_dim / 2] in radians a token; `scaling` multiplies cos and sin.
+
+        `table` has a row for each position: cos of both halves, sin of both (minus in the first).
+        """
         super().__init__()
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scaling, angles.sin() * scaling

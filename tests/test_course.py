@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,7 @@ from nanoserve.extras.course.screen import screen, stored_attributes
 from nanoserve.extras.course.spec import Lab, Task, load_labs
 
 LABS = [lab for lab in load_labs() if lab.tasks]  # with holes; the others: ..._exercises.py
+NUMBERS = ",".join(str(lab.number) for lab in LABS)
 TASKS = {task.number: (lab, task) for lab in LABS for task in lab.tasks}
 
 
@@ -76,7 +78,7 @@ def test_a_hole_keeps_signature_and_specification(number: str) -> None:
     assert ast.get_docstring(after) == ast.get_docstring(before), "a docstring is the task"
     assert ast.get_docstring(after), f"{task.name} needs a docstring: it is the specification"
     assert ast.unparse(after.body[-1]) == f"raise NotImplementedError({task.message!r})"
-    assert holes.take(source, task.name).startswith(("def ", "@"))
+    assert holes.take(source, task.name).startswith("def ")
 
 
 def test_a_name_that_is_not_there_or_twice() -> None:
@@ -97,6 +99,7 @@ def test_the_engine_earns_all_points_of_lab_1() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("lab", LABS[1:], ids=lambda lab: lab.title)
 def test_the_engine_earns_all_points(lab: Lab) -> None:
+    skip_without(lab.packages)
     report = grade([lab], None)
     assert report.score == report.most > 0, report.describe()
 
@@ -119,9 +122,17 @@ def test_every_hole_earns_nothing(number: str, tmp_path: Path) -> None:
     assert not [each.behaviour.title for each in outcomes if each.score]
 
 
+def skip_without(packages: tuple[str, ...]) -> None:
+    """Triton, for one lab, is not on every system."""
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+
+
 def check_mutant(mutant: Mutant, folder: Path) -> None:
     """It loses points in its task, with a sentence; twice the same."""
     lab, task = TASKS[mutant.task]
+    skip_without(lab.packages)
     submit(folder, task, mutate(source_of(task), task.name, mutant))
     first, again = (grade_task(lab, task, folder, 1, {}) for _ in range(2))
     wrong = [each for each in first if each.status != "right"]
@@ -192,6 +203,7 @@ HOSTILE = {
     "gets by name": "return getattr(self, 'po' + 'ol')",
     "runs text": "eval('1')",
     "writes a global": "global BlockPool\nBlockPool = None",
+    "calls torch tl": "import torch as tl\ntl.load('file')",
     "catches everything": "try:\n    return 1\nexcept:\n    return 2",
 }
 
@@ -266,7 +278,7 @@ def test_the_screen_lets_the_engines_own_functions_pass(number: str) -> None:
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("course") / "tree"
-    assert main(["course", "make", str(out)]) == 0
+    assert main(["course", "make", str(out), "--labs", NUMBERS]) == 0
     return out
 
 

@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     each = commands.add_parser("make", help="write a student's tree")
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
     each = commands.add_parser("export", help="a zip for a grading service")
     each.add_argument("service", choices=["gradescope"])
@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument(
         "submission", type=Path, nargs="?", default=None, help="a student's tree (default: here)"
     )
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
     how = each.add_mutually_exclusive_group()
     how.add_argument("--graft", action="store_true", help="each function alone (the default)")
     how.add_argument("--whole", action="store_true", help="the student's whole engine")
@@ -89,7 +89,10 @@ def main(arguments: list[str]) -> int:
     term = getattr(args, "variant", "") or (course or {}).get("variant", "")
     if args.command == "make" and term and numbers and VARIANT_LAB not in numbers:
         numbers = [*numbers, VARIANT_LAB]
-    labs = [lab for lab in load_labs(numbers) if numbers or term or lab.number != VARIANT_LAB]
+    labs = load_labs(numbers)
+    if numbers is None:
+        labs = [lab for lab in labs if term or lab.number != VARIANT_LAB]
+        labs = [lab for lab in labs if args.command == "list" or not lab.is_bonus]
     if args.command == "list":
         print(describe_labs(labs))
         return 0
@@ -113,7 +116,8 @@ def describe_labs(labs: list[Lab]) -> str:
     for lab in labs:
         tasks = lab.get_tasks()
         points = sum(task.points for task in tasks)
-        lines.append(f"lab {lab.number}  {lab.title}   {points:g} points")
+        bonus = ", a bonus: ask for it by its number" * lab.is_bonus
+        lines.append(f"lab {lab.number}  {lab.title}   {points:g} points{bonus}")
         lines += [f"  {task.number}  {task.name}   {task.points:g}" for task in tasks]
     return "\n".join(lines)
 

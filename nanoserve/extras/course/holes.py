@@ -60,7 +60,7 @@ def cut(source: str, name: str, message: str) -> str:
 
 
 def take(source: str, name: str) -> str:
-    """The source of one function, its decorators included, at the left margin."""
+    """The source of one function at the left margin, without its decorators: the engine's stay."""
     function = find(source, name)
-    first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-    return textwrap.dedent("\n".join(source.splitlines()[first - 1 : function.end_lineno])) + "\n"
+    lines = source.splitlines()[function.lineno - 1 : function.end_lineno]
+    return textwrap.dedent("\n".join(lines)) + "\n"

@@ -50,6 +50,7 @@ LEFT_OUT = (
 )
 PACKAGES = ("pytest", "hypothesis", "tqdm")
 TORCH_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+MARKERS = {"triton": '; sys_platform == "linux"'}  # packages that do not exist everywhere
 MOST_COMMON_LINES = 2  # of a cut body that another file may have, one behind the other
 
 README = """# Your engine
@@ -169,7 +170,7 @@ def pinned(packages: Iterable[str]) -> list[str]:
             raise ValueError(
                 f"{name} is not installed; the kit pins what it was made with."
             ) from error
-        lines.append(f"{name}=={number}")
+        lines.append(f"{name}=={number}{MARKERS.get(name, '')}")
     return lines
 
 
@@ -179,6 +180,7 @@ def write_around(
     """The files beside the package. own: those that a student writes."""
     needs_torch = any(lab.needs_torch for lab in labs)
     packages = [*PACKAGES, *(TORCH_PACKAGES if needs_torch else ())]
+    packages += dict.fromkeys(package for lab in labs for package in lab.packages)
     (out / "requirements.txt").write_text("\n".join(pinned(packages)) + "\n", encoding="utf-8")
     shutil.copy(ROOT / "setup.cfg", out / "setup.cfg")
     (out / "pyproject.toml").write_text(

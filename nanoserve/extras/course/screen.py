@@ -52,8 +52,12 @@ def stored_attributes(source: str) -> set[str]:
 def screen(source: str, stored: set[str]) -> str | None:
     """Why this function must not run, as a sentence; None if it may. `source` has been parsed by
     holes.take before, so it is one function. stored: the attributes that it may assign."""
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    is_triton = not is_bound(tree, "tl")  # triton.language, as the kernels' module calls it
+    for node in ast.walk(tree):
         match node:
+            case ast.Attribute(value=ast.Name("tl"), attr="load") if is_triton:
+                bad = []
             case ast.Import(names=names):
                 bad = [each.name for each in names if each.name.split(".")[0] not in IMPORTS]
                 bad += [each.name for each in names if "." in each.name]
@@ -82,6 +86,18 @@ def screen(source: str, stored: set[str]) -> str | None:
             line = getattr(node, "lineno", 0)
             return f"line {line} of the function uses {bad[0]}, which no task needs"
     return None
+
+
+def is_bound(tree: ast.AST, name: str) -> bool:
+    """True if a variable, a parameter, an import or anything else gets this name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(ctx=ast.Load()) | ast.Attribute() | ast.Constant() | ast.keyword():
+                pass
+            case _:
+                if any(value == name for _, value in ast.iter_fields(node)):
+                    return True
+    return False
 
 
 def is_hidden(name: str) -> bool:

@@ -122,6 +122,8 @@ class Lab:
     title: str
     tasks: list[Task]
     needs_torch: bool = False
+    packages: tuple[str, ...] = ()  # that it needs beside those of all labs (and torch's)
+    is_bonus: bool = False  # left out unless it is asked for by its number
     memory: int = 512  # MiB of address space for one behaviour
     seconds: float = 8.0  # of CPU time for one behaviour
 
@@ -149,16 +151,24 @@ class Lab:
         raise LookupError(f"lab {self.number} has no task {number}")
 
 
-def load_labs(numbers: Iterable[int] | None = None) -> list[Lab]:
-    """The labs of the folder labs/, by number; all of them, or these. Raises ValueError for a
-    number that there is no lab of."""
+def load_labs(numbers: Iterable[int] | None = None, *, can_skip: bool = False) -> list[Lab]:
+    """The labs of the folder labs/, by number; all of them, or these. can_skip: leave out those
+    that need a package which is not installed. Raises ValueError for such a lab otherwise, and for
+    a number that there is no lab of."""
     found: dict[int, str] = {}
     for module in iter_modules(labs.__path__):
         end = module.name.rpartition("_")[2]
         if end.isdigit():
             found[int(end)] = f"{labs.__name__}.{module.name}"
     wanted = sorted(found) if numbers is None else list(numbers)
+    loaded: list[Lab] = []
     for number in wanted:
         if number not in found:
             raise ValueError(f"there is no lab {number}; there are {sorted(found)}.")
-    return [import_module(found[number]).LAB for number in wanted]
+        try:
+            loaded.append(import_module(found[number]).LAB)
+        except ModuleNotFoundError as error:
+            if not can_skip:
+                text = f"lab {number} needs {error.name}, which is not installed; name other labs."
+                raise ValueError(text) from error
+    return loaded
