@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from nanoserve.extras.async_llm import AsyncLLM as AsyncLLM
     from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
+    from nanoserve.extras.lora import LoRARequest as LoRARequest
+    from nanoserve.extras.structured_output import (
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +47,8 @@ CHAPTERS = {
     "AsyncLLM": "async_llm",
     "AsyncLLMEngine": "async_llm",
     "BeamSearchParams": "beam_search",
+    "StructuredOutputsParams": "structured_output",
+    "LoRARequest": "lora",
 }
 
 
@@ -54,4 +60,4 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(import_module(chapter), name)
     except ModuleNotFoundError as error:
-        raise AttributeError(f"the chapter extras/{CHAPTERS[name]}.py was deleted") from error
+        raise AttributeError(f"the chapter extras/{CHAPTERS[name]} was deleted") from error

@@ -7,8 +7,8 @@ vLLM writes. Every option of vLLM 0.32 and of the V0 engine (0.6.6) is known by 
     LLM(enable_prefix_caching=None)       None where vLLM allows it: the default
     LLM(num_kv_blocks=8)                  ALIASES in config.py: num_gpu_blocks_override
     LLM(dtype="half")                     VALUE_ALIASES in config.py: "float16"
-    LLM(enable_lora=False)                KNOWN: a value that changes nothing here is accepted
-    LLM(enable_lora=True)                 ValueError: says what is missing and what to use
+    LLM(enable_sleep_mode=False)          KNOWN: a value that changes nothing here is accepted
+    LLM(enable_sleep_mode=True)           ValueError: says what is missing and what to use
     LLM(max_num_seq=8)                    TypeError: Did you mean 'max_num_seqs'?
 
 EngineArgs holds such options, and adds them to a command line. coming_from_vllm.md lists these
@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,24 +190,29 @@ GROUPS = (
         "io_processor_plugin tokens_only=False",
     ),
     Group(
-        "not there yet",
-        "LoRA adapters",
-        "LoRA adapters are not there yet. Merge the adapter into the checkpoint "
-        "(peft: merge_and_unload) and give the new folder as model.",
-        """enable_lora=False max_loras=1 max_lora_rank=16 max_cpu_loras lora_dtype
-        fully_sharded_loras=False lora_target_modules default_mm_loras
+        "left out",
+        "other kinds of LoRA adapters, and how they are divided",
+        "enable_lora, max_loras, max_lora_rank and max_cpu_loras are there. Adapters have the "
+        "model's dtype, and are divided as its matrices are.",
+        """lora_dtype fully_sharded_loras=False lora_target_modules default_mm_loras
         enable_tower_connector_lora=False specialize_active_lora=False
         enable_mixed_moe_lora_format=False enable_moe_shared_loras=False max_lora_cls_labels
         enable_lora_bias=False lora_extra_vocab_size=256 long_lora_scaling_factors
         qlora_adapter_name_or_path""",
     ),
     Group(
-        "not there yet",
-        "quantization",
-        "Quantized weights and a quantized KV cache are not there yet. Give a checkpoint in "
-        "float32, bfloat16 or float16; dtype chooses among them.",
-        """quantization quantization_config quantization_param_path kv_cache_dtype
-        kv_cache_dtype_skip_layers calculate_kv_scales=False""",
+        "other name",
+        "quantization by a dict",
+        "A checkpoint's config.json says how its weights are quantized; quantization (fp8, int8 or "
+        "int4) does it while loading.",
+        "quantization_config",
+    ),
+    Group(
+        "left out",
+        "scales and layers of a quantized KV cache",
+        "kv_cache_dtype is for all layers, and the scale of each token and head is computed when "
+        "its key and value are stored.",
+        "quantization_param_path kv_cache_dtype_skip_layers calculate_kv_scales=False",
     ),
     Group(
         "other name",
@@ -224,10 +230,15 @@ GROUPS = (
     ),
     Group(
         "not there yet",
-        "structured output and reasoning parsers",
-        "Structured output is not there yet; a logits processor can restrict the tokens.",
-        """structured_outputs_config guided_decoding_backend=auto|xgrammar reasoning_parser
-        reasoning_parser_plugin reasoning_config""",
+        "reasoning parsers",
+        "Reasoning is not parsed yet: it is part of the text.",
+        "reasoning_parser reasoning_parser_plugin reasoning_config",
+    ),
+    Group(
+        "other name",
+        "the backend of structured output",
+        "Give structured_outputs_config={'backend': 'xgrammar'}.",
+        "guided_decoding_backend=auto",
     ),
     Group(
         "not there yet",
@@ -398,7 +409,6 @@ def python_value(text: str) -> Any:
 
 # vLLM's short flags of these options.
 SHORT_FLAGS = {
-    "quantization": "-q",
     "nnodes": "-n",
     "node_rank": "-r",
     "pipeline_parallel_size": "-pp",
@@ -489,6 +499,21 @@ def check_seams(*classes: Any) -> None:
             )
 
 
+def check_seam_names(call: str, seams: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword argument that is none of the SEAMS."""
+    for name, value in seams.items():
+        if name not in SEAMS:
+            raise TypeError(
+                f"{call}() got an unexpected keyword argument {name!r}. Options of the engine are "
+                f"those of EngineArgs: {call}(EngineArgs({name}={brief(value)}))."
+            )
+
+
+def as_seam(name: str, cls: Callable[..., Any]) -> Callable[..., Any]:
+    """For who builds it without build_seam: a class as it is, a function with its checks."""
+    return cls if isinstance(cls, type) else partial(build_seam, name, cls)
+
+
 def build_seam(name: str, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """An object of the class that takes the place of one of the SEAMS, or of ours. Raises TypeError
     if `cls` is a function that returns something else."""
@@ -525,7 +550,7 @@ class EngineArgs(EngineConfig):
     """The options of an engine under vLLM's names: those of EngineConfig, and vLLM's others with
     values that change nothing here.
 
-    >>> engine_args = EngineArgs(model="Qwen/Qwen3-0.6B", max_num_seqs=8, enable_lora=False)
+    >>> engine_args = EngineArgs(model="Qwen/Qwen3-0.6B", max_num_seqs=8, enable_lora=True)
     >>> engine = LLMEngine.from_engine_args(engine_args)
 
     Fields can be changed until the engine is built. `dataclasses.asdict(engine_args)` are keyword
@@ -596,6 +621,21 @@ def check_engine_args(engine_args: Any) -> EngineArgs:
             "EngineArgs(model=..., ...)."
         )
     return engine_args
+
+
+def engine_of(llm: Any) -> Any:
+    """The engine of an LLM, of an AsyncLLM, or itself. Raises TypeError for anything else."""
+    engine = getattr(llm, "engine", llm)
+    if not hasattr(engine, "step_listeners"):
+        raise TypeError(f"an LLM, an AsyncLLM or an LLMEngine is needed, got {brief(llm)}.")
+    return engine
+
+
+def as_engine_config(given: Any) -> EngineConfig:
+    """The EngineConfig of an engine: EngineArgs make one. Raises TypeError for anything else."""
+    if isinstance(given, EngineConfig):
+        return given
+    return check_engine_args(given).create_engine_config()
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):

@@ -43,8 +43,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Keys and values of one layer: [num_blocks, block_size, num_kv_heads, key_dim or value_dim] each.
-KVCache = tuple[Tensor, Tensor]
+# Keys and values of one layer: [num_blocks, block_size, num_kv_heads, key_dim or value_dim] each;
+# and if they have 8 bits, the scale of each vector: [num_blocks, block_size, num_kv_heads, 1] each.
+KVCache = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,25 @@ class StepMetadata:
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
     plan: Any = None  # what the backend's `plan` prepared for all layers
+    lora: Any = None  # which tokens have which adapter (extras/lora); None: none has one
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [.., n] as numbers of 8 bits (int8 or float8_e4m3fn), and a float32 scale for each row,
+    [.., 1]: numbers * scale is x, rounded. A row with a NaN or an infinity has a scale that is none
+    either."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = x.abs().amax(dim=-1, keepdim=True).float() / largest
+    numbers = x / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scale
+
+
+def as_stored(key: Tensor, value: Tensor, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    """What a cache keeps of key and value [num_tokens, num_kv_heads, dim], in its order."""
+    if len(kv_cache) == 2:
+        return key, value
+    numbers, scales = zip(*(quantize_rows(x, kv_cache[0].dtype) for x in (key, value)), strict=True)
+    return *numbers, *scales
 
 
 class AttentionBackend:
@@ -77,7 +97,7 @@ class AttentionBackend:
         block_size = kv_cache[0].shape[1]
         for token, slot in enumerate(metadata.slot_mapping.tolist()):
             if slot >= 0:
-                for cache, new in zip(kv_cache, (key, value), strict=True):
+                for cache, new in zip(kv_cache, as_stored(key, value, kv_cache), strict=True):
                     cache[slot // block_size, slot % block_size] = new[token]
 
     def attend(
@@ -104,7 +124,9 @@ class AttentionBackend:
             position = torch.arange(seq_len, device=query.device)
             # 1. Fetch: the sequence's keys and values, wherever its blocks are.
             block, slot = metadata.block_table[i, position // block_size], position % block_size
-            key, value = (cache[block.long(), slot].double() for cache in kv_cache)
+            key, value, *scales = (cache[block.long(), slot].double() for cache in kv_cache)
+            if scales:
+                key, value = key * scales[0], value * scales[1]
             # 2. Share: several query heads read the same key head (GQA).
             key = key.repeat_interleave(heads_per_kv_head, dim=1)  # [seq_len, num_heads, key_dim]
             value = value.repeat_interleave(heads_per_kv_head, dim=1)

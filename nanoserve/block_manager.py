@@ -379,7 +379,7 @@ class BlockManager:
     def _hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
         """seq.block_hashes, made to cover at least its first `num_blocks` (full) blocks."""
         hashes, size = seq.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else self._hash_table.get(None, seq.cache_salt)
+        parent = hashes[-1] if hashes else self._hash_table.get(None, seq.extra_keys)
         for start in range(len(hashes) * size, num_blocks * size, size):
             parent = self._hash_table.get(parent, tuple(seq.token_ids[start : start + size]))
             hashes.append(parent)

@@ -171,7 +171,16 @@ ALIASES = {
     "kv_cache_memory": "kv_cache_memory_bytes",
     "device_memory_utilization": "gpu_memory_utilization",
 }
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "speculative_config": "-sc"}  # as in vLLM
+# Options that a chapter reads: name -> module in extras, class.
+CHAPTER_CONFIGS = {
+    "speculative_config": ("speculative.config", "SpeculativeConfig"),
+    "structured_outputs_config": ("structured_output.params", "StructuredOutputsConfig"),
+}
+SHORT_FLAGS = {
+    "tensor_parallel_size": "-tp",
+    "speculative_config": "-sc",
+    "quantization": "-q",
+}  # as in vLLM
 # Whose flags take 1k (1000), 1K (1024), ... as in vLLM.
 WITH_SUFFIX = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -179,7 +188,18 @@ BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # vLLM's names for values that have another name here.
 VALUE_ALIASES = {
     "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {
+        "fp8_e4m3": "fp8",
+        "fp8_per_token_head": "fp8",
+        "int8_per_token_head": "int8",
+    },
     "load_format": {"safetensors": "auto"},
+    "quantization": {
+        "fp8_per_channel": "fp8",
+        "int8_per_channel_weight_only": "int8",
+        **dict.fromkeys(("auto_awq", "awq_marlin"), "awq"),
+        **dict.fromkeys(("auto_gptq", "gptq_marlin"), "gptq"),
+    },
     "model_impl": {"vllm": "nanoserve"},
     "attention_backend": {"TRITON_ATTN": "triton", "TORCH_SDPA": "torch", "CPU_ATTN": "torch"},
 }
@@ -199,6 +219,9 @@ class EngineConfig:
     """Folder or Hugging Face id of the tokenizer; None: the model's own."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    """Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
+    and head, so that a block takes a quarter to a half of the memory."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: a CUDA GPU if there is one."""
     max_model_len: int | None = None
@@ -242,6 +265,9 @@ class EngineConfig:
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto: safetensors; dummy: random weights from config.json alone."""
+    quantization: Literal["fp8", "int8", "int4", "awq", "gptq", "compressed-tensors"] | None = None
+    """fp8, int8 or int4: weights in floating point are quantized while they are loaded; the name of
+    a format: the checkpoint must have it; None: as config.json says."""
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
     attention_backend: Any = field(default="auto", hash=False)  # one of your own may have no hash
@@ -260,6 +286,18 @@ class EngineConfig:
     """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, or its
     JSON, such as {"method": "ngram", "num_speculative_tokens": 3}; None: off. The keys are in
     extras/speculative/config.py."""
+    structured_outputs_config: Any = None
+    """Which backend makes grammars of structured_outputs: a dict, or its JSON, such as
+    {"backend": "xgrammar"}; None: {"backend": "auto"}. The keys are in
+    extras/structured_output/params.py."""
+    enable_lora: bool = False
+    """Requests may have LoRA adapters (lora_request)."""
+    max_loras: int = 1
+    """Adapters in one step at most: slots on the device."""
+    max_lora_rank: int = 16
+    """Largest rank of an adapter; each slot has room for it."""
+    max_cpu_loras: int | None = None
+    """Adapters whose weights are kept in main memory, those in slots included; None: max_loras."""
     max_logprobs: int = 20
     """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
@@ -276,9 +314,10 @@ class EngineConfig:
             if each.kind is not Any:  # a number of NumPy or torch becomes Python's
                 object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
             each.check(getattr(self, each.name))
-        if self.speculative_config is not None:
-            speculative_config = _read_speculative_config(self.speculative_config)
-            object.__setattr__(self, "speculative_config", speculative_config)
+        for name, (chapter, cls) in CHAPTER_CONFIGS.items():
+            if (value := getattr(self, name)) is not None:
+                value = getattr(load_chapter(name, chapter), cls).read(value)
+                object.__setattr__(self, name, value)
         if self.tensor_parallel_size > 1 and ":" in self.device:
             raise ValueError(
                 f"device {self.device!r} is one GPU, and tensor_parallel_size is "
@@ -288,6 +327,12 @@ class EngineConfig:
             raise ValueError(
                 f"swap_space ({self.swap_space} GiB) and num_cpu_blocks ({self.num_cpu_blocks}) "
                 "both set the size of the CPU pool. Give one of them."
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras}, less than max_loras {self.max_loras}: "
+                "adapters on the device are kept on the CPU, too. Raise the first or lower the "
+                "second."
             )
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
@@ -314,7 +359,9 @@ class EngineConfig:
                 how = {"type": each.read, "choices": each.choices or None}
                 how["metavar"] = None if each.choices else kind.__name__.upper()
             aliases = [to_flag(alias) for alias in ALIASES if ALIASES[alias] == each.name]
-            flags = [each.flag, *aliases, *filter(None, [SHORT_FLAGS.get(each.name)])]
+            taken = parser._option_string_actions  # the program's own -q stays its own
+            short = [flag for flag in SHORT_FLAGS.get(each.name, "").split() if flag not in taken]
+            flags = [each.flag, *aliases, *short]
             action = group.add_argument(*flags, default=each.default, **how)
             # Not given above: the action of a bool may add the default itself, or may not.
             action.help = each.cli_help
@@ -359,16 +406,15 @@ class EngineConfig:
         return resolved
 
 
-def _read_speculative_config(value: Any) -> Any:
-    """The SpeculativeConfig of the chapter, from a dict or JSON."""
+def load_chapter(option: str, name: str) -> Any:
+    """The module `name` of extras/, which an option needs. Raises ValueError if it was deleted."""
     try:
-        chapter = import_module("nanoserve.extras.speculative.config")
+        return import_module(f"nanoserve.extras.{name}")
     except ModuleNotFoundError as error:
+        folder = f"nanoserve/extras/{name.partition('.')[0]}"
         raise ValueError(
-            f"speculative_config needs nanoserve/extras/speculative, and it is not there: {error}. "
-            "Leave speculative_config out."
+            f"{option} needs {folder}, and it is not there: {error}. Leave {option} out."
         ) from error
-    return chapter.SpeculativeConfig.read(value)
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:
@@ -394,8 +440,9 @@ def _read_options() -> tuple[Option, ...]:
     options = []
     for each in fields(EngineConfig):
         hint = hints[each.name]
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        kind = str if choices else (get_args(hint) or (hint,))[0]  # of `int | None`: int
+        kind = hint if get_origin(hint) is Literal else (get_args(hint) or (hint,))[0]
+        choices = get_args(kind)  # kind is int, say, of `int | None`, or a Literal
+        kind = str if choices else kind
         options.append(
             Option(each.name, kind, each.default, help_texts.get(each.name, ""), choices)
         )

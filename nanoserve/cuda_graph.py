@@ -234,6 +234,7 @@ def pad_step(arrays: StepArrays[np.ndarray], shape: GraphShape) -> StepArrays[np
         positions=pad(arrays.positions, num_tokens),
         token_rows=pad(arrays.token_rows, num_tokens),
         slot_mapping=pad(arrays.slot_mapping, num_tokens, -1),
+        lora_ids=pad(arrays.lora_ids, num_tokens, -1),
         query_start_loc=pad(arrays.query_start_loc, num_seqs, int(arrays.query_start_loc[-1])),
         seq_lens=pad(arrays.seq_lens, num_seqs),
     )

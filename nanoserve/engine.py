@@ -42,17 +42,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from nanoserve.arg_utils import EngineArgs, build_seam, check_engine_args, check_seams
+from nanoserve.arg_utils import EngineArgs, as_engine_config, as_seam, build_seam, check_seams
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing
+from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing, set_lora
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -102,7 +103,7 @@ class LLMEngine(OwnedByProcess):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineConfig | EngineArgs,
         *,
         scheduler_cls: type[Scheduler] | None = None,
         block_manager_cls: type[BlockManager] | None = None,
@@ -114,6 +115,7 @@ class LLMEngine(OwnedByProcess):
         The keyword arguments are the seams: a class of your own takes the place of ours.
         """
         check_seams(scheduler_cls, block_manager_cls, executor_cls, runner_cls)
+        config = as_engine_config(config)
         configure_logging()
         folder = resolve_folder(config.model)
         self.model_config = ModelConfig.from_folder(folder)
@@ -123,10 +125,13 @@ class LLMEngine(OwnedByProcess):
         from nanoserve.parallel import with_device
 
         self.config = with_device(config).resolve(self.model_config)
+        self.lora_manager: Any = None  # adapters
+        if config.enable_lora:
+            self.lora_manager = load_chapter("enable_lora", "lora.manager").LoRAManager(self)
         tokenizer_folder = resolve_folder(config.tokenizer, "tokenizer", default=folder)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
         make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
-        options = {} if runner_cls is None else {"runner_cls": runner_cls}
+        options = {} if runner_cls is None else {"runner_cls": as_seam("runner_cls", runner_cls)}
         model_args = self.config, self.model_config, config.attention_backend
         self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
         check_can_overlap(self.executor, self.config)
@@ -144,6 +149,7 @@ class LLMEngine(OwnedByProcess):
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        self.structured_output_manager: Any = None  # made for the first request that needs it
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet
         self.claims: list[set[str]] = []  # request ids whose outputs step() leaves to a loop
@@ -168,7 +174,7 @@ class LLMEngine(OwnedByProcess):
     def from_engine_args(cls, engine_args: EngineArgs, **seams: Any) -> LLMEngine:
         """The engine that `engine_args` describe; `seams` are the constructor's, such as
         scheduler_cls. Raises ValueError or TypeError as the constructor does."""
-        return cls(check_engine_args(engine_args).create_engine_config(), **seams)
+        return cls(engine_args, **seams)
 
     # -- requests --
 
@@ -178,7 +184,7 @@ class LLMEngine(OwnedByProcess):
         prompt: PromptType,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: Any = None,
         tokenization_kwargs: None = None,
         trace_headers: None = None,
         priority: int = 0,
@@ -187,13 +193,13 @@ class LLMEngine(OwnedByProcess):
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never be
         served, QueueOverflowError if max_num_waiting requests wait. The arguments are vLLM's, in
-        vLLM's order; cache_salt is for prompts that do not have a salt of their own. lora_request,
-        tokenization_kwargs and trace_headers: None."""
+        vLLM's order; cache_salt is for prompts that do not have a salt of their own; lora_request
+        is a LoRARequest. tokenization_kwargs and trace_headers: None."""
         self.check_admission()  # here too: a server that is busy should not tokenize in vain
-        refuse_missing("add_request", lora_request=lora_request, trace_headers=trace_headers)
-        refuse_missing("add_request", tokenization_kwargs=tokenization_kwargs)
+        missing = {"trace_headers": trace_headers, "tokenization_kwargs": tokenization_kwargs}
+        refuse_missing("add_request", **missing)
         params = self.get_default_sampling_params() if params is None else params
-        request = self.make_request(request_id, prompt, params, priority, cache_salt)
+        request = self.make_request(request_id, prompt, params, priority, cache_salt, lora_request)
         metrics = request.root.metrics
         metrics.arrival_time = as_arrival_time(arrival_time) or metrics.arrival_time
         with self._admission:
@@ -208,11 +214,16 @@ class LLMEngine(OwnedByProcess):
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: Any = None,
     ) -> RequestState:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
         self._check_open()
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
+        if root.sampling_params.structured_outputs is not None:
+            chapter = import_module("nanoserve.extras.structured_output.manager")
+            chapter.get_manager(self).grammar_init(root)
+        set_lora(self.lora_manager, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 
@@ -227,6 +238,8 @@ class LLMEngine(OwnedByProcess):
             raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         with delayed_interrupt():
             self.output_processor.add(request)
+            for gate in {gate for seq in request.sequences for gate in seq.gates}:  # forks share it
+                gate.start(partial(self.fail_request, request))
             self._inbox.append(partial(self._queue, request))
             self._drain_inbox()
         self._check_open()  # close() has ended what was queued before, and nothing after
@@ -278,6 +291,17 @@ class LLMEngine(OwnedByProcess):
             self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
             outputs = self.output_processor.process_outputs([SequenceUpdate(seq, (), ())])
             self._outputs += outputs
+
+    def fail_request(self, request: RequestConsumer, error: BaseException) -> None:
+        """End a request with finish_reason "error" when the next step begins, unless it has ended
+        by then. Any thread may call this."""
+
+        def fail() -> None:
+            if self.has_request(request):
+                fail_request = self.output_processor.fail_request
+                self.hand_out(fail_request(request.request_id, error, request.sequences))
+
+        self._inbox.append(fail)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that have neither finished nor been aborted."""
@@ -386,7 +410,7 @@ class LLMEngine(OwnedByProcess):
         """The next step, about to be launched. None if no sequence can be scheduled."""
         start = perf_counter()
         with self.changing():
-            scheduler_output = self.scheduler.schedule()
+            scheduler_output = (self.lora_manager or self.scheduler).schedule()
         end = perf_counter()
         self._idle_watch.note(scheduler_output.is_empty)
         if not scheduler_output.is_empty:
@@ -508,8 +532,9 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            if self.tokenizer is not None:
-                self.tokenizer.guard.close()
+            for part in (getattr(self.tokenizer, "guard", None), self.structured_output_manager):
+                if part is not None:
+                    part.close()
             if has_lock:
                 self._lock.release()
 

@@ -97,7 +97,10 @@ class NoTokenError(RequestError):
 
 
 # The fields of SamplingParams that can forbid tokens.
-CHANGES_LOGITS = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias", "logits_processors")
+CHANGES_LOGITS = (
+    *("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logit_bias"),
+    "logits_processors",
+)
 
 
 def _name(function: Any) -> str:
@@ -109,7 +112,7 @@ def _name(function: Any) -> str:
 
 class Caught:
     """Runs code that is not ours. `with Caught() as caught:` ends what the block raises, if it is
-    neither a KeyboardInterrupt nor from the handler of a signal; then caught.error holds it."""
+    not from the handler of a signal, such as Ctrl-C; then caught.error holds it."""
 
     error: BaseException | None = None
 
@@ -118,7 +121,7 @@ class Caught:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.error = error
-        return not isinstance(error, KeyboardInterrupt) and not is_from_signal(error)
+        return not is_from_signal(error)
 
 
 def describe_error(error: BaseException) -> str:
@@ -150,7 +153,7 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, GeneratorExit, VLLMValidationError):
+    except (GeneratorExit, VLLMValidationError):
         raise  # GeneratorExit: Ctrl-C came before the first line inside
     except BaseException as error:
         if is_from_signal(error):

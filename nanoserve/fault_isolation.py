@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+IDLE_PAUSE = 0.001  # seconds after a step without work: other threads do what sequences wait for
 IDLE_SECONDS = 5  # without work, until a warning
 STALL_SECONDS = 60  # until it is an error
 PROBE_SEQ_ID = -1  # no request has it
@@ -116,6 +117,7 @@ class IdleWatch:
                 message % STALL_SECONDS + "All are ready: the scheduler or the block manager does "
                 "not let them run."
             )
+        time.sleep(IDLE_PAUSE)
 
 
 class FaultSearch:
@@ -236,6 +238,8 @@ class FaultSearch:
                 for branch in range(1, num_forks + 1):
                     known.pop(seq.seq_id + branch, None)
                 del seq.token_ids[num_tokens:]
+                if (grammar := seq.structured_output_request) is not None:
+                    grammar.rollback_to(seq.num_output_tokens)
                 seq.num_pending_forks, seq.stop_reason = num_forks, None
                 seq.metrics.num_generation_tokens = seq.num_output_tokens
                 known[seq.seq_id] = seq  # it may have been finished

@@ -48,11 +48,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.checkpoint import check_is_file, read_bytes, transformers_lock
+from nanoserve.checkpoint import check_is_file, read_bytes, read_json, transformers_lock
 from nanoserve.config import DEMO_MODEL
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import Caught, VLLMValidationError, brief, describe_error
 from nanoserve.inputs import as_python, find_content_format
-from nanoserve.interrupts import suppress, unless_signal
+from nanoserve.interrupts import is_from_signal, suppress, unless_signal
 
 SECONDS = 5  # for one text: rendered, or tokenized
 MEGABYTES = 512  # MiB of address space for one text, beside what the process has at its start
@@ -85,6 +85,8 @@ class Guard:
     Invariant: a call returns or raises within its time, and leaves no process that still works on
     it. The process ends with close(), with the Guard, and with the process that started it.
     """
+
+    module = "nanoserve.guard"  # what the process runs
 
     def __init__(self, backend: Any | None = None, own_template: str | None = None) -> None:
         """backend: a tokenizer of the tokenizers library, which the process is to have, too;
@@ -162,7 +164,7 @@ class Guard:
         }
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "nanoserve.guard"],
+                [sys.executable, "-m", self.module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -172,12 +174,15 @@ class Guard:
             )
             self._end_last()
             self._end_last = weakref.finalize(self, _end, process, self._pid)
-            backend = None if self.backend is None else self.backend.to_str()
-            _result(_ask(process, "start", backend))
+            _result(_ask(process, "start", *self.start_args()))
         except unless_signal(GuardError, OSError) as error:
             command = brief(sys.executable)
             raise GuardError(f"its process ({command}) does not start: {error}") from error
         return process
+
+    def start_args(self) -> tuple[Any, ...]:
+        """What the process is told first."""
+        return (None if self.backend is None else self.backend.to_str(),)
 
     def _is_own(self, chat_template: Any) -> bool:
         return self.own_template is not None and chat_template == self.own_template
@@ -300,9 +305,10 @@ def read_tokenizer(folder: Path) -> Any:
 
     Raises ValueError for files that are too large or special, or a tokenizer that is none.
     """
-    is_usual = check_files(folder)
-    guard = Guard()
+    guard, is_checked = Guard(), False
     try:
+        is_usual = check_files(folder)
+        is_checked = True
         if not is_usual:
             guard.call("read", str(folder))
             guard.end_process()  # what it holds is not needed
@@ -310,6 +316,11 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer.guard = guard
         if folder.resolve() == DEMO_MODEL.resolve():
             guard.own_template = tokenizer.chat_template
+        limit = getattr(tokenizer, "model_max_length", 0)
+        if not isinstance(limit, (int, float)):
+            raise ValueError(
+                f"tokenizer_config.json: model_max_length is {brief(limit)}; allowed: a number"
+            )
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is not None and not is_linear(backend):
             guard.backend = backend
@@ -317,10 +328,32 @@ def read_tokenizer(folder: Path) -> Any:
             tokenizer.encode = functools.partial(_encode, tokenizer)
     except BaseException as error:
         guard.close()
-        if type(error).__name__ == "PanicException":  # of Rust; a BaseException
-            raise ValueError(f"the tokenizers library fails: {error}") from None
-        raise
+        is_panic = type(error).__name__ == "PanicException"  # of Rust; a BaseException
+        if is_from_signal(error) or not (is_panic or isinstance(error, Exception)):
+            raise
+        why = str(error) if type(error) is ValueError else " ".join(describe_error(error).split())
+        why = why.removesuffix(". Copy it again.")
+        if is_checked and is_of_config(folder, error):
+            raise ValueError(
+                f"{folder / 'config.json'} is refused by transformers ({why}). Correct the file, "
+                "or copy it again."
+            ) from error
+        raise ValueError(  # of many types, with one meaning: no tokenizer
+            f"no tokenizer can be read from {folder} ({why}). Copy its files again, or give the "
+            "folder of another one as tokenizer."
+        ) from error
     return tokenizer
+
+
+def is_of_config(folder: Path, error: BaseException) -> bool:
+    """Does config.json alone bring this error? To read a tokenizer, transformers reads it, too."""
+    if not (folder / "config.json").is_file():
+        return False
+    with transformers_lock, Caught() as caught:
+        from transformers import AutoConfig
+
+        AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return caught.error is not None and str(caught.error) == str(error)
 
 
 def _from_pretrained(folder: Path | str) -> Any:
@@ -359,25 +392,32 @@ def check_files(folder: Path) -> bool:
             continue
         check_is_file(file)
         data = read_bytes(file, FILE_BYTES)
+        if file.suffix == ".jinja":
+            try:
+                data.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file} is no UTF-8: {error}") from error
         if file.suffix != ".json":
             continue
         num_items = data.count(b",") + data.count(b"[") + data.count(b"{")
         if num_items > FILE_ITEMS:
             raise ValueError(f"{file.name} has {num_items} items; allowed: {FILE_ITEMS}")
+        if file.name in ("tokenizer.json", "tokenizer_config.json"):
+            content = read_json(file, FILE_BYTES)
         if file.name == "tokenizer.json":
-            is_usual = check_parts(json.loads(data)) and is_usual
+            if "model" not in content:
+                raise ValueError(f"{file.name} has no model")
+            is_usual = check_parts(content) and is_usual
         elif num_items > 8 * NUM_ADDED and not file.name.startswith("vocab"):
             is_usual = False  # an added token of tokenizer_config.json has eight items
     return is_usual
 
 
-def check_parts(content: Any) -> bool:
+def check_parts(content: dict[str, Any]) -> bool:
     """Raise ValueError for a tokenizer.json of too many parts or of long pieces. False for one of
     the following, which may take much more time or memory to read than its text: another regular
     expression than the usual ones, a Unigram vocabulary, very many added tokens, a normalizer that
     may make these much longer."""
-    if not isinstance(content, dict):
-        raise ValueError("tokenizer.json holds no JSON object")
     num_parts, regexes = 0, set[str]()
     todo = [value for key, value in content.items() if key not in ("model", "added_tokens")]
     while todo:
@@ -528,6 +568,7 @@ class Programs:
 
     def start(self, backend: str | None) -> None:
         """Import what the calls need, so that it does not count as a call's time."""
+        sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here needs it
         from tokenizers import Tokenizer
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -560,13 +601,12 @@ class Programs:
         _from_pretrained(folder)
 
 
-def main() -> None:
-    """Answer calls from standard input until it ends. A call is 8 bytes of length and a marshalled
-    tuple; a reply is a line of JSON, as the other side does not trust this one."""
+def main(programs: Any) -> None:
+    """Answer calls from standard input until it ends: of methods of `programs`, by name. A call is
+    8 bytes of length and a marshalled tuple; a reply is a line of JSON, as the other side does not
+    trust this one."""
     calls, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what is printed here is no reply
-    sys.modules["torch"] = None  # type: ignore[assignment]  # nothing here needs it
-    programs = Programs()
     while header := calls.read(8):
         task, args, seconds, megabytes = marshal.loads(calls.read(int.from_bytes(header, "little")))
         # If the other side is no longer there to end a call.
@@ -597,4 +637,4 @@ def limit_memory(megabytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(Programs())

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.kernels.seen_tokens import SeenTokens
+from nanoserve.logits_processors import RequestProcessors
 from nanoserve.sampler import (
     LogitEdits,
     LogitMask,
     Penalties,
-    RequestProcessors,
     SamplingBatch,
     uniform_noise,
 )
@@ -65,7 +65,8 @@ class RowLogitState:
         bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
-        self.is_forbidden: Tensor | None = None  # [vocab_size] bool; made when it is first needed
+        self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
+        self.grammar = new.structured_output_request
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
@@ -117,6 +118,7 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.branches = np.zeros(max_num_seqs, np.int64)
         self.num_samples = np.zeros(max_num_seqs, np.int64)
+        self.lora_slots = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.zeros(max_num_seqs, np.float32)
@@ -133,7 +135,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.seeds[row], self.branches[row] = new.seed, new.branch
-        self.num_samples[row] = new.num_samples
+        self.num_samples[row], self.lora_slots[row] = new.num_samples, new.lora_slot
         params = new.sampling_params
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k or self.vocab_size, self.vocab_size)
@@ -232,30 +234,39 @@ class InputBatch:
     ) -> dict[str, Any]:
         outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
         return {
-            "mask": self._make_mask(rows_with_state),
+            "mask": self._make_mask(rows_with_state, positions),
             "edits": self._make_edits(rows_with_state, outputs),
             "processors": self._make_processors(rows_with_state),
             "penalties": self._make_penalties(rows_with_state),
             "params": {i: self.logit_states[row].params for i, row in rows_with_state},
         }
 
-    def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
-        masks = {
-            logits_row: self._get_forbidden(self.logit_states[row])
-            for logits_row, row in rows_with_state
-            if self.logit_states[row].params.allowed_token_ids is not None
-        }
+    def _make_mask(self, rows: list[LogitsRow], positions: np.ndarray) -> LogitMask | None:
+        """What grammars forbid behind the known tokens and the drafts, and what is not among the
+        allowed_token_ids."""
+        states = [(i, row, self.logit_states[row]) for i, row in rows]
+        allowed = [(i, state) for i, _, state in states if state.params.allowed_token_ids]
+        grammars = [
+            (i, state.grammar, self.token_ids[row, self.num_tokens[row] : positions[i]].tolist())
+            for i, row, state in states
+            if state.grammar is not None
+        ]
+        masks = [self._get_mask(state)[None] for _, state in allowed]
+        if grammars:
+            grammar_bitmask = grammars[0][1].manager.grammar_bitmask
+            masks.append(grammar_bitmask([own for _, *own in grammars], self.staging.device))
         if not masks:
             return None
-        logits_rows = self.staging.send(rows=np.array(list(masks)))["rows"]
-        return LogitMask(logits_rows, torch.stack(list(masks.values())))
+        indices = np.array([i for i, *_ in (*allowed, *grammars)])
+        values = masks[0] if len(masks) == 1 else torch.cat(masks)
+        return LogitMask(self.staging.send(rows=indices)["rows"], values)
 
-    def _get_forbidden(self, state: RowLogitState) -> Tensor:
-        if state.is_forbidden is None:
-            allowed = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
-            everything = torch.ones(self.vocab_size, dtype=torch.bool, device=allowed.device)
-            state.is_forbidden = everything.index_fill_(0, allowed, False)
-        return state.is_forbidden
+    def _get_mask(self, state: RowLogitState) -> Tensor:
+        if state.mask is None:
+            ids = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
+            nothing = torch.full((self.vocab_size,), -torch.inf, device=ids.device)
+            state.mask = nothing.index_fill_(0, ids, 0.0)
+        return state.mask
 
     def _make_edits(
         self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
@@ -264,10 +275,11 @@ class InputBatch:
             (np.full(len(ids), logits_row), ids, values)
             for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)
             for ids, values in self.logit_states[row].get_edits(output)
+            if len(ids)
         ]
-        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
-        if not len(values):
+        if not edits:
             return None
+        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
         sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
         return LogitEdits(**sent)
 

@@ -28,10 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.exceptions import VLLMValidationError, brief, describe_error
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.guard import read_tokenizer
 from nanoserve.inputs import PromptType, check_request, encode, parse_prompt, pick_salt, render_chat
-from nanoserve.interrupts import unless_signal
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
@@ -44,12 +43,7 @@ def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
     """
     if not explicit and not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    try:
-        tokenizer = read_tokenizer(folder)  # imports torch: not before an engine is built
-    except unless_signal(Exception) as error:  # of many types, with one meaning: no tokenizer
-        raise ValueError(
-            f"no tokenizer can be read from {folder} ({describe_error(error)})."
-        ) from error
+    tokenizer = read_tokenizer(folder)  # imports torch: not before an engine is built
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise ValueError(
             f"{type(tokenizer).__name__} in {folder} is not backed by the tokenizers library, and "

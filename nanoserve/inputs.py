@@ -144,7 +144,23 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
             f"these, got {brief(prompts)}."
         )
     items = _expand(prompts)
-    return [items] if items and all(isinstance(item, int) for item in items) else items
+    is_ids = any(isinstance(item, int) for item in items)  # all, or one is not right
+    return [items] if is_ids and not any(isinstance(x, (str, Mapping)) for x in items) else items
+
+
+def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
+    """Let a request, whose first sequence is `root`, run with an adapter. `manager` is the engine's
+    LoRAManager; None: it has none. Raises ValueError or TypeError if it cannot."""
+    if lora_request is None:
+        return
+    if manager is None:
+        raise VLLMValidationError(
+            f"lora_request is {brief(lora_request)}, and this engine takes no adapters. Build it "
+            "with enable_lora=True, or leave lora_request out.",
+            parameter="lora_request",
+            value=lora_request,
+        )
+    manager.attach(root, lora_request)
 
 
 def parse_prompt(prompt: Any) -> PromptComponents:
@@ -277,8 +293,15 @@ def as_token_ids(items: Any) -> list[int]:
 def encode(
     tokenizer: Any, text: str, most: int, add_special_tokens: bool = True, what: str = "the prompt"
 ) -> list[int]:
-    """The token ids of `text`. Raises VLLMValidationError if the tokenizer fails, or if there are
-    far more than `most` of them."""
+    """The token ids of `text`. Raises VLLMValidationError if the tokenizer fails, if there are far
+    more than `most` of them, or for half of a surrogate pair, which no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(0, error.start - 20) : error.start + 1]
+        raise VLLMValidationError(
+            f"{what} holds {brief(part)}; allowed: whole characters, no half of a surrogate pair."
+        ) from None
     check_text_length(tokenizer, text, most, what)
     with as_validation_error("the tokenizer cannot encode", text):
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -409,9 +432,11 @@ def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:
         as_parts = [{"type": "text", "text": text} for text in texts]
         has_parts = content_format == "openai" and role != "tool"
         message["content"] = as_parts if has_parts else "\n".join(texts)
-        if role == "assistant" and isinstance(message.get("tool_calls"), (list, tuple)):
-            message["tool_calls"] = [_parse_tool_call(call) for call in message["tool_calls"]]
-            if not message["tool_calls"]:  # as if there were none: templates ask for the key only
+        calls = message.get("tool_calls")
+        if role == "assistant" and calls is not None:
+            given = calls if isinstance(calls, (list, tuple)) else [calls]  # one alone
+            message["tool_calls"] = [_parse_tool_call(call) for call in given]
+            if not given:  # as if there were none: templates ask for the key only
                 del message["tool_calls"]
         parsed.append(message)
     return parsed
@@ -436,8 +461,9 @@ def check_messages_length(messages: Any) -> None:
 def _parse_tool_call(call: Any) -> dict[str, Any]:
     """A copy of a tool call, with a dict for its arguments. What is no JSON object becomes {}: it
     stands in the history, so that refusing it would end the conversation."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    has_name = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    if not has_name or call.get("type", "function") != "function":
         raise VLLMValidationError(
             f"tool_calls holds {brief(call)}; allowed: {{'type': 'function', 'function': "
             "{'name': ..., 'arguments': ...}}.",

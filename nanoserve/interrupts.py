@@ -26,6 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dis import opmap
 from functools import partial
 from itertools import pairwise
 from traceback import walk_tb
@@ -131,10 +132,14 @@ def unless_signal(*kinds: type[Error]) -> tuple[type[Error], ...]:
 def is_from_signal(error: BaseException | None) -> bool:
     """Was it raised by a handler of a signal? Then one function of the traceback was given the
     frame before it as an argument: only a handler gets the frame that it interrupts. If it has
-    deleted its arguments, it is known by its code, as long as it is installed."""
+    deleted its arguments, it is known by its code, as long as it is installed. Python's own handler
+    of Ctrl-C has no frame: its KeyboardInterrupt appears in the main thread without a `raise`."""
     if error is None:
         return False
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    is_main = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and is_main and not _has_raise(error.__traceback__):
+        return True
     for interrupted, frame in pairwise(frames):
         for value in frame.f_locals.values():
             given = value if type(value) is tuple else (value,)  # of `lambda *args: ...`
@@ -142,6 +147,15 @@ def is_from_signal(error: BaseException | None) -> bool:
                 return True
     codes = {frame.f_code for frame in frames}
     return any(_code_of(_signal.getsignal(number)) in codes for number in SIGNALS)
+
+
+def _has_raise(traceback: TracebackType | None) -> bool:
+    """Does it begin at a `raise` statement?"""
+    is_raise = False
+    while traceback is not None:
+        opcode = traceback.tb_frame.f_code.co_code[traceback.tb_lasti]
+        is_raise, traceback = opcode == opmap["RAISE_VARARGS"], traceback.tb_next
+    return is_raise
 
 
 def _code_of(handler: Any) -> CodeType | None:

@@ -30,13 +30,21 @@ from nanoserve.interrupts import unless_signal
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.seen_tokens import allocate_seen_tokens
 from nanoserve.layers import LayerConfig
-from nanoserve.memory import available_memory, check_fits, read_meminfo, total_memory
+from nanoserve.memory import (
+    available_memory,
+    check_fits,
+    describe_size,
+    read_meminfo,
+    total_memory,
+)
 from nanoserve.sampler import Penalties, SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
 WARM_UP_PROMPT = 2  # tokens: the shortest, so that attention has few programs and is split first
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 MANAGER_BYTES = 160  # of the block manager, for each block
+SCALE_DTYPE = torch.float32  # of the scales of keys and values of 8 bits
+CACHE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -49,22 +57,29 @@ class KVCacheSpec:
     sliding_window: int | None = None  # a query sees this many keys at most, its own included
 
     def num_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block, keys and values."""
-        return block_size * self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+        """Bytes of one block, keys and values, and their scales if they have 8 bits."""
+        per_head = (self.key_dim + self.value_dim) * dtype.itemsize
+        per_head += 2 * SCALE_DTYPE.itemsize if dtype.itemsize == 1 else 0
+        return block_size * self.num_kv_heads * per_head
 
     def allocate(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVCache:
-        """Two zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim].
+        """Zeroed tensors [num_blocks, block_size, num_kv_heads, key_dim or value_dim]; and if dtype
+        has 8 bits, the scale of each vector, [.., 1] each.
 
         In memory the heads of a block come before its slots, so that the keys that one head reads
         of a block lie together.
         """
+        parts = [(self.key_dim, dtype), (self.value_dim, dtype)]
+        parts += [(1, SCALE_DTYPE)] * 2 if dtype.itemsize == 1 else []
         shape = (num_blocks, self.num_kv_heads, block_size)
-        return (
-            lazy_zeros((*shape, self.key_dim), dtype, device).transpose(1, 2),
-            lazy_zeros((*shape, self.value_dim), dtype, device).transpose(1, 2),
-        )
+        return tuple(lazy_zeros((*shape, n), kind, device).transpose(1, 2) for n, kind in parts)
+
+
+def choose_kv_cache_dtype(wanted: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of keys and values for an option kv_cache_dtype; auto: `dtype`, the model's."""
+    return CACHE_DTYPES.get(wanted, dtype)
 
 
 class ProfiledModel(Protocol):
@@ -92,7 +107,7 @@ def allocate_kv_caches(
     num_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """One (key, value) pair of zeroed tensors for each layer. Raises ValueError if the device has
+    """The zeroed tensors of each layer (KVCacheSpec.allocate). Raises ValueError if the device has
     no room for them."""
     try:
         return [spec.allocate(num_blocks, block_size, dtype, device) for spec in specs]
@@ -117,6 +132,8 @@ def copy_blocks(
     destinations = index_on([pair[1] for pair in pairs], to_device)
     for source_pair, destination_pair in zip(source, destination, strict=True):
         for from_cache, to_cache in zip(source_pair, destination_pair, strict=True):
+            if from_cache.dtype == torch.float8_e4m3fn:  # PyTorch copies no rows of this type
+                from_cache, to_cache = from_cache.view(torch.int8), to_cache.view(torch.int8)
             blocks = from_cache.index_select(0, sources)
             to_cache.index_copy_(0, destinations, blocks.to(to_device))
 
@@ -142,7 +159,8 @@ def determine_num_kv_blocks(
     the largest step is profiled, and memory is kept for CUDA graphs.
     """
     is_user_set = bool(config.num_gpu_blocks_override or config.kv_cache_memory_bytes)
-    dtype, device, parallel = layer_config.dtype, layer_config.device, layer_config.parallel
+    dtype = choose_kv_cache_dtype(config.kv_cache_dtype, layer_config.dtype)
+    device, parallel = layer_config.device, layer_config.parallel
     specs = model.kv_cache_specs() if specs is None else specs
     other_bytes = 0
     if device.type == "cuda":
@@ -180,7 +198,8 @@ def dummy_forward(
 ) -> Tensor:
     """Run prompts of these lengths, all zeros; return the hidden states. The KV cache is one block,
     and nothing is stored in it. The block table has room for `max_blocks`."""
-    dtype, device, block_size = layer_config.dtype, layer_config.device, config.block_size
+    dtype = choose_kv_cache_dtype(config.kv_cache_dtype, layer_config.dtype)
+    device, block_size = layer_config.device, config.block_size
     caches = allocate_kv_caches(model.kv_cache_specs(), block_size, dtype, 1, device)
     ends = torch.tensor([0, *lengths], device=device).cumsum(0)
     metadata = StepMetadata(
@@ -285,8 +304,8 @@ def num_blocks_that_fit(
     if num_blocks < per_sequence:
         raise ValueError(
             f"one sequence of max_model_len={config.max_model_len} tokens needs "
-            f"{per_sequence * block_bytes / 2**20:.0f} MiB of KV cache, and there are "
-            f"{memory / 2**20:.0f} MiB for it. Lower max_model_len (and block_size, which is "
+            f"{describe_size(per_sequence * block_bytes)} of KV cache, and there are "
+            f"{describe_size(memory)} for it. Lower max_model_len (and block_size, which is "
             f"{config.block_size}, if that is more), raise kv_cache_memory_bytes (or "
             "gpu_memory_utilization), or set num_gpu_blocks_override."
         )

@@ -11,11 +11,11 @@ heads, 2 key heads:
     v_proj [v0 v1]        o_proj is row parallel: each rank multiplies the outputs of its own
                           heads, and the partial results of all ranks are summed.
 
-Layers say what is computed. How a weight is stored and multiplied is up to a `LinearMethod`, the
-work between two products to a few functions. A layer gets them from its `LayerConfig`: those of
-this module are plain PyTorch, and kernels/ has faster ones. Linear layers pass the step's metadata
-on to the method: quantization may choose a kernel by batch size, LoRA chooses an adapter for each
-token.
+Layers say what is computed, and which matrices of the checkpoint they are made of. How a weight is
+stored, filled and multiplied is up to a `LinearMethod`, the work between two products to a few
+functions. A layer gets them from its `LayerConfig`: those of this module are plain PyTorch, and
+kernels/ has faster ones. Linear layers pass the step's metadata on to the method: LoRA chooses an
+adapter for each token.
 
 vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
@@ -24,8 +24,8 @@ vocab_parallel_embedding.py (V0 and V1).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +85,6 @@ def rope_and_store(
 class LinearMethod:
     """How a layer stores its weight [out, in] and multiplies by it: this one, as it stands.
 
-    No method of this repository reads the step's metadata; LoRA needs the adapter of each token.
-
     The method itself keeps nothing: what it needs of a layer are attributes of that layer. A
     subclass may pack the weight, quantize it, or add an adapter.
     """
@@ -96,6 +94,11 @@ class LinearMethod:
     ) -> None:
         """Give the layer its unfilled parameters; sizes are those of this rank."""
         layer.weight = layer_config.empty(output_size, input_size)
+
+    def shards(self, layer: LinearBase, matrix: Matrix) -> Iterator[tuple[str, Shard]]:
+        """What the checkpoint has of one of the layer's matrices, and where it goes."""
+        target = layer.weight[matrix.rows, matrix.columns]
+        yield f"{matrix.name}.weight", Shard(target, matrix.shape, matrix.dim, matrix.start)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Called once, when the weights are filled and will not change any more."""
@@ -121,11 +124,28 @@ class LayerConfig:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
     rope_and_store: Callable[..., Tensor] = rope_and_store
     silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
+    quant_config: Any = None  # QuantizationConfig: which layers have a quantized weight
+    prefix: str = ""  # name in the checkpoint of the module to be built: "model.layers.0.mlp"
+
+    def at(self, name: str) -> LayerConfig:
+        """The same, for a module of this name inside the one to be built."""
+        return replace(self, prefix=f"{self.prefix}.{name}".lstrip("."))
 
     def empty(self, *shape: int) -> nn.Parameter:
         """An unfilled parameter."""
         tensor = torch.empty(*shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
+
+
+class Matrix(NamedTuple):
+    """A matrix [outputs, inputs] of the checkpoint, and which part of it a layer holds."""
+
+    name: str  # such as "model.layers.0.self_attn.k_proj"
+    shape: tuple[int, int]  # in the checkpoint
+    rows: slice  # of the layer's weight, which it fills
+    dim: int  # 0: this rank has some of the outputs; 1: some of the inputs
+    start: int  # the first of them
+    columns: slice = slice(None)  # of the layer's weight
 
 
 class Shard(NamedTuple):
@@ -135,12 +155,21 @@ class Shard(NamedTuple):
     full_shape: tuple[int, ...]  # of the tensor in the checkpoint
     dim: int = 0
     start: int = 0
+    # For quantized weights: the slice's size, if the target has another shape; the types that the
+    # file may have, if other than floats; how a slice is written to the target, which converts its
+    # numbers to those of the target; and True if the files may lack the tensor.
+    size: int | None = None
+    dtypes: tuple[str, ...] | None = None
+    load: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    is_optional: bool = False
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """What to take of the checkpoint tensor."""
         whole = [slice(None)] * len(self.full_shape)
-        whole[self.dim] = slice(self.start, self.start + self.target.shape[self.dim])
+        if whole:
+            size = self.target.shape[self.dim] if self.size is None else self.size
+            whole[self.dim] = slice(self.start, self.start + size)
         return tuple(whole)
 
 
@@ -192,13 +221,29 @@ class LinearBase(nn.Module):
     """A layer with a weight [out, in] and the linear method that multiplies by it."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     is_embedding = False  # True: rows of the weight are looked up
     is_lm_head = False  # True: an embedding that is multiplied by, too
 
     def __init__(self, output_size: int, input_size: int, layer_config: LayerConfig) -> None:
         super().__init__()
-        self.linear_method = layer_config.linear_method
+        self.bias, self.linear_method = None, layer_config.linear_method
+        if layer_config.quant_config is not None:
+            method = layer_config.quant_config.get_quant_method(self, layer_config.prefix)
+            self.linear_method = method or self.linear_method
         self.linear_method.create_weights(self, output_size, input_size, layer_config)
+
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        """The checkpoint's matrices in a layer of this name, from the first row to the last."""
+        raise NotImplementedError
+
+    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
+        for matrix in self.matrices(name):
+            yield from self.linear_method.shards(self, matrix)
+            if self.bias is not None:
+                start = matrix.start if matrix.dim == 0 else 0
+                target = self.bias[matrix.rows]
+                yield f"{matrix.name}.bias", Shard(target, matrix.shape[:1], 0, start)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -230,17 +275,14 @@ class ColumnParallelLinear(LinearBase):
         """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
         return self.linear_method.apply(self, x, self.bias, metadata)
 
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """Names each matrix beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        """Named beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
         parent, _, _ = name.rpartition(".")
         offset = 0
         for (output, full), (start, size) in zip(self.outputs.items(), self.parts, strict=True):
             rows = slice(offset, offset + size)
             offset += size
-            shape = (full, self.input_size)
-            yield f"{parent}.{output}.weight", Shard(self.weight[rows], shape, 0, start)
-            if self.bias is not None:
-                yield f"{parent}.{output}.bias", Shard(self.bias[rows], (full,), 0, start)
+            yield Matrix(f"{parent}.{output}", (full, self.input_size), rows, 0, start)
 
 
 class RowParallelLinear(LinearBase):
@@ -261,13 +303,9 @@ class RowParallelLinear(LinearBase):
         bias = self.bias if self.parallel.rank == 0 else None
         return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """The matrix has this layer's name. A rank holds some of its columns, and the whole bias,
-        which just one rank adds."""
-        shape = (self.output_size, self.input_size)
-        yield f"{name}.weight", Shard(self.weight, shape, 1, self.start)
-        if self.bias is not None:
-            yield f"{name}.bias", Shard(self.bias, tuple(self.bias.shape))
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        rows = slice(0, self.output_size)
+        yield Matrix(name, (self.output_size, self.input_size), rows, 1, self.start)
 
 
 class VocabParallelEmbedding(LinearBase):
@@ -307,9 +345,9 @@ class VocabParallelEmbedding(LinearBase):
         logits = self.linear_method.apply(self, hidden, None, None)
         return self.parallel.gather(logits)[:, : self.vocab_size]
 
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        shape = (self.vocab_size, self.hidden_size)
-        yield f"{name}.weight", Shard(self.weight[: self.num_tokens], shape, 0, self.start)
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        rows = slice(0, self.num_tokens)
+        yield Matrix(name, (self.vocab_size, self.hidden_size), rows, 0, self.start)
 
 
 class RotaryEmbedding(nn.Module):

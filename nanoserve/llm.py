@@ -49,6 +49,8 @@ from nanoserve.scheduler import Scheduler
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from nanoserve.extras.lora.request import LoRARequest
+
 
 class LLM(OwnedByProcess):
     """A model, ready to answer.
@@ -114,13 +116,19 @@ class LLM(OwnedByProcess):
         prompt: PromptType,
         params: SamplingParams | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> str:
         """Queue one request and return its id; calls of step() compute its tokens. Raises
         QueueOverflowError if max_num_waiting requests wait."""
         return self.engine.add_request(
-            request_id, prompt, params, priority=priority, cache_salt=cache_salt
+            request_id,
+            prompt,
+            params,
+            lora_request=lora_request,
+            priority=priority,
+            cache_salt=cache_salt,
         )
 
     def step(self) -> list[RequestOutput]:
@@ -144,7 +152,7 @@ class LLM(OwnedByProcess):
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: None = None,
@@ -153,20 +161,18 @@ class LLM(OwnedByProcess):
         """Complete every prompt; outputs in the order of the prompts.
 
         prompts: one prompt or a list; inputs.py says what a prompt may be. sampling_params,
-        priority (lower values first, with scheduling_policy="priority" only) and cache_salt (for
-        prompts without a salt of their own) are one for all, or a list of one each; None: the
-        model's own recommendation, priority 0, no salt. use_tqdm: False, or a function to be called
-        in place of tqdm. tokenization_kwargs: {"add_special_tokens": False} or None. lora_request
-        and mm_processor_kwargs: None.
+        priority (lower values first, with scheduling_policy="priority" only), cache_salt (for
+        prompts without a salt of their own) and lora_request (an adapter, with enable_lora only)
+        are one for all, or a list of one each; None: the model's own recommendation, priority 0, no
+        salt, no adapter. use_tqdm: False, or a function to be called in place of tqdm.
+        tokenization_kwargs: {"add_special_tokens": False} or None. mm_processor_kwargs: None.
 
         A request that fails later has an output with finish_reason "error".
         Raises ValueError or TypeError, before any work, if one of the requests can never be served.
         """
-        refuse_missing(
-            "generate", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs
-        )
+        refuse_missing("generate", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
-        requests = self._make_all(prompts, sampling_params, priority, cache_salt)
+        requests = self._make_all(prompts, sampling_params, priority, cache_salt, lora_request)
         results = self._collect(requests, use_tqdm)
         if len(results) < len(requests):
             raise RuntimeError(
@@ -178,7 +184,7 @@ class LLM(OwnedByProcess):
         self,
         prompts: PromptType | Seq[PromptType],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -186,11 +192,10 @@ class LLM(OwnedByProcess):
     ) -> list[str]:
         """Queue every prompt and return the request ids; wait_for_completion returns the outputs.
         The arguments are those of generate. (Queueing shows no progress bar.)"""
-        refuse_missing(
-            "enqueue", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs
-        )
+        refuse_missing("enqueue", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
-        return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
+        requests = self._make_all(prompts, sampling_params, priority, None, lora_request)
+        return self._enqueue(requests)
 
     def wait_for_completion(
         self, output_type: Any = None, *, use_tqdm: bool | Callable[..., tqdm] = True
@@ -211,6 +216,7 @@ class LLM(OwnedByProcess):
         prompts: PromptType | Seq[PromptType],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         cache_salt: str | list[str | None] | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
@@ -219,7 +225,9 @@ class LLM(OwnedByProcess):
         outputs, joined, are its whole text. With output_kind CUMULATIVE each output has the whole
         text so far. Leaving the loop early aborts the unfinished requests."""
         prompts = prompt_to_seq(prompts)
-        requests = self._make_all(prompts, sampling_params, priority, cache_salt, output_kind)
+        requests = self._make_all(
+            prompts, sampling_params, priority, cache_salt, lora_request, output_kind
+        )
         return self.run_requests(requests)  # a generator: queues the requests when the loop begins
 
     def chat(
@@ -227,7 +235,7 @@ class LLM(OwnedByProcess):
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
@@ -247,10 +255,11 @@ class LLM(OwnedByProcess):
         chat_template_content_format: "string" or "openai" (see inputs.parse_chat_messages); "auto":
         what the template expects. add_generation_prompt opens the assistant's turn.
         continue_final_message continues the last message instead (give add_generation_prompt=False
-        with it). The template gets tools (JSON schemas) and chat_template_kwargs (such as
-        {"enable_thinking": False}). The other arguments are those of generate.
+        with it). The template gets tools (JSON schemas; extras/server/tool_parsers.py finds the
+        calls in an answer) and chat_template_kwargs (such as {"enable_thinking": False}). The
+        other arguments are those of generate.
         """
-        refuse_missing("chat", lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse_missing("chat", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template_content_format,
@@ -265,6 +274,7 @@ class LLM(OwnedByProcess):
             prompts,
             sampling_params,
             use_tqdm=use_tqdm,
+            lora_request=lora_request,
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -274,7 +284,7 @@ class LLM(OwnedByProcess):
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., tqdm] = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         priority: int | list[int] | None = None,
         chat_template: str | Path | None = None,
         chat_template_content_format: str = "auto",
@@ -287,8 +297,7 @@ class LLM(OwnedByProcess):
     ) -> list[str]:
         """Queue conversations and return the request ids; wait_for_completion returns the outputs.
         The arguments are those of chat."""
-        missing = {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}
-        refuse_missing("enqueue_chat", **missing)
+        refuse_missing("enqueue_chat", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._render(
             messages,
             chat_template_content_format,
@@ -299,13 +308,14 @@ class LLM(OwnedByProcess):
             continue_final_message=continue_final_message,
             tools=tools,
         )
-        return self._enqueue(self._make_all(prompts, sampling_params, priority, None))
+        requests = self._make_all(prompts, sampling_params, priority, None, lora_request)
+        return self._enqueue(requests)
 
     def beam_search(
         self,
         prompts: PromptType | Seq[PromptType],
         params: Any,
-        lora_request: None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[Any]:
@@ -316,7 +326,6 @@ class LLM(OwnedByProcess):
         rounds. Raises ValueError or TypeError if a prompt can never be served, RuntimeError if a
         search fails.
         """
-        refuse_missing("beam_search", lora_request=lora_request)
         if not hasattr(params, "search"):
             raise TypeError(f"params must be BeamSearchParams, got {brief(params)}.")
         limit = as_python(concurrency_limit)
@@ -328,11 +337,16 @@ class LLM(OwnedByProcess):
                 parameter="concurrency_limit",
                 value=limit,
             )
-        return params.search(self, prompt_to_seq(prompts), limit, use_tqdm)
+        prompts = prompt_to_seq(prompts)
+        loras = _one_each("lora_request", lora_request, len(prompts))
+        return params.search(self, prompts, limit, use_tqdm, loras)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
         tensor_parallel_size above 1 no process has the whole model."""
+        if not callable(func):
+            raise TypeError(f"func must be a function of the model, got {brief(func)}.")
+        self.engine._check_open()
         if self.engine.config.tensor_parallel_size > 1:
             raise VLLMValidationError(
                 "apply_model needs the whole model in this process; tensor_parallel_size is "
@@ -387,6 +401,7 @@ class LLM(OwnedByProcess):
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         priority: int | list[int] | None,
         cache_salt: str | list[str | None] | None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None,
         output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
     ) -> list[RequestState]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
@@ -395,8 +410,9 @@ class LLM(OwnedByProcess):
         params = _one_each("sampling_params", default, len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
         salts = _one_each("cache_salt", cache_salt, len(prompts))
+        loras = _one_each("lora_request", lora_request, len(prompts))
         requests = []
-        for prompt, *rest in zip(prompts, params, priorities, salts, strict=True):
+        for prompt, *rest in zip(prompts, params, priorities, salts, loras, strict=True):
             request = self.engine.make_request(self.new_request_id(), prompt, *rest)
             request.root.sampling_params.output_kind = output_kind  # the request's own clone
             requests.append(request)
@@ -525,8 +541,9 @@ def render_conversations(
     tokenizer's own. `options` go to the template, and chat_template_kwargs below them."""
     given = _options("chat_template_kwargs", chat_template_kwargs)
     options = given | {key: value for key, value in options.items() if value is not None}
-    if "tokenize" in options:
-        raise ValueError("chat_template_kwargs holds 'tokenize', which chat sets itself.")
+    for name in ("conversation", "conversations", "messages", "self", "tokenize"):
+        if name in options:
+            raise ValueError(f"chat_template_kwargs holds {name!r}, which chat sets itself.")
     for name in ("add_generation_prompt", "continue_final_message"):
         check_bool(name, options.get(name, False))
     template = options.get("chat_template")

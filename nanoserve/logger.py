@@ -32,6 +32,7 @@ import warnings
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nanoserve.checkpoint import find_quantization
 from nanoserve.interrupts import suppress, unless_signal
 
 if TYPE_CHECKING:
@@ -160,6 +161,9 @@ def describe_runner(runner: Any) -> str:
     backend = type(runner.backend)  # one of the user's own may inherit its name
     attention = backend.name if "name" in vars(backend) else backend.__name__
     text = f"device={runner.device}, dtype={runner.dtype}, attention={attention}"
+    how = find_quantization(runner.model_config.hf_config) or ""  # quantization_config (awq)
+    if quantization := runner.config.quantization or how.partition("(")[2].strip(")"):
+        text += f", weights={quantization}"
     if runner.model.library != "nanoserve":
         text += f", model={runner.model.library}"
     if runner.graphs is not None:

@@ -44,6 +44,13 @@ def available_memory() -> int:
     return read_meminfo().get("MemAvailable", 2**32)
 
 
+def describe_size(num_bytes: int) -> str:
+    """describe_size(6144) -> "6.0 KiB"."""
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 3)
+    unit = ("bytes", "KiB", "MiB", "GiB")[power]
+    return f"{num_bytes / 1024**power:.{min(power, 1)}f} {unit}"
+
+
 def check_fits(what: str, number: int, bytes_each: int, memory: int | None, advice: str) -> None:
     """Raise ValueError if so many do not fit. `{most}` of the advice is the number that would.
 

@@ -46,13 +46,14 @@ from torch import Tensor
 
 from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, StepMetadata
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, GraphShape, pad_step
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
 from nanoserve.kv_cache import (
     allocate_kv_caches,
+    choose_kv_cache_dtype,
     copy_blocks,
     determine_num_kv_blocks,
     size_cpu_pool,
@@ -60,18 +61,17 @@ from nanoserve.kv_cache import (
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
-from nanoserve.sampler import LogprobsTensors, SampledTokens, gather_logprobs
+from nanoserve.prompt_logprobs import PromptLogprobsTensors, gather_prompt_logprobs
+from nanoserve.sampler import SampledTokens
 from nanoserve.sequence import (
     ForkSample,
     ModelOutput,
-    PromptLogprobs,
     ScheduledSequence,
     SchedulerOutput,
 )
 from nanoserve.staging import StagingBuffer, copy_to_host, record_event, staging_bytes
 
 NO_DRAFT = -1
-LOGPROB_TILE = 64  # prompt positions whose logits are in memory at once
 
 Array = TypeVar("Array", np.ndarray, Tensor)
 
@@ -88,6 +88,7 @@ class StepArrays(Generic[Array]):
     positions: Array  # [num_tokens] int64
     token_rows: Array  # [num_tokens] int64: each token's row in the InputBatch
     slot_mapping: Array  # [num_tokens] int64: where to store each token's key and value
+    lora_ids: Array  # [num_tokens] int64: the slot of each token's adapter; -1: none
     query_start_loc: Array  # [num_seqs + 1] int32
     seq_lens: Array  # [num_seqs] int32
     block_table: Array  # [num_seqs, max_blocks] int32
@@ -143,6 +144,9 @@ class ModelRunner:
             self.model = load_model(
                 config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
             )
+            self.lora_slots: Any = None  # adapters
+            if config.enable_lora:
+                self.lora_slots = load_chapter("enable_lora", "lora.layers").LoRASlots(self)
             self.proposer: Any = None  # of drafts, on rank 0
             if config.speculative_config is not None and self.parallel.rank == 0:
                 self.proposer = config.speculative_config.make_proposer(self)
@@ -175,8 +179,9 @@ class ModelRunner:
         self.num_model_layers = len(specs)
         specs += self.proposer.kv_cache_specs() if self.proposer else []
         self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config, specs)
-        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, self.dtype)
-        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, self.dtype)
+        dtype = self.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype)
+        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, dtype)
+        allocate = functools.partial(allocate_kv_caches, specs, config.block_size, dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
 
@@ -193,6 +198,8 @@ class ModelRunner:
             copy_blocks(self.kv_caches, self.cpu_kv_caches, scheduler_output.blocks_to_swap_out)
             copy_blocks(self.cpu_kv_caches, self.kv_caches, scheduler_output.blocks_to_swap_in)
             copy_blocks(self.kv_caches, self.kv_caches, scheduler_output.blocks_to_copy)
+            for slot, weights in scheduler_output.loras_to_load:
+                self.lora_slots.load(slot, weights)
             rows = self.update_batch(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
@@ -247,6 +254,7 @@ class ModelRunner:
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
+            lora_ids=batch.lora_slots[token_rows],
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
             block_table=batch.block_tables[rows, :max_blocks],
@@ -271,9 +279,10 @@ class ModelRunner:
             block_table=block_table,
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
+            lora=self.lora_slots and self.lora_slots.plan(step, tensors, shape),
         )
         if shape is None or self.backend.supports_cuda_graphs:
-            metadata = self.backend.plan(metadata, self.block_size, self.dtype)
+            metadata = self.backend.plan(metadata, self.block_size, self.kv_cache_dtype)
         return StepInputs(step, tensors, metadata, shape)
 
     def forward(self, inputs: StepInputs) -> Tensor:
@@ -311,15 +320,18 @@ class ModelRunner:
         A sequence that is about to fork has a token sampled for each branch. A sequence with drafts
         has one sampled behind each of them, too.
         """
-        prompt_logprobs = self._gather_prompt_logprobs(scheduled, inputs, hidden)
         arrays, rows = inputs.arrays, inputs.arrays.sampled_rows
+        compute_logits, prompt_logprobs = self.model.compute_logits, []
+        if self.batch.num_prompt_logprobs:
+            args = arrays.query_start_loc, hidden, compute_logits, self.parallel.rank
+            prompt_logprobs = gather_prompt_logprobs(self.batch, scheduled, *args)
         if not len(rows):
             return PendingOutput(self.batch, [], None, prompt_logprobs)
         indices = arrays.logits_indices
         branch_offsets = np.arange(len(rows)) - np.searchsorted(indices, indices)
         branches = self.batch.branches[rows] + branch_offsets
         positions = arrays.positions[indices] + 1
-        logits = self.model.compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
+        logits = compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         sampled = self._sample_on_rank_0(logits, rows, branches, positions)
         # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
         # comes from the CPU.)
@@ -356,47 +368,6 @@ class ModelRunner:
         finally:
             self.parallel.broadcast(token_ids)
 
-    def _gather_prompt_logprobs(
-        self, scheduled: tuple[ScheduledSequence, ...], inputs: StepInputs, hidden: Tensor
-    ) -> list[PromptLogprobsTensors]:
-        """For each sequence that asks: log-probabilities of its prompt tokens in this step.
-
-        The logits of position p are about token p + 1, so a chunk [a, b) gives those of prompt
-        tokens a + 1 .. b.
-        """
-        result: list[PromptLogprobsTensors] = []
-        if not self.batch.num_prompt_logprobs:
-            return result
-        starts = inputs.arrays.query_start_loc[:-1].tolist()
-        for item, start in zip(scheduled, starts, strict=True):
-            row = self.batch.row_of[item.seq_id]
-            number = self.batch.num_prompt_logprobs.get(row)
-            first = item.num_computed_tokens + 1
-            end = min(first + item.num_scheduled_tokens, int(self.batch.num_prompt_tokens[row]))
-            if number is None or end <= first:
-                continue
-            token_ids = self.batch.token_ids[row, first:end].astype(np.int64)
-            targets = self.staging.send(token_ids=token_ids)["token_ids"]
-            tiles: list[LogprobsTensors] = []
-            for offset in range(0, end - first, LOGPROB_TILE):
-                tile = targets[offset : offset + LOGPROB_TILE]
-                tile_hidden = hidden[start + offset : start + offset + len(tile)]
-                logits = self.model.compute_logits(tile_hidden).float()  # each rank adds its part
-                if self.parallel.rank == 0:
-                    tensors = gather_logprobs(logits, tile, (number,) * len(tile))
-                    assert tensors is not None, "every row of the tile asks"
-                    tiles.append(tensors)
-            result.append(PromptLogprobsTensors(item.seq_id, first, tiles))
-        return result
-
-
-class PromptLogprobsTensors(NamedTuple):
-    """Log-probabilities of one sequence's prompt tokens from position `start` on."""
-
-    seq_id: int
-    start: int
-    tiles: list[LogprobsTensors]
-
 
 class PendingOutput:
     """A step that was launched. `result()` waits for its tokens: the only wait for the GPU."""
@@ -413,10 +384,7 @@ class PendingOutput:
         self._batch = batch
         self._samples = samples
         self._sampled = sampled.map(copy_to_host) if sampled else None
-        self._prompt_logprobs = [
-            found._replace(tiles=[tensors.map(copy_to_host) for tensors in found.tiles])
-            for found in prompt_logprobs
-        ]
+        self._prompt_logprobs = [found.map(copy_to_host) for found in prompt_logprobs]
         self._event = record_event(batch.staging.device)
 
     @torch.inference_mode()
@@ -425,9 +393,8 @@ class PendingOutput:
         if self._event is not None:
             self._event.synchronize()
         result = ModelOutput({}, {})
-        for seq_id, start, tiles in self._prompt_logprobs:
-            entries = [entry for tensors in tiles for entry in tensors.to_host()]
-            result.prompt_logprobs[seq_id] = PromptLogprobs(start, tuple(entries))
+        for found in self._prompt_logprobs:
+            result.prompt_logprobs[found.seq_id] = found.to_host()
         if self._sampled is None:
             return result
         output = self._sampled.to_host()

@@ -73,7 +73,7 @@ class RequestOutput:
     finished: bool
     # Over all completions: num_preemptions is the largest of them, tokens and drafts are summed up.
     metrics: RequestMetrics | None = None
-    lora_request: None = None  # not here
+    lora_request: Any = None  # the LoRARequest, if it has an adapter
     encoder_prompt: None = None  # not here
     encoder_prompt_token_ids: None = None  # not here
     num_cached_tokens: int | None = None  # prompt tokens whose KV came from the prefix cache
@@ -182,7 +182,8 @@ class BranchState:
         seq, params = self.sequence, self.sequence.sampling_params
         finish_reason, token_ids = seq.status.finish_reason, update.new_token_ids
         num_before = seq.num_output_tokens - len(token_ids)
-        if finish_reason == "stop" and not params.include_stop_str_in_output:
+        ends_in_stop = not seq.stop_token_ids.isdisjoint(token_ids[-1:])
+        if ends_in_stop and not params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the stop token is not part of the text
         new_texts = [self.detokenizer.append(token_id) for token_id in token_ids]
         if finish_reason:
@@ -333,6 +334,7 @@ class RequestState:
             outputs=[self.branches[branch].build_output(is_delta) for branch in branches],
             finished=is_finished,
             metrics=self._merge_metrics(is_finished),
+            lora_request=self.root.lora and self.root.lora.request,
             num_cached_tokens=self.root.num_cached_tokens,
         )
 

@@ -19,7 +19,7 @@ that of V0 (0.6.6):
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Stages 2 and 3 are one LogitMask (whole rows of "forbidden or not"). Bad words, min_tokens and
+it. Stages 2 and 3 are one LogitMask (whole rows of 0 or -inf). Bad words, min_tokens and
 logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
@@ -35,7 +35,6 @@ ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). m
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan
@@ -45,16 +44,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.exceptions import Caught, NoTokenError, RequestError, brief, describe_error
-from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor, SamplingParams
+from nanoserve.exceptions import NoTokenError
+from nanoserve.logits_processors import RequestProcessors, apply_logits_processors
+from nanoserve.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 from nanoserve.sequence import TokenLogprobs
 
 
 class LogitMask(NamedTuple):
-    """For k of the rows: which tokens are forbidden. The other rows forbid none."""
+    """k additions to rows of the logits: -inf forbids a token, and 0 leaves it as it is. Several of
+    one row forbid what any of them forbids."""
 
     logits_rows: Tensor  # [k] int64
-    is_forbidden: Tensor  # [k, vocab_size] bool
+    values: Tensor  # [k, vocab_size] float32: 0 or -inf
 
 
 class LogitEdits(NamedTuple):
@@ -74,15 +75,6 @@ class Penalties(NamedTuple):
     repetition: Tensor  # [k] float32
     frequency: Tensor  # [k] float32
     presence: Tensor  # [k] float32
-
-
-class RequestProcessors(NamedTuple):
-    """The Python callables of one request, and the token ids that they are called with."""
-
-    logits_row: int
-    processors: tuple[LogitsProcessor, ...]
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -228,68 +220,12 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def apply_mask(logits: Tensor, mask: LogitMask) -> Tensor:
     """Forbid many tokens of some rows."""
-    masked = torch.where(mask.is_forbidden, -torch.inf, logits[mask.logits_rows])
-    return logits.index_copy(0, mask.logits_rows, masked)
+    return logits.index_add(0, mask.logits_rows, mask.values)
 
 
 def apply_edits(logits: Tensor, edits: LogitEdits) -> Tensor:
     """Add to single logits. Several edits of one logit add up."""
     return logits.index_put((edits.logits_rows, edits.token_ids), edits.values, accumulate=True)
-
-
-def apply_logits_processors(
-    logits: Tensor, requests: tuple[RequestProcessors, ...], errors: dict[int, BaseException]
-) -> Tensor:
-    """Call each request's callables, in their order, on the logits [vocab_size] of its row.
-
-    As in V0, a callable with two parameters gets (output token ids, logits), one with three gets
-    (prompt token ids, output token ids, logits). If one raises anything but KeyboardInterrupt, or
-    returns anything but a plain tensor like the one it got, this is noted in `errors`.
-    """
-    logits = logits.clone()
-    for request in requests:
-        row = request.logits_row
-        with Caught() as caught:
-            logits[row] = _run_processors(request, logits[row])
-        if caught.error is not None:
-            message = f"a logits processor failed: {describe_error(caught.error)}"
-            errors[row] = RequestError(message)
-            errors[row].__cause__ = caught.error
-    return logits
-
-
-def _run_processors(request: RequestProcessors, logits: Tensor) -> Tensor:
-    """The logits [vocab_size] that the request's callables make of `logits`."""
-    for processor in request.processors:
-        arguments: list[list[int]] = [request.output_token_ids]
-        if _num_required_parameters(processor) == 3:
-            arguments = [request.prompt_token_ids, request.output_token_ids]
-        result = processor(*arguments, logits.clone())
-        if not _is_like(result, logits):
-            raise RequestError(
-                f"{brief(processor)} must return a tensor of shape {tuple(logits.shape)}, of "
-                f"floats, on {logits.device}; got {brief(result)}."
-            )
-        logits = result
-    return logits
-
-
-def _is_like(result: object, logits: Tensor) -> bool:
-    """Is it a dense tensor of floats (no subclass), with the shape and on the device of `logits`?
-    (The shape is asked for last: a nested tensor has none.)"""
-    return (
-        type(result) is Tensor
-        and not result.is_nested
-        and result.layout is torch.strided
-        and result.is_floating_point()
-        and (result.device, result.shape) == (logits.device, logits.shape)
-    )
-
-
-def _num_required_parameters(processor: LogitsProcessor) -> int:
-    """Parameters without a default; `lambda output, logits, k=k: ...` has two."""
-    parameters = inspect.signature(processor).parameters.values()
-    return sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:

@@ -30,9 +30,10 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
+from importlib import import_module
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -104,7 +105,6 @@ MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "logprob_token_ids": ((None, []), "None; logprobs=-1 has all tokens"),
     "flat_logprobs": ((False,), "False: logprobs are a list of dicts"),
     "stream_interval": ((None, 1), "None or 1: each step has its output"),
-    "structured_outputs": ((None,), "None; a logits processor can enforce a grammar"),
     "thinking_token_budget": ((None, -1), "None or -1; max_tokens limits all tokens"),
     "repetition_detection": ((None,), "None; repetition_penalty discourages repetition"),
     "routed_experts_prompt_start": ((0,), "0"),
@@ -116,8 +116,7 @@ REMOVED = {
     "use_beam_search": "LLM.beam_search(prompts, BeamSearchParams(...)) searches.",
     "length_penalty": "BeamSearchParams(length_penalty=...) has it.",
     "early_stopping": "LLM.beam_search has its own rule for the end.",
-    "guided_decoding": "structured output is not there yet; a logits processor can restrict "
-    "the tokens.",
+    "guided_decoding": "structured_outputs=StructuredOutputsParams(...) has it.",
     "truncate_prompt_tokens": "prompts are never cut. Give the last token ids as the prompt.",
 }
 # What vLLM's repr shows, in its order.
@@ -194,7 +193,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None  # see MISSING
     skip_clone: bool = False  # each request has a clone even so; it shares the values in extra_args
-    structured_outputs: Any = None  # see MISSING
+    structured_outputs: Any = None  # StructuredOutputsParams: the output obeys a grammar
     logit_bias: Mapping[int, float] | None = None  # token id -> added to its logit
     allowed_token_ids: Seq[int] | None = None  # the only tokens that may be sampled
     extra_args: Mapping[str, Any] | None = None  # carried along for a class of your own
@@ -301,6 +300,8 @@ class SamplingParams:
             "logits_processors", _check_processor, allowed, WORD_LIMIT
         )
         self.logit_bias = self._copy_logit_bias()
+        if self.structured_outputs is not None:
+            self.structured_outputs = _copy_structured_outputs(self.structured_outputs)
         if self.extra_args is not None and not isinstance(self.extra_args, Mapping):
             raise TypeError(f"extra_args must be a dict, got {brief(self.extra_args)}.")
         self.extra_args = None if self.extra_args is None else dict(self.extra_args)
@@ -415,6 +416,7 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.logits_processors
+            or self.structured_outputs
         )
 
     def __repr__(self) -> str:
@@ -473,6 +475,25 @@ def check_output_kind(value: Any) -> None:
         raise TypeError(f"output_kind must be a RequestOutputKind, got {brief(value)}.")
 
 
+def _copy_structured_outputs(value: Any) -> Any:
+    """A copy of the chapter's StructuredOutputsParams, checked again."""
+    try:
+        chapter = import_module("nanoserve.extras.structured_output.params")
+    except ModuleNotFoundError as error:
+        message = (
+            "structured_outputs needs nanoserve/extras/structured_output, and it is not there: "
+            f"{error}. Leave structured_outputs out."
+        )
+        raise _error("structured_outputs", value, message) from error
+    if not isinstance(value, chapter.StructuredOutputsParams):
+        message = (
+            f"structured_outputs is {brief(value)}; allowed: StructuredOutputsParams(json=..., or "
+            "regex=, choice=, grammar=, json_object=True, structural_tag=)."
+        )
+        raise _error("structured_outputs", value, message)
+    return replace(value)
+
+
 def _check_processor(name: str, value: Any) -> None:
     """It must take what the sampler gives it: two arguments, or three if that many have no
     default."""
@@ -492,9 +513,9 @@ def _check_processor(name: str, value: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """vLLM has BeamSearchParams in this module; here it belongs to a chapter."""
-    if name == "BeamSearchParams":
+    """vLLM has these in this module; here they belong to chapters."""
+    if name in ("BeamSearchParams", "StructuredOutputsParams"):
         import nanoserve
 
-        return nanoserve.BeamSearchParams
+        return getattr(nanoserve, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

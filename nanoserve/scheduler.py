@@ -292,7 +292,7 @@ class Scheduler:
             num_new = self._append_tokens(seq, sampled)
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
-            if self.speculative_config is not None:
+            if self.speculative_config and seq.status is not SequenceStatus.FINISHED_ERROR:
                 self._accept(item, model_output, updates[-1])
         for update in updates:
             if update.new_token_ids:
@@ -313,6 +313,8 @@ class Scheduler:
             seq.metrics.num_accepted_tokens += update.num_accepted_tokens
         most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
         seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
+        if (grammar := seq.structured_output_request) is not None:
+            seq.spec_token_ids = grammar.validate_drafts(seq.spec_token_ids)
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""
@@ -343,7 +345,12 @@ class Scheduler:
 
     @staticmethod
     def _append_tokens(seq: Sequence, sampled: tuple[int, ...]) -> int:
-        """Append tokens until one ends the sequence. Returns how many were appended."""
+        """Append tokens until one ends the sequence. Returns how many were appended: none if its
+        grammar does not allow them."""
+        grammar = seq.structured_output_request
+        if grammar is not None and (error := grammar.accept_tokens(sampled)) is not None:
+            seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, error
+            return 0
         for num_new, token_id in enumerate(sampled, start=1):
             if type(token_id) is not int:
                 raise TypeError(f"the model's output has {token_id!r:.99} for a token id")
@@ -355,6 +362,8 @@ class Scheduler:
             if seq.num_output_tokens >= seq.max_tokens:
                 seq.status = SequenceStatus.FINISHED_LENGTH
                 return num_new
+        if grammar is not None and sampled and grammar.is_terminated():
+            seq.status = SequenceStatus.FINISHED_STOPPED
         return len(sampled)
 
     def finish(
@@ -448,5 +457,7 @@ def make_new_sequence(seq: Sequence, block_table: list[int]) -> NewSequence:
         seed=seq.seed,
         branch=seq.branch,
         num_samples=1 + seq.num_pending_forks,
-        cache_salt=seq.cache_salt,
+        extra_keys=seq.extra_keys,
+        lora_slot=seq.lora.slot if seq.lora else -1,
+        structured_output_request=seq.structured_output_request,
     )

@@ -36,9 +36,10 @@ vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from nanoserve.sampling_params import SamplingParams
 
@@ -57,6 +58,17 @@ class SequenceStatus(Enum):
     def __init__(self, value: str) -> None:
         # "stop", "length", "abort" or "error" for a finished sequence, else None
         self.finish_reason = value if self.name.startswith("FINISHED") else None
+
+
+class Gate(Protocol):
+    """What a waiting sequence needs before it can run: a compiled grammar, an adapter in memory."""
+
+    def start(self, fail: Callable[[BaseException], object]) -> None:
+        """The request was added: begin what the sequence waits for, in another thread. Must not
+        raise. Any thread may call `fail`: it ends the request with this error."""
+
+    def is_open(self) -> bool:
+        """May the sequence be admitted now? Asked before each step in which there is room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +100,9 @@ class Sequence:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must never be completed
     branch: int = 0  # which of the request's n completions this is
     always_sync: bool = False  # each next step depends on the last one's output (a beam search)
+    gates: tuple[Gate, ...] = ()  # it waits until all are open
+    structured_output_request: Any = None  # its grammar (extras/structured_output/manager.py)
+    lora: Any = None  # its adapter, an Adapter of extras/lora; None: the model as it is
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
     status: SequenceStatus = SequenceStatus.WAITING
@@ -106,7 +121,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         params = self.sampling_params
-        self.needs_output_token_ids = bool(self.bad_word_ids or params.logits_processors)
+        reads_output = params.logits_processors or params.structured_outputs
+        self.needs_output_token_ids = bool(self.bad_word_ids or reads_output)
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +139,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def extra_keys(self) -> Hashable:
+        """Sequences share what is cached only if these are equal."""
+        return self.cache_salt if self.lora is None else (self.cache_salt, self.lora.key)
 
     @property
     def num_uncomputed_tokens(self) -> int:
@@ -145,14 +166,16 @@ class Sequence:
         return self.num_output_tokens + num_in_flight >= self.max_tokens or self.needs_sync
 
     def is_ready(self) -> bool:
-        """False while a waiting sequence cannot be admitted yet: a token was in flight when the
-        sequence was preempted."""
-        return self.num_output_placeholders == 0
+        """False while a waiting sequence cannot be admitted yet: a gate is closed, or a token was
+        in flight when the sequence was preempted."""
+        return self.num_output_placeholders == 0 and all(gate.is_open() for gate in self.gates)
 
     def make_branch(self, branch: int) -> Sequence:
         """Another of the request's n completions, with no output yet. It holds no blocks."""
+        grammar = self.structured_output_request
         return replace(
             self,
+            structured_output_request=grammar and grammar.fork(),
             seq_id=self.seq_id - self.branch + branch,
             branch=branch,
             num_pending_forks=0,
@@ -178,7 +201,9 @@ class NewSequence(NamedTuple):
     seed: int
     branch: int
     num_samples: int  # tokens to sample from its next logits: one for itself and each pending fork
-    cache_salt: str | None = None
+    extra_keys: Hashable = None
+    lora_slot: int = -1  # where the adapter is on the device; -1: none
+    structured_output_request: Any = None  # shared with the scheduler: rank 0 alone makes masks
 
 
 class ScheduledSequence(NamedTuple):
@@ -211,6 +236,7 @@ class SchedulerOutput:
     blocks_to_swap_out: tuple[BlockPair, ...] = ()  # (KV block, CPU block): copied first
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
+    loras_to_load: tuple[tuple[int, Any], ...] = ()  # (slot, an adapter's weights by layer)
     is_restart: bool = False  # the last step failed: the runner drops every sequence
     needs_sync: bool = False  # this step's tokens must be known before the next is scheduled
 

@@ -100,12 +100,12 @@ class StagingBuffer:
 
 
 def staging_bytes(config: EngineConfig) -> int:
-    """Room for the arrays of the largest step: for each token four numbers of 8 bytes, for each
+    """Room for the arrays of the largest step: for each token six numbers of 8 bytes, for each
     sequence its block table, for each row of logits some sampling parameters."""
     assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
     tables = config.max_num_seqs * -(-config.max_model_len // config.block_size) * 4
     num_rows = config.max_num_seqs * config.query_lens[-1]
-    tokens = max(config.max_num_batched_tokens, num_rows) * (4 * 8 + 8)
+    tokens = max(config.max_num_batched_tokens, num_rows) * (6 * 8 + 8)
     return tokens + num_rows * 256 + min(tables, MAX_STAGED_TABLES) + 1024
 
 

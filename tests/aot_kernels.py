@@ -34,8 +34,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanoserve.attention import StepMetadata
-from nanoserve.kernels import attention_triton, fused_triton
+from nanoserve.kernels import attention_triton, fused_triton, quantized_triton
 from nanoserve.kernels.attention_triton import GpuInfo
+from nanoserve.kernels.quantized import QuantizedWeight
 from nanoserve.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig, QKNorm
 
@@ -55,6 +56,7 @@ KERNELS = {  # where each kernel is launched
     "add_rms_norm_kernel": fused_triton,
     "rope_and_store_kernel": fused_triton,
     "silu_and_mul_kernel": fused_triton,
+    "quantized_matmul_kernel": quantized_triton,
 }
 TYPES = {
     torch.float32: "fp32",
@@ -62,6 +64,8 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.int8: "i8",
+    torch.uint8: "u8",
 }
 INSTRUCTIONS = {  # counted in the assembly
     "mma": r"\bmma\.sync",  # tensor cores, a warp each (Ampere; small tiles everywhere)
@@ -191,6 +195,7 @@ def attention(
     context: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
     head_dim: int = 128,
     value_dim: int | None = None,
     group: int = 4,
@@ -199,13 +204,16 @@ def attention(
     """A call of paged_attention_triton: 8 key heads, blocks of 16, room for `context` tokens."""
 
     def call() -> Any:
+        spec = KVCacheSpec(8, head_dim, value_dim or head_dim)
+        kv_cache = spec.allocate(9999, 16, cache_dtype or dtype, META)
         return attention_triton.paged_attention_triton(
             empty(num_tokens, 8 * group, head_dim, dtype=dtype),
-            *KVCacheSpec(8, head_dim, value_dim or head_dim).allocate(9999, 16, dtype, META),
+            *kv_cache[:2],
             empty(num_seqs, context // 16, dtype=torch.int32),
             empty(num_seqs + 1, dtype=torch.int32),
             empty(num_seqs, dtype=torch.int32),
             scale=head_dim**-0.5,
+            kv_scales=kv_cache[2:],
             **options,
         )
 
@@ -259,12 +267,36 @@ def activation(size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], A
     return lambda: fused_triton.silu_and_mul_triton(empty(256, 2 * size, dtype=dtype))
 
 
+def quantized(
+    kind: str, num_tokens: int, num_groups: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], Any]:
+    """A call of TritonProduct: 4096 inputs, 4096 outputs."""
+
+    def call() -> Any:
+        width, code = (2048, torch.uint8) if kind == "int4" else (4096, torch.int8)
+        scales = empty(4096, num_groups, dtype=torch.float32)
+        weight = QuantizedWeight(kind, empty(4096, width, dtype=code), scales)
+        return quantized_triton.TritonProduct(weight)(empty(num_tokens, 4096, dtype=dtype))
+
+    return call
+
+
+INT8, FP8 = {"cache_dtype": torch.int8}, {"cache_dtype": torch.float8_e4m3fn}
 CASES: dict[str, Callable[[], Any]] = {
     "decode": attention(512, 512, 4096),
     "split decode": attention(1, 1, 32768),
     "prefill": attention(8192, 8, 4096),
     "split prefill": attention(300, 1, 4096, group=2),
     "store": store(),
+    "8 bits, decode int8": attention(512, 512, 4096, **INT8),
+    "8 bits, decode fp8": attention(512, 512, 4096, **FP8),
+    "8 bits, prefill int8": attention(8192, 8, 4096, **INT8),
+    "8 bits, prefill fp8": attention(8192, 8, 4096, **FP8),
+    "quantized int4, a token": quantized("int4", 1, 32),
+    "quantized int4, many": quantized("int4", 999, 32),
+    "quantized int8, a token": quantized("int8", 1),
+    "quantized int8, many": quantized("int8", 999),
+    "quantized int8, float16": quantized("int8", 999, dtype=torch.float16),
     "window and soft cap": attention(4096, 8, 4096, sliding_window=1024, logits_soft_cap=30.0),
     "wide heads": attention(4096, 8, 4096, head_dim=256, group=8),
     "wide float32": attention(4096, 8, 4096, head_dim=256, dtype=torch.float32),

@@ -440,7 +440,7 @@ BAD_OPTIONS: dict[str, Any] = {
     "enforce_eager": SWITCHES,
     "async_scheduling": SWITCHES,
     "tokenizer": (5, "", "/nowhere", b"x"),
-    "quantization": ("fp8", 5),
+    "quantization": ("gptq", "bitsandbytes", 5),
     "trust_remote_code": ("x",),
     "pipeline_parallel_size": (2,),
     "max_num_sequences": (8,),

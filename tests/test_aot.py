@@ -15,13 +15,19 @@ import pytest
 triton = pytest.importorskip("triton", reason="Triton exists on Linux only")
 SCRIPT = Path(__file__).with_name("aot_kernels.py")
 RUNS = {  # compute capability -> cases
-    80: ["decode", "split decode", "prefill", "store", "norm 2560", "rope 128", "activation 2400"],
+    80: [
+        *("decode", "split decode", "prefill", "store", "norm 2560", "rope 128", "activation 2400"),
+        *("8 bits, decode fp8", "8 bits, prefill int8", "quantized int4, a token"),
+        *("quantized int4, many", "quantized int8, many"),
+    ],
     89: ["wide heads", "wide float32"],  # the least shared memory, as on sm_86 and sm_120
     90: [
         *("decode", "split decode", "prefill", "split prefill", "store", "window and soft cap"),
         *("norm 3584", "norm 8192", "rope 80", "rope 80, a part", "rope 256, no norm"),
         *("rope 128, a part", "rope 256, a part"),
         *("activation 4864", "norm 2560, float32", "rope 80, float32"),
+        *("8 bits, decode int8", "8 bits, prefill fp8", "quantized int4, a token"),
+        *("quantized int8, a token", "quantized int8, float16"),
     ],
     100: ["decode", "split decode", "prefill", "store", "norm 576", "rope 64", "activation 3072"],
     120: ["narrow heads"],
@@ -125,6 +131,17 @@ def test_fused_kernels_are_light(kernels: list[dict[str, Any]]) -> None:
         assert kernel["shared"] * 16 <= 100 * 1024 * kernel["num_warps"], kernel
 
 
+def test_numbers_of_8_and_4_bits_are_decoded_in_registers(kernels: list[dict[str, Any]]) -> None:
+    """A cache or a weight of few bits, on a GPU that knows FP8 and on one that does not (which has
+    no register left for a few numbers)."""
+    few_bits = [k for k in kernels if k["case"].startswith(("8 bits", "quantized"))]
+    assert len(few_bits) == 3 + 3 + 3 + 3
+    for kernel in few_bits:
+        assert kernel["local"] == 0, kernel
+        assert kernel["stack"] <= (64 if kernel["capability"] == 80 else 0), kernel
+        assert kernel["mma"] + kernel["wgmma"] > 0, kernel
+
+
 def test_decodes_leave_room_for_each_other(kernels: list[dict[str, Any]]) -> None:
     """PROGRAMS_PER_SM programs of a decode fit a multiprocessor at once, split or not: that many
     are launched for each."""
@@ -138,7 +155,7 @@ def test_decodes_leave_room_for_each_other(kernels: list[dict[str, Any]]) -> Non
 def test_loads_run_ahead(kernels: list[dict[str, Any]]) -> None:
     """The loop over keys is in stages, whether or not the last tile's mask is computed."""
     attention = [kernel for kernel in kernels if kernel["kernel"] == "paged_attention_kernel"]
-    assert len(attention) == 3 * 4 + 2 + 2 + 2 * 3
+    assert len(attention) == 3 * 4 + 2 + 2 + 2 * 3 + 2 * 3
     for kernel in attention:
         assert kernel["copies"] > 0, kernel
 

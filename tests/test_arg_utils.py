@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve import LLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
+from nanoserve import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams, arg_utils
 from nanoserve.arg_utils import (
     ANY,
     GROUPS,
@@ -169,11 +169,11 @@ def test_what_is_not_here_is_refused_by_name() -> None:
 
 def test_some_messages() -> None:
     for options, words in [
-        ({"quantization": "awq"}, "LLM(quantization='awq'): Quantized weights and a quantized KV"),
-        ({"enable_lora": True}, "Leave enable_lora out, or set it to False."),
+        ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; allowed: fp8, int8"),
+        ({"enable_sleep_mode": True}, "Leave enable_sleep_mode out, or set it to False."),
         ({"runner": "pooling"}, "set it to 'auto' or 'generate'."),
         ({"pipeline_parallel_size": 2}, "tensor_parallel_size only"),
-        ({"enable_lora": 0}, "LLM(enable_lora=0)"),  # a switch is True or False
+        ({"enable_sleep_mode": 0}, "LLM(enable_sleep_mode=0)"),  # a switch is True or False
         ({"data_parallel_size": True}, "LLM(data_parallel_size=True)"),
         ({"logits_processors": ["x"]}, "SamplingParams(logits_processors=[...])"),
     ]:
@@ -245,7 +245,7 @@ def test_a_class_without_the_methods_of_its_seam_is_refused(name: str) -> None:
     check_seams(*(partial(int) if each == name else None for each in SEAMS))
 
 
-@pytest.mark.parametrize("name", sorted(set(SEAMS) - {"runner_cls"}))  # the executor builds it
+@pytest.mark.parametrize("name", SEAMS)
 def test_a_function_that_returns_nothing_is_refused(name: str) -> None:
     """As a seam, a function is a class whose objects are seen when it has been called."""
     with pytest.raises(TypeError, match=f"^{name} returned None, which has no method"):
@@ -344,7 +344,7 @@ def test_chat_uses_the_template_of_the_llm(
 
 def test_engine_args_are_options_of_an_engine() -> None:
     """Fields, defaults, asdict and vars: what vLLM's programs do with them."""
-    engine_args = EngineArgs("demo", max_num_seqs=3, dtype="half", enable_lora=False)
+    engine_args = EngineArgs("demo", max_num_seqs=3, dtype="half", enable_sleep_mode=False)
     assert (engine_args.model, engine_args.dtype) == ("demo", "float16")
     assert [each.name for each in fields(engine_args)] == [option.name for option in OPTIONS]
     assert EngineArgs() == EngineArgs(**asdict(EngineArgs())) != engine_args
@@ -361,8 +361,9 @@ def test_engine_args_can_be_changed() -> None:
     engine_args.max_num_batched_tokens = 64
     engine_args.num_kv_blocks = 32
     engine_args.dtype = "half"
-    engine_args.enable_lora = False
-    for name, value in [("max_num_batched_tokens", 7), ("block_size", 0), ("enable_lora", True)]:
+    engine_args.enable_sleep_mode = False
+    wrong = [("max_num_batched_tokens", 7), ("block_size", 0), ("enable_sleep_mode", True)]
+    for name, value in wrong:
         with pytest.raises(ValueError, match=name):
             setattr(engine_args, name, value)
     with pytest.raises(TypeError, match="Did you mean 'max_num_seqs'"):
@@ -388,7 +389,7 @@ def test_engine_args_remember_that_statistics_are_wanted() -> None:
 
 def test_engine_args_answer_for_options_that_are_not_here() -> None:
     engine_args = EngineArgs()
-    assert engine_args.enable_lora is False
+    assert engine_args.enable_sleep_mode is False
     assert engine_args.quantization is None
     assert engine_args.pipeline_parallel_size == 1
     for alias, name in ALIASES.items():
@@ -403,6 +404,12 @@ def test_what_are_no_engine_args(given: Any) -> None:
     for cls in (LLM, LLMEngine):
         with pytest.raises(TypeError, match="engine_args must be EngineArgs, got"):
             cls.from_engine_args(given)
+    for call in (LLMEngine, AsyncLLM):
+        for each in ("a model", {"model": "x"}, 5, EngineArgs):
+            with pytest.raises(TypeError, match="engine_args must be EngineArgs, got"):
+                call(each)
+    with pytest.raises(TypeError, match=r"keyword argument 'model'.*EngineArgs\(model='x'\)"):
+        AsyncLLM(model="x")
 
 
 def test_an_engine_from_engine_args() -> None:
@@ -458,14 +465,14 @@ def test_underscores_behind_a_double_dash_stay() -> None:
 
 def test_vllm_flags_that_change_nothing_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     """--help does not list them; a value that asks for what is not here is refused."""
-    neutral = ["--trust-remote-code", "--no-enable-lora", "--pipeline_parallel_size", "1"]
-    assert parse(*neutral, "--runner", "generate", "--max-loras", "1") == EngineArgs()
-    with pytest.raises(ValueError, match=r"EngineArgs\(quantization='awq'\)"):
-        parse("--quantization", "awq")
-    with pytest.raises(ValueError, match=r"EngineArgs\(enable_lora=True\)"):
-        parse("--enable-lora")
+    neutral = ["--trust-remote-code", "--no-enable-sleep-mode", "--pipeline_parallel_size", "1"]
+    assert parse(*neutral, "--runner", "generate", "--lora-dtype", "auto") == EngineArgs()
+    with pytest.raises(ValueError, match=r"EngineArgs\(quantization_config='x'\)"):
+        parse("--quantization-config", "x")
+    with pytest.raises(ValueError, match=r"EngineArgs\(enable_sleep_mode=True\)"):
+        parse("--enable-sleep-mode")
     page = EngineArgs.add_cli_args(argparse.ArgumentParser()).format_help()
-    assert "lora" not in page
+    assert "sleep" not in page
     assert "--max-num-seqs" in page
 
 
@@ -503,7 +510,6 @@ def test_vllms_short_flags(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert parse(*words.split()) == EngineArgs(), words
     for words, option in [
-        ("-q awq", "quantization='awq'"),
         ("-pp 2", "pipeline_parallel_size=2"),
         ("-dp 2", "data_parallel_size=2"),
         ("-ep", "enable_expert_parallel=True"),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve import SamplingParams
+from nanoserve import LoRARequest, SamplingParams
 from nanoserve.bench.policies import StaticBatchScheduler
+from nanoserve.demo import MODEL_DIR
 from nanoserve.extras import lesson, trace
 from nanoserve.extras.arrivals import serve
 
@@ -85,6 +86,18 @@ def test_the_hash_chain_can_be_drawn(pyplot: Any) -> None:
             assert f"hash {trace.block_digests(llm.engine, prompts['A'])[0][:4]}…" in texts
         assert "salt 'Ada'" in texts
         llm.engine.block_manager.check()
+
+
+def test_a_hash_chain_begins_with_the_adapter(pyplot: Any) -> None:
+    """One prompt, without an adapter and with one: no block in common."""
+    wish = LoRARequest("pirate", 1, MODEL_DIR / "lora")
+    with lesson.small_llm(enable_lora=True) as llm:
+        prompt = lesson.prompt(llm, "A")
+        trace.hash_chain(llm.engine, "roots", {"A": prompt, "B": prompt}, loras={"B": wish})
+        texts = [text.get_text() for text in pyplot.gcf().axes[0].texts]
+        assert {"no extra keys", "LoRA 'pirate'"} <= set(texts)
+        hashes = [text for text in texts if text.startswith("hash ")]
+        assert len(hashes) == len(set(hashes)) == 2 * min(5, (len(prompt) - 1) // 4)
 
 
 @pytest.mark.parametrize("is_overlapped", [False, True])

@@ -308,9 +308,9 @@ def softmax_kernel(query, key, value, table, maxima, totals, sums, end_tile):
     )
     loaded = tl.load(query + rows[:, None] + tl.arange(0, 1)[None, :])
     m, total, acc = attention_triton._attend_tiles(
-        state, loaded, 0, end_tile, rows + 3, 4, table, key, value, 2, 1, 8, 4, 1.0, 0.0,
-        HEAD_DIM=1, VALUE_DIM=4, BLOCK_D=1, BLOCK_V=4, BLOCK_SIZE=2, BLOCK_N=2, WINDOW=0,
-        HAS_SOFT_CAP=False, IS_MASKED=False,
+        state, loaded, 0, end_tile, rows + 3, 4, table, key, value, key, value, 2, 1, 8, 4, 0, 1.0,
+        0.0, HEAD_DIM=1, VALUE_DIM=4, BLOCK_D=1, BLOCK_V=4, BLOCK_SIZE=2, BLOCK_N=2, WINDOW=0,
+        HAS_SOFT_CAP=False, BITS_8="", IS_MASKED=False,
     )  # fmt: skip
     tl.store(maxima + rows, m)
     tl.store(totals + rows, total)

@@ -147,7 +147,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     ("include_stop_str_in_output", None, "True or False"),
     ("temperature", -0.5, "0 or more"),
     ("temperature", None, "0 or more"),
-    ("structured_outputs", {"regex": "a"}, "no structured outputs"),
+    ("structured_outputs", {"regex": "a"}, "no grammar"),
     ("watermarking", True, "no watermarking"),
 ]
 

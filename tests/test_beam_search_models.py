@@ -3,6 +3,7 @@ transformers' own search where its rule and vLLM's are the same."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import cache
@@ -293,7 +294,7 @@ def test_other_requests_go_on(demo_llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
     def interrupt(_: StepReport) -> None:
         demo_llm.engine.step_listeners.clear()
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     demo_llm.engine.step_listeners.append(interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from nanoserve import config, kv_cache
+from nanoserve import LLM, config, kv_cache
 from nanoserve.bench import (
     claims,
     cli,
@@ -32,6 +32,7 @@ from nanoserve.bench import (
     kernels,
     plot,
     policies,
+    quantization,
     report,
     run,
     speculation,
@@ -590,6 +591,35 @@ def test_the_demo_model_is_asked_and_answers(monkeypatch: pytest.MonkeyPatch) ->
     assert rows["copying"]["tokens_per_step"] > 2 > rows["stories"]["tokens_per_step"]
 
 
+def test_what_fewer_bits_save_and_cost(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the books, not by the clock. What the plain engine has said is right by definition."""
+    engines = {"int8": {"quantization": "int8"}, "KV int8": {"kv_cache_dtype": "int8"}}
+    wrong = {"worse": {"kv_cache_dtype": "int2"}}
+    monkeypatch.setattr(quantization, "ENGINES", {**engines, **wrong})
+    monkeypatch.setattr(quantization, "NUM_OWN", 2)
+    settings = replace(tiny_settings, repeat=1)
+    result = quantization.quantization_suite(settings, prompt_len=8, num_output=4)
+    rows = {row["engine"]: row for row in result["rows"]}
+    assert list(rows) == ["as it is", "int8", "KV int8"]
+    plain = rows.pop("as it is")
+    assert plain["right_answers"] == plain["right_tokens"] == 1
+    assert rows["int8"]["weight_mib"] < plain["weight_mib"] == rows["KV int8"]["weight_mib"]
+    assert rows["KV int8"]["kv_bytes"] < plain["kv_bytes"] == rows["int8"]["kv_bytes"]
+    for row in rows.values():
+        assert row["perplexity"] == pytest.approx(plain["perplexity"], rel=0.1)
+        assert all(row[f"speed_up_{size}"] > 0 for size in settings.batch_sizes)
+    assert "kv_cache_dtype is 'int2'" in result["skipped"]["worse"]
+    assert "worse: kv_cache_dtype is" in report.format_suite("quantization", result)
+
+
+def test_the_demo_model_has_answers_to_give(demo_llm: LLM) -> None:
+    texts = quantization.draw_answers(demo_llm, number=1)
+    assert len(texts) > 15
+    assert quantization.read(demo_llm, texts)["right_answers"] > 0.9
+
+
 def test_where_it_is_slower_is_said() -> None:
     names = ("method", "prompts", "batch", "speed_up")
     speeds = [("ngram", "JSON", 8, 0.9), ("ngram", "JSON", 16, 0.8), ("suffix", "JSON", 8, 1.1)]
@@ -613,6 +643,23 @@ def test_the_prefix_suite(tiny_settings: turns.Settings) -> None:
     assert result["speed_up"] > 0
     assert set(result["cost_at_no_hits"]) == {"total", "control_plane"}
     assert "100.0%" in report.format_suite("prefix", result)
+
+
+@pytest.mark.slow
+def test_the_structured_suite(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every backend that is installed, with what it takes; others are left out by name."""
+    structured = pytest.importorskip("nanoserve.bench.structured")
+    monkeypatch.setattr(structured, "NUM_OUTPUT", 8)
+    found = structured.structured_suite(tiny_settings)
+    measured = {(row["backend"], row["constraint"]) for row in found["rows"]}
+    assert ("nano", "regex") in measured
+    names = {name for name, _ in measured} | set(found["skipped"])
+    assert names == {"nano", "xgrammar", "guidance"}
+    assert len(found["rows"]) == 3 * len(found["masks"]) == 3 * len(measured)
+    assert all(row["tokens_per_second"] > 0 for row in found["rows"])
+    assert "of unconstrained" in report.format_suite("structured", found)
 
 
 def test_the_parts_of_a_step_add_up(tiny_settings: turns.Settings) -> None:
@@ -843,7 +890,14 @@ def test_a_suite_that_cannot_run_is_left_out(
 def test_the_command_line_names_every_suite() -> None:
     """cli.py, which imports no torch, has a list of its own."""
     assert (*run.SUITES, "gpu") == cli.SUITE_NAMES
-    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {"batch", "spec", "parallel", "serve"}
+    assert set(run.DEFAULT_SUITES) == set(run.SUITES) - {
+        "batch",
+        "spec",
+        "structured",
+        "quantization",
+        "parallel",
+        "serve",
+    }
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["chat", "--chat-templete", "x"], "no option --chat-templete. Did you mean --chat-temp"),
         (["complete", "a", "--chat-template", "x"], "no option --chat-template. (--help"),
         (["chat", "--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
-        (["complete", "a", "--quantization", "awq"], "error: --quantization: Quantized weights"),
-        (["complete", "a", "--enable-lora"], "as model. Leave --enable-lora out. (--help"),
+        (["complete", "a", "--quantization", "x"], "--quantization: invalid choice: 'x'"),
+        (["complete", "a", "--fully-sharded-loras"], "Leave --fully-sharded-loras out. (--help"),
         (["complete", "a", "--temperature", "-1"], "temperature is -1.0; allowed: 0 (greedy)"),
         (["complete", "a", "--max-tokens", "x"], "--max-tokens: invalid int value: 'x'"),
         (["complete", "a", "--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),
@@ -471,6 +471,14 @@ def test_prompts_come_from_standard_input(demo_llm: LLM, run: Callable[..., Resu
     assert run("complete", *greedy, stdin=f"{STORY}\n\nOne day\n").out.splitlines() == lines
     [whole] = texts_of(demo_llm, [f"{STORY}\nOne day"], temperature=0, max_tokens=8)
     assert run("complete", "-", *greedy, stdin=f"{STORY}\nOne day\n").out == f"{whole}\n"
+    # of a file from Windows
+    text = f"\ufeff{STORY}\r\nOne day\r\n"
+    assert run("complete", *greedy, stdin=text).out.splitlines() == lines
+    assert run("complete", "-", *greedy, stdin=text).out == f"{whole}\n"
+    for text in ("O\0n\0", "\ufffd\ufffd\u4f60"):  # UTF-16, read as UTF-8
+        result = run("complete", stdin=text)
+        assert result.status == 1
+        assert "standard input is UTF-16" in result.err
 
 
 def test_several_texts_of_several_prompts(run: Callable[..., Result]) -> None:

@@ -52,12 +52,14 @@ def write_config(folder: Path, defaults: dict[str, Any] | None = None, **changes
 # -- EngineConfig: what is allowed --
 
 OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # integers, or None
-OPTIONAL = (*OPTIONAL, "max_num_waiting")
+OPTIONAL = (*OPTIONAL, "max_num_waiting", "max_cpu_loras")
 OPTIONAL = (*OPTIONAL, "num_gpu_blocks_override", "num_cpu_blocks", "kv_cache_memory_bytes")
 SMALLEST = dict.fromkeys(("block_size", "tensor_parallel_size", *OPTIONAL), 1)
+SMALLEST |= {"max_loras": 1, "max_lora_rank": 1}
 SMALLEST |= {"long_prefill_token_threshold": 0, "max_logprobs": -1, "seed": 0}
 IN_32_BITS = ("block_size", "num_gpu_blocks_override", "num_cpu_blocks")
 SWITCHES = ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "async_scheduling")
+SWITCHES += ("enable_lora",)
 CHOICES = {
     "dtype": "auto, float32, bfloat16, float16",
     "scheduling_policy": "fcfs, priority",

@@ -78,7 +78,7 @@ def addresses(inputs: StepInputs) -> list[int]:
     """Addresses of the tensors that a captured forward pass reads."""
     meta, sent = inputs.metadata, inputs.tensors
     tensors = [sent.input_ids, sent.positions, sent.token_rows, meta.slot_mapping]
-    tensors += [meta.block_table, meta.query_start_loc, meta.seq_lens]
+    tensors += [meta.block_table, meta.query_start_loc, meta.seq_lens, sent.lora_ids]
     return [tensor.data_ptr() for tensor in tensors]
 
 
@@ -180,7 +180,7 @@ def test_the_largest_is_captured_first_and_the_others_share_with_it() -> None:
     made: list[GraphShape] = []
 
     zero = torch.zeros(1)
-    inputs = StepInputs(None, StepArrays(*[zero] * 9), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
+    inputs = StepInputs(None, StepArrays(*[zero] * 10), StepMetadata(*[zero] * 4))  # type: ignore[arg-type]
 
     def make_forward(shape: GraphShape) -> Callable[[], Tensor]:
         made.append(shape)
@@ -518,8 +518,9 @@ def workload() -> tuple[list[list[int]], list[SamplingParams]]:
         {"num_gpu_blocks_override": 400, "max_num_seqs": 20},
         {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "preemption_mode": "swap"},
         {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "max_num_batched_tokens": 11},
+        {"num_gpu_blocks_override": 30, "max_num_seqs": 9, "kv_cache_dtype": "int8"},
     ],
-    ids=["ample", "swap", "chunks"],
+    ids=["ample", "swap", "chunks", "8 bits"],
 )
 def test_graphs_change_no_token(
     make_checkpoint: Callable[..., Path], options: dict[str, Any]

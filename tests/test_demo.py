@@ -57,7 +57,7 @@ from nanoserve.demo.training.model import ModelShape, orthogonalise
 from nanoserve.demo.training.recall import Facts
 from nanoserve.demo.training.skills import Turn
 from nanoserve.demo.training.stories import Character, tell_story
-from nanoserve.demo.training.train import Plan, Trainer, export, run
+from nanoserve.demo.training.train import CHAT_TEMPLATE, Plan, Trainer, export, run
 
 TINY = Plan(
     steps=8,
@@ -126,6 +126,11 @@ def test_the_chat_template_knows_system_user_and_assistant(demo: DemoModel) -> N
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
         "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_the_chat_template_is_the_one_that_training_writes(demo: DemoModel) -> None:
+    """It has calls of tools, too: see test_tool_parsers.py."""
+    assert demo.tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_digits_and_names_are_the_same_tokens_wherever_they_stand(demo: DemoModel) -> None:

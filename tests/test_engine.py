@@ -39,7 +39,7 @@ from nanoserve import LLMEngine, RequestOutput, RequestOutputKind
 from nanoserve import engine as engine_module
 from nanoserve.block_manager import BlockManager
 from nanoserve.engine import StepReport
-from nanoserve.exceptions import QueueOverflowError, VLLMValidationError
+from nanoserve.exceptions import QueueOverflowError, RequestError, VLLMValidationError
 from nanoserve.output_processor import RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import SchedulerOutput, Sequence
@@ -203,7 +203,9 @@ def test_arguments_as_in_vllm(make_engine: MakeEngine) -> None:
     assert not engine.abort_request([])
     last = finish(engine)
     assert [tokens_of(last[name]) for name in ("1", "2")] == [[expect([1, 2], 3)]] * 2
-    for name in ("lora_request", "trace_headers", "tokenization_kwargs"):
+    with pytest.raises(VLLMValidationError, match="enable_lora=True"):
+        engine.add_request("a", [1], params(), lora_request="x")
+    for name in ("trace_headers", "tokenization_kwargs"):
         with pytest.raises(VLLMValidationError, match=f"add_request got {name}="):
             engine.add_request("a", [1], params(), **{name: {"a": "b"}})
     assert_idle(engine)
@@ -857,6 +859,65 @@ def test_a_consumer_may_abort_another_request(make_engine: MakeEngine) -> None:
     assert_idle(engine)
     assert {output.request_id for output in outputs} == {"a"}
     assert [t for output in outputs for t in output.outputs[0].token_ids] == expect([1, 2, 3])
+
+
+# -- gates: what a sequence waits for --
+
+
+class FakeGate:
+    """Opens when the test says so."""
+
+    is_it_open = False
+
+    def start(self, fail: Callable[[BaseException], object]) -> None:
+        self.fail = fail
+
+    def is_open(self) -> bool:
+        return self.is_it_open
+
+
+def add_with_gate(engine: LLMEngine, request_id: str, n: int = 1) -> FakeGate:
+    request = engine.make_request(request_id, [1, 2], params(n=n, temperature=1.0))
+    gate = FakeGate()
+    for sequence in request.sequences:
+        sequence.gates = (gate,)
+    engine.add(request)
+    return gate
+
+
+@pytest.mark.parametrize("n", [1, 3])  # with max_num_seqs 2, one of the completions waits alone
+def test_a_request_waits_until_its_gate_opens(make_engine: MakeEngine, n: int) -> None:
+    """Others run meanwhile. Then it gets its own tokens."""
+    engine = make_engine(max_num_seqs=2)
+    gate = add_with_gate(engine, "a", n)
+    engine.add_request("b", [3], params(max_tokens=2))
+    done = [output.request_id for _ in range(5) for output in step(engine) if output.finished]
+    assert done == ["b"]
+    assert engine.get_num_unfinished_requests() == 1
+    gate.is_it_open = True
+    assert tokens_of(finish(engine)["a"]) == [expect([1, 2], branch=i) for i in range(n)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("end", ["fail", "abort"])
+def test_a_request_may_end_at_its_gate(make_engine: MakeEngine, end: str, num_steps: int) -> None:
+    """By an error of what it waits for, which another thread reports, or by an abort, also if both
+    come."""
+    engine = make_engine()
+    gate = add_with_gate(engine, "a", n=2)
+    engine.add_request("b", [3], params())
+    for _ in range(num_steps):
+        step(engine)
+    if end == "abort":
+        engine.abort_request("a")
+    in_thread(partial(gate.fail, RequestError("no such adapter")))
+    last = finish(engine)
+    assert tokens_of(last["b"]) == [expect([3])]
+    if end == "abort":
+        assert "a" not in last
+    else:
+        assert reasons_of(last["a"]) == ["error"] * 2
+        assert last["a"].outputs[0].stop_reason == "no such adapter"
 
 
 # -- a limit of waiting requests --

@@ -8,6 +8,7 @@ that a real logits processor may return, and NaN, are at the end.
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -794,6 +795,7 @@ def raises(error: BaseException) -> Callable[..., Tensor]:
 BAD_PROCESSORS: dict[str, Callable[..., Any]] = {
     "an exception": raises(ZeroDivisionError("no")),
     "SystemExit": raises(SystemExit(1)),
+    "KeyboardInterrupt": raises(KeyboardInterrupt()),
     "GeneratorExit": raises(GeneratorExit()),
     "an exception of its own kind": raises(type("Mine", (BaseException,), {})()),
     "an exception without a text": raises(Unspeakable()),
@@ -1004,4 +1006,4 @@ def test_the_text_of_any_error() -> None:
         pass
     assert caught.error is None
     with pytest.raises(KeyboardInterrupt), Caught():
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)

@@ -753,9 +753,9 @@ def test_files_of_a_tokenizer_have_a_size(tmp_path: Path, monkeypatch: pytest.Mo
     for name in ("tokenizer.json", "tokenizer_config.json"):
         for content, message in (
             (b'"' + b"x" * 10**5 + b'"', f"{name} is not readable .it has more than 100000 bytes"),
-            (b"[" * 50000, "recursion"),
-            (b"[]", "holds no JSON object|has no attribute|list"),
-            (b"\x00", "Expecting value"),
+            (b"[" * 50000, f"{name} is not readable JSON .nested too deeply"),
+            (b"[]", f"{name} is not a JSON object"),
+            (b"version https://git-lfs", f"{name} is not readable JSON .Expecting value"),
         ):
             (write_tokenizer(tmp_path, {}) / name).write_bytes(content)
             with pytest.raises(ValueError, match=f"no tokenizer can be read.*({message})"):
@@ -763,6 +763,49 @@ def test_files_of_a_tokenizer_have_a_size(tmp_path: Path, monkeypatch: pytest.Mo
     write_tokenizer(tmp_path, {})
     monkeypatch.setattr(guard, "FILE_ITEMS", 100)
     with pytest.raises(ValueError, match=r"tokenizer.json has \d+ items; allowed: 100"):
+        load_tokenizer(tmp_path, explicit=True)
+
+
+def test_damage_is_told_with_the_file_and_what_to_do(tmp_path: Path) -> None:
+    advice = "Copy its files again, or give the folder of another one as tokenizer"
+    for name, content, message in (
+        ("tokenizer.json", b"{}", "tokenizer.json has no model"),
+        ("chat_template.jinja", b"caf\xe9", "chat_template.jinja is no UTF-8"),
+        (
+            "tokenizer_config.json",
+            b'{"model_max_length": "x"}',
+            "json: model_max_length is 'x'; allowed",
+        ),
+    ):
+        file = write_tokenizer(tmp_path, {}) / name
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"no tokenizer can be read.*{message}.*{advice}"):
+            load_tokenizer(tmp_path, explicit=True)
+        file.unlink()
+
+
+@pytest.mark.parametrize("is_usual", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("head_dim", 31),
+        ("head_dim", None),
+        ("hidden_act", 5),
+        ("layer_types", ["full_attention"]),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 10000.0}),
+    ],
+)
+def test_a_fault_of_config_json_is_not_blamed_on_the_tokenizer(
+    tmp_path: Path, key: str, value: Any, is_usual: bool
+) -> None:
+    """Whoever reads it: this process, or, if the tokenizer is unusual, that of the Guard."""
+    changes = {} if is_usual else pre(split("a+b"))
+    config = json.loads((DEMO_MODEL / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}), "utf-8")
+    with pytest.raises(ValueError, match=rf"config\.json is refused by transformers \(.*{key}"):
+        load_tokenizer(write_tokenizer(tmp_path, changes), explicit=True)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no tokenizer can be read.*tokenizer\.json has no model"):
         load_tokenizer(tmp_path, explicit=True)
 
 

@@ -273,7 +273,7 @@ def test_constraints_name_rows_of_the_logits() -> None:
     made = sampling_of(batch, 3, 1, 0, 2)
     assert made.mask is not None
     assert made.mask.logits_rows.tolist() == [3]
-    assert (~made.mask.is_forbidden).nonzero().tolist() == [[0, 8], [0, 9]]
+    assert (made.mask.values == 0).nonzero().tolist() == [[0, 8], [0, 9]]
     assert edits_of(batch, 3, 1, 0, 2) == [(2, 3, 1.5), (2, 4, -2.0)]
     [processors] = made.processors
     assert (processors.logits_row, processors.prompt_token_ids) == (0, [7])

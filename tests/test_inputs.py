@@ -222,6 +222,18 @@ def test_what_is_no_list_of_prompts(prompts: Any) -> None:
         prompt_to_seq(prompts)
 
 
+@pytest.mark.parametrize(
+    "prompts",
+    [[5, 6.0], [5, None], [None, 5], [5, [6]], np.ma.array([5, 6], mask=[1, 0]), [True, 5]],
+    ids=str,
+)
+def test_token_ids_with_a_bad_one_are_one_prompt(prompts: Any) -> None:
+    """The message names the bad one, and does not call a good id a bad prompt."""
+    [prompt] = prompt_to_seq(prompts)
+    with pytest.raises(TypeError, match=r"token ids must be ints, got (6.0|None|\[6\]|True) in"):
+        parse_prompt(prompt)
+
+
 def test_as_python_changes_nothing_else() -> None:
     for value in (5, 0.5, "a", None, IDS, {"a": 1}, int, np.ndarray):
         assert as_python(value) is value
@@ -302,9 +314,12 @@ def test_tool_calls_and_their_results() -> None:
         assert (one["content"], two["content"]) == ("42", "4\n2")
     calls["tool_calls"][1]["function"]["arguments"]["a"] = "2"
     assert repr(messages) == before
-    for call in ("add", {"function": None}, {"type": "custom", "function": {}}):
+    nameless = {"function": {"arguments": "{}"}}
+    for call in ("add", 7, {"function": None}, nameless, {"type": "custom", "function": {}}):
         with pytest.raises(VLLMValidationError, match=r"tool_calls holds .*; allowed: "):
             parse_chat_messages([{"role": "assistant", "tool_calls": [call]}], "string")
+    with pytest.raises(VLLMValidationError, match=r"tool_calls holds 7; allowed: "):
+        parse_chat_messages([{"role": "assistant", "tool_calls": 7}], "string")
 
 
 @pytest.mark.parametrize("part", [IMAGE, {"type": "input_audio"}, {"text": "Hi"}, {}, None, 5])

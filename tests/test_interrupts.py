@@ -165,6 +165,8 @@ def test_other_errors_are_not_from_a_signal() -> None:
         raise TimeoutError
     assert not is_from_signal(caught.error)
     assert not is_from_signal(None)
+    with Caught():
+        raise KeyboardInterrupt  # Ctrl-C comes without a `raise`
     with suppress(OSError):
         raise TimeoutError
     with suppress(ValueError):
@@ -172,6 +174,23 @@ def test_other_errors_are_not_from_a_signal() -> None:
             raise TimeoutError
         except unless_signal(KeyError, OSError) as error:
             raise ValueError from error
+
+
+def test_a_thread_has_no_ctrl_c() -> None:
+    """What looks like one is an error of the code that runs there."""
+    caught: list[BaseException | None] = []
+
+    def work() -> None:
+        with Caught() as mine:
+            signal.default_int_handler(signal.SIGINT, None)
+        caught.append(mine.error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert [type(error) for error in caught] == [KeyboardInterrupt]
+    with pytest.raises(KeyboardInterrupt), Caught():
+        signal.default_int_handler(signal.SIGINT, None)
 
 
 class TooLate(TimeoutError, RuntimeError):

@@ -299,7 +299,7 @@ def test_the_memory_of_a_step_is_not_for_blocks(monkeypatch: pytest.MonkeyPatch)
     assert blocks_that_fit(peak_activation_bytes=6144, kv_cache_memory_bytes=20 * 6144) == 20
     assert blocks_that_fit(peak_activation_bytes=6144, num_gpu_blocks_override=3) == 3
     for peak_activation_bytes in (13 * 6144 + 1, 2**40):  # the last is more than free memory
-        message = r"needs 0 MiB of KV cache, and there are 0 MiB.*gpu_memory_utilization"
+        message = r"needs 42\.0 KiB of KV cache, and there are \d+(\.\d KiB| bytes) for.*gpu_memory"
         with pytest.raises(ValueError, match=message):
             blocks_that_fit(peak_activation_bytes=peak_activation_bytes)
 

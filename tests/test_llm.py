@@ -215,9 +215,10 @@ def test_arguments_of_vllm_that_are_not_here(llm: LLM) -> None:
     nothing = {"lora_request": None, "mm_processor_kwargs": None, "tokenization_kwargs": None}
     for name, call in calls.items():
         assert call(**nothing)
-        for argument in ("lora_request", "mm_processor_kwargs"):
-            with pytest.raises(VLLMValidationError, match=f"{name} got {argument}="):
-                call(**{argument: object()})
+        with pytest.raises(VLLMValidationError, match=f"{name} got mm_processor_kwargs="):
+            call(mm_processor_kwargs=object())
+        with pytest.raises(VLLMValidationError, match="enable_lora=True"):
+            call(lora_request=object())
         with pytest.raises(VLLMValidationError, match="tokenization_kwargs got max_length=5"):
             call(tokenization_kwargs={"max_length": 5})
         for wrong in ("abc", 5, {5: True}):
@@ -226,7 +227,7 @@ def test_arguments_of_vllm_that_are_not_here(llm: LLM) -> None:
         with pytest.raises(TypeError, match="add_special_tokens must be True or False"):
             call(tokenization_kwargs={"add_special_tokens": 1})
     assert len(llm.wait_for_completion(use_tqdm=False)) == 2
-    with pytest.raises(VLLMValidationError, match="beam_search got lora_request="):
+    with pytest.raises(VLLMValidationError, match="enable_lora=True"):
         llm.beam_search(STORY, BeamSearchParams(2, 3), object())  # type: ignore[arg-type]
     with pytest.raises(VLLMValidationError, match="cannot reset running requests"):
         llm.reset_prefix_cache(reset_running_requests=True)
@@ -364,6 +365,8 @@ def test_apply_model(llm: LLM) -> None:
     """A list, as of all workers: here of one."""
     [names] = llm.apply_model(lambda model: {name for name, _ in model.named_parameters()})
     assert len(names) > 10
+    with pytest.raises(TypeError, match="func must be a function of the model, got None"):
+        llm.apply_model(None)  # type: ignore[arg-type]
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
@@ -922,6 +925,7 @@ def test_a_closed_engine_says_so() -> None:
         lambda: llm.add_request("a", STORY),
         lambda: llm.step(),
         lambda: llm.reset_prefix_cache(),
+        lambda: llm.apply_model(type),
         lambda: next(stream),
     ):
         with pytest.raises(RuntimeError, match="closed; build a new LLM"):
@@ -1001,8 +1005,9 @@ def test_chat_refuses(llm: LLM) -> None:
             llm.chat(messages, GREEDY)
     with pytest.raises(ValueError, match="chat template refuses"):
         llm.chat(SUM, continue_final_message=True)  # add_generation_prompt is True by default
-    with pytest.raises(ValueError, match="holds 'tokenize', which chat sets itself"):
-        llm.chat(SUM, chat_template_kwargs={"tokenize": True})
+    for name in ("tokenize", "messages", "conversation", "conversations", "self"):
+        with pytest.raises(ValueError, match=f"holds '{name}', which chat sets itself"):
+            llm.chat(SUM, chat_template_kwargs={name: True})
     assert llm.chat([], use_tqdm=False) == []
     assert_serves(llm)
 
@@ -1104,7 +1109,11 @@ def test_a_checkpoint_or_option_that_does_not_fit(
         ),
         ({"tokenizer": empty}, ValueError, r"no tokenizer can be read from"),
         ({"max_model_len": 10**6}, ValueError, r"max_model_len is 1000000.*at most \d+ tokens"),
-        ({"kv_cache_memory": 1000}, ValueError, r"needs \d+ MiB of KV cache.*Lower max_model_len"),
+        (
+            {"kv_cache_memory": 1000},
+            ValueError,
+            r"needs 5.0 MiB of KV cache, and there are 1000 bytes.*Lower max_model_len",
+        ),
         ({"attention_backend": "flash"}, ValueError, r"attention_backend is 'flash'; allowed"),
     ]
     for options, error, message in cases:

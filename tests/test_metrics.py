@@ -575,6 +575,27 @@ def test_a_logger_that_fails_costs_no_request(
     assert "a bug in a logger" in caplog.text
 
 
+def test_what_is_no_engine_or_no_logger_is_refused(make_engine: MakeEngine) -> None:
+    """At once, not in each step."""
+    engine = make_engine()
+    for call in (collect_metrics, get_metrics, CountingStatLogger, PrometheusStatLogger):
+        with pytest.raises(TypeError, match="an LLMEngine is needed, got 5"):
+            call(5)
+    for stat_logger in (5, StatLogger):
+        with pytest.raises(TypeError, match="a stat logger must be a StatLogger, got "):
+            collect_metrics(engine, stat_logger)  # type: ignore[arg-type]
+    assert not engine.step_listeners
+
+
+def test_a_manager_may_be_closed_twice(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    manager = collect_metrics(engine, Keeping())
+    for _ in range(2):
+        manager.close()
+        assert not engine.step_listeners
+        assert not engine.output_processor.finish_listeners
+
+
 def test_an_engine_has_one_manager(make_engine: MakeEngine) -> None:
     engine, other = make_engine(), make_engine()
     with pytest.raises(RuntimeError, match="disable_log_stats=False"):

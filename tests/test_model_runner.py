@@ -187,7 +187,7 @@ def test_logprobs_of_the_prompt_come_chunk_by_chunk(
     assert whole.prompt_logprobs[0].start == 1
     assert [entry.token_ids[0] for entry in entries] == prompt[1:]
     assert all(len(entry.token_ids) == 3 for entry in entries)
-    monkeypatch.setattr("nanoserve.model_runner.LOGPROB_TILE", tile)
+    monkeypatch.setattr("nanoserve.prompt_logprobs.LOGPROB_TILE", tile)
     found = []
     beside = new(2, [20, 21, 22])  # does not ask, and comes first in the step
     for output, start in (

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from test_documents import exists
 
-from nanoserve import LLM, EngineArgs, SamplingParams
-from nanoserve.extras import lesson, sabotage, trace
+from nanoserve import LLM, EngineArgs, LoRARequest, SamplingParams
+from nanoserve.extras import cases, lesson, sabotage, trace
 from nanoserve.extras.arrivals import serve
+from nanoserve.extras.structured_output import StructuredOutputsParams
 
 PACKAGE = Path(__file__).parent.parent / "nanoserve"
 TWO_BOXES = "The red box holds 7341. The blue box holds 5062. What does the red box hold?"
@@ -73,6 +74,20 @@ def behind_smaller_ones() -> list[list[int]]:
     return [[*run.wait("D")]]
 
 
+def behind_another_voice() -> list[list[int]]:
+    """The model itself is asked what a loud pirate was asked before."""
+    pirate = LoRARequest("pirate", 1, cases.adapter_copy(lora_alpha=24))
+    with lesson.small_llm(enable_lora=True, max_lora_rank=8) as llm:
+        prompt = lesson.prompt(llm, "C")
+        llm.generate(prompt, GREEDY, lora_request=pirate, use_tqdm=False)
+        return ask(llm, "C")
+
+
+def of_a_given_form() -> list[list[int]]:
+    with lesson.small_llm() as llm:
+        return ask(llm, "A", structured_outputs=StructuredOutputsParams(regex="[0-9]{2}!"))
+
+
 def number_of_steps() -> list[list[int]]:
     """Of a mistake that changes no token."""
     with lesson.small_llm() as llm:
@@ -123,6 +138,9 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "moving_inputs": after([], "C", runner_cls=trace.GraphRunner),
     "short_answers": after([], "Tell me a story."),
     "deaf": after_a_client_left,
+    "one_root": behind_another_voice,
+    "other_scales": after([], "A", quantization="int4"),
+    "forgetful": of_a_given_form,
     "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
 }
 

@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoserve.logits_processors import RequestProcessors, apply_logits_processors
 from nanoserve.sampler import (
     LogitEdits,
     LogitMask,
     Penalties,
-    RequestProcessors,
     SamplerOutput,
     SamplingBatch,
     apply_constraints,
-    apply_logits_processors,
     apply_min_p,
     apply_top_k_top_p,
     draw,
@@ -207,8 +206,8 @@ def constrained_batch(rules: list[Rules]) -> SamplingBatch:
     penalized = [(i, r) for i, r in enumerate(rules) if r.has_penalties]
     mask = penalties = None
     if masked:
-        forbidden = torch.tensor([[t not in mask for t in range(VOCAB)] for _, mask in masked])
-        mask = LogitMask(torch.tensor([i for i, _ in masked]), forbidden)
+        rows = [[0.0 if t in mask else -math.inf for t in range(VOCAB)] for _, mask in masked]
+        mask = LogitMask(torch.tensor([i for i, _ in masked]), torch.tensor(rows))
     if penalized:
         some = [r for _, r in penalized]
         seen = [[*r.prompt, *r.output] for r in some]

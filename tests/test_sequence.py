@@ -117,7 +117,9 @@ def test_a_new_sequence_has_all_that_the_runner_needs() -> None:
         "seed": 11,
         "branch": 0,
         "num_samples": 3,
-        "cache_salt": "mine",
+        "extra_keys": "mine",
+        "lora_slot": -1,
+        "structured_output_request": None,
     }
 
 

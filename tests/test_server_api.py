@@ -575,7 +575,11 @@ def test_what_reaches_the_template(server: Running) -> None:
         "{{ reasoning_effort }};{{ documents[0].title }};{{ add_generation_prompt }}"
     )
     given = {"chat_template_kwargs": {"mood": "calm"}, "reasoning_effort": "low"}
-    given |= {"tools": [TOOL], "documents": [{"title": "Rain", "text": "wet"}]}
+    given |= {
+        "tools": [TOOL],
+        "tool_choice": "none",
+        "documents": [{"title": "Rain", "text": "wet"}],
+    }
     found = prompt_of(server, chat_template=template, **given)
     assert found == "weather;calm;low;Rain;True"
     found = prompt_of(server, chat_template=template, **given, add_generation_prompt=False)
@@ -650,7 +654,6 @@ def test_tokenize_and_detokenize(server: Running, demo_llm: LLM) -> None:
 
 # -- what is not served --
 
-GUIDED = {"structured_outputs": {"regex": "a"}, "guided_json": {}, "guided_choice": ["a"]}
 MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"prompt": None}, "prompt", "there is no prompt"),
     (C, {"prompt": None, "messages": []}, "prompt", "messages are for /v1/chat/completions"),
@@ -667,6 +670,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"max_tokens": -3, "echo": True}, "max_tokens", "1 or more"),
     (C, {"max_tokens": "5"}, "max_tokens", "valid integer"),
     (C, {"suffix": "the end"}, "suffix", "fills in the middle"),
+    (C, {"logits_processors": ["x"]}, "logits_processors", "no functions of its clients"),
     (C, {"best_of": 1, "n": 2}, "best_of", "n (2) or more"),
     (C, {"best_of": 3, "stream": True}, "best_of", "if stream is true"),
     (C, {"bad_words": [f"{i:3000}" for i in range(11)]}, "bad_words", "allowed: 32768"),
@@ -677,14 +681,13 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (C, {"use_beam_search": True, "echo": True, "logprobs": 1}, "echo", "use_beam_search"),
     (C, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "never cut"),
     (C, {"prompt_embeds": "AAAA"}, "prompt_embeds", "text and token ids only"),
-    *((C, {name: value}, name, "no structured output") for name, value in GUIDED.items()),
+    (C, {"guided_json": {}}, "guided_json", "structured_outputs; use that"),
     (C, {"thinking_token_budget": 5}, "thinking_token_budget", "does not have it"),
     (C, {"temprature": 0.1}, "temprature", "Did you mean 'temperature'?"),
     (C, {"maxTokens": 5}, "maxTokens", "Did you mean 'max_tokens'?"),
     (C, {f"field {i}": 1 for i in range(99)}, "field 0", "99 fields are not known"),
     (C, {"stream_options": {"include_usage": True}}, "stream_options", "stream=true only"),
     (C, {"stream": True, "stream_options": {"includeUsage": True}}, "includeUsage", "Did you"),
-    (C, {"response_format": {"type": "json_object"}}, "response_format", "'text'"),
     (C, {"temperature": -1}, "temperature", "0 (greedy)"),
     (C, {"logit_bias": {"one": 1}}, "logit_bias", "token id"),
     (C, {"stop": 5}, None, "stop must be"),
@@ -698,13 +701,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type", "text parts"),
     (H, {"top_logprobs": 1}, "top_logprobs", "unless logprobs"),
     (H, {"logprobs": 2}, "logprobs", "valid boolean"),
-    (H, {"response_format": {"type": "json_schema"}}, "response_format", "structured output"),
-    (H, {"tools": []}, "tools", "at least one tool"),
-    (H, {"tools": [{"name": "weather"}]}, "tools", "'function'"),
-    *(
-        (H, {"tools": [TOOL], "tool_choice": choice}, "tool_choice", "'none'")
-        for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}})
-    ),
     (H, {"functions": [{"name": "weather"}]}, "functions", "tools"),
     (H, {"modalities": ["audio"]}, "modalities", "text only"),
     (
@@ -714,6 +710,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
         "exclude each other",
     ),
     (H, {"chat_template_kwargs": [1]}, None, "must be an object"),
+    (H, {"chat_template_kwargs": {"messages": []}}, None, "holds 'messages'"),
     (H, {"chat_template": "{{ raise }"}, None, "chat template"),
     ("/tokenize", {}, "prompt", "either prompt"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "either prompt"),
@@ -798,7 +795,7 @@ def test_a_prompt_that_fails_cancels_the_beams_of_the_others(
 ) -> None:
     begun, cancelled = asyncio.Event(), threading.Event()
 
-    async def search(prompt: Any, params: BeamSearchParams) -> Any:
+    async def search(prompt: Any, params: BeamSearchParams, **_: Any) -> Any:
         if prompt["prompt_token_ids"] == [6]:
             await asyncio.wait_for(begun.wait(), PATIENCE)
             raise ValueError("no beams")

@@ -96,6 +96,7 @@ def still_serving(server: Running) -> Iterator[None]:
         ("GET", "/echo", {}, 405, "allowed: POST"),
         ("POST", "/echo", {"Content-Type": "text/plain"}, 400, "'text/plain'; allowed: applic"),
         ("POST", "/echo", {"Content-Type": ""}, 400, "Content-Type is ''"),
+        ("POST", "/echo", {"Content-Encoding": "gzip"}, 415, "Content-Encoding is 'gzip'"),
         ("POST", "/echo", {"Content-Length": "100001"}, 413, "100001 bytes"),
         ("POST", "/echo", {"Content-Length": "9" * 19}, 413, "may have 100000 bytes"),
     ],
@@ -111,7 +112,7 @@ def test_what_no_endpoint_gets_to_see(
 
 
 def test_a_type_may_have_parameters(server: Running) -> None:
-    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
+    headers = {"Content-Type": "Application/JSON; charset=utf-8", "Content-Encoding": "Identity"}
     assert server.ask("POST", "/echo", b"{}", headers).status == 200
 
 
@@ -426,9 +427,25 @@ def test_a_path_is_for_this_user_and_can_be_used_again(tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="another program listens there"):
                 bind(args)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="cannot listen at"):
-        bind(FrontendArgs(uds=str(tmp_path / "file")))
+    for name, message in (
+        ("file", "file: a file that is no socket is there. Give --uds a short path"),
+        ("no/file", "no/file: No such file or directory. Give --uds"),
+        ("x" * 200, "AF_UNIX path too long. Give --uds"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot listen at .*{message}"):
+            bind(FrontendArgs(uds=str(tmp_path / name)))
     assert (tmp_path / "file").exists()
+
+
+def test_files_that_are_no_certificate_are_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert __main__.main(["serve", f"--ssl-keyfile={file}", f"--ssl-certfile={file}"]) == 1
+    error = capsys.readouterr().err
+    assert f"ssl_certfile {str(file)!r} and ssl_keyfile {str(file)!r} are not a" in error
+    assert "is served at" not in error
 
 
 @pytest.mark.parametrize(

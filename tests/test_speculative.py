@@ -613,8 +613,8 @@ def test_options() -> None:
         spec = read(options)
         assert (spec.prompt_lookup_max, spec.prompt_lookup_min) == resolved
     assert read({"method": "suffix"}).num_speculative_tokens == 24
-    table = read({**NGRAM, "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 9, 0]]})
-    assert [table.num_tokens_for(size) for size in (1, 4, 5, 9, 10)] == [3, 3, 0, 0, 4]
+    table = read({**NGRAM, "num_speculative_tokens_per_batch_size": [[5, 8, 0], [1, 3, 2]]})
+    assert [table.num_tokens_for(size) for size in (1, 3, 4, 5, 8, 9)] == [2, 2, 2, 0, 0, 0]
     args = EngineArgs(speculative_config=NGRAM)
     assert EngineArgs(**vars(args)).speculative_config == read(NGRAM)
 
@@ -633,7 +633,10 @@ def test_options() -> None:
         ({**NGRAM, "draft_tensor_parallel_size": 2}, ValueError, "allowed here: None or 1"),
         ({**NGRAM, "rejection_sample_method": "block"}, ValueError, "strict, standard"),
         ({"method": "eagle", "num_speculative_tokens": 2}, ValueError, "needs a model"),
-        ({**NGRAM, "num_speculative_tokens_per_batch_size": [1]}, ValueError, "list of"),
+        *(
+            ({**NGRAM, "num_speculative_tokens_per_batch_size": table}, ValueError, "list of")
+            for table in ([1], [], [[1, 5, 2], [5, 9, 1]], [[2, 5, 1]], [[1, 3, 2], [6, 5, 1]])
+        ),
     ],
 )
 def test_bad_options(given_: Any, error: type[Exception], message: str) -> None:
@@ -649,8 +652,14 @@ def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(num_kv_blocks=32, speculative_config=options) as llm:
         [output] = llm.generate("Once", wanted, use_tqdm=False)
         assert output.metrics.num_drafts
-    with pytest.raises(ValueError, match=r"no\.such\.Class.*cannot be imported"):
-        LLM(num_kv_blocks=32, speculative_config={**options, "model": "no.such.Class"})
+    for model, message in (
+        ("no.such.Class", r"no\.such\.Class.*cannot be imported"),
+        ("os.system", r"function system.*; allowed with method 'custom_class': a subclass of "),
+        ("os.PathLike", r"PathLike.*; allowed with method 'custom_class': a subclass of "),
+        ("Foo", r"model is 'Foo'; allowed with method 'custom_class': package.module.ClassName"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LLM(num_kv_blocks=32, speculative_config={**options, "model": model})
 
 
 class Parrot(proposer.TokenProposer):  # type: ignore[name-defined, misc]

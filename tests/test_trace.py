@@ -281,6 +281,8 @@ def test_close_and_with_end_the_recording() -> None:
     assert len(recorder.steps) == 1
     recorder.close()  # a second time: nothing happens
     assert engine.step_listeners == []
+    with pytest.raises(TypeError, match="an LLMEngine is needed, got 5"):
+        trace.Recorder(5)
 
 
 def test_the_last_steps_only() -> None:

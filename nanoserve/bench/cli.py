@@ -15,9 +15,9 @@ rounds, the ratio of nanoserve to each peer, and the share of the roofline: of t
 measured bandwidth and operation rate of this machine allow. On a busy machine, ratios close to 1
 say nothing: see the range.
 
-Suites: throughput, batch, latency, batching, chunked, prefix, spec, scheduler, memory, steps,
-kernel, parallel, serve; `gpu` is throughput, batch, batching, chunked, steps and kernel in
-nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
+Suites: throughput, batch, latency, batching, chunked, prefix, spec, structured, quantization,
+scheduler, memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching, chunked,
+steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ SERVICE_LEVELS = ("ttft", "tpot", "e2el")  # times that can be limited, by vLLM'
 
 # The names of run.py's SUITES; "gpu" stands for several.
 SUITE_NAMES = (
-    "throughput", "batch", "latency", "batching", "chunked", "prefix", "spec", "scheduler",
-    "memory", "steps", "kernel", "parallel", "serve", "gpu",
+    "throughput", "batch", "latency", "batching", "chunked", "prefix", "spec", "structured",
+    "quantization",
+    "scheduler", "memory", "steps", "kernel", "parallel", "serve", "gpu",
 )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("suites", nargs="*", type=suite, metavar="SUITE", help="the same as --suite")
     add("--suite", type=names_of("suite", SUITE_NAMES), metavar="SUITE,...",
         help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, spec, "
-        "parallel, serve and gpu)")  # fmt: skip
+        "structured, quantization, parallel, serve and gpu)")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
@@ -81,7 +82,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--min-len", type=int, help="tokens, of prompts and of outputs (default: 50, GPU 100)")
     add("--max-len", type=int, help="tokens, of prompts and of outputs (default: 256, GPU 1024)")
     add("--latency-requests", type=int, default=4, help="requests of the latency suite")
-    add("--batch-sizes", type=numbers, help="of the suites batch and spec (default: 1,2,4,8,16,32)")
+    add(
+        "--batch-sizes",
+        type=numbers,
+        help="of the suites batch, spec and quantization (default: 1,2,4,8,16,32)",
+    )
     add("--hf-batch-sizes", type=numbers, default=(32, 8), help="static batches of the peer hf")
     add(
         "--prefix-len",

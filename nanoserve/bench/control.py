@@ -86,9 +86,9 @@ class InputRunner(ModelRunner):
         config = make_config(-(-max_model_len // BLOCK_SIZE), max_num_seqs)
         self.block_size = BLOCK_SIZE
         self.device = torch.device("cpu")
-        self.dtype = torch.float32
+        self.dtype = self.kv_cache_dtype = torch.float32
         self.backend = AttentionBackend()
-        self.graphs = None
+        self.graphs = self.lora_slots = None
         self.staging = StagingBuffer(staging_bytes(config), self.device)
         self.batch = InputBatch(max_num_seqs, max_model_len, BLOCK_SIZE, 1000, self.staging)
 

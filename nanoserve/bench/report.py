@@ -87,6 +87,7 @@ AGAINST: Columns = {
     "nanoserve is": ("nanoserve_is", ".2f"),
     "of roofline": ("share_of_roofline", ".1%"),
 }
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STEP_PARTS = ("schedule", "prepare", "model", "launch", "sample", "update", "other")
 COLUMNS: dict[str, Columns] = {
     "throughput": {
@@ -138,6 +139,34 @@ COLUMNS: dict[str, Columns] = {
         "mean length": ("mean_length", ".2f"),
         "tokens per step": ("tokens_per_step", ".2f"),
         "same tokens": ("same_tokens", ".0%"),
+    },
+    "structured": {
+        "backend": ("backend", ""),
+        "constraint": ("constraint", ""),
+        "constrained": ("constrained", ".0%"),
+        "tok/s": ("tokens_per_second", ".0f"),
+        "of unconstrained": ("of_unconstrained", ".3f"),
+    },
+    "structured.masks": {
+        "backend": ("backend", ""),
+        "constraint": ("constraint", ""),
+        "build ms": ("build_ms", ".0f"),
+        "compile ms": ("compile_ms", ".1f"),
+        "mask us, new": ("new_mask_us", ".1f"),
+        "slowest": ("slowest_mask_us", ".0f"),
+        "known": ("mask_us", ".1f"),
+        "token us": ("accept_us", ".1f"),
+    },
+    "quantization": {
+        "weights": ("engine", ""),
+        "MiB": ("weight_mib", ".1f"),
+        "KV bytes": ("kv_bytes", ".0f"),
+        "perplexity": ("perplexity", ".4f"),
+        "right answers": ("right_answers", ".1%"),
+        "right tokens": ("right_tokens", ".1%"),
+        **{f"plain tok/s, {n}": (f"plain_tokens_per_second_{n}", ".1f") for n in BATCH_SIZES},
+        **{f"tok/s, {n}": (f"tokens_per_second_{n}", ".1f") for n in BATCH_SIZES},
+        **{f"speed-up, {n}": (f"speed_up_{n}", ".2f") for n in BATCH_SIZES},
     },
     "scheduler": {
         "running": ("num_running", "d"),
@@ -213,6 +242,8 @@ WORKLOADS = {
     "arrive one by one",
     "prefix": "{num_requests} requests; the first {prefix_len} tokens are the same in all",
     "spec": "at most {num_speculative_tokens} drafts; slower than plain decoding: {slower}",
+    "structured": "{batch} requests, {num_output} tokens each; vocabulary of {vocab_size} tokens",
+    "quantization": "{num_texts} texts; decoding in batches of {batch_sizes}",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "

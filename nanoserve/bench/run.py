@@ -27,6 +27,7 @@ from nanoserve.bench import (
     kernels,
     plot,
     policies,
+    quantization,
     report,
     serving,
     speculation,
@@ -40,6 +41,22 @@ from nanoserve.config import ModelConfig, resolve_folder
 
 Values = dict[str, Any]
 
+
+def structured_suite(settings: Settings) -> Values:
+    """That of structured.py. Raises ValueError where nanoserve/extras, which can be deleted, is not
+    there."""
+    try:
+        from nanoserve.bench import structured
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("nanoserve.extras"):
+            raise
+        raise ValueError(
+            "masks are made by nanoserve/extras/structured_output/, which is not here. Put the "
+            "folder back, or choose other suites."
+        ) from error
+    return structured.structured_suite(settings)
+
+
 # name -> a function that measures and returns plain values, as --json writes them
 SUITES: dict[str, Callable[[Settings], Values]] = {
     "throughput": suites.throughput_suite,
@@ -49,6 +66,8 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
     "spec": speculation.spec_suite,
+    "structured": structured_suite,
+    "quantization": quantization.quantization_suite,
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
     "steps": inside.steps_suite,

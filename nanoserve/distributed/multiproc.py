@@ -289,13 +289,14 @@ def check_is_importable(what: str, value: object) -> None:
 
 
 def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
-    """The step without its sampling parameters. Only rank 0 samples, and the parameters may hold
+    """The step without its sampling parameters and grammars. Only rank 0 samples, and they may hold
     Python callables that other processes cannot import."""
     new_sequences = tuple(
         new._replace(
             sampling_params=SamplingParams(prompt_logprobs=new.sampling_params.prompt_logprobs),
             stop_token_ids=frozenset(),
             bad_word_ids=(),
+            structured_output_request=None,
         )
         for new in scheduler_output.new_sequences
     )

@@ -40,6 +40,7 @@ output_processor.py (V1).
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -54,7 +55,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template
+from nanoserve.arg_utils import (
+    EngineArgs,
+    check_engine_args,
+    check_seam_names,
+    load_chat_template,
+)
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
 from nanoserve.engine import LLMEngine, StepReport
@@ -67,11 +73,11 @@ from nanoserve.exceptions import (
     describe_error,
 )
 from nanoserve.inputs import (
+    INT64_LIMIT,
     Message,
     PromptType,
     as_arrival_time,
     as_trace_headers,
-    refuse_missing,
 )
 from nanoserve.interrupts import delayed_interrupt
 from nanoserve.llm import render_conversations, tokenize_prompts
@@ -87,6 +93,8 @@ from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
 if TYPE_CHECKING:
     from nanoserve.extras.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanoserve.extras.lora.manager import LoRAManager
+    from nanoserve.extras.lora.request import LoRARequest
     from nanoserve.extras.metrics import StatLogger
 
 logger = init_logger(__name__)
@@ -95,7 +103,6 @@ NOT_READY_PAUSE = 0.001  # seconds between two looks at requests of which none c
 NUM_TOKENIZERS = 4  # threads
 DRAIN_PAUSE = 0.01  # seconds between two looks of wait_for_requests_to_drain
 LOADED_ONCE = "The weights are those of the checkpoint; build a new AsyncLLM for others."
-NO_LORA = "LoRA adapters are not there yet."
 NOT_ASLEEP = "Memory is held until shutdown(); pause_generation() stops the steps."
 # Public names of vLLM's AsyncLLM that are not here: what to use, or why not.
 LEFT_OUT = {
@@ -113,10 +120,7 @@ LEFT_OUT = {
     "checkpoint_restore": NOT_ASLEEP,
     "reset_mm_cache": "Prompts are text or token ids.",
     "reset_encoder_cache": "Prompts are text or token ids.",
-    "add_lora": NO_LORA,
-    "remove_lora": NO_LORA,
-    "list_loras": NO_LORA,
-    "pin_lora": NO_LORA,
+    "pin_lora": "Slots of adapters go to who is next; a larger max_loras has more.",
     "init_weight_transfer_engine": LOADED_ONCE,
     "shutdown_weight_transfer_engine": LOADED_ONCE,
     "start_weight_update": LOADED_ONCE,
@@ -515,13 +519,12 @@ class AsyncLLM(OwnedByProcess):
         whose loggers count too: [PrometheusStatLogger]. Raises ValueError or TypeError as LLMEngine
         does.
         """
-        if isinstance(config, EngineArgs):
-            if disable_log_stats is None:
-                disable_log_stats = vars(config).get("disable_log_stats")
-            config = config.create_engine_config()
+        if isinstance(config, EngineArgs) and disable_log_stats is None:
+            disable_log_stats = vars(config).get("disable_log_stats")
+        check_seam_names("AsyncLLM", seams)
         check_stat_loggers(stat_loggers)
         self.chat_template = load_chat_template(chat_template)
-        self.engine = LLMEngine(config or EngineConfig(), **seams)
+        self.engine = LLMEngine(EngineConfig() if config is None else config, **seams)
         if stat_loggers or disable_log_stats is False:
             metrics = import_module("nanoserve.extras.metrics")
             loggers = [make(self.engine) for make in stat_loggers or ()]
@@ -577,7 +580,7 @@ class AsyncLLM(OwnedByProcess):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -587,9 +590,9 @@ class AsyncLLM(OwnedByProcess):
 
         sampling_params.output_kind says what an output holds: all tokens so far (CUMULATIVE), those
         since the last output (DELTA), or nothing before the end (FINAL_ONLY). None: the model's own
-        recommendation. request_id: None is a random one. priority, cache_salt and
-        tokenization_kwargs are those of LLM.generate; lora_request: None. trace_headers: of the
-        caller's trace, to which a TracingStatLogger adds (extras/metrics/tracing.py).
+        recommendation. request_id: None is a random one. lora_request, priority, cache_salt and
+        tokenization_kwargs are those of LLM.generate. trace_headers: of the caller's trace, to
+        which a TracingStatLogger adds (extras/metrics/tracing.py).
 
         Nothing happens before the first output is asked for. Leaving the loop, or cancelling the
         task, aborts the request. Raises ValueError or TypeError if the request can never be served,
@@ -618,7 +621,7 @@ class AsyncLLM(OwnedByProcess):
         prompt: PromptType,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
@@ -628,12 +631,11 @@ class AsyncLLM(OwnedByProcess):
         """Queue a request; `get` of what is returned waits for its outputs. What generate does
         first, and for those only who see to it that abort() is called when nobody waits. Raises
         what generate raises."""
-        refuse_missing("add_request", lora_request=lora_request)
         arrival_time = as_arrival_time(arrival_time) or time.time()
         trace_headers = as_trace_headers(trace_headers)
         self.check_admission()  # here too: a server that is busy tokenizes nothing in vain
         make = partial(self._make_request, request_id, prompt, params, tokenization_kwargs)
-        request = await self._run_in(self._tokenizers, make, priority, cache_salt)
+        request = await self._run_in(self._tokenizers, make, priority, cache_salt, lora_request)
         request.root.metrics.arrival_time = arrival_time
         return await self._add(request, trace_headers)
 
@@ -645,11 +647,12 @@ class AsyncLLM(OwnedByProcess):
         tokenization_kwargs: dict[str, Any] | None,
         priority: int,
         cache_salt: str | None,
+        lora_request: LoRARequest | None,
     ) -> RequestState:
         engine = self.engine
         [prompt] = tokenize_prompts(engine.input_processor, [prompt], tokenization_kwargs)
         params = engine.get_default_sampling_params() if params is None else params
-        return engine.make_request(request_id, prompt, params, priority, cache_salt)
+        return engine.make_request(request_id, prompt, params, priority, cache_salt, lora_request)
 
     async def _add(
         self, request: RequestConsumer, trace_headers: Mapping[str, str] | None = None
@@ -665,7 +668,11 @@ class AsyncLLM(OwnedByProcess):
         return collector
 
     async def beam_search(
-        self, prompt: PromptType, params: BeamSearchParams, request_id: str | None = None
+        self,
+        prompt: PromptType,
+        params: BeamSearchParams,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """The likeliest continuations of one prompt, as LLM.beam_search finds them. Cancelling the
         task aborts the search. Raises what generate raises, and RuntimeError if the search fails or
@@ -674,7 +681,7 @@ class AsyncLLM(OwnedByProcess):
 
         request_id = uuid.uuid4().hex if request_id is None else request_id
         self.check_admission()
-        make = partial(BeamSearch, request_id, prompt, params, self.engine)
+        make = partial(BeamSearch, request_id, prompt, params, self.engine, lora_request)
         search: BeamSearch = await self._run_in(self._tokenizers, make)
         collector = await self._add(search)
         try:
@@ -687,6 +694,28 @@ class AsyncLLM(OwnedByProcess):
         except RuntimeError:  # the pool ended meanwhile
             return search.get_output()
         return await pending
+
+    # -- adapters --
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Check an adapter, before a request wants it. False if it is known already. Raises
+        ValueError or TypeError if it cannot be used."""
+        return await self._run_in(self._tokenizers, self._lora_manager().add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that have it go on. False if there is none of this number."""
+        return self._lora_manager().remove_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        """The numbers (lora_int_id) of all known adapters."""
+        return self._lora_manager().list_loras()
+
+    def _lora_manager(self) -> LoRAManager:
+        if self.engine.lora_manager is None:
+            raise VLLMValidationError(
+                "this engine takes no adapters. Build it with enable_lora=True."
+            )
+        return self.engine.lora_manager
 
     async def abort(self, request_id: str | Collection[str]) -> None:
         """End a request, or several. Who waits for one gets an output with finish_reason "abort".
@@ -966,9 +995,9 @@ def as_timeout(timeout: Any) -> float:
         return 0.0
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f"timeout must be None or a number of seconds, got {brief(timeout)}.")
-    if not timeout >= 0:
+    if not 0 <= timeout <= INT64_LIMIT and timeout != math.inf:
         raise VLLMValidationError(
-            f"timeout is {timeout}; allowed: None, or seconds from 0 on.",
+            f"timeout is {brief(timeout)}; allowed: None, or seconds from 0 to 2**63 - 1.",
             parameter="timeout",
             value=timeout,
         )

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
-from nanoserve.inputs import PromptType, as_python
+from nanoserve.inputs import PromptType, as_python, set_lora
 from nanoserve.logger import output_stream
 from nanoserve.logprobs import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -40,6 +40,7 @@ from nanoserve.sequence import Sequence, SequenceStatus, SequenceUpdate
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
+    from nanoserve.extras.lora.request import LoRARequest
     from nanoserve.llm import LLM
 
 MOST_BEAMS = 16384  # vLLM's limit, as that of n
@@ -57,7 +58,7 @@ class BeamSearchParams:
     temperature: float = 0.0  # changes nothing, as in vLLM: beams are ranked before temperature
     length_penalty: float = 1.0  # above 0: long results rank higher; 0: by log-probability alone
     include_stop_str_in_output: bool = False  # changes nothing: there are no stop strings
-    structured_outputs: None = None  # not here
+    structured_outputs: None = None  # no beam has a grammar
     skip_special_tokens: bool = True  # leave special tokens out of the texts
     watermarking: bool | None = None  # not here
 
@@ -76,7 +77,7 @@ class BeamSearchParams:
             if not isinstance(getattr(self, name), bool):
                 self._refuse(name, "True or False")
         if self.structured_outputs is not None:
-            self._refuse("structured_outputs", "None; nanoserve has no structured outputs")
+            self._refuse("structured_outputs", "None; a beam search obeys no grammar")
         if self.watermarking:
             self._refuse("watermarking", "None or False; nanoserve has no watermarking")
 
@@ -122,12 +123,18 @@ class BeamSearchParams:
         )
 
     def search(
-        self, llm: LLM, prompts: list[PromptType], concurrency_limit: int | None, use_tqdm: bool
+        self,
+        llm: LLM,
+        prompts: list[PromptType],
+        concurrency_limit: int | None,
+        use_tqdm: bool,
+        lora_requests: list[LoRARequest | None],
     ) -> list[BeamSearchOutput]:
         """What LLM.beam_search does. Raises ValueError or TypeError for a prompt that cannot be
         served, RuntimeError if a search fails or is aborted."""
         searches = [
-            BeamSearch(llm.new_request_id(), prompt, self, llm.engine) for prompt in prompts
+            BeamSearch(llm.new_request_id(), prompt, self, llm.engine, lora_request)
+            for prompt, lora_request in zip(prompts, lora_requests, strict=True)
         ]
         limit = concurrency_limit or max(1, len(searches))
         starts = range(0, len(searches), limit)
@@ -144,7 +151,7 @@ class BeamSearchSequence:
     orig_prompt: dict[str, Any]  # {"type": "token", "prompt_token_ids": [...]}, a text, a salt
     tokens: list[int]  # of prompt and output
     logprobs: list[dict[int, Logprob]]  # per output token: its candidates
-    lora_request: None = None  # not here
+    lora_request: LoRARequest | None = None
     cum_logprob: float = 0.0
     text: str | None = None  # of prompt and output, filled in at the end
     finish_reason: str | None = None  # "stop" if the beam ended in an EOS token
@@ -175,7 +182,12 @@ class BeamSearch:
     """
 
     def __init__(
-        self, request_id: str, prompt: PromptType, params: BeamSearchParams, engine: LLMEngine
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: BeamSearchParams,
+        engine: LLMEngine,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Raises ValueError or TypeError if the search cannot be served."""
         if not isinstance(params, BeamSearchParams):
@@ -188,6 +200,7 @@ class BeamSearch:
         root = engine.input_processor.process(request_id, prompt, sampling_params)
         params.check_size(max_logprobs, vocab_size, root.max_tokens)
         root.always_sync = True
+        set_lora(engine.lora_manager, root, lora_request)
         self.request_id = request_id
         self.params = params
         self.tokenizer = engine.tokenizer
@@ -199,7 +212,7 @@ class BeamSearch:
         given = {"prompt": root.prompt, "cache_salt": root.cache_salt}
         orig_prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
         orig_prompt |= {key: value for key, value in given.items() if value is not None}
-        beam = BeamSearchSequence(orig_prompt, list(root.token_ids), [])
+        beam = BeamSearchSequence(orig_prompt, list(root.token_ids), [], lora_request)
         self.beams = {root.seq_id: _Beam(beam, root)}
         self.completed: list[BeamSearchSequence] = []
         self.error: str | None = "the search was aborted"  # until it has finished

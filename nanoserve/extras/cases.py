@@ -1,4 +1,4 @@
-"""Which answers does the engine itself give? The oracles of notebooks 06, 09 and 13.
+"""Which answers does the engine itself give? The oracles of notebooks 06, 09, 13, 15, 16.
 
 An exercise ends with a check of the reader's answers against those of the real engine. Where that
 takes more than a line, a function here has the inputs and the engine's answers:
@@ -15,10 +15,14 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nanoserve import SamplingParams
 from nanoserve.attention import AttentionBackend, StepMetadata
@@ -143,6 +147,83 @@ def depths(
         oracle.append(ids[0, len(prompt) :].tolist())
     same = "the depth changes nothing: does your loop run, and does it stop after `depth` layers?"
     return mine, oracle, {(tuple(mine[0]),) * len(mine): same}
+
+
+# -- adapters --
+
+
+def adapter_copy(**values: Any) -> Path:
+    """A copy of the demo model's adapter in which adapter_config.json has these values. It is
+    deleted when Python ends."""
+    home = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    copy = Path(shutil.copytree(MODEL_DIR / "lora", home / "copy", copy_function=shutil.copyfile))
+    file = copy / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return copy
+
+
+def adapter_reads(order: str, room: int) -> int:
+    """How many times an engine with one slot, and memory for `room` adapters, reads one from disk,
+    if requests come one after the other and want these: "pqp"."""
+    from nanoserve.extras.lora import manager, request
+
+    reads, right = [], manager.Adapter.load
+
+    def load(adapter: manager.Adapter) -> Any:
+        reads.append(adapter)
+        return right(adapter)
+
+    options = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": room, "max_lora_rank": 8}
+    params = SamplingParams(max_tokens=1)
+    setattr(manager.Adapter, "load", load)  # noqa: B010 (mypy)
+    try:
+        with lesson.small_llm(**options) as llm:
+            for name in order:
+                wish = request.LoRARequest(name, ord(name), str(MODEL_DIR / "lora"))
+                llm.generate([[5, 6]], params, lora_request=wish, use_tqdm=False)
+    finally:
+        setattr(manager.Adapter, "load", right)  # noqa: B010
+    return len(reads)
+
+
+# -- quantization --
+
+
+def rounded(weight: Tensor, bits: int, group_size: int | None = None) -> Tensor:
+    """[out, in] with each group of neighbours in a row (None: the row) rounded to codes of so many
+    bits, without zeros: the largest size becomes the largest code."""
+    groups = weight.unflatten(1, (-1, group_size or weight.shape[1]))
+    scales = groups.abs().amax(dim=2, keepdim=True) / (2 ** (bits - 1) - 1)
+    return (groups / scales).round().mul(scales).flatten(1)
+
+
+def rounded_checkpoint(bits: int, group_size: int | None = None) -> Path:
+    """A copy of the demo model, in float32, whose linear layers are rounded. It is deleted when
+    Python ends."""
+    copy = copy_checkpoint(MODEL_DIR, "Qwen3ForCausalLM")
+    tensors = {name: t.float() for name, t in load_file(copy / "model.safetensors").items()}
+    for name in tensors:
+        if name.endswith("_proj.weight"):
+            tensors[name] = rounded(tensors[name], bits, group_size)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def product_times(
+    products: dict[str, Callable[[Tensor], Tensor]], num_inputs: int, sizes: tuple[int, ...]
+) -> dict[tuple[str, int], float]:
+    """(name, number of tokens) -> seconds of the fastest product of some, made in turns."""
+    seconds: dict[tuple[str, int], float] = {}
+    for size in sizes:
+        x = torch.randn(size, num_inputs)
+        for _ in range(4 + 20 // size):
+            for name, product in products.items():
+                started = perf_counter()
+                product(x)
+                taken = perf_counter() - started
+                seconds[name, size] = min(taken, seconds.get((name, size), taken))
+    return seconds
 
 
 # -- several ranks --

@@ -103,9 +103,17 @@ class SmallServer:
     "X-Request-Id: A" has the name A in the engine, too.
     """
 
-    def __init__(self, num_blocks: int = 24, *, stat_loggers: Any = None, **options: Any) -> None:
-        """num_blocks and options: those of small_llm. stat_loggers: see AsyncLLM. Raises
-        ImportError if FastAPI or uvicorn is not installed."""
+    def __init__(
+        self,
+        num_blocks: int = 24,
+        *,
+        stat_loggers: Any = None,
+        lora_modules: tuple[str, ...] = (),
+        **options: Any,
+    ) -> None:
+        """num_blocks and options: those of small_llm. stat_loggers: see AsyncLLM. lora_modules:
+        "NAME=FOLDER" of adapters, with enable_lora. Raises ImportError if FastAPI or uvicorn is not
+        installed."""
         from nanoserve.arg_utils import EngineArgs
         from nanoserve.extras.async_llm import AsyncLLM
         from nanoserve.extras.server import launcher
@@ -114,6 +122,7 @@ class SmallServer:
 
         small = {"num_kv_blocks": num_blocks, "block_size": 4, "max_num_seqs": 4, "device": "cpu"}
         quiet = {"disable_uvicorn_access_log": True, "uvicorn_log_level": "error"}
+        quiet |= {"lora_modules": lora_modules}
         args = FrontendArgs(port=0, shutdown_timeout=0.0, **quiet)  # type: ignore[arg-type]
         with quietly():
             self.llm = AsyncLLM(EngineArgs(**{**small, **options}), stat_loggers=stat_loggers)

@@ -1,4 +1,4 @@
-"""What does an engine with one mistake do? Twenty-three sabotages, for notebooks and tests.
+"""What does an engine with one mistake do? Twenty-six sabotages, for notebooks and tests.
 
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...                                           # and a right one again
@@ -201,13 +201,14 @@ def _rope_of_neighbours(
 
 @_sabotage(
     "packed_order",
-    "layers.ColumnParallelLinear.shards",
+    "layers.ColumnParallelLinear.matrices",
     "the loader puts v_proj where the model expects k_proj, and k_proj where it expects v_proj",
 )
 def _exchange_k_and_v(right: Any, layer: Any, name: str) -> Iterator[Any]:
     other = {"k_proj": "v_proj", "v_proj": "k_proj"}
-    for tensor_name, shard in right(layer, name):
-        yield ".".join(other.get(part, part) for part in tensor_name.split(".")), shard
+    for matrix in right(layer, name):
+        parts = [other.get(part, part) for part in matrix.name.split(".")]
+        yield matrix._replace(name=".".join(parts))
 
 
 class WithoutOneSum(ModelRunner):
@@ -422,3 +423,32 @@ def _accept_one_too_many(right: Any, pending: Any) -> Any:
             wrong.add(seq_id)
     pending._sampled = pending._sampled._replace(token_ids=token_ids)
     return right(pending)
+
+
+@_sabotage(
+    "one_root",
+    "block_manager.BlockHashTable.get",
+    "the root of a block's hash leaves out the adapter, whose keys and values are other ones",
+)
+def _root_without_adapter(right: Any, table: Any, parent: Any, content: Any) -> Any:
+    is_adapted_root = parent is None and isinstance(content, tuple)
+    return right(table, parent, content[0] if is_adapted_root else content)
+
+
+@_sabotage(
+    "other_scales",
+    "kernels.quantized.QuantizedWeight.prepare",
+    "each group of a quantized weight is multiplied by the scale of its neighbour",
+)
+def _exchange_scales(right: Any, weight: Any) -> None:
+    weight.scales = weight.scales.roll(1, dims=1)
+    right(weight)
+
+
+@_sabotage(
+    "forgetful",
+    "extras.structured_output.manager.StructuredOutputRequest.accept_tokens",
+    "a grammar is not told which tokens came, so every mask is that of the beginning",
+)
+def _accept_nothing(right: Any, request: Any, tokens: Any) -> None:
+    return None

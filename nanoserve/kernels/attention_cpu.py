@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata, as_stored
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
 MAX_DECODE_QUERIES = 4  # of one sequence: with more queries, copying its keys together pays
@@ -54,7 +54,10 @@ class TorchBackend(AttentionBackend):
         return SparseDecode if dtype == torch.float32 else None
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        store_kv_torch(key, value, *kv_cache, metadata.slot_mapping, plan=metadata.plan)
+        stored, slots = as_stored(key, value, kv_cache), metadata.slot_mapping
+        for i in range(0, len(stored), 2):  # the numbers, then their scales
+            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
+            store_kv_torch(*two, slots, plan=metadata.plan)
 
     def attend(
         self,
@@ -68,13 +71,15 @@ class TorchBackend(AttentionBackend):
     ) -> Tensor:
         return paged_attention_torch(
             query,
-            *kv_cache,
+            kv_cache[0],
+            kv_cache[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
             scale=scale,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
+            kv_scales=kv_cache[2:],
             plan=metadata.plan,
         )
 
@@ -124,6 +129,7 @@ def paged_attention_torch(
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    kv_scales: tuple[Tensor, ...] = (),
     plan: StepPlan | None = None,
 ) -> Tensor:
     """Causal attention of ragged queries over paged keys and values.
@@ -136,18 +142,19 @@ def paged_attention_torch(
     seq_lens         [num_seqs] int32: keys after this step
     returns          [num_tokens, num_heads, value_dim]
 
-    `plan` is that of TorchBackend.plan; None: it is made here. On a CPU, raises IndexError for a
-    block that the cache does not have. Entries of the block table behind a sequence's last block
-    are not read.
+    `kv_scales`: of a cache of 8 bits, the scales of keys and of values [num_blocks, block_size,
+    num_kv_heads, 1]. `plan` is that of TorchBackend.plan; None: it is made here. On a CPU, raises
+    IndexError for a block that the cache does not have. Entries of the block table behind a
+    sequence's last block are not read.
     """
     output = query.new_empty(*query.shape[:2], value_cache.shape[-1])
     parts = plan.parts if plan else None
     if parts is None:
         block_size = key_cache.shape[1]
-        parts = split_batch(block_table, query_start_loc, seq_lens, block_size, query.dtype)
+        parts = split_batch(block_table, query_start_loc, seq_lens, block_size, key_cache.dtype)
     for part in parts:
         attended = part.attend(
-            query, key_cache, value_cache, scale, sliding_window, logits_soft_cap
+            query, key_cache, value_cache, scale, sliding_window, logits_soft_cap, kv_scales
         )
         for tokens, result in attended:
             if len(tokens) == len(query) and part.is_in_order:  # one part is the whole step
@@ -255,6 +262,7 @@ class SparseDecode:
         scale: float,
         sliding_window: int | None,
         logits_soft_cap: float | None,
+        kv_scales: tuple[Tensor, ...] = (),
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (tokens of `query`, their result [len(tokens), num_heads, value_dim]), once."""
         num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
@@ -426,10 +434,12 @@ class GatheredPrefill:
         scale: float,
         sliding_window: int | None,
         logits_soft_cap: float | None,
+        kv_scales: tuple[Tensor, ...] = (),
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (tokens of `query`, their result [len(tokens), num_heads, value_dim]), one tile of
         queries after the other."""
-        keys, values = self.gather(key_cache), self.gather(value_cache)
+        caches = zip((key_cache, value_cache), kv_scales or (None, None), strict=True)
+        keys, values = (self.gather(cache, scales).to(query.dtype) for cache, scales in caches)
         heads_per_kv_head = query.shape[1] // key_cache.shape[2]
         for first, last in self.query_tiles():
             tokens = self.tokens(first, last)
@@ -446,14 +456,17 @@ class GatheredPrefill:
             )
             yield tokens, attended.flatten(0, 1)
 
-    def gather(self, cache: Tensor) -> Tensor:
+    def gather(self, cache: Tensor, scales: Tensor | None = None) -> Tensor:
         """The keys (or values) of each sequence, in order: [batch, num_kv_heads, keys, dim], with 0
-        behind a sequence's last one.
+        behind a sequence's last one. If the cache has 8 bits, they are multiplied by its scales.
 
         The padding is cleared because unused slots of a block hold old numbers of other requests: a
         NaN among them would pass through a mask (0 * NaN = NaN). index_select on rows of (block,
         head) is several times faster than cache[blocks], and needs no transposition after it.
         """
+        if scales is not None:  # as bytes, because PyTorch fills no rows of fp8
+            numbers = self.gather(cache.view(torch.int8)).view(cache.dtype)
+            return numbers.float() * self.gather(scales)
         num_kv_heads, num_keys = cache.shape[2], self.num_blocks * self.block_size
         rows = self._keep(("rows", num_kv_heads), lambda: self._rows_of_cache(num_kv_heads))
         gathered = cache.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, rows)

@@ -40,8 +40,11 @@ both over the whole batch, and just one of the two computes each sequence. The d
 one, so that the launch depends on nothing but tensor shapes: it needs no synchronisation, and a
 CUDA graph can hold it. What the shapes decide is decided once a step: see TritonBackend.plan.
 
+*Caches of 8 bits.* Keys and values are decoded when a tile is loaded. A key's scale is a factor of
+its scores, a value's scale one of its weights: the vectors themselves are never multiplied by it.
+
 Left out: tiles chosen by trial (autotuning stalls a server, and cannot happen inside a graph),
-8-bit caches, tensor-memory-accelerator loads.
+tensor-memory-accelerator loads.
 
 vLLM: vllm/attention/ops/: prefix_prefill.py, csrc/attention/ (V0);
 vllm/v1/attention/ops/triton_unified_attention.py (V1). Papers: online softmax, arXiv 1805.02867;
@@ -59,7 +62,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata, as_stored
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # decode programs: while one waits for memory, the others compute
@@ -83,6 +86,18 @@ def _load(pointers, mask, IS_MASKED: tl.constexpr):
 
 
 @triton.jit
+def _decode(numbers, dtype: tl.constexpr, BITS_8: tl.constexpr):
+    """Numbers of a cache as `dtype`. BITS_8 "fp8": bytes that are float8_e4m3fn, decoded by hand,
+    because GPUs before compute capability 8.9 cannot. Such a number has the bits of a float32 but
+    for its exponent, which is smaller by 120."""
+    if BITS_8 == "fp8":
+        bits = numbers.to(tl.int32)  # of an int8: the sign is in all upper bits
+        bits = (bits << 20) & -0x78100000  # 0x87F00000: the sign, then exponent and mantissa
+        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+    return numbers.to(dtype)
+
+
+@triton.jit
 def _attend_tiles(
     state,
     query,  # [BLOCK_M, BLOCK_D]
@@ -93,10 +108,13 @@ def _attend_tiles(
     table,
     key_head,
     value_head,
+    key_scales,
+    value_scales,
     key_block_stride,
     key_slot_stride,
     value_block_stride,
     value_slot_stride,
+    scale_block_stride,
     scale_log2,
     soft_cap_log2,
     HEAD_DIM: tl.constexpr,
@@ -107,6 +125,7 @@ def _attend_tiles(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    BITS_8: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Online softmax over key tiles [first_tile, end_tile); `state` is (m, total, acc).
@@ -132,7 +151,12 @@ def _attend_tiles(
             (dims < HEAD_DIM)[:, None],
             HEAD_DIM < BLOCK_D,
         )
+        if BITS_8 != "":
+            key = _decode(key, query.dtype, BITS_8)
         score = tl.dot(query, key, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if BITS_8 != "":
+            at = block * scale_block_stride + slot
+            score *= tl.load(key_scales + at, mask=exists, other=0.0)[None, :]
         if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
             doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
             score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
@@ -161,6 +185,9 @@ def _attend_tiles(
             exists[:, None] & (value_dims < VALUE_DIM)[None, :],
             IS_MASKED or VALUE_DIM < BLOCK_V,
         )
+        if BITS_8 != "":
+            value = _decode(value, query.dtype, BITS_8)
+            weight *= tl.load(value_scales + at, mask=exists, other=0.0)[None, :]
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
     return m, total, acc
@@ -193,6 +220,8 @@ def paged_attention_kernel(
     block_table,  # [num_seqs, max_blocks]
     query_start_loc,  # [num_seqs + 1]
     seq_lens,  # [num_seqs]
+    key_scales,  # [num_blocks, BLOCK_SIZE, num_kv_heads, 1], heads before slots; of BITS_8 only
+    value_scales,
     output,  # [num_tokens, num_heads, VALUE_DIM]; IS_SPLIT: [rows, num_heads, splits, VALUE_DIM]
     lse,  # IS_SPLIT: [rows, num_heads, splits]
     num_seqs,
@@ -204,6 +233,7 @@ def paged_attention_kernel(
     value_block_stride,
     value_slot_stride,
     value_head_stride,
+    scale_block_stride,
     table_stride,
     max_short,  # PER_SEQUENCE computes sequences of up to so many queries, the tiled launch others
     rows_per_seq,  # IS_SPLIT: so many rows of `output` belong to a sequence; 0: one to a token
@@ -220,6 +250,7 @@ def paged_attention_kernel(
     BLOCK_N: tl.constexpr,  # keys of a key tile
     WINDOW: tl.constexpr,  # 0: none
     HAS_SOFT_CAP: tl.constexpr,
+    BITS_8: tl.constexpr,  # what a cache of 8 bits holds, "int8" or "fp8"; "": it is none
     IS_SPLIT: tl.constexpr,  # there are several splits
     PER_SEQUENCE: tl.constexpr,  # a program per sequence, else per tile of queries
 ):
@@ -304,10 +335,13 @@ def paged_attention_kernel(
                 table,
                 key_head,
                 value_head,
+                key_scales + kv_head * BLOCK_SIZE,
+                value_scales + kv_head * BLOCK_SIZE,
                 key_block_stride,
                 key_slot_stride,
                 value_block_stride,
                 value_slot_stride,
+                scale_block_stride,
                 scale_log2,
                 soft_cap_log2,
                 HEAD_DIM=HEAD_DIM,
@@ -318,6 +352,7 @@ def paged_attention_kernel(
                 BLOCK_N=BLOCK_N,
                 WINDOW=WINDOW,
                 HAS_SOFT_CAP=HAS_SOFT_CAP,
+                BITS_8=BITS_8,
                 IS_MASKED=phase != 1,
             )
             state = (m, total, acc)
@@ -452,7 +487,10 @@ class TritonBackend(AttentionBackend):
         return replace(metadata, plan={})
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        store_kv_triton(key, value, *kv_cache, metadata.slot_mapping)
+        stored = as_stored(key, value, kv_cache)
+        for i in range(0, len(stored), 2):  # the numbers, then their scales
+            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
+            store_kv_triton(*two, metadata.slot_mapping)
 
     def attend(
         self,
@@ -466,13 +504,15 @@ class TritonBackend(AttentionBackend):
     ) -> Tensor:
         return paged_attention_triton(
             query,
-            *kv_cache,
+            kv_cache[0],
+            kv_cache[1],
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
             scale=scale,
             sliding_window=sliding_window,
             logits_soft_cap=logits_soft_cap,
+            kv_scales=kv_cache[2:],
             plan=metadata.plan,
         )
 
@@ -593,6 +633,7 @@ def paged_attention_triton(
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
+    kv_scales: tuple[Tensor, ...] = (),
     num_splits: int | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
@@ -614,6 +655,11 @@ def paged_attention_triton(
         gpu = get_gpu_info(query.device)
         plan[shape] = plan_launches(query, key_cache, value_cache, block_table, gpu, num_splits)
     scale_log2 = scale * LOG2_E
+    bits_8, key_scales, value_scales = "", seq_lens, seq_lens  # not read
+    if kv_scales:
+        bits_8 = "int8" if key_cache.dtype == torch.int8 else "fp8"
+        key_scales, value_scales = kv_scales
+        key_cache, value_cache = key_cache.view(torch.int8), value_cache.view(torch.int8)
     for launch in plan[shape]:
         written, lse, num_splits = output, output, launch.grid[2]
         if num_splits > 1:
@@ -627,6 +673,8 @@ def paged_attention_triton(
             block_table,
             query_start_loc,
             seq_lens,
+            key_scales,
+            value_scales,
             written,
             lse,
             num_seqs,
@@ -634,6 +682,7 @@ def paged_attention_triton(
             query.stride(1),
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
+            key_scales.stride(0),
             block_table.stride(0),
             launch.max_short,
             launch.rows_per_seq,
@@ -641,6 +690,7 @@ def paged_attention_triton(
             (logits_soft_cap or 0.0) * LOG2_E,
             WINDOW=sliding_window or 0,
             HAS_SOFT_CAP=logits_soft_cap is not None,
+            BITS_8=bits_8,
             **launch.constants,
         )
         if num_splits > 1:
@@ -731,6 +781,10 @@ def store_kv_triton(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
     """attention_cpu.store_kv_torch on a GPU. The last dimension of all must be contiguous."""
+    if key.dtype == torch.float8_e4m3fn:  # a number like any other; old GPUs do not know the type
+        key, value, key_cache, value_cache = (
+            each.view(torch.int8) for each in (key, value, key_cache, value_cache)
+        )
     num_tokens, num_kv_heads, key_dim = key.shape
     value_dim = value.shape[-1]
     if num_tokens == 0:

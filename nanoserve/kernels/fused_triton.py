@@ -244,10 +244,11 @@ def rope_and_store_triton(
     kv_cache: KVCache,
     metadata: StepMetadata,
 ) -> Tensor:
-    """layers.rope_and_store on a GPU. A backend that stores in its own way keeps doing so."""
-    if type(backend).store is not TritonBackend.store:
+    """layers.rope_and_store on a GPU. A backend that stores in its own way keeps doing so, and a
+    cache of 8 bits is stored apart."""
+    if type(backend).store is not TritonBackend.store or len(kv_cache) > 2:
         return layers.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
-    (cos, sin), (key_cache, value_cache) = rope, kv_cache
+    (cos, sin), (key_cache, value_cache) = rope, kv_cache[:2]
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
     num_heads = num_rows - 2 * num_kv_heads

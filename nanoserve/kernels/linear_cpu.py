@@ -64,7 +64,7 @@ class PackedLinearMethod(LinearMethod):
             reorder = torch.ops.mkldnn._reorder_linear_weight
             layer.packed_weight = reorder(weight, PACKED_FOR_ROWS)
             if not layer.is_embedding:
-                layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+                layer.weight = nn.Parameter(weight.new_empty(0, 0), requires_grad=False)
 
     def apply(
         self, layer: LinearBase, x: Tensor, bias: Tensor | None, metadata: StepMetadata | None

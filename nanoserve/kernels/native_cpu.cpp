@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <type_traits>
 
@@ -42,6 +43,28 @@ inline float to_float(bfloat16 x) {  // the upper half of a float32
     std::memcpy(&result, &bits, sizeof result);
     return result;
 }
+
+struct fp8 {  // e4m3: a float32 but for its exponent, which is smaller by 120
+    uint8_t bits;
+};
+
+inline float to_float(fp8 x) {
+    uint32_t bits = uint32_t(x.bits & 0x80) << 24 | uint32_t(x.bits & 0x7F) << 20;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result * 0x1p120f;
+}
+
+inline float to_float(int8_t x) { return x; }
+
+inline void from_float(float x, fp8* to) {  // |x| <= 448: to the nearest, ties to even
+    const float small = x * 0x1p-120f;
+    uint32_t bits;
+    std::memcpy(&bits, &small, sizeof bits);
+    to->bits = (bits >> 24 & 0x80) | ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20 & 0x7F);
+}
+
+inline void from_float(float x, int8_t* to) { *to = int8_t(std::nearbyint(x)); }
 
 inline void from_float(float x, float* to) { *to = x; }
 
@@ -133,11 +156,27 @@ void turn(const T* x, const T* cos, const T* sin, int dim, int rotary_dim, T* ou
     std::copy(x + rotary_dim, x + dim, output + rotary_dim);
 }
 
-// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it.
-template <typename T>
+// A key or value as numbers of 8 bits and their scale: attention.quantize_rows for one row.
+template <typename T, typename C>
+void quantize(const T* x, int dim, C* numbers, float* scale) {
+    float largest = 0, wrong = 0;  // wrong: NaN if a number is none, or infinite
+#pragma omp simd reduction(max : largest) reduction(+ : wrong)
+    for (int d = 0; d < dim; d++) {
+        largest = std::max(largest, std::fabs(to_float(x[d])));
+        wrong += to_float(x[d]) * 0;
+    }
+    *scale = largest / (std::is_same<C, int8_t>::value ? 127.0f : 448.0f) + wrong;
+    const float divisor = std::max(*scale, std::numeric_limits<float>::min());
+#pragma omp simd
+    for (int d = 0; d < dim; d++) from_float(to_float(x[d]) / divisor, &numbers[d]);
+}
+
+// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it. T: type
+// of the model, C: of the cache.
+template <typename T, typename C>
 bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
-                    const T* sin, const int64_t* slot_mapping, T* key_cache, T* value_cache,
-                    T* query) {
+                    const T* sin, const int64_t* slot_mapping, C* key_cache, C* value_cache,
+                    float* key_scales, float* value_scales, T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
     const int64_t num_slots = int64_t(s.num_blocks) * s.block_size;
     bool is_right = true;
@@ -153,22 +192,27 @@ bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, cons
         for (int row = 0; row < num_rows; row++) {
             const T* x = qkv + (size_t(token) * num_rows + row) * dim;
             const int kv_head = (row - s.num_heads) % s.num_kv_heads;
-            T normed[MAX_DIM], *output = query + (size_t(token) * s.num_heads + row) * dim;
-            if (row >= s.num_heads) {
-                if (slot < 0) continue;  // not to be stored
-                T* cache = row < s.num_heads + s.num_kv_heads ? key_cache : value_cache;
-                output = cache + ((block * s.num_kv_heads + kv_head) * s.block_size + offset) * dim;
-            }
-            if (row >= s.num_heads + s.num_kv_heads) {
+            const bool is_query = row < s.num_heads, is_key = row < s.num_heads + s.num_kv_heads;
+            if (!is_query && slot < 0) continue;  // not to be stored
+            T normed[MAX_DIM], turned[MAX_DIM];
+            T* output = is_query ? query + (size_t(token) * s.num_heads + row) * dim : turned;
+            const size_t place = (block * s.num_kv_heads + kv_head) * s.block_size + offset;
+            C* stored = (is_key ? key_cache : value_cache) + place * dim;
+            if constexpr (std::is_same<T, C>::value)
+                if (!is_query) output = stored;
+            if (is_key) {
+                if (norm_weight != nullptr) {
+                    rms_norm(x, norm_weight + size_t(row) * dim, dim, s.eps, normed);
+                    x = normed;
+                }
+                const size_t at = size_t(token) * s.rope_stride;
+                turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
+            } else {
                 std::copy(x, x + dim, output);
-                continue;
             }
-            if (norm_weight != nullptr) {
-                rms_norm(x, norm_weight + size_t(row) * dim, dim, s.eps, normed);
-                x = normed;
-            }
-            const size_t at = size_t(token) * s.rope_stride;
-            turn(x, cos + at, sin + at, dim, s.rotary_dim, output);
+            if constexpr (!std::is_same<T, C>::value)
+                if (!is_query)
+                    quantize(output, dim, stored, (is_key ? key_scales : value_scales) + place);
         }
     }
     return is_right;
@@ -197,6 +241,8 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 //     after each tile of keys        top = max(top, scores)
 //                                    sum, mixed: scaled by exp(old top - top), then added to
 //
+// A tile of a cache of 8 bits is decoded once, for all query heads that read it.
+//
 // Nothing is copied together. Each (token, key head) is a task of its own; the query heads that
 // share a key head (GQA) find its keys in the cache of their core.
 
@@ -206,12 +252,24 @@ struct Sizes {  // of one call
     float scale, soft_cap;  // soft_cap 0: none
 };
 
+// `number` vectors of 8 bits times their scales.
+template <typename C>
+void dequantize(const C* from, const float* scales, int number, int dim, float* to) {
+    for (int i = 0; i < number; i++)
+#pragma omp simd
+        for (int d = 0; d < dim; d++) to[i * dim + d] = to_float(from[i * dim + d]) * scales[i];
+}
+
 // One token, one key head, and `group` of the query heads that read it. Returns false if the block
-// table names a block that does not exist.
-template <typename T, int DIM>
-bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
-            const int32_t* blocks, int num_keys, int kv_head, int group, T* output) {
+// table names a block that does not exist. T: type of the query, C: of the cache.
+template <typename T, typename C, int DIM>
+bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
+            const float* key_scales, const float* value_scales, const int32_t* blocks,
+            int num_keys, int kv_head, int group, T* output) {
+    constexpr bool IS_SCALED = sizeof(C) == 1;
     constexpr int ROOM = DIM ? DIM : MAX_DIM;
+    using Number = typename std::conditional<IS_SCALED, float, C>::type;
+    Number decoded_keys[IS_SCALED ? TILE * ROOM : 1], decoded_values[IS_SCALED ? TILE * ROOM : 1];
     constexpr int LANES = DIM && DIM < 128 ? 8 : 16;  // one vector; wide ones take longer to add up
     const int dim = DIM ? DIM : s.key_dim, value_dim = DIM ? DIM : s.value_dim;
     float q[MAX_GROUP][ROOM], mixed[MAX_GROUP][ROOM], top[MAX_GROUP], sum[MAX_GROUP];
@@ -227,18 +285,26 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
         number = std::min({TILE, s.block_size - offset, num_keys - position});
         if (*block < 0 || *block >= s.num_blocks) return false;
         const size_t at = (size_t(*block) * s.num_kv_heads + kv_head) * s.block_size + offset;
-        const T *keys = key_cache + at * dim, *values = value_cache + at * value_dim;
+        const Number *keys = decoded_keys, *values = decoded_values;
+        if constexpr (IS_SCALED) {
+            dequantize(key_cache + at * dim, key_scales + at, number, dim, decoded_keys);
+            dequantize(value_cache + at * value_dim, value_scales + at, number, value_dim,
+                       decoded_values);
+        } else {
+            keys = key_cache + at * dim;
+            values = value_cache + at * value_dim;
+        }
         if (offset == 0 && num_keys - position > s.block_size && block[1] >= 0 &&
             block[1] < s.num_blocks) {
             const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
-            prefetch(key_cache + next * dim, sizeof(T) * s.block_size * dim);
-            prefetch(value_cache + next * value_dim, sizeof(T) * s.block_size * value_dim);
+            prefetch(key_cache + next * dim, sizeof(C) * s.block_size * dim);
+            prefetch(value_cache + next * value_dim, sizeof(C) * s.block_size * value_dim);
         }
         for (int head = 0; head < group; head++) {
             float weight[TILE], highest = top[head], added = 0, sums[ROOM];
             int i = 0;
             for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
-                const T* key = keys + i * dim;
+                const Number* key = keys + i * dim;
                 float a = 0, b = 0, c = 0, e = 0;
 #pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
                 for (int d = 0; d < dim; d++) {
@@ -269,7 +335,7 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
 #pragma omp simd
             for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
             for (i = 0; i + 4 <= number; i += 4) {
-                const T* value = values + i * value_dim;
+                const Number* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++)
                     sums[d] += weight[i] * to_float(value[d]) +
@@ -278,7 +344,7 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
                                weight[i + 3] * to_float(value[3 * value_dim + d]);
             }
             for (; i < number; i++) {
-                const T* value = values + i * value_dim;
+                const Number* value = values + i * value_dim;
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++) sums[d] += weight[i] * to_float(value[d]);
             }
@@ -293,9 +359,10 @@ bool attend(const Sizes& s, const T* query, const T* key_cache, const T* value_c
     return true;
 }
 
-template <typename T, int DIM>
-bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* value_cache,
-                const int32_t* block_table, const int32_t* num_keys, T* output) {
+template <typename T, typename C, int DIM>
+bool attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
+                const float* key_scales, const float* value_scales, const int32_t* block_table,
+                const int32_t* num_keys, T* output) {
     const int group = s.num_heads / s.num_kv_heads;
     const double total = std::accumulate(num_keys, num_keys + s.num_tokens, 0.0) * s.num_heads;
     bool is_right = true;
@@ -305,35 +372,37 @@ bool attend_all(const Sizes& s, const T* query, const T* key_cache, const T* val
         for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
             for (int head = 0; head < group; head += MAX_GROUP) {
                 const size_t at = size_t(token) * s.num_heads + kv_head * group + head;
-                is_right &= attend<T, DIM>(
-                    s, query + at * s.key_dim, key_cache, value_cache,
+                is_right &= attend<T, C, DIM>(
+                    s, query + at * s.key_dim, key_cache, value_cache, key_scales, value_scales,
                     block_table + size_t(token) * s.max_blocks, num_keys[token], kv_head,
                     std::min(MAX_GROUP, group - head), output + at * s.value_dim);
             }
     return is_right;
 }
 
-template <typename T, typename... Arguments>
+template <typename T, typename C, typename... Arguments>
 bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
     switch (s.key_dim == s.value_dim ? s.key_dim : 0) {
-        case 32: return attend_all<T, 32>(s, arguments...);
-        case 64: return attend_all<T, 64>(s, arguments...);
-        case 80: return attend_all<T, 80>(s, arguments...);
-        case 128: return attend_all<T, 128>(s, arguments...);
-        default: return attend_all<T, 0>(s, arguments...);
+        case 32: return attend_all<T, C, 32>(s, arguments...);
+        case 64: return attend_all<T, C, 64>(s, arguments...);
+        case 80: return attend_all<T, C, 80>(s, arguments...);
+        case 128: return attend_all<T, C, 128>(s, arguments...);
+        default: return attend_all<T, C, 0>(s, arguments...);
     }
 }
 
 }  // namespace
 
-// What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16).
+// What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16); what
+// reads or writes a cache is there for each type of cache.
 //
 // x (which becomes the sum), residual (or null), output [num_tokens, size]; weight [size].
 //
 // qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
 // head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
-// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; query
-// [num_tokens, num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
+// negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of
+// caches of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens,
+// num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
 //
 // query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
 // max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
@@ -345,21 +414,31 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
                                         const T* weight, float eps, T* output) {                   \
         add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
     }                                                                                              \
-    extern "C" int rope_and_store_##NAME(                                                          \
-        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
-        const int64_t* slot_mapping, T* key_cache, T* value_cache, T* query) {                     \
-        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
-                              value_cache, query);                                                 \
-    }                                                                                              \
     extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
         silu_and_mul(num_tokens, size, gate_up, output);                                           \
+    }
+
+#define EXPORT_CACHE(T, C, NAME)                                                                   \
+    extern "C" int rope_and_store_##NAME(                                                          \
+        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
+        const int64_t* slot_mapping, C* key_cache, C* value_cache, float* key_scales,              \
+        float* value_scales, T* query) {                                                           \
+        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
+                              value_cache, key_scales, value_scales, query);                       \
     }                                                                                              \
     extern "C" int paged_decode_##NAME(                                                            \
-        const Sizes* sizes, const T* query, const T* key_cache, const T* value_cache,              \
-        const int32_t* block_table, const int32_t* num_keys, T* output) {                          \
-        return paged_decode<T>(*sizes, query, key_cache, value_cache, block_table, num_keys,       \
-                               output);                                                            \
+        const Sizes* sizes, const T* query, const C* key_cache, const C* value_cache,              \
+        const float* key_scales, const float* value_scales, const int32_t* block_table,            \
+        const int32_t* num_keys, T* output) {                                                      \
+        return paged_decode<T, C>(*sizes, query, key_cache, value_cache, key_scales, value_scales, \
+                                  block_table, num_keys, output);                                  \
     }
 
 EXPORT(float, f32)
 EXPORT(bfloat16, bf16)
+EXPORT_CACHE(float, float, f32)
+EXPORT_CACHE(float, int8_t, f32_int8)
+EXPORT_CACHE(float, fp8, f32_fp8)
+EXPORT_CACHE(bfloat16, bfloat16, bf16)
+EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
+EXPORT_CACHE(bfloat16, fp8, bf16_fp8)

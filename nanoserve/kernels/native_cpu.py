@@ -56,29 +56,32 @@ RETRY_AFTER = 3600.0  # seconds, for a compiler that hung
 KEEP_FOR = 30 * 86400.0  # seconds, for the libraries of other sources
 MAX_DIM = 1024  # numbers of a head, as in the source
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+CACHES = {torch.int8: "_int8", torch.float8_e4m3fn: "_fp8"}  # of 8 bits, for both of them
 
 
 # -- the library --
 
 
-def load_library() -> ctypes.CDLL | None:
-    """The compiled source; None, with a line in the log, if it cannot be compiled here.
+def load_library(source: Path | None = None) -> ctypes.CDLL | None:
+    """The compiled source (None: native_cpu.cpp); None, with a line in the log, if it cannot be
+    compiled here.
 
     The compiler is $CXX, or c++. It is needed only where no library is kept: an image may be built
     where there is one, and run where there is none.
     """
+    source = source or SOURCE
     if platform.system() != "Linux":
         return None
     try:
         command = [*(shlex.split(os.environ.get("CXX", "")) or ["c++"]), *shlex.split(FLAGS)]
-        folder, name = cache_folder(), f"native_cpu-{_digest_of_need(command)}"
+        folder, name = cache_folder(), f"{source.stem}-{_digest_of_need(command, source)}"
         library = _load_kept(folder, name) if folder else None
         if library is None and shutil.which(command[0]) is None:
             logger.info(
                 "no C++ compiler (%s) was found: PyTorch's operators do their work", command[0]
             )
             return None
-        return library or _compile(command, name, folder)
+        return library or _compile([*command, str(source)], name, folder)
     except unless_signal(OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
@@ -91,7 +94,10 @@ def cache_folder() -> Path | None:
     """A folder that nobody else can write to: nanoserve in the user's cache folder; None if that
     cannot be. A library that is loaded runs with the user's rights."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanoserve")
+        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        if not folder.is_absolute():  # its specification: a relative one counts as none
+            folder = Path.home() / ".cache"
+        folder /= "nanoserve"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
     except unless_signal(OSError, RuntimeError):  # RuntimeError: there is no home
@@ -123,10 +129,10 @@ def _compile(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
     hung = folder / f"{name}.hung" if folder else None
     if hung and hung.exists() and time.time() - hung.stat().st_mtime < RETRY_AFTER:
         raise OSError(f"the compiler hung a short time ago (delete {hung} to try it again)")
-    with tempfile.TemporaryDirectory(prefix="native_cpu-", dir=folder) as unfinished:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=folder) as unfinished:
         file = Path(unfinished, "library.so")
         try:
-            _run([*command, str(SOURCE), "-o", str(file)])
+            _run([*command, "-o", str(file)])
         except subprocess.TimeoutExpired:
             if hung:
                 hung.touch()
@@ -136,7 +142,7 @@ def _compile(command: list[str], name: str, folder: Path | None) -> ctypes.CDLL:
             with file.open("rb") as written:
                 digest = _digest(written.read())
                 os.fsync(written.fileno())
-            _remove_old(folder)
+            _remove_old(folder, name.partition("-")[0])
             os.replace(file, folder / f"{name}-{digest}.so")
     return library
 
@@ -158,9 +164,9 @@ def _run(command: list[str]) -> None:
         raise subprocess.CalledProcessError(process.returncode, command[0], stderr=errors)
 
 
-def _remove_old(folder: Path) -> None:
+def _remove_old(folder: Path, stem: str) -> None:
     """Delete what earlier sources, and processes that were killed, left behind."""
-    for path in folder.glob("native_cpu-*"):
+    for path in folder.glob(f"{stem}-*"):
         with suppress(OSError):  # another process may do the same
             if time.time() - path.stat().st_mtime > KEEP_FOR:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -178,11 +184,11 @@ def _digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _digest_of_need(command: list[str]) -> str:
+def _digest_of_need(command: list[str], source: Path) -> str:
     """Of all that the library depends on: source, command, processor. "-march=native" makes code
     for this processor, and several machines may share a home folder. The compiler itself is no part
     of it, because it may be gone."""
-    parts = [SOURCE.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
+    parts = [source.read_bytes(), " ".join(command).encode(), platform.machine().encode()]
     cpu = Path("/proc/cpuinfo")
     if cpu.exists():
         kept = ("model name", "flags", "Features", "CPU part")
@@ -216,12 +222,15 @@ class Native:
         self._norm.argtypes = (
             ctypes.c_int, ctypes.c_int, pointer, pointer, pointer, ctypes.c_float, pointer,
         )  # fmt: skip
-        self._rope = getattr(library, f"rope_and_store_{name}")
-        self._rope.argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 8)
+        self._rope: dict[torch.dtype, Any] = {}  # by the type of the cache
+        for cache, suffix in {dtype: "", **CACHES}.items():
+            self._rope[cache] = getattr(library, f"rope_and_store_{name}{suffix}")
+            self._rope[cache].argtypes = (ctypes.POINTER(RopeSizes), *[pointer] * 10)
+            self._rope[cache].restype = ctypes.c_int
         self._silu = getattr(library, f"silu_and_mul_{name}")
         self._silu.argtypes = (ctypes.c_int, ctypes.c_int, pointer, pointer)
         self._norm.restype = self._silu.restype = None
-        self._rope.restype = ctypes.c_int
+        self._dtype = dtype
         self._plain_norm = RMSNormCPU() if dtype == torch.float32 else rms_norm
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -254,15 +263,15 @@ class Native:
         metadata: StepMetadata,
     ) -> Tensor:
         """layers.rope_and_store. Raises IndexError for a slot that the cache does not have."""
-        (cos, sin), (keys, values) = rope, kv_cache
+        (cos, sin), (keys, values) = rope, kv_cache[:2]
         num_blocks, block_size, num_kv_heads, head_dim = keys.shape
         slots = metadata.slot_mapping
         lies_right = (
             isinstance(backend, TorchBackend)
-            and keys.transpose(1, 2).is_contiguous()
-            and values.transpose(1, 2).is_contiguous()
+            and all(each.transpose(1, 2).is_contiguous() for each in kv_cache)
             and keys.shape == values.shape
-            and keys.dtype == cos.dtype == sin.dtype == qkv.dtype
+            and keys.dtype in self._rope
+            and self._dtype == cos.dtype == sin.dtype == qkv.dtype
             and len(slots) == len(cos) == len(sin) == len(qkv)
             and slots.dtype == torch.int64
             and cos.stride(-1) == sin.stride(-1) == 1
@@ -279,7 +288,7 @@ class Native:
             len(qkv), num_heads, num_kv_heads, head_dim, cos.shape[-1], cos.stride(0), block_size,
             num_blocks, 0.0 if qk_norm is None else qk_norm.eps,
         )  # fmt: skip
-        is_right = self._rope(
+        is_right = self._rope[keys.dtype](
             sizes,
             qkv.data_ptr(),
             None if qk_norm is None else qk_norm.weight.data_ptr(),
@@ -288,6 +297,7 @@ class Native:
             slots.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
+            *([each.data_ptr() for each in kv_cache[2:]] or (None, None)),
             query.data_ptr(),
         )
         if not is_right:
@@ -335,23 +345,30 @@ class NativeBackend(TorchBackend):
                 "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
             )
         self.library = library
-        self._functions = {t: getattr(library, f"paged_decode_{name}") for t, name in NAMES.items()}
-        for function in self._functions.values():
-            function.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 6)
-            function.restype = ctypes.c_int
+        self._functions: dict[tuple[torch.dtype, torch.dtype], Any] = {}
+        for dtype, name in NAMES.items():
+            for cache, suffix in {dtype: "", **CACHES}.items():
+                function = getattr(library, f"paged_decode_{name}{suffix}")
+                function.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 8)
+                function.restype = ctypes.c_int
+                self._functions[dtype, cache] = function
 
     def get_decode(self, dtype: torch.dtype) -> Callable[..., SparseDecode] | None:
-        function = self._functions.get(dtype)
-        return partial(NativeDecode, function) if function else super().get_decode(dtype)
+        if dtype not in NAMES and dtype not in CACHES:
+            return super().get_decode(dtype)
+        return partial(NativeDecode, self._functions)
 
 
 class NativeDecode(SparseDecode):
     """Tokens that walk through the blocks of their sequences."""
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        """`function`: the compiled one; the rest as for SparseDecode."""
+    def __init__(
+        self, functions: dict[tuple[torch.dtype, torch.dtype], Any], *arguments: Any
+    ) -> None:
+        """`functions`: the compiled ones, by the types of queries and of the cache; the rest as for
+        SparseDecode."""
         super().__init__(*arguments)
-        self.function = function
+        self.functions = functions
         self.blocks = np.ascontiguousarray(self.blocks, np.int32)
 
     def attend(
@@ -362,11 +379,13 @@ class NativeDecode(SparseDecode):
         scale: float,
         sliding_window: int | None,
         logits_soft_cap: float | None,
+        kv_scales: tuple[Tensor, ...] = (),
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """As SparseDecode.attend. Raises IndexError for a block that the cache does not have."""
         if len(self.tokens) < len(query):
             query = query.index_select(0, self.tokens)
-        query, keys, values = query.contiguous(), as_rows(key_cache), as_rows(value_cache)
+        dtype, keys, values = query.dtype, as_rows(key_cache), as_rows(value_cache)
+        query = query.to(dtype if dtype in NAMES else torch.float32).contiguous()
         num_tokens, num_heads, key_dim = query.shape
         num_blocks, value_dim = len(key_cache), value_cache.shape[-1]
         if max(key_dim, value_dim) > MAX_DIM:
@@ -379,15 +398,17 @@ class NativeDecode(SparseDecode):
             num_tokens, num_heads, key_cache.shape[2], key_dim, value_dim, self.block_size,
             num_blocks, self.blocks.shape[1], sliding_window or 0, scale, logits_soft_cap or 0.0,
         )  # fmt: skip
-        is_right = self.function(
+        scales = [as_rows(each) for each in kv_scales]
+        is_right = self.functions[query.dtype, keys.dtype](
             sizes,
             query.data_ptr(),
             keys.data_ptr(),
             values.data_ptr(),
+            *([each.data_ptr() for each in scales] or (None, None)),
             self.blocks.ctypes.data,
             self.num_keys.ctypes.data,
             output.data_ptr(),
         )
         if not is_right:
             raise IndexError(f"the block table names a block that is not in 0 .. {num_blocks - 1}.")
-        yield self.tokens, output
+        yield self.tokens, output.to(dtype)

@@ -159,11 +159,12 @@ class Attention(nn.Module):
             hidden,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=family.qkv_bias,
-            layer_config=layer_config,
+            layer_config=layer_config.at("qkv_proj"),
             unit=head_dim,
         )
-        o_bias = family.o_bias
-        self.o_proj = RowParallelLinear(q_size, hidden, bias=o_bias, layer_config=layer_config)
+        self.o_proj = RowParallelLinear(
+            q_size, hidden, bias=family.o_bias, layer_config=layer_config.at("o_proj")
+        )
         self.qk_norm: QKNorm | None = None
         if family.qk_norm:
             sizes = (self.num_heads, self.num_heads + num_kv_heads, head_dim)
@@ -185,10 +186,13 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, family: Family, layer_config: LayerConfig) -> None:
         super().__init__()
         hidden, size, bias = config.hidden_size, config.intermediate_size, family.mlp_bias
+        outputs = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = ColumnParallelLinear(
-            hidden, {"gate_proj": size, "up_proj": size}, bias=bias, layer_config=layer_config
+            hidden, outputs, bias=bias, layer_config=layer_config.at("gate_up_proj")
         )
-        self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=layer_config)
+        self.down_proj = RowParallelLinear(
+            size, hidden, bias=bias, layer_config=layer_config.at("down_proj")
+        )
         self.silu_and_mul = layer_config.silu_and_mul
 
     def forward(self, x: Tensor, metadata: StepMetadata) -> Tensor:
@@ -207,13 +211,13 @@ class DecoderLayer(nn.Module):
         experts = family.experts[layer] if family.experts else None
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(hidden, eps, layer_config)
-        self.self_attn = Attention(config, family, window, layer_config)
+        self.self_attn = Attention(config, family, window, layer_config.at("self_attn"))
         self.post_attention_layernorm = RMSNorm(hidden, eps, layer_config)
         self.mlp: MLP | MixtureOfExperts
         if experts is None:
-            self.mlp = MLP(config, family, layer_config)
+            self.mlp = MLP(config, family, layer_config.at("mlp"))
         else:
-            self.mlp = MixtureOfExperts(hidden, experts, layer_config)
+            self.mlp = MixtureOfExperts(hidden, experts, layer_config.at(experts.block_name))
 
     def forward(self, x: Stream, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Stream:
         """[num_tokens, hidden] each."""
@@ -231,9 +235,11 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         vocab_size, hidden = config.vocab_size, config.hidden_size
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden, layer_config)
+        embed_config, layers_config = layer_config.at("embed_tokens"), layer_config.at("layers")
+        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden, embed_config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, family, layer, layer_config) for layer in range(config.num_layers)
+            DecoderLayer(config, family, layer, layers_config.at(str(layer)))
+            for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
         rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
@@ -269,12 +275,12 @@ class CausalLM(Model):
                 f"{config.num_kv_heads}."
             )
         family = type(self).read_family(config)
-        self.model = Decoder(config, family, max_model_len, layer_config)
+        self.model = Decoder(config, family, max_model_len, layer_config.at("model"))
         self.is_tied = config.tie_word_embeddings
         self.model.embed_tokens.is_lm_head = self.is_tied
         if not self.is_tied:
             sizes = (config.vocab_size, config.hidden_size)
-            self.lm_head = VocabParallelEmbedding(*sizes, layer_config)
+            self.lm_head = VocabParallelEmbedding(*sizes, layer_config.at("lm_head"))
             self.lm_head.is_embedding = False
 
     def forward(

@@ -21,7 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -46,6 +48,9 @@ from nanoserve.models.weight_files import (
 Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> a model, unfilled
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
+# Types of codes in files.
+INTEGERS: dict[Any, torch.dtype] = {("I32",): torch.int32, ("I8",): torch.int8}
 MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 
@@ -60,16 +65,27 @@ def load_model(
     nanoserve's own model if ModelRegistry has its architecture, else that of transformers, unless
     `model_impl` says otherwise.
 
-    Raises ValueError for an unknown architecture, a damaged or missing file, quantized weights, and
+    Raises ValueError for an unknown architecture or quantization, a damaged or missing file, and
     weights that do not match the model or do not fit into memory. All but damage inside a file is
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    refuse_quantization(model_config)
+    layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
+    impl = config.model_impl
+    is_fallback = impl == "transformers" or (impl == "auto" and not is_native)
+    if is_fallback and layer_config.quant_config is not None:
+        how = find_quantization(model_config.hf_config)
+        raise ValueError(
+            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, and "
+            f"quantization is {config.quantization!r}: weights can be quantized in nanoserve's "
+            f"own models ({', '.join(ModelRegistry.architectures())}), and "
+            f"{model_config.architecture} would run through transformers. Use a checkpoint in "
+            "bfloat16, float16 or float32."
+        )
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
-    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_native):
+    if is_fallback:
         with transformers_lock:
             # Imported here, because it takes seconds, and native models do not need it.
             from nanoserve.models.transformers_fallback import load_with_transformers
@@ -107,15 +123,21 @@ def build_and_fill(
     return model.eval()
 
 
-def refuse_quantization(model_config: ModelConfig) -> None:
-    """Raise ValueError if config.json says that the weights are quantized: nothing here unpacks
-    them. (This is the one function that decides so.)"""
-    if how := find_quantization(model_config.hf_config):
+def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
+    """The QuantizationConfig of the chapter, if config.json or the user asks for one. Raises
+    ValueError for a format that the chapter does not know."""
+    how = find_quantization(model_config.hf_config)
+    if config.quantization is None and how is None:
+        return None
+    try:
+        chapter = import_module("nanoserve.extras.quantization.base_config")
+    except ModuleNotFoundError as error:
         raise ValueError(
-            f"{model_config.path / 'config.json'} has {how}: the weights are quantized, and "
-            "nanoserve reads floating-point weights only. Use the checkpoint that this one was "
-            "made from, or one in bfloat16, float16 or float32."
-        )
+            f"{model_config.path / 'config.json'} has {how}, quantization is "
+            f"{config.quantization!r}, and nanoserve/extras/quantization is not there: {error}. "
+            "Use a checkpoint in bfloat16, float16 or float32, and leave quantization out."
+        ) from error
+    return chapter.get_quantization_config(config.quantization, model_config)
 
 
 def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
@@ -130,17 +152,17 @@ def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
 
 def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
     """Raise ValueError, naming the tensors, unless the files have what the model wants: names,
-    shapes, and types that are floating-point."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes, and types (floating-point, or what a quantization config says)."""
+    places: dict[str, Shard] = {}
     missing: dict[str, None] = {}
     for name, shard in model.shards():
         if name in tensors:
-            shapes[name] = shard.full_shape
-        else:
+            places[name] = shard
+        elif not shard.is_optional:
             missing[name] = None
             if len(missing) > MOST_MISSING:
                 break
-    extra = [name for name in tensors if name not in shapes and not _is_ignorable(model, name)]
+    extra = [name for name in tensors if name not in places and not _is_ignorable(model, name)]
     extra = [] if len(missing) > MOST_MISSING else extra
     if missing or extra:
         problems = [f"missing: {listing(list(missing))}"] * bool(missing)
@@ -149,11 +171,12 @@ def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
             f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
             "Is the download complete, and do the two belong together?"
         )
-    for name, expected in shapes.items():
+    for name, place in places.items():
         file, _, shape = tensors[name]
-        if shape != expected:
+        expected = place.full_shape
+        if shape != expected and (shape, expected) != ((1,), ()):
             raise ValueError(f"{name} in {file.name} has shape {shape}, expected {expected}.")
-        check_dtype(name, tensors[name])
+        check_dtype(name, tensors[name], place.dtypes)
 
 
 def fill_from_checkpoint(
@@ -173,7 +196,7 @@ def fill_from_checkpoint(
             for name, source in read_slices(file):
                 if name in shards:
                     for shard in shards[name]:
-                        shard.target.copy_(source[shard.slices])  # converts to its dtype and device
+                        shard.load(shard.target, source[shard.slices])
                     bar.update()
 
 
@@ -193,12 +216,18 @@ def fill_randomly(model: Model, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     for name, shards in shards_by_name(model).items():
+        if shards[0].is_optional or name.endswith(".g_idx"):  # (an order is no random numbers)
+            continue
         noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
+        if (dtype := INTEGERS.get(shards[0].dtypes)) is not None:  # codes: any bits
+            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1
+            noise = torch.randint(low, high, noise.shape, generator=generator, dtype=dtype)
         for shard in shards:
-            shard.target.copy_(noise[shard.slices] + 1 if "norm" in name else noise[shard.slices])
+            values = noise[shard.slices]
+            shard.load(shard.target, values + 1 if "norm" in name else values)
 
 
 def _is_ignorable(model: Model, name: str) -> bool:
     """True for tensors that a checkpoint may have and no model needs: computed tensors, and the
     head of a model that uses its embedding as head."""
-    return name.endswith(COMPUTED) or (model.is_tied and name == "lm_head.weight")
+    return name.endswith(COMPUTED + KV_SCALES) or (model.is_tied and name == "lm_head.weight")

@@ -21,6 +21,9 @@ as many blocks as the worst case needs.
 For tensor parallelism every rank has a part of every expert: some rows of gate and up, some columns
 of down, as in decoder.MLP. One sum over ranks follows.
 
+The matrices of all experts are stacked in two layers, gate_up and down, whose linear method may
+store them in another way: extras/quantization has one.
+
 Left out: expert parallelism (each rank has some whole experts), shared experts, and a router with
 groups of experts (both in DeepSeek, which runs through the fallback).
 
@@ -31,17 +34,26 @@ vLLM: vllm/model_executor/layers/fused_moe/layer.py, fused_moe.py (V0 and V1). P
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import StepMetadata
-from nanoserve.layers import LayerConfig, Shard, silu_and_mul
+from nanoserve.layers import (
+    LayerConfig,
+    LinearBase,
+    LinearMethod,
+    Matrix,
+    Shard,
+    silu_and_mul,
+)
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+Weight = TypeVar("Weight", Tensor, "ExpertsLinear")
 
 ALIGNMENT = 16  # bytes: grouped_mm wants every row of a matrix to begin at a multiple of this
 BLOCK_BATCH = 8  # blocks in one product of grouped_matmul_blocks: as many experts are copied
@@ -99,16 +111,16 @@ def run_experts_loop(
 
 def run_experts_grouped(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     weights: Tensor,
     expert_ids: Tensor,
-    matmul: GroupedMatmul,
+    matmul: Callable[[Tensor, Weight, Tensor], Tensor],
 ) -> Tensor:
     """The same result as run_experts_loop; the CPU reads no number."""
     num_tokens, top_k = expert_ids.shape
     sorted_ids, order = expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k] each
-    experts = torch.arange(gate_up.shape[0], device=x.device)
+    experts = torch.arange(len(gate_up), device=x.device)
     offsets = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
     y = silu_and_mul(matmul(x[order // top_k], gate_up, offsets))
     y = matmul(y, down, offsets) * weights.flatten()[order, None]  # [num_tokens * top_k, hidden]
@@ -162,6 +174,59 @@ def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMa
     return grouped_matmul_blocks
 
 
+class ExpertsMethod(LinearMethod):
+    """How the matrices of all experts are stored and multiplied by: as they stand."""
+
+    def multiply_grouped(
+        self, layer: ExpertsLinear, rows: Tensor, offsets: Tensor, matmul: GroupedMatmul
+    ) -> Tensor:
+        """rows and offsets as in grouped_matmul_torch, times the layer's weight."""
+        weight = layer.weight.unflatten(0, (layer.config.num_experts, -1))
+        return matmul(rows, weight, offsets)
+
+
+class ExpertsLinear(LinearBase):
+    """One matrix of every expert, or two, one below the other.
+
+    With outputs=("gate_proj", "up_proj"), the rows are: expert 0's gate, its up, expert 1's gate...
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        outputs: tuple[str, ...],
+        shape: tuple[int, int],
+        part: tuple[int, int, int],
+        padded: tuple[int, int],
+        layer_config: LayerConfig,
+    ) -> None:
+        """`shape`: of a matrix in the checkpoint. `part`: this rank has `size` rows (dim 0) or
+        columns (dim 1) from `start` on: (dim, start, size). `padded`: shape of a matrix here."""
+        num_matrices = config.num_experts * len(outputs)
+        layer_config = layer_config.at(f"experts.0.{outputs[0]}")
+        super().__init__(num_matrices * padded[0], padded[1], layer_config)
+        self.config, self.outputs, self.shape, self.part = config, outputs, shape, part
+        self.num_rows = padded[0]
+        if part[2] != padded[part[0]]:
+            self.weight.zero_()  # the padding stays so
+
+    def __len__(self) -> int:
+        return self.config.num_experts
+
+    def matrices(self, name: str) -> Iterator[Matrix]:
+        """Three for each expert, in two layers: ...mlp.experts.7.gate_proj and so on."""
+        block = f"{name.rsplit('.', 2)[0]}.{self.config.block_name}"
+        dim, start, size = self.part
+        first = 0
+        for number in range(self.config.num_experts):
+            for output in self.outputs:
+                rows = slice(first, first + (size if dim == 0 else self.shape[0]))
+                columns = slice(0, self.shape[1] if dim == 0 else size)
+                first += self.num_rows
+                name = f"{block}.experts.{number}.{output}"
+                yield Matrix(name, self.shape, rows, dim, start, columns)
+
+
 class MixtureOfExperts(nn.Module):
     """A router and its experts; replaces an MLP."""
 
@@ -170,9 +235,7 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.parallel = layer_config.parallel
         full = config.intermediate_size
-        self.start, self.size = layer_config.parallel.shard_range(
-            full, "intermediate size of an expert"
-        )
+        start, size = layer_config.parallel.shard_range(full, "intermediate size of an expert")
         per_row = ALIGNMENT // layer_config.dtype.itemsize
         if hidden_size % per_row:
             raise ValueError(
@@ -180,13 +243,33 @@ class MixtureOfExperts(nn.Module):
                 f"multiple of {per_row}."
             )
         # A part of any size is padded with rows and columns of zeros: silu(0) * 0 = 0 adds nothing.
-        padded = -(-self.size // per_row) * per_row
+        padded = -(-size // per_row) * per_row
         self.router = layer_config.empty(config.num_experts, hidden_size)  # the same on every rank
-        self.gate_up = layer_config.empty(config.num_experts, 2 * padded, hidden_size)
-        self.down = layer_config.empty(config.num_experts, hidden_size, padded)
-        if padded != self.size:
-            self.gate_up.zero_()
-            self.down.zero_()
+        plain = replace(layer_config, linear_method=ExpertsMethod())
+        self.gate_up = ExpertsLinear(
+            config,
+            (config.gate_name, config.up_name),
+            (full, hidden_size),
+            (0, start, size),
+            (padded, hidden_size),
+            plain,
+        )
+        self.down = ExpertsLinear(
+            config,
+            (config.down_name,),
+            (hidden_size, full),
+            (1, start, size),
+            (hidden_size, padded),
+            plain,
+        )
+        if padded != size and any(
+            type(layer.linear_method) is not ExpertsMethod for layer in (self.gate_up, self.down)
+        ):
+            raise ValueError(
+                f"each expert has {size} of {full} rows on each of {self.parallel.world_size} "
+                f"ranks; if it is quantized, that must be a multiple of {per_row}. Choose another "
+                "tensor_parallel_size."
+            )
         self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
@@ -194,21 +277,18 @@ class MixtureOfExperts(nn.Module):
         weights, expert_ids = route(
             F.linear(x, self.router), self.config.top_k, self.config.normalize
         )
-        output = run_experts_grouped(x, self.gate_up, self.down, weights, expert_ids, self.matmul)
+        output = run_experts_grouped(
+            x, self.gate_up, self.down, weights, expert_ids, self.multiply_grouped
+        )
         return self.parallel.all_reduce(output)
 
+    def multiply_grouped(self, rows: Tensor, layer: ExpertsLinear, offsets: Tensor) -> Tensor:
+        """rows [num_rows, in], sorted by expert, times the layer's matrices, transposed."""
+        method = layer.linear_method
+        assert isinstance(method, ExpertsMethod), f"{type(method).__name__} is not for experts"
+        return method.multiply_grouped(layer, rows, offsets, self.matmul)
+
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """Three matrices for each expert: ...mlp.experts.7.gate_proj.weight and so on."""
-        config = self.config
-        block = f"{name.rpartition('.')[0]}.{config.block_name}"
+        """Of the router; the experts have their own."""
+        block = f"{name.rpartition('.')[0]}.{self.config.block_name}"
         yield f"{block}.gate.weight", Shard(self.router, tuple(self.router.shape))
-        hidden, full = self.router.shape[1], config.intermediate_size
-        middle = self.gate_up.shape[1] // 2
-        for number in range(config.num_experts):
-            expert = f"{block}.experts.{number}"
-            gate = self.gate_up[number, : self.size]
-            up = self.gate_up[number, middle : middle + self.size]
-            down = self.down[number, :, : self.size]
-            yield f"{expert}.{config.gate_name}.weight", Shard(gate, (full, hidden), 0, self.start)
-            yield f"{expert}.{config.up_name}.weight", Shard(up, (full, hidden), 0, self.start)
-            yield f"{expert}.{config.down_name}.weight", Shard(down, (hidden, full), 1, self.start)

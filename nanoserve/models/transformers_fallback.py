@@ -141,7 +141,7 @@ class AttentionStep:
         """Store and attend, as decoder.Attention does; tensors [num_tokens, heads, dim]."""
         layer = self.layer_of[module]
         call, cache, metadata = self.calls[layer], self.kv_caches[layer], self.metadata
-        dtype = cache[0].dtype
+        dtype = cache[0].dtype if len(cache) == 2 else query.dtype  # of 8 bits: any goes in
         key, value = key.to(dtype), value.to(dtype)
         self.backend.store(key, value, cache, metadata)
         output = self.backend.attend(

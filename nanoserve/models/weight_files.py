@@ -109,12 +109,13 @@ def read_slices(file: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{file} is damaged or cut short ({error}). Download it again.") from error
 
 
-def check_dtype(name: str, tensor: TensorInfo) -> None:
-    """Raise ValueError unless the tensor holds floating-point numbers that need no scale."""
-    if tensor.dtype not in FLOATS:
+def check_dtype(name: str, tensor: TensorInfo, allowed: tuple[str, ...] | None = None) -> None:
+    """Raise ValueError unless the tensor has one of the types; None: floating-point numbers."""
+    if tensor.dtype not in (allowed or FLOATS):
+        advice = "" if allowed else " Codes need a quantization_config in config.json."
         raise ValueError(
-            f"{name} in {tensor.file.name} has type {tensor.dtype}; allowed: {', '.join(FLOATS)}. "
-            "Quantized weights are not supported: use the checkpoint they were made from."
+            f"{name} in {tensor.file.name} has type {tensor.dtype}; allowed: "
+            f"{', '.join(allowed or FLOATS)}.{advice}"
         )
 
 

@@ -191,8 +191,8 @@ def read_config(parser: Parser, args: argparse.Namespace) -> EngineArgs:
 def speak_of_flags(message: str) -> str:
     """A sentence about an option of vLLM, for a command line.
 
-    >>> speak_of_flags("EngineArgs(enable_lora=True): ... Leave enable_lora out, or set it to 0.")
-    "--enable-lora: ... Leave --enable-lora out."
+    >>> speak_of_flags("EngineArgs(spec_model=True): ... Leave spec_model out, or set it to None.")
+    "--spec-model: ... Leave --spec-model out."
     """
     match = re.fullmatch(r"EngineArgs\((\w+)=.*?\): (.*) Leave \1 out.*", message)
     if match is None:
@@ -342,7 +342,7 @@ def read_line() -> str:
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-        return clean(line).removesuffix("\n")
+        return clean(line).removesuffix("\n").removesuffix("\r")
     line = input(SIGN)
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("." * (len(SIGN) - 1) + " ")

@@ -230,6 +230,15 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """The prompts on the command line, else the lines of standard input. [] in a terminal."""
     prompts = [*args.prompts, *([] if args.quick is None else [args.quick])]
     if not prompts and not cli.is_interactive():
-        prompts = [line for line in sys.stdin.read().split("\n") if line.strip()]
-    prompts = [sys.stdin.read().removesuffix("\n") if p == "-" else p for p in prompts]
+        prompts = [line for line in read_input().split("\n") if line.strip()]
+    prompts = [read_input().removesuffix("\n") if p == "-" else p for p in prompts]
     return [cli.clean(prompt) for prompt in prompts]
+
+
+def read_input() -> str:
+    """All of standard input, without what Windows puts around its lines. Raises ValueError for
+    bytes that are no text in UTF-8."""
+    text = sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")
+    if "\0" in text or text.startswith("\ufffd\ufffd"):  # the two bytes that UTF-16 begins with
+        raise ValueError("standard input is UTF-16, or no text at all. Give it as UTF-8.")
+    return text

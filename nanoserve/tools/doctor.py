@@ -255,7 +255,7 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     import torch
 
     from nanoserve.kernels.selector import choose_dtype
-    from nanoserve.kv_cache import CPU_CACHE_SHARE
+    from nanoserve.kv_cache import CPU_CACHE_SHARE, choose_kv_cache_dtype
     from nanoserve.layers import LayerConfig
     from nanoserve.memory import available_memory
     from nanoserve.models.registry import ModelRegistry, build_model
@@ -276,7 +276,8 @@ def check_room(report: Report, model_config: ModelConfig, device: torch.device) 
     else:
         free = available_memory()
         memory = (free - weights) * CPU_CACHE_SHARE
-    block = sum(spec.num_bytes(config.block_size, dtype) for spec in model.kv_cache_specs())
+    kv_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
+    block = sum(spec.num_bytes(config.block_size, kv_dtype) for spec in model.kv_cache_specs())
     per_sequence = -(-config.max_model_len // config.block_size)
     num_blocks = max(0, min(int(memory // block), per_sequence * config.max_num_seqs))
     room = describe_room(num_blocks, config)

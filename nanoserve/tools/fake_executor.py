@@ -24,6 +24,9 @@ its own time: the executor's rows know the sampled tokens at once. The control p
 tokens only from `FakeOutput.result()`. The fake checks that steps are read in their order, once
 each, and at most one step late.
 
+An adapter (extras/lora) is a number from which the digests start: that of its scale, which the
+executor knows only from the step that has brought the adapter into its slot.
+
 With speculative_config, `propose` is what drafts: any function of a sequence's known tokens. A step
 samples behind each draft of a sequence and keeps what a real runner keeps: the drafts that are
 right, and one token more.
@@ -32,7 +35,7 @@ right, and one token more.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import exp, log
 from pathlib import Path
@@ -56,10 +59,13 @@ VOCAB_SIZE = 997
 # -- the model --
 
 
-def prefix_digests(token_ids: Iterable[int]) -> list[int]:
-    """What layer 1 holds: for each position one number, made of all tokens up to there."""
+def prefix_digests(token_ids: Iterable[int], adapter: int = 0) -> list[int]:
+    """What layer 1 holds: for each position one number, made of all tokens up to there, and of the
+    adapter."""
     digests = accumulate(
-        token_ids, lambda digest, token: (digest * 31 + token + 1) % (2**31 - 1), initial=7
+        token_ids,
+        lambda digest, token: (digest * 31 + token + 1) % (2**31 - 1),
+        initial=7 + adapter,
     )
     return list(digests)[1:]
 
@@ -69,10 +75,14 @@ def token_from_digests(digests: Iterable[int], seed: int, branch: int, vocab_siz
 
 
 def next_token(
-    token_ids: Iterable[int], seed: int = 0, branch: int = 0, vocab_size: int = VOCAB_SIZE
+    token_ids: Iterable[int],
+    seed: int = 0,
+    branch: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    adapter: int = 0,
 ) -> int:
     """The fake model's token after `token_ids`: a pure function, the oracle."""
-    return token_from_digests(prefix_digests(token_ids), seed, branch, vocab_size)
+    return token_from_digests(prefix_digests(token_ids, adapter), seed, branch, vocab_size)
 
 
 def logprobs_from_digests(
@@ -100,14 +110,20 @@ def reference_output(
     seed: int = 0,
     branch: int = 0,
     vocab_size: int = VOCAB_SIZE,
+    adapter: int = 0,
 ) -> list[int]:
     """The output of a request that runs alone, without cache, blocks or batch."""
     token_ids = list(prompt)
     while len(token_ids) < len(prompt) + max_tokens:
-        token_ids.append(next_token(token_ids, seed, branch, vocab_size))
+        token_ids.append(next_token(token_ids, seed, branch, vocab_size, adapter))
         if token_ids[-1] in stop_token_ids:
             break
     return token_ids[len(prompt) :]
+
+
+def adapter_of(model: Mapping[str, Any]) -> int:
+    """The number of an adapter: its first scale."""
+    return round(next(iter(model.values())).scaling)
 
 
 class StepFailed(RuntimeError):
@@ -138,6 +154,7 @@ class Row:
         self.seed = new.seed
         self.branch = new.branch
         self.num_samples = new.num_samples
+        self.lora_slot = new.lora_slot
         self.num_unread = 0  # tokens of it that the control plane does not know yet
 
     @property
@@ -172,6 +189,7 @@ class FakeExecutor:
         self.layers = self._make_layers(self.num_kv_blocks)
         self.cpu_layers = self._make_layers(self.num_cpu_blocks)
         self.rows: dict[int, Row] = {}
+        self.loras: dict[int, int] = {}  # slot -> the adapter that is there
         self.fail_next_step = False
         self.fail_next_result = False
         self.num_failed = 0  # steps that raised StepFailed
@@ -246,7 +264,8 @@ class FakeExecutor:
             raise StepFailed
         for item in scheduled:
             row, positions = self.rows[item.seq_id], self._positions(item)
-            digests = prefix_digests(self._read(0, row, positions.stop))
+            adapter = 0 if row.lora_slot < 0 else self.loras[row.lora_slot]
+            digests = prefix_digests(self._read(0, row, positions.stop), adapter)
             for position in positions:
                 self.layers[1][self._slot(row, position)] = digests[position]
         output = ModelOutput({}, {})
@@ -342,6 +361,8 @@ class FakeExecutor:
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.is_restart:
             self.rows.clear()
+            self.loras.clear()
+        self.loras |= {slot: adapter_of(model) for slot, model in scheduler_output.loras_to_load}
         for seq_id in scheduler_output.finished_seq_ids:
             self.rows.pop(seq_id, None)
         for new in scheduler_output.new_sequences:

@@ -27,6 +27,8 @@ def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | 
     is_swapped = seq.status is SequenceStatus.SWAPPED
     if seq.status is SequenceStatus.RUNNING:
         return "the sequence is running"
+    if seq.lora is not None and not seq.lora.is_open():
+        return f"its adapter {seq.lora.request.lora_name!r} waits for a slot, or to be loaded"
     if not seq.is_ready():
         return "the sequence is not ready"
     if seq.is_held:

@@ -33,7 +33,7 @@ DATA = [
 CONTROL_OTHERS = ["inputs", "sampling_params", "logprobs", "config", "checkpoint", "arg_utils"]
 CONTROL_OTHERS += ["guard", "memory", "interrupts", "fault_isolation", "exceptions", "logger"]
 DATA_OTHERS = ["models/", "kernels/", "kv_cache", "staging", "cuda_graph", "executor", "parallel"]
-DATA_OTHERS += ["distributed/"]
+DATA_OTHERS += ["distributed/", "logits_processors", "prompt_logprobs"]
 AROUND = ["extras/", "tools/", "bench/", "demo/"]
 
 WORDS = {

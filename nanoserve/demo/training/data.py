@@ -12,12 +12,12 @@ tokens. vLLM has no counterpart: it only serves.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,6 +28,7 @@ from nanoserve.demo.training.corpus import (
     IM_START,
     SHORT_MIX,
     Document,
+    Maker,
     draw_document,
     mix_for,
     text_of,
@@ -69,7 +70,10 @@ def plain_texts(count: int, seed: int) -> Iterator[str]:
         yield text
 
 
-def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int], list[float]]:
+Row = tuple[list[int], list[float]]  # token ids, and how much the loss cares about each
+
+
+def encode_document(tokenizer: Tokenizer, document: Document) -> Row:
     """Token ids, and for each the weight of the segment its last character lies in."""
     encoding = tokenizer.encode(text_of(document))
     segment_ends = np.cumsum([len(segment.text) for segment in document])
@@ -79,16 +83,15 @@ def encode_document(tokenizer: Tokenizer, document: Document) -> tuple[list[int]
 
 
 def make_row(
-    tokenizer: Tokenizer, rng: random.Random, length: int
-) -> tuple[list[int], list[float]]:
-    """`length` + 1 tokens of whole documents, the last one cut off at the end of the row."""
-    mix = mix_for(length)
+    tokenizer: Tokenizer, rng: random.Random, length: int, draw: Maker | None = None
+) -> Row:
+    """`length` + 1 tokens of whole documents, the last one cut off at the end of the row. `draw`
+    makes a document; without, they come from the mixture for this length."""
+    draw = draw or partial(draw_document, mix=mix_for(length))
     supply, ids, weights = Facts(rng), list[int](), list[float]()
     while len(ids) <= length:
         room = length - len(ids)
-        new_ids, new_weights = encode_document(
-            tokenizer, draw_document(rng, supply, max(room, 48), mix)
-        )
+        new_ids, new_weights = encode_document(tokenizer, draw(rng, supply, max(room, 48)))
         if len(new_ids) > room + 64 and len(ids) < 0.8 * length:
             continue  # it would lose its end, which is often the question
         ids += new_ids
@@ -104,6 +107,11 @@ class Batch:
     weights: Tensor  # [rows, length + 1], float32
 
 
+def as_batch(rows: Iterable[Row]) -> Batch:
+    ids, weights = zip(*rows, strict=True)
+    return Batch(torch.tensor(ids), torch.tensor(weights))
+
+
 class Batches(Dataset[Batch]):
     """Index = training step. `lengths[step]` is the row length, `tokens / length` the row count."""
 
@@ -117,7 +125,5 @@ class Batches(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         rng = random.Random(f"batch {self.seed} {step}")
         length = self.lengths[step]
-        rows = [make_row(self.tokenizer, rng, length) for _ in range(max(1, self.tokens // length))]
-        ids: NDArray[np.int64] = np.array([row_ids for row_ids, _ in rows], dtype=np.int64)
-        weights: NDArray[np.float32] = np.array([w for _, w in rows], dtype=np.float32)
-        return Batch(torch.from_numpy(ids), torch.from_numpy(weights))
+        num_rows = max(1, self.tokens // length)
+        return as_batch(make_row(self.tokenizer, rng, length) for _ in range(num_rows))

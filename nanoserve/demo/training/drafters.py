@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from nanoserve.demo import MODEL_DIR
 from nanoserve.demo.training.corpus import IM_START, SHORT_MIX, draw_document, text_of
-from nanoserve.demo.training.data import Batch, make_row
+from nanoserve.demo.training.data import Batch, Row, as_batch, make_row
 from nanoserve.demo.training.evaluate import TASKS, DemoModel, story_prompts
 from nanoserve.demo.training.model import Block, ModelShape, Muon, TrainingQwen3, project
 from nanoserve.demo.training.recall import Facts
@@ -298,13 +298,12 @@ class DrafterBatches(Dataset[Batch]):
         rng, length = random.Random(f"{self.plan.seed} {step}"), self.plan.row_length(step)
         draw = self.draw_answers if step % 2 else self.draw_corpus
         rows = [draw(rng, length) for _ in range(max(1, self.plan.tokens_per_step // length))]
-        ids, weights = zip(*rows, strict=True)
-        return Batch(torch.tensor(ids), torch.tensor(weights))
+        return as_batch(rows)
 
-    def draw_corpus(self, rng: random.Random, length: int) -> tuple[list[int], list[float]]:
+    def draw_corpus(self, rng: random.Random, length: int) -> Row:
         return make_row(self.tokenizer, rng, length)
 
-    def draw_answers(self, rng: random.Random, length: int) -> tuple[list[int], list[float]]:
+    def draw_answers(self, rng: random.Random, length: int) -> Row:
         """`length` + 1 tokens of prompts, which have no weight, and answers."""
         ids, weights = list[int](), list[float]()
         while len(ids) <= length:

@@ -33,12 +33,27 @@ from nanoserve.demo.training.corpus import IM_END, IM_START
 from nanoserve.demo.training.data import Batch, Batches, train_tokenizer
 from nanoserve.demo.training.model import ModelShape, Muon, TrainingQwen3
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
-)
+# Tools as Hermes and Qwen write them. The corpus has none: the model calls one only if it must.
+CHAT_TEMPLATE = r"""{%- if tools -%}
+{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' -%}{{ messages[0].content + '\n\n' }}{%- endif -%}
+{{ 'To call a function, write\n<tool_call>\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>\nFunctions:' }}
+{%- for tool in tools -%}{{ '\n' + tool | tojson }}{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if not (tools and loop.first and message.role == 'system') -%}
+{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\n' if message.content or not loop.first }}
+{{- '<tool_call>\n{"name": ' + call.function.name | tojson }}
+{{- ', "arguments": ' + call.function.arguments | tojson + '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
 ROW_LENGTHS = (128, 256, 512, 1024, 2048)
 ROW_STAGES = (  # from which step on, which share of the steps has rows of which length

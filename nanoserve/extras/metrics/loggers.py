@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.config import DEMO_NAME
 from nanoserve.extras.metrics.catalog import (
     ADMISSION_REJECTIONS,
@@ -70,7 +71,7 @@ class CountingStatLogger(StatLogger):
     def __init__(self, llm: Any, model_name: str | None = None) -> None:
         """llm: an LLM, an AsyncLLM or an LLMEngine. model_name: the label; None: the name that the
         engine was built with."""
-        self.engine: LLMEngine = getattr(llm, "engine", llm)
+        self.engine: LLMEngine = engine_of(llm)
         engine = self.engine
         name = model_name or str(engine.config.model or DEMO_NAME.as_posix())
         self.labels = {"model_name": name, "engine": "0"}
@@ -253,7 +254,7 @@ class LoggingStatLogger(StatLogger):
     def __init__(self, llm: Any, interval: float = LOG_INTERVAL) -> None:
         """interval: seconds of work between two lines. Time in which there was no request does not
         count."""
-        self.engine: LLMEngine = getattr(llm, "engine", llm)
+        self.engine: LLMEngine = engine_of(llm)
         self.interval = interval
         self._is_idle = True  # no request was left after the last step
         self._recent_queries: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_WINDOW)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.exceptions import Caught, brief
 from nanoserve.extras.metrics.loggers import CountingStatLogger, LoggingStatLogger, StatLogger
 from nanoserve.extras.metrics.reader import Metric
@@ -66,21 +67,29 @@ class StatLoggerManager:
 
     def close(self) -> None:
         """Listen no more."""
-        self.engine.step_listeners.remove(self)
-        self.engine.output_processor.finish_listeners.remove(self.finish)
+        if self in self.engine.step_listeners:
+            self.engine.step_listeners.remove(self)
+            self.engine.output_processor.finish_listeners.remove(self.finish)
 
 
 def find_manager(llm: Any) -> StatLoggerManager | None:
     """Who listens to this LLM, AsyncLLM or LLMEngine; None if nobody collects its metrics."""
-    listeners = getattr(llm, "engine", llm).step_listeners
+    listeners = engine_of(llm).step_listeners
     return next((each for each in listeners if isinstance(each, StatLoggerManager)), None)
 
 
 def collect_metrics(llm: Any, *stat_loggers: StatLogger) -> StatLoggerManager:
     """Collect the metrics of an LLM, an AsyncLLM or an LLMEngine from now on. Without stat_loggers:
     count them for get_metrics, and log a line every ten seconds of work. If its metrics are
-    collected already, the loggers are added."""
-    engine, manager = getattr(llm, "engine", llm), find_manager(llm)
+    collected already, the loggers are added. Raises TypeError for what is no engine or no logger.
+    """
+    engine, manager = engine_of(llm), find_manager(llm)
+    for stat_logger in stat_loggers:
+        if isinstance(stat_logger, type) or not callable(getattr(stat_logger, "record", None)):
+            raise TypeError(
+                f"a stat logger must be a StatLogger, got {brief(stat_logger)}. Give an object "
+                "with a method record(stats): LoggingStatLogger(engine)."
+            )
     if manager is not None:
         manager.stat_loggers += stat_loggers
         return manager

@@ -12,6 +12,8 @@
                      data: [DONE]
 
     responses.py     what an answer looks like                errors.py   what an error looks like
+    response_format.py   what form it must have               tool_parsers.py   its calls of tools
+    adapters.py      LoRA adapters as models
     utilities.py     /v1/models, /tokenize, /health, /metrics, ...
     page.py          the page at /: page.html                 watch.py    what it shows of steps
     options.py, cli.py   the command `nanoserve serve`        app.py      all of it, put together
@@ -24,8 +26,7 @@ OpenAI's client works with it, and so does what was written for vLLM's server:
 The engine knows none of this. It runs in a thread of its own (async_llm.py); here are no threads,
 except for what is slow and has nothing to do with the engine: long JSON, tokenizing.
 
-Left out: other APIs (responses, embeddings, audio), several models or adapters, structured output
-and parsers for calls of tools.
+Left out: other APIs (responses, embeddings, audio), several base models.
 
 vLLM: vllm/entrypoints/openai/ (V0); vllm/entrypoints/: openai/, serve/, launchers/ (V1).
 """

@@ -3,7 +3,7 @@
     build_app(async_llm)
         middleware.py      X-Request-Id, CORS, errors, Host, API key, body
         errors.py          what the handlers of exceptions answer
-        completions.py  chat.py  utilities.py  page.py
+        completions.py  chat.py  adapters.py  utilities.py  page.py
                            one router each; make_router(state) gets the ServerState
 
 The result is an ASGI application, for `nanoserve serve` (launcher.py) as for any other ASGI server,
@@ -32,7 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanoserve import __version__
 from nanoserve.extras.async_llm import AsyncLLM
 from nanoserve.extras.metrics import PrometheusStatLogger, collect_metrics
-from nanoserve.extras.server import chat, completions, page, utilities
+from nanoserve.extras.server import adapters, chat, completions, page, utilities
 from nanoserve.extras.server.errors import error_response
 from nanoserve.extras.server.middleware import (
     AuthenticationMiddleware,
@@ -52,8 +52,13 @@ class ServerState:
     args: FrontendArgs
     model_names: list[str]  # the first is the one that answers name
     metrics: PrometheusStatLogger
+    adapters: adapters.ServedAdapters
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     num_requests: int = 0  # being served, from the first byte of the body to the last of the answer
+
+    def has_model(self, name: str) -> bool:
+        """Is there a model, or an adapter, of this name?"""
+        return name in self.model_names or name in self.adapters.requests
 
     @property
     def trust_request_chat_template(self) -> bool:
@@ -72,7 +77,8 @@ def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: 
     model_names = list(args.served_model_name or [default])
     metrics = PrometheusStatLogger(async_llm.engine, model_name=model_names[0])
     collect_metrics(async_llm, metrics)
-    state = ServerState(async_llm, args, model_names, metrics)
+    served = adapters.ServedAdapters(async_llm, args, model_names)
+    state = ServerState(async_llm, args, model_names, metrics, served)
     app = FastAPI(
         title="nanoserve",
         version=__version__,
@@ -82,7 +88,7 @@ def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: 
         exception_handlers=dict.fromkeys(HANDLED, answer),
     )
     app.state.server = state
-    for module in (completions, chat, utilities, page):
+    for module in (completions, chat, adapters, utilities, page):
         app.include_router(module.make_router(state))
     return app
 

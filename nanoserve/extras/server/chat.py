@@ -7,9 +7,19 @@
 
 As a stream: a chunk with the role alone, then one with each piece of the text in `delta`.
 
-The conversation may hold calls of tools and their results, and `tools` reach the template. What the
-model writes stays text: it is not searched for a call. So tool_choice is "none" or left out. (In
-vLLM, tools without tool_choice mean "auto", which needs a parser for the model.)
+With `tools`, which reach the template, an answer may be a call. The client makes it, and puts both
+into the conversation:
+
+    {"role": "assistant", "content": null, "tool_calls": [{"id": "chatcmpl-tool-1", "type":
+     "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}}]}
+    {"role": "tool", "tool_call_id": "chatcmpl-tool-1", "content": "rain"}
+
+tool_parsers.py finds the calls in the text. Its format is known from the chat template, so that no
+flag is needed. (vLLM needs --enable-auto-tool-choice and --tool-call-parser.) tool_choice says what
+the model may do: "auto" what it likes, "none" no call, "required" or a function a call, for which
+the text is constrained. Its arguments then follow the function's schema, unless "strict" is false;
+with "auto", only if it is true. (vLLM's follow it only if "strict" is true.) The finish_reason of a
+call is "tool_calls", but "stop" if the function was named, and "length" if the call is cut off.
 
 top_logprobs are those of the likeliest tokens, as in OpenAI's API. (vLLM counts the token itself
 among them, first, also if it is not likely.)
@@ -20,6 +30,7 @@ vllm/entrypoints/openai/chat_completion/: api_router.py, serving.py (V1).
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -38,18 +49,22 @@ from nanoserve.extras.server.reply import (
     to_prompt_logprobs,
     top_logprobs,
 )
+from nanoserve.extras.server.response_format import as_format, make_params
 from nanoserve.extras.server.responses import (
     ChatCompletionResponse,
     ChatLogprob,
     ChatLogprobs,
+    ChatMessage,
     TopLogprob,
 )
+from nanoserve.extras.server.tool_parsers import TOOL_PARSERS, ToolParser, find_tool_parser
 from nanoserve.inputs import parse_chat_messages
 from nanoserve.logprobs import Logprob
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.extras.server.app import ServerState
+    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 
 def make_router(state: ServerState) -> APIRouter:
@@ -70,16 +85,19 @@ def make_router(state: ServerState) -> APIRouter:
 async def render(state: ServerState, request: ChatTemplateFields) -> str:
     """The prompt of a conversation. Raises ValueError or TypeError."""
     kwargs = {**(request.chat_template_kwargs or {})}
-    template = request.chat_template or kwargs.pop("chat_template", None)
+    kwargs.pop("chat_template", None)
+    template, tools = request.own_template, request.tools
     if template is not None:
         check_template(state, template)
+    if state.args.exclude_tools_when_tool_choice_none and request.tool_choice == "none":
+        tools = None
     kwargs |= {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
     return await state.async_llm.render_chat(
         request.messages,
         chat_template=template,
         add_generation_prompt=request.adds_generation_prompt,
         continue_final_message=bool(request.continue_final_message),
-        tools=request.tools,
+        tools=tools,
         chat_template_kwargs={key: value for key, value in kwargs.items() if value is not None},
     )
 
@@ -100,6 +118,30 @@ def check_template(state: ServerState, template: Any) -> None:
         )
 
 
+def choose_tool_parser(
+    state: ServerState, request: ChatCompletionRequest
+) -> type[ToolParser] | None:
+    """The parser of the calls that the answer may have. Raises ValueError if none is known."""
+    args, llm = state.args, state.async_llm
+    if not request.finds_calls:
+        return None
+    if not (request.must_call or args.enable_auto_tool_choice):
+        why = "this server has no tool_choice 'auto' (--no-enable-auto-tool-choice)"
+    elif args.tool_call_parser is not None:
+        return TOOL_PARSERS[args.tool_call_parser]
+    else:
+        own = request.own_template or llm.chat_template
+        found = find_tool_parser(own or getattr(llm.tokenizer, "chat_template", None))
+        if found is not None:
+            return found
+        why = (
+            "the chat template tells the model of no format of calls that is known here. If the "
+            f"model has one of {', '.join(TOOL_PARSERS)}, start the server with --tool-call-parser"
+        )
+    message = f"{why}. Give tool_choice 'none': then a call stays text."
+    raise VLLMValidationError(message, parameter="tool_choice", value=request.tool_choice)
+
+
 class ChatReply(Reply[ChatCompletionRequest]):
     """The answer to one POST /v1/chat/completions."""
 
@@ -109,6 +151,30 @@ class ChatReply(Reply[ChatCompletionRequest]):
     role = "assistant"
     echoed = ""  # the text of the last message, if the answer is to begin with it
     prompt_text = ""
+    parser_cls: type[ToolParser] | None = None  # None: the answer is text only
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.parsers: dict[int, ToolParser] = {}  # of each choice of a stream
+        self.choices_with_calls: set[int] = set()
+
+    @property
+    def may_have_form(self) -> bool:
+        return self.parser_cls is not None or super().may_have_form
+
+    def make_form(self) -> StructuredOutputsParams | None:
+        """Of a call, of an answer, or of either."""
+        request, form = self.request, super().make_form()
+        if self.parser_cls is None:
+            return form
+        other = None if form is None or request.must_call else as_format(form)
+        choice = request.tool_choice or "auto"
+        tag = self.parser_cls.get_structural_tag(request.tools, choice, self.is_parallel, other)
+        return None if tag is None else make_params({"structural_tag": json.dumps(tag)})
+
+    @property
+    def is_parallel(self) -> bool:
+        return self.request.parallel_tool_calls is not False
 
     @property
     def max_tokens(self) -> int | None:
@@ -118,6 +184,11 @@ class ChatReply(Reply[ChatCompletionRequest]):
 
     async def make_prompts(self) -> list[Any]:
         request = self.request
+        self.parser_cls = choose_tool_parser(self.state, request)
+        if self.parser_cls is not None:
+            added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+            if any(each.special and each.content in self.parser_cls.TAGS for each in added):
+                request.skip_special_tokens = False
         self.prompt_text = await render(self.state, request)
         if not request.adds_generation_prompt:
             [last] = parse_chat_messages(request.messages[-1:], "string")
@@ -125,11 +196,21 @@ class ChatReply(Reply[ChatCompletionRequest]):
             self.echoed = last["content"] if request.echo else ""
         return [self.prompt_text]
 
+    async def add(self, prompts: list[Any]) -> None:
+        try:
+            await super().add(prompts)
+        except VLLMValidationError as error:
+            if self.parser_cls is None or error.parameter != "structured_outputs":
+                raise
+            advice = 'With "strict": false the arguments of a function are any object.'
+            raise VLLMValidationError(f"{error} {advice}", parameter="tools") from error
+
     def begin(self, output: RequestOutput) -> list[Json]:
         """The role of each choice, and its text if that is echoed."""
         chunks = []
+        content = "" if self.parser_cls is None else None  # it may be a call
         for index in range(self.request.num_choices):
-            for delta in ({"role": self.role, "content": ""}, {"content": self.echoed}):
+            for delta in ({"role": self.role, "content": content}, {"content": self.echoed}):
                 if delta.get("role") or self.echoed:
                     choice: Json = {"index": index, "delta": delta}
                     choice |= {"logprobs": None, "finish_reason": None, "stop_reason": None}
@@ -149,15 +230,19 @@ class ChatReply(Reply[ChatCompletionRequest]):
         return found
 
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Json:
-        request = self.request
-        kind, message = "message", {"role": self.role, "content": self.echoed + completion.text}
-        if request.stream:
-            kind, message = "delta", {"content": completion.text}
+        request, finish_reason = self.request, completion.finish_reason
+        message = self.to_message(index, completion)
+        if not (message or finish_reason or request.logprobs or request.return_token_ids):
+            return {}
+        if "tool_calls" in message:
+            self.choices_with_calls.add(index)
+        if finish_reason == "stop" and index in self.choices_with_calls and not request.function:
+            finish_reason = "tool_calls"
         choice: Json = {
             "index": index,
-            kind: message,
+            "delta" if request.stream else "message": message,
             "logprobs": None,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": completion.stop_reason,
         }
         if request.logprobs:
@@ -165,6 +250,23 @@ class ChatReply(Reply[ChatCompletionRequest]):
         if request.return_token_ids:
             choice["token_ids"] = completion.token_ids
         return choice
+
+    def to_message(self, index: int, completion: CompletionOutput) -> ChatMessage:
+        """The message of a choice; in a stream: what is new."""
+        text, parser_cls = completion.text, self.parser_cls
+        if self.request.stream:
+            if parser_cls is None:
+                return {"content": text}
+            if index not in self.parsers:
+                self.parsers[index] = parser_cls(self.is_parallel)
+            is_last = completion.finish_reason is not None
+            return self.parsers[index].extract_tool_calls_streaming(text, is_last)
+        message: ChatMessage = {"content": text}
+        if parser_cls is not None:
+            message = parser_cls.extract_tool_calls(text, self.is_parallel)
+        if self.echoed:
+            message["content"] = self.echoed + (message["content"] or "")
+        return {"role": self.role, **message}
 
     def to_logprobs(self, completion: CompletionOutput) -> ChatLogprobs:
         """The logprobs of these tokens."""

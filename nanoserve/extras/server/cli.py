@@ -91,25 +91,28 @@ def main(arguments: list[str]) -> int:
     args = parser.parse(arguments)
     read_model(parser, args)
     frontend, config = read_frontend(parser, args), cli.read_config(parser, args)
+    if frontend.lora_modules and not config.enable_lora:
+        parser.error("--lora-modules needs --enable-lora.")
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             name = package.replace("_", "-")
             raise ValueError(f'{name} is not installed: pip install -e ".[server]" installs it.')
 
-    from nanoserve.extras.server.launcher import bind, describe_address, raise_file_limit
+    from nanoserve.extras.server import launcher
 
+    if frontend.ssl_certfile and frontend.ssl_keyfile:
+        launcher.check_certificate(frontend.ssl_certfile, frontend.ssl_keyfile)
     configure_logging()
-    with bind(frontend) as sock:
-        address = describe_address(frontend, sock)
+    with launcher.bind(frontend) as sock:
+        address = launcher.describe_address(frontend, sock)
         if frontend.is_public and not frontend.api_key:
             logger.warning(f"whoever reaches {address} may use it; --api-key KEY asks for a key.")
-        raise_file_limit(MAX_FILES)
+        launcher.raise_file_limit(MAX_FILES)
         sys.setswitchinterval(SWITCH_INTERVAL)
 
         from nanoserve.extras.async_llm import AsyncLLM
         from nanoserve.extras.metrics import LoggingStatLogger, collect_metrics
         from nanoserve.extras.server.app import build_app
-        from nanoserve.extras.server.launcher import Server
 
         with AsyncLLM(config, chat_template=frontend.chat_template) as async_llm:
             app = build_app(async_llm, frontend)
@@ -121,7 +124,7 @@ def main(arguments: list[str]) -> int:
             how = "Try:" if frontend.uds else "Open it in a browser, or try:"
             cli.note(f"{name} is served at {address} (Ctrl-C ends it). {how}")
             cli.note(describe_example(frontend, address, name, async_llm.tokenizer is not None))
-            Server(app).run(sockets=[sock])
+            launcher.Server(app).run(sockets=[sock])
     return 0
 
 

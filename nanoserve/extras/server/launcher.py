@@ -25,6 +25,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import stat
 import threading
 import time
@@ -69,8 +70,13 @@ def bind(args: FrontendArgs) -> socket.socket:
             raise
         return sock
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            why = "another program listens there. End it, or give another --port (0: a free one)."
+        is_taken = error.errno == errno.EADDRINUSE
+        if args.uds is not None and not (is_taken and is_socket(args.uds)):
+            what = "a file that is no socket is there" if is_taken else error.strerror or error
+            why = f"{what}. Give --uds a short path, in a folder that exists."
+        elif is_taken:
+            other = "--port (0: a free one)" if args.uds is None else "--uds"
+            why = f"another program listens there. End it, or give another {other}."
         else:
             why = f"{error.strerror}. Give --host and --port of this machine."
         raise ValueError(f"cannot listen at {where}: {why}") from error
@@ -80,8 +86,7 @@ def bind_path(path: str) -> socket.socket:
     """A Unix domain socket, for this user. One that an ended server left behind is replaced."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        is_socket = os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode)
-        if is_socket and sock.connect_ex(path) == errno.ECONNREFUSED:  # nobody listens
+        if is_socket(path) and sock.connect_ex(path) == errno.ECONNREFUSED:  # nobody listens
             os.unlink(path)
         sock.bind(path)
         os.chmod(path, 0o600)
@@ -90,6 +95,22 @@ def bind_path(path: str) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def is_socket(path: str) -> bool:
+    return os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode)
+
+
+def check_certificate(certfile: str, keyfile: str) -> None:
+    """Raise ValueError unless these files hold a certificate and its key, without a password."""
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certfile, keyfile, password="")
+    except OSError as error:
+        raise ValueError(
+            f"ssl_certfile {certfile!r} and ssl_keyfile {keyfile!r} are not a certificate and its "
+            f"key ({error}). Give two PEM files that belong together, the key without a password."
+        ) from error
 
 
 def raise_file_limit(limit: int) -> None:

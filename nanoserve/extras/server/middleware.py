@@ -197,8 +197,12 @@ class BodyMiddleware:
             raise HTTPError(503, message, headers=RETRY_AFTER)
 
     async def read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body. Raises HTTPError 400, 408 or 413, ClientGone."""
+        """The whole body. Raises HTTPError 400, 408, 413 or 415, ClientGone."""
         args = self.state.args
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.strip().lower() != "identity":
+            message = f"the header Content-Encoding is {brief(encoding)}; send the body as it is."
+            raise HTTPError(415, message)
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length[:20]) > args.max_body_size:
             raise self.too_large(f"{length[:20]} bytes")

@@ -4,11 +4,12 @@ One declaration, of which the flags are made:
 
     FrontendArgs.max_body_size     --max-body-size 1000000     (tools/cli.py: add_fields)
     FrontendArgs.api_key           --api-key one two           (a tuple)
+    FrontendArgs.lora_modules      --lora-modules pirate=path/to/adapter
 
 This module imports neither FastAPI nor torch: `nanoserve serve --help` needs neither.
 
-Left out: several API servers in front of one engine (api_server_count), tool and reasoning parsers,
-LoRA modules, request logs, a gRPC server.
+Left out: several API servers in front of one engine (api_server_count), reasoning parsers, parsers
+of calls from other packages (tool_parser_plugin), request logs, a gRPC server.
 
 vLLM: vllm/entrypoints/launchers/cli_args.py (V1).
 """
@@ -16,11 +17,15 @@ vLLM: vllm/entrypoints/launchers/cli_args.py (V1).
 from __future__ import annotations
 
 import ipaddress
+import json
+import os
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanoserve.exceptions import brief
 
+ToolParserName = Literal["hermes", "qwen3_json"]  # tool_parsers.TOOL_PARSERS
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -37,8 +42,15 @@ class FrontendArgs:
     uds: str | None = None  # path of a Unix domain socket, in place of host and port
     served_model_name: tuple[str, ...] = ()  # names of the model; answers have the first
     api_key: tuple[str, ...] = ()  # requests need one of them; VLLM_API_KEY may hold one, too
+    # LoRA adapters, each a model: NAME=PATH, or '{"name": "NAME", "path": "PATH"}'
+    lora_modules: tuple[str, ...] = ()
+    # clients may load adapters from this folder; needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, too
+    lora_folder: str | None = None
     chat_template: str | None = None  # a Jinja template, or a file with one; None: the model's
     trust_request_chat_template: bool = False  # a request may bring a chat template
+    tool_call_parser: ToolParserName | None = None  # format of calls; None: the chat template's
+    enable_auto_tool_choice: bool = True  # tools without tool_choice are for the model to choose
+    exclude_tools_when_tool_choice_none: bool = False  # such tools do not reach the template
     allowed_origins: tuple[
         str, ...
     ] = ()  # pages of these origins may ask, such as http://localhost:3000
@@ -53,12 +65,21 @@ class FrontendArgs:
     root_path: str = ""  # the path under which a proxy shows this server
 
     def __post_init__(self) -> None:
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in ("served_model_name", "api_key", "allowed_origins", "lora_modules"):
             object.__setattr__(self, name, as_strings(name, getattr(self, name)))
         for name, (kinds, low, high) in RANGES.items():
             check_number(name, getattr(self, name), kinds, low, high)
+        names = [read_lora_module(word)[0] for word in self.lora_modules]
+        if len(set(names)) < len(names):
+            raise ValueError(f"lora_modules has a name twice: {', '.join(names)}.")
+        if self.lora_folder is not None and not os.path.isdir(self.lora_folder):
+            raise ValueError(f"lora_folder is {brief(self.lora_folder)}; there is no such folder.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("HTTPS needs both ssl_keyfile and ssl_certfile; one was given.")
+        parsers = get_args(ToolParserName)
+        if self.tool_call_parser not in (None, *parsers):
+            given, allowed = brief(self.tool_call_parser), f"None, {', '.join(parsers)}"
+            raise ValueError(f"tool_call_parser is {given}; allowed: {allowed}.")
         for origin in self.allowed_origins:
             if origin != "*" and "://" not in origin:
                 allowed = "http://HOST:PORT, https://HOST, or * for all"
@@ -96,6 +117,20 @@ def check_number(name: str, value: Any, kinds: tuple[type, ...], low: float, hig
         raise TypeError(f"{name} must be {kind}, got {brief(value)}.")
     if not low <= value <= high:
         raise ValueError(f"{name} is {brief(value)}; allowed: {low} to {high}.")
+
+
+def read_lora_module(word: str) -> tuple[str, str]:
+    """The name and the path in "NAME=PATH" or '{"name": "NAME", "path": "PATH"}', as vLLM writes
+    them. Raises ValueError for anything else."""
+    name, _, path = word.partition("=")
+    if word.startswith("{"):
+        with suppress(ValueError, TypeError):
+            given = json.loads(word)
+            name, path = given.get("name"), given.get("path")
+    if not (name and path and isinstance(name, str) and isinstance(path, str)):
+        allowed = 'NAME=PATH or {"name": "NAME", "path": "PATH"}'
+        raise ValueError(f"lora_modules holds {brief(word)}; allowed: {allowed}.")
+    return name, path
 
 
 def as_strings(name: str, value: Any) -> tuple[str, ...]:

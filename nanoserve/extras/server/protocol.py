@@ -17,7 +17,7 @@ OpenAI's that would change the answer, and that nanoserve does not have, is an e
 its value changes nothing: REFUSED has those of the server, MISSING those of SamplingParams. Any
 other is ignored, with a line in the log.
 
-Left out: images and audio, structured output, and calls of tools as a model writes them.
+Left out: images and audio.
 
 vLLM: vllm/entrypoints/openai/protocol.py (V0); vllm/entrypoints/openai/: completion/protocol.py,
 chat_completion/protocol.py; vllm/entrypoints/serve/: engine/protocol.py, tokenize/protocol.py (V1).
@@ -33,6 +33,10 @@ from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.beam_search import BeamSearchParams
+from nanoserve.extras.server.response_format import (
+    read_response_format,
+    read_structured_outputs,
+)
 from nanoserve.extras.server.responses import ErrorResponse
 from nanoserve.inputs import prompt_to_seq
 from nanoserve.logger import init_logger, warning_once
@@ -72,13 +76,13 @@ LogitBias = Annotated[Any, WithJsonSchema({"anyOf": [BIAS, NULL]})]
 # Fields of OpenAI's API and of vLLM that change nothing in the answers of a text model.
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "parallel_tool_calls", "prediction", "verbosity", "session_id"),
+    *("prompt_cache_retention", "prediction", "verbosity", "session_id"),
     *("include_reasoning", "return_token_offsets", "mm_payload", "return_mm_kwargs"),
 }
 # Fields that would change the answer: the values that change nothing, and what to do. Those of
 # MISSING are of the same kind; SamplingParams checks them.
 Refusal = tuple[tuple[Any, ...], str]
-NO_GRAMMAR: Refusal = ((None,), "nanoserve has no structured output yet; leave it out")
+OLD_GRAMMAR: Refusal = ((None,), "vLLM has replaced it by structured_outputs; use that")
 NO_MEDIA: Refusal = ((None, {}), "nanoserve takes text and token ids only; leave it out")
 NO_TRANSFER: Refusal = (
     (None,),
@@ -99,8 +103,11 @@ REFUSED: dict[str, Refusal] = {
     "ec_transfer_params": NO_TRANSFER,
     "functions": ((None,), "OpenAI has replaced it by tools; use them"),
     "function_call": ((None, "none"), "OpenAI has replaced it by tool_choice; use that"),
-    "structured_outputs": NO_GRAMMAR,
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), NO_GRAMMAR),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"),
+        OLD_GRAMMAR,
+    ),
+    "logits_processors": ((None, []), "a server runs no functions of its clients; leave it out"),
 }
 
 
@@ -198,7 +205,8 @@ class GenerationRequest(OpenAIBaseModel):
     echo: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    response_format: Object = None
+    response_format: Object = None  # text, json_object, json_schema or structural_tag
+    structured_outputs: Object = None  # the fields of StructuredOutputsParams
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None  # in logprobs "token_id:12", not the text
     add_special_tokens: bool | None = True  # the tokenizer's own, such as BOS
@@ -220,10 +228,7 @@ class GenerationRequest(OpenAIBaseModel):
             _refuse("best_of", self.best_of, allowed)
         if self.stream and self.num_samples > self.num_choices:
             _refuse("best_of", self.best_of, f"n ({self.num_choices}) if stream is true")
-        kind = self.response_format
-        if kind is not None and not (isinstance(kind, dict) and kind.get("type") == "text"):
-            allowed = "{'type': 'text'}, as nanoserve has no structured output yet"
-            _refuse("response_format", kind, allowed)
+        read_response_format(self.response_format)
         if self.use_beam_search:
             self.check_beam_search()
 
@@ -234,6 +239,13 @@ class GenerationRequest(OpenAIBaseModel):
             value = getattr(self, name)
             if name not in BEAM_FIELDS and value is not None and value != fields[name].default:
                 _raise(name, value, f"{name} is {brief(value)}: not with use_beam_search.")
+
+    @property
+    def form(self) -> Json:
+        """Fields of StructuredOutputsParams: the form that an answer must have; {}: any. Raises
+        ValueError or TypeError."""
+        asked = read_structured_outputs(self.structured_outputs)
+        return asked | read_response_format(self.response_format)
 
     @property
     def num_choices(self) -> int:
@@ -258,7 +270,8 @@ class GenerationRequest(OpenAIBaseModel):
     def to_sampling_params(
         self, recommended: Mapping[str, Any], max_tokens: int | None
     ) -> SamplingParams:
-        """recommended: the model's generation_config.json. Raises ValueError or TypeError."""
+        """recommended: the model's generation_config.json. Without structured_outputs: see
+        Reply.make_form. Raises ValueError or TypeError."""
         default = SamplingParams.from_generation_config(recommended)
         params = {name: getattr(default, name) for name in RECOMMENDED}
         params |= {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
@@ -266,6 +279,7 @@ class GenerationRequest(OpenAIBaseModel):
         params |= {name: extra[name] for name in MISSING if name in extra}
         params |= {"n": self.num_samples, "logprobs": self.num_logprobs, "max_tokens": max_tokens}
         params["prompt_logprobs"] = self.num_prompt_logprobs
+        params.pop("structured_outputs", None)
         if self.num_samples > self.num_choices and self.num_logprobs is None:
             params["logprobs"] = 0  # to know which are the likeliest
         if params["temperature"] == 0:
@@ -336,6 +350,7 @@ class ChatTemplateFields(OpenAIBaseModel):
 
     messages: Objects
     tools: Objects = None
+    tool_choice: TextOrObject = None  # None: "auto" if there are tools
     documents: Objects = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None  # None: unless continue_final_message
@@ -359,6 +374,11 @@ class ChatTemplateFields(OpenAIBaseModel):
             raise TypeError(f"chat_template_kwargs must be an object, got {brief(kwargs)}.")
 
     @property
+    def own_template(self) -> str | None:
+        """The template that the request brings."""
+        return self.chat_template or (self.chat_template_kwargs or {}).get("chat_template")
+
+    @property
     def adds_generation_prompt(self) -> bool:
         if self.add_generation_prompt is None:
             return not self.continue_final_message
@@ -366,14 +386,35 @@ class ChatTemplateFields(OpenAIBaseModel):
 
 
 def check_tools(tools: Any) -> None:
-    """Raise ValueError for what are no tools in OpenAI's form."""
+    """Raise ValueError for what are no tools in OpenAI's form: functions, each with a name of its
+    own."""
     if not isinstance(tools, list) or not tools:
         _refuse("tools", tools, "a list of at least one tool, or leave it out")
+    names = set()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
             allowed = "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
             _raise("tools", tool, f"tools holds {brief(tool)}; allowed: {allowed}.")
+        for name, kinds, allowed in TOOL_FIELDS:
+            value = function.get(name)
+            if not isinstance(value, kinds) or value == "":
+                message = f"{name} of a function is {brief(value)}; allowed: {allowed}."
+                _raise("tools", tool, message)
+        if function["name"] in names:
+            _raise("tools", tool, f"tools has two functions called {brief(function['name'])}.")
+        names.add(function["name"])
+
+
+NONE = type(None)
+TOOL_FIELDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("name", (str,), "a text that is not empty"),
+    ("parameters", (dict, NONE), "a JSON schema as an object, or leave it out"),
+    ("strict", (bool, NONE), "true, false, or leave it out"),
+)
+
+
+TOOL_CHOICES = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
 
 
 class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
@@ -384,7 +425,7 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     add_special_tokens: bool | None = False  # beside those of the template
-    tool_choice: TextOrObject = None
+    parallel_tool_calls: bool | None = True  # False: one call at most
     return_prompt_text: bool | None = None
 
     def check(self) -> None:
@@ -394,9 +435,39 @@ class ChatCompletionRequest(GenerationRequest, ChatTemplateFields):
             _refuse("max_completion_tokens", most, "None, or 1 or more")
         if self.top_logprobs and not self.logprobs:
             _refuse("top_logprobs", self.top_logprobs, "0, unless logprobs is true")
-        if self.tool_choice not in (None, "none"):
-            allowed = "'none', or leave it out: the model's call of a tool stays text here"
-            _refuse("tool_choice", self.tool_choice, allowed)
+        self.check_tool_choice()
+
+    def check_tool_choice(self) -> None:
+        """Raise ValueError for a choice that no tool fits, or that contradicts another field."""
+        choice, name = self.tool_choice, self.function
+        names = [tool["function"]["name"] for tool in self.tools or ()]
+        if name is None and choice not in (None, "none", "auto", "required"):
+            _refuse("tool_choice", choice, TOOL_CHOICES)
+        if choice not in (None, "none") and not names:
+            _raise("tool_choice", choice, f"tool_choice is {brief(choice)} without tools.")
+        if name is not None and name not in names:
+            _refuse("tool_choice", choice, f"a function of tools: {brief(names)}")
+        if self.must_call and read_structured_outputs(self.structured_outputs):
+            message = "structured_outputs and a tool_choice that needs a call exclude each other."
+            _raise("structured_outputs", self.structured_outputs, message)
+
+    @property
+    def function(self) -> str | None:
+        """The name of the function that tool_choice demands."""
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        function = choice.get("function") if choice.get("type", "function") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def finds_calls(self) -> bool:
+        """May the answer have calls of tools?"""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Must it have one?"""
+        return self.tool_choice == "required" or self.function is not None
 
     @property
     def num_logprobs(self) -> int | None:

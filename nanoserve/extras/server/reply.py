@@ -34,9 +34,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoserve import __version__
+from nanoserve.exceptions import VLLMValidationError
 from nanoserve.extras.beam_search import BeamSearchSequence
 from nanoserve.extras.server.errors import HTTPError, describe
 from nanoserve.extras.server.protocol import GenerationRequest, Json, OpenAIBaseModel, read_request
+from nanoserve.extras.server.response_format import make_params
 from nanoserve.extras.server.responses import PromptLogprob, PromptLogprobs, Usage
 from nanoserve.extras.server.streaming import (
     DONE,
@@ -52,6 +54,7 @@ from nanoserve.output_processor import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
     from nanoserve.extras.server.app import ServerState
+    from nanoserve.extras.structured_output import StructuredOutputsParams
 
 AnyRequest = TypeVar("AnyRequest", bound=OpenAIBaseModel)
 AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
@@ -73,8 +76,8 @@ async def read_body(
     else:
         request = await state.async_llm.run_in_thread(read_request, cls, body)
     model = getattr(request, "model", None)
-    if model is not None and model not in state.model_names:
-        names = ", ".join(state.model_names)
+    if model is not None and not state.has_model(model):
+        names = ", ".join([*state.model_names, *state.adapters.requests])
         message = f"The model {model!r:.200} does not exist. This server has: {names}."
         raise HTTPError(404, message, "model")
     return request, raw_request.scope.get("state", {}).get("request_id")
@@ -114,6 +117,7 @@ class Reply(ABC, Generic[AnyGeneration]):
         self.state = state
         self.request = request
         self.trace_headers = trace_headers
+        self.lora_request = state.adapters.requests.get(request.model or "")
         self.async_llm = state.async_llm
         self.tokenizer = state.async_llm.tokenizer
         name = request_id or request.request_id or uuid.uuid4().hex
@@ -121,7 +125,7 @@ class Reply(ABC, Generic[AnyGeneration]):
             "id": f"{self.id_prefix}-{name}",
             "object": self.chunk_object if request.stream else self.object,
             "created": int(time.time()),
-            "model": state.model_names[0],
+            "model": request.model if self.lora_request else state.model_names[0],
         }
         self.requests = EngineRequests(self.async_llm, self.head["id"])
         self.prompt_tokens: dict[int, int] = {}  # of each prompt
@@ -137,9 +141,20 @@ class Reply(ABC, Generic[AnyGeneration]):
     def max_tokens(self) -> int | None:
         """Output tokens at most; None: as many as fit."""
 
+    @property
+    def may_have_form(self) -> bool:
+        """False: make_form would say None."""
+        given = (self.request.response_format, self.request.structured_outputs)
+        return given != (None, None)
+
+    def make_form(self) -> StructuredOutputsParams | None:
+        """The form that the answer must have; None: any. Raises ValueError or TypeError."""
+        return make_params(self.request.form)
+
     @abstractmethod
     def to_choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> Any:
-        """A choice; in a stream: what is new. index: i * n + j for completion j of prompt i."""
+        """A choice; in a stream: what is new, {} if nothing is. index: i * n + j for completion j
+        of prompt i."""
 
     def begin(self, output: RequestOutput) -> list[Json]:
         """The chunks of a stream that come before the first output of a prompt."""
@@ -174,6 +189,8 @@ class Reply(ABC, Generic[AnyGeneration]):
         request = self.request
         recommended = self.async_llm.model_config.generation_defaults
         params = request.to_sampling_params(recommended, self.max_tokens)
+        if self.may_have_form:  # a schema may be long
+            params.structured_outputs = await self.async_llm.run_in_thread(self.make_form)
         for prompt in prompts:
             await self.requests.add(
                 prompt,
@@ -182,10 +199,15 @@ class Reply(ABC, Generic[AnyGeneration]):
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
                 trace_headers=self.trace_headers,
+                lora_request=self.lora_request,
             )
 
     async def search_beams(self, prompts: list[Any]) -> list[RequestOutput]:
-        """One beam search for each prompt, all at once."""
+        """One beam search for each prompt, all at once. Raises ValueError if the answer must have a
+        form."""
+        if self.may_have_form and self.make_form() is not None:
+            message = "response_format and calls that must be valid: not with use_beam_search."
+            raise VLLMValidationError(message, parameter="use_beam_search")
         tasks = [asyncio.ensure_future(self.search(prompt)) for prompt in prompts]
         try:
             return await asyncio.gather(*tasks)
@@ -199,7 +221,8 @@ class Reply(ABC, Generic[AnyGeneration]):
         most = self.max_tokens or llm.config.max_model_len or 1
         token_ids = await llm.tokenize(prompt, bool(request.add_special_tokens))
         with_salt = TokensPrompt(prompt_token_ids=token_ids, cache_salt=request.cache_salt)
-        found = await llm.beam_search(with_salt, request.to_beam_search_params(most))
+        params = request.to_beam_search_params(most)
+        found = await llm.beam_search(with_salt, params, lora_request=self.lora_request)
         outputs = [
             await self.to_completion(index, beam, len(token_ids))
             for index, beam in enumerate(found.sequences)
@@ -246,9 +269,11 @@ class Reply(ABC, Generic[AnyGeneration]):
             async for number, output in self.requests.outputs():
                 is_long = bool(output.prompt_logprobs) and number not in self.prompt_tokens
                 if is_long:  # with echo: the logprobs of a whole prompt, for each choice
-                    yield await asyncio.to_thread(self.to_events, number, output)
+                    events = await asyncio.to_thread(self.to_events, number, output)
                 else:
-                    yield self.to_events(number, output)
+                    events = self.to_events(number, output)
+                if events:
+                    yield events
             options = self.request.stream_options
             if options is not None and options.include_usage:
                 more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
@@ -268,7 +293,8 @@ class Reply(ABC, Generic[AnyGeneration]):
             self.count_prompt(number, output)
             chunks += self.begin(output)
         for completion in output.outputs:
-            chunks.append(self.to_chunk(number, self.make_choice(number, output, completion)))
+            if choice := self.make_choice(number, output, completion):
+                chunks.append(self.to_chunk(number, choice))
         return chunks
 
     def to_chunk(self, number: int, choice: Json) -> Json:

@@ -55,7 +55,7 @@ class Choice(TypedDict):
     """What the choices of all answers have. In a stream: what is new since the last chunk."""
 
     index: int  # prompt i, its completion j: i * n + j
-    finish_reason: str | None  # "stop", "length", "abort"; None while the stream goes on
+    finish_reason: str | None  # "stop", "length", "abort", "tool_calls"; None: the stream goes on
     stop_reason: int | str | None  # the stop string or stop token id; None for an EOS token
     token_ids: NotRequired[list[int]]  # if return_token_ids
 
@@ -81,9 +81,24 @@ class ChatLogprobs(TypedDict):
     content: list[ChatLogprob]  # one for each token
 
 
+class FunctionCall(TypedDict):
+    name: NotRequired[str]
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(TypedDict):
+    """A call of a tool. In a stream, its first entry has all, and the next ones more arguments."""
+
+    index: NotRequired[int]  # in a stream: the call's number
+    id: NotRequired[str]
+    type: NotRequired[str]  # "function"
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     role: NotRequired[str]
-    content: NotRequired[str]
+    content: NotRequired[str | None]  # None: there are tool_calls only
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(Choice):
@@ -131,7 +146,7 @@ class ModelCard(TypedDict):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None  # of an adapter: its base model
     max_model_len: int
 
 

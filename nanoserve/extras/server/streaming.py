@@ -111,7 +111,7 @@ class EngineRequests:
     async def add(
         self, prompt: Any, params: SamplingParams, add_special_tokens: bool, **options: Any
     ) -> None:
-        """Queue one more. options: priority, cache_salt, trace_headers. Raises what
+        """Queue one more. options: priority, cache_salt, lora_request, trace_headers. Raises what
         AsyncLLM.generate raises."""
         collector = await self.async_llm.add_request(
             f"{self.request_id}-{len(self.collectors)}",
@@ -123,7 +123,7 @@ class EngineRequests:
         self.collectors.append(collector)
 
     async def final_outputs(self) -> list[RequestOutput]:
-        """Wait for the end of all. Raises HTTPError 500 if one failed, EngineDeadError."""
+        """Wait for the end of all. Raises HTTPError if one failed, EngineDeadError."""
         last: dict[int, RequestOutput] = {}
         async for index, output in self.outputs():
             last[index] = output
@@ -172,10 +172,12 @@ async def _forward(
 
 
 def check_output(output: RequestOutput | None) -> RequestOutput:
-    """Raise HTTPError 500 if the request has failed."""
+    """Raise HTTPError if the request has failed: 400 for a grammar that cannot be compiled."""
     if output is None:
         raise HTTPError(500, "the request ended without an output.")
     for completion in output.outputs:
         if completion.finish_reason == "error":
-            raise HTTPError(500, f"the request failed: {completion.stop_reason}")
+            why = str(completion.stop_reason)
+            status = 400 if why.startswith("structured_outputs:") else 500
+            raise HTTPError(status, f"the request failed: {why}")
     return output

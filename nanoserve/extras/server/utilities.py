@@ -47,12 +47,13 @@ def make_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models")
     async def show_available_models() -> ModelList:
         """The names under which the model is served."""
-        return {"object": "list", "data": [make_card(state, name) for name in state.model_names]}
+        names = [*state.model_names, *state.adapters.requests]
+        return {"object": "list", "data": [make_card(state, name) for name in names]}
 
     @router.get("/v1/models/{name:path}", responses={404: {"model": ErrorResponse}})
     async def show_model(name: str) -> ModelCard:
         """One of them."""
-        if name not in state.model_names:
+        if not state.has_model(name):
             message = f"The model {name!r:.200} does not exist; GET /v1/models lists them."
             raise HTTPError(404, message, "model")
         return make_card(state, name)
@@ -102,13 +103,14 @@ def make_router(state: ServerState) -> APIRouter:
 def make_card(state: ServerState, name: str) -> ModelCard:
     """What /v1/models says of one name."""
     config = state.async_llm.config
+    adapter = state.adapters.requests.get(name)
     return {
         "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": "nanoserve",
-        "root": str(config.model or name),
-        "parent": None,
+        "root": adapter.path if adapter else str(config.model or name),
+        "parent": state.model_names[0] if adapter else None,
         "max_model_len": config.max_model_len or 0,
     }
 

@@ -103,7 +103,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token of context
     suffix_decoding_min_token_prob: float = 0.1  # of a draft, by counting
     disable_by_batch_size: int | None = None  # running sequences above which nothing is drafted
-    # (from, to, k): k for this range of running sequences; otherwise num_speculative_tokens
+    # (from, to, k): k for this range of running sequences, and up to the next one
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     # strict: the target's own sample must be the draft. The tokens are those of plain decoding.
     # standard (vLLM's): RejectionSampler. Accepts more; the distribution is that of plain decoding.
@@ -152,6 +152,11 @@ class SpeculativeConfig:
             raise TypeError(f"speculative_config: model must be a str, got {brief(self.model)}.")
         if self.method in NEEDS_MODEL and not self.model:
             raise ValueError(f"speculative_config: method {self.method!r} needs a model.")
+        if self.method == "custom_class" and "." not in str(self.model)[1:]:
+            raise ValueError(
+                f"speculative_config: model is {brief(self.model)}; allowed with method "
+                "'custom_class': package.module.ClassName."
+            )
         self._check_lookup()
         self._check_batch_sizes()
 
@@ -175,19 +180,21 @@ class SpeculativeConfig:
             return
         name, most = "num_speculative_tokens_per_batch_size", self.num_speculative_tokens
         try:
-            table = tuple((start, end, number) for start, end, number in table)
-            is_allowed = all(
+            table = tuple(sorted((start, end, number) for start, end, number in table))
+            ends = (0, *(end for _, end, _ in table))
+            is_allowed = table[0][0] == 1 and all(
                 type(start) is type(end) is type(number) is int
-                and 1 <= start <= end
+                and before < start <= end
                 and 0 <= number <= most
-                for start, end, number in table
+                for before, (start, end, number) in zip(ends, table, strict=False)
             )
-        except (TypeError, ValueError):
+        except (IndexError, TypeError, ValueError):
             is_allowed = False
         if not is_allowed:
             raise ValueError(
                 f"speculative_config: {name} is {brief(table)}; allowed: a list of [from, to, "
-                f"number] with 1 <= from <= to and numbers of drafts from 0 to {most}."
+                "number] with from <= to, of which no two overlap and the first begins at 1, and "
+                f"numbers of drafts from 0 to {most}."
             )
         self._set(name, table)
 
@@ -200,8 +207,8 @@ class SpeculativeConfig:
         """How many drafts a sequence may get while so many sequences run."""
         if self.disable_by_batch_size and batch_size > self.disable_by_batch_size:
             return 0
-        for start, end, number in self.num_speculative_tokens_per_batch_size or ():
-            if start <= batch_size <= end:
+        for start, _, number in reversed(self.num_speculative_tokens_per_batch_size or ()):
+            if start <= batch_size:
                 return number
         return self.num_speculative_tokens
 
@@ -239,6 +246,12 @@ class SpeculativeConfig:
                 f"speculative_config: {module}.{name}, the proposer of method {self.method!r}, "
                 f"cannot be imported ({error})."
             ) from error
+        base = import_module(f"{__package__}.proposer").Proposer
+        if not isinstance(proposer_cls, type) or not issubclass(proposer_cls, base):
+            raise ValueError(
+                f"speculative_config: model is {brief(proposer_cls)}; allowed with method "
+                f"{self.method!r}: a subclass of {base.__module__}.Proposer."
+            )
         proposer: Proposer = proposer_cls(runner, self)
         return proposer
 

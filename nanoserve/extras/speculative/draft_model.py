@@ -146,7 +146,8 @@ class DraftModelProposer(ModelProposer):
         runner, draft_config = self.runner, ModelConfig.from_folder(folder)
         check_vocab_size(draft_config.vocab_size, folder, runner.model_config)
         check_tokenizer(folder, runner.model_config.path)
-        return load_model(runner.config, draft_config, whole(runner.layer_config))
+        config = replace(runner.config, quantization=None)  # that is the target's
+        return load_model(config, draft_config, whole(runner.layer_config))
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.model.kv_cache_specs()

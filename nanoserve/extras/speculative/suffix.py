@@ -32,7 +32,8 @@ older one, and the older one is dropped. (With 1, there is one generation of one
 
 *Privacy.* Drafts change no token, but a request that finds its text in another one's output ends
 sooner, and this can be timed. (With the RejectionSampler they do change drawn tokens, if not their
-distribution.) So requests find only outputs with their own cache_salt.
+distribution.) So requests find only outputs with their own cache_salt (and adapter, which speaks
+differently).
 
 Left out: drafts as trees; probabilities for the RejectionSampler (a draft counts as certain).
 
@@ -43,7 +44,7 @@ vLLM: vllm/v1/spec_decode/suffix_decoding.py (V1; the trees are in the package a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -227,7 +228,7 @@ class SuffixAutomaton:
             self.next_token[state], self.next_state[state] = token, target
 
 
-Salt = str | None
+Salt = Hashable  # the request's cache_salt and adapter
 Outputs = dict[Salt, SuffixAutomaton]
 
 
@@ -318,7 +319,7 @@ class SuffixDecodingProposer(Proposer):
         for seq_id in scheduler_output.finished_seq_ids:
             self.requests.pop(seq_id, None)
         for new in scheduler_output.new_sequences:
-            self.requests[new.seq_id] = Request(self.cache, new.cache_salt, len(new.token_ids))
+            self.requests[new.seq_id] = Request(self.cache, new.extra_keys, len(new.token_ids))
 
     def draft(self, seq_id: int, token_ids: np.ndarray, most: int) -> tuple[int, ...]:
         """At most `most` drafts behind `token_ids` [num_tokens], the prompt and the output of a

@@ -42,8 +42,10 @@ HOMES = {
     "messages": "listen conversation",  # what ranks say to each other
     "journey": "watch call_chain CALL_CHAIN Visit",  # the functions that a request passes
     "sampling": "token_path filters stages streams frequencies surprise perplexity TokenPath",
+    "weights": "matrices staircase",  # LoRA and quantization
     "beams": "beam_tree beam_blocks BeamTree",
     "drafts": "watch_drafts drafted Verified",  # speculative decoding: which drafts were right
+    "grammars": "automaton token_table overruled",  # what a grammar allows and forbids
     "parts": "measure_parts recorded_parts shares print_operators",  # where the time of a step goes
     "launches": """list_launches launch_strip one_layer decode_cost overlap_scheme read_config
         record_calls GraphRunner TapeGraph""",

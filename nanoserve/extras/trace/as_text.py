@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.frames import name_of
-from nanoserve.extras.trace.snapshot import engine_of
 from nanoserve.sequence import SchedulerOutput
 
 

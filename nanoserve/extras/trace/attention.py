@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.blocks import heat
 from nanoserve.extras.trace.frames import Tokens
 from nanoserve.extras.trace.style import (
@@ -55,7 +56,7 @@ BAR = COLOURS[0]
 
 def token_texts(llm_or_engine: Any, token_ids: Sequence[int]) -> list[str]:
     """The texts of tokens as the pictures show them: [" red", "\n"] -> ["red", "↵"]."""
-    engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    engine = engine_of(llm_or_engine)
     tokens = Tokens(engine.tokenizer)
     return [tokens.text(token_id) for token_id in token_ids]
 

@@ -52,11 +52,13 @@ def hash_chain(
     prompts: dict[str, list[int]],
     salts: dict[str, str] | None = None,
     columns: int = 5,
+    loras: dict[str, Any] | None = None,
 ) -> None:
     """Draw the chains of `prompts` (name -> token ids) as a tree, some with a cache salt (`salts`:
-    name -> salt). At most `columns` blocks of a prompt are drawn; a block that several chains pass
-    is drawn once, with a stripe for each."""
-    chains = {name: _chain(engine, ids, (salts or {}).get(name)) for name, ids in prompts.items()}
+    name -> salt) or an adapter (`loras`: name -> LoRARequest). At most `columns` blocks of a prompt
+    are drawn; a block that several chains pass is drawn once, with a stripe for each."""
+    keys = {name: ((salts or {}).get(name), (loras or {}).get(name)) for name in prompts}
+    chains = {name: _chain(engine, ids, *keys[name]) for name, ids in prompts.items()}
     passing: dict[Any, list[str]] = {}  # BlockHash -> names
     for name, chain in chains.items():
         for block_hash in (chain[0].parent, *chain):
@@ -78,7 +80,7 @@ def hash_chain(
                 _draw_arrow(ax, places[block_hash.parent], (x, y - CELLS / 2))
                 _draw_block(ax, engine, block_hash, passing[block_hash], x, y, width)
             else:
-                _draw_root(ax, block_hash.token_ids, y)
+                _draw_root(ax, *keys[name], y)
         end, middle = places[drawn[-1]]
         rest = prompts[name][len(drawn) * size :]
         if rest:
@@ -97,10 +99,14 @@ def block_digests(engine: LLMEngine, token_ids: list[int], salt: str | None = No
     return [_digest(block_hash) for block_hash in _chain(engine, token_ids, salt)]
 
 
-def _chain(engine: LLMEngine, token_ids: list[int], salt: str | None) -> list[Any]:
+def _chain(
+    engine: LLMEngine, token_ids: list[int], salt: str | None, wish: Any = None
+) -> list[Any]:
     """The BlockHashes of the blocks of a prompt that a request may find in the cache."""
     params = SamplingParams(temperature=0)
     seq = engine.input_processor.process("drawn", token_ids, params, cache_salt=salt)
+    if wish is not None:
+        engine.lora_manager.attach(seq, wish)
     engine.block_manager.get_cached_blocks(seq)  # makes the hashes; changes nothing else
     return list(seq.block_hashes)
 
@@ -125,10 +131,12 @@ def _cells(
     return list(zip(texts, lefts, cells, strict=True))
 
 
-def _draw_root(ax: Axes, salt: Any, y: float) -> None:
+def _draw_root(ax: Axes, salt: str | None, wish: Any, y: float) -> None:
     box(ax, 0, y - CELLS, ROOT, CELLS, facecolor=CACHED)
-    text = "no extra keys" if salt is None else f"salt {salt!r}"
-    label(ax, ROOT / 2, y - CELLS / 2, text, size=8.5)
+    texts = [f"salt {salt!r}"] if salt is not None else []
+    texts += [f"LoRA {wish.lora_name!r}"] if wish is not None else []
+    text = ", ".join(texts) or "no extra keys"
+    label(ax, ROOT / 2, y - CELLS / 2, *fit(text, ROOT - 0.06, 8.5))
 
 
 def _draw_block(

@@ -23,8 +23,8 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.frames import Tokens, name_of
-from nanoserve.extras.trace.snapshot import engine_of
 from nanoserve.extras.trace.style import (
     FAINT,
     INK,

@@ -58,7 +58,10 @@ class Placement(NamedTuple):
 
 
 def placements(model: Model) -> list[Placement]:
-    """Where each checkpoint tensor goes, in the order of the model's modules."""
+    """Where each checkpoint tensor goes, in the order of the model's modules. Raises ValueError for
+    quantized weights, which lie elsewhere."""
+    if any(hasattr(module, "quantized_weight") for module in model.modules()):
+        raise ValueError("the weights of this model are quantized; allowed: floating-point ones.")
     found = []
     for module_name, module in model.named_modules():
         if module is model or not hasattr(module, "shards"):

@@ -36,13 +36,14 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.engine import StepReport
 from nanoserve.extras.trace.blocks import draw_frame
 from nanoserve.extras.trace.chrome import to_json
 from nanoserve.extras.trace.frames import MOST_WAITING, Event, Frame, SequenceView, Tokens, name_of
 from nanoserve.extras.trace.movie import to_svg
 from nanoserve.extras.trace.player import Player
-from nanoserve.extras.trace.snapshot import engine_of, in_flight, make_view, pool_fields, snapshot
+from nanoserve.extras.trace.snapshot import in_flight, make_view, pool_fields, snapshot
 from nanoserve.extras.trace.steps import timeline
 from nanoserve.sequence import ScheduledSequence, SchedulerOutput, Sequence, SequenceStatus
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.frames import (
     MOST_BLOCKS,
     MOST_WAITING,
@@ -23,11 +24,6 @@ from nanoserve.extras.trace.frames import (
     name_of,
 )
 from nanoserve.sequence import ScheduledSequence, SchedulerOutput, Sequence
-
-
-def engine_of(llm_or_engine: Any) -> Any:
-    """The engine of an LLM; an engine is its own."""
-    return getattr(llm_or_engine, "engine", llm_or_engine)
 
 
 def make_view(

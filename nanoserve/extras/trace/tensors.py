@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.frames import COMING, NEW, Frame, name_of
-from nanoserve.extras.trace.snapshot import engine_of, snapshot
+from nanoserve.extras.trace.snapshot import snapshot
 from nanoserve.extras.trace.style import (
     CACHED,
     FAINT,

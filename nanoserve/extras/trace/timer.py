@@ -18,7 +18,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from nanoserve.extras.trace.snapshot import engine_of
+from nanoserve.arg_utils import engine_of
 
 # part -> the methods of the engine whose time it is
 PARTS: dict[str, tuple[str, ...]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.arg_utils import engine_of
 from nanoserve.extras.trace.style import (
     FAINT,
     INK,
@@ -61,7 +62,7 @@ LAYERS = {
 def memory_map(title: str, llm_or_engine: Any, reserve: int) -> None:
     """Draw the slots of the KV cache twice: `reserve` slots side by side for each running request,
     and the blocks of the live engine. A slot that is set aside and holds no token is hatched."""
-    engine = getattr(llm_or_engine, "engine", llm_or_engine)
+    engine = engine_of(llm_or_engine)
     running = engine.scheduler.running
     manager = engine.block_manager
     num_slots = manager.num_blocks * manager.block_size

@@ -1,0 +1,31 @@
+"""How does one model speak in many ways at once?
+
+A LoRA adapter is a few thin matrices that change what a model's linear layers compute: a file of
+some megabytes in place of a model of its own. One engine serves many adapters on one copy of the
+weights, and requests of different adapters, and of none, are in the same step:
+
+    llm = LLM(enable_lora=True, max_loras=2)
+    pirate = LoRARequest("pirate", 1, "nanoserve/demo/lora")
+    llm.generate(["Hello", "Hello"], lora_request=[pirate, None])
+
+    request.py       LoRARequest: which adapter a request wants
+    peft_helper.py   what the files of an adapter may say: PEFT's, checked
+    manager.py       LoRAManager: which adapters are in memory, and who waits for one
+    layers.py        the products, and the slots of adapters on the device
+
+On their way through the engine:
+
+    add_request      manager.attach: the adapter's files are checked; it is the sequence's gate
+    schedule         manager.schedule: slots for waiting adapters, weights for new slots
+    runner           layers.LoRASlots: copies them to the device; each token has the number of its
+                     slot (StepMetadata.lora); LoRALinearMethod adds x A B to the product
+
+Decided: drafters know no adapters. A draft is only a guess, and the model with the adapter verifies
+it, so the tokens are the same. Blocks of the prefix cache are found by the adapter that made them.
+
+vLLM: vllm/lora/ (V0 and V1).
+"""
+
+from nanoserve.extras.lora.request import LoRARequest
+
+__all__ = ["LoRARequest"]

@@ -1,0 +1,360 @@
+"""Who compiles grammars, and who makes the masks of a step?
+
+The engine has one StructuredOutputManager. Each request with structured_outputs gets a
+StructuredOutputRequest, and the parts of the engine ask it:
+
+    LLMEngine.make_request            grammar_init: check; compile in a thread, or find in the cache
+    Sequence.is_ready                 is_open: has the thread ended?
+    Scheduler.update_from_output      accept_tokens: go on by the new tokens; is that the end?
+                                      validate_drafts: which drafts does the grammar allow?
+    InputBatch.make_sampling_batch    grammar_bitmask: which tokens may come next, in each row
+    Sequence.make_branch              fork: each of n completions has its own place in the rules
+
+So the grammar of a sequence has accepted the known output tokens, whatever happens: a preemption
+changes nothing, and if an update fails, its tokens are taken back (rollback_to).
+
+*Drafts.* A row of the batch with the drafts d e has three rows of logits. The first is masked as
+always, the second as if d had come, the third as if d e had. The drafts are taken back at once.
+
+*Time and memory.* What is compiled comes from a request, and a few characters can ask for hours:
+((a{1,99}){1,99}){1,99}. A backend refuses what is too large before it begins. What may take long
+is compiled in a process first, which is killed at a limit; only if this process has ended in time
+is it compiled here, where nothing can stop it. Some grammars are small and take longer with each
+token, such as ((a+)+)+b in xgrammar: a sequence whose masks have taken more than SECONDS and
+TOKEN_SECONDS for each token ends with an error. A compiled grammar stays in a cache of
+CACHE_BYTES, so a second request with the same constraint starts at once.
+
+Left out: masks made by several threads at once (vLLM: in batches of more than 128 rows).
+
+vLLM: vllm/v1/structured_output/__init__.py, request.py (V1).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.exceptions import Caught, RequestError, describe_error
+from nanoserve.extras.structured_output.backend import (
+    GrammarSpec,
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    choose_backend,
+)
+from nanoserve.extras.structured_output.compile_process import CompileGuard
+from nanoserve.extras.structured_output.params import StructuredOutputsConfig
+from nanoserve.extras.structured_output.vocabulary import Vocabulary, read_vocabulary
+from nanoserve.guard import GuardError
+from nanoserve.logger import init_logger
+
+if TYPE_CHECKING:
+    from nanoserve.engine import LLMEngine
+    from nanoserve.sequence import Sequence
+
+logger = init_logger(__name__)
+
+CACHE_BYTES = 256 * 2**20  # of compiled grammars that no request uses, about
+CACHE_ENTRIES = 1024
+# What a sequence may spend on masks, of a CPU: so much, and so much for each of its tokens.
+SECONDS, TOKEN_SECONDS = 1.0, 0.02
+Key = tuple[str, GrammarSpec]  # name of the backend, what is compiled
+
+
+class StructuredOutputManager:
+    """Compiles the grammars of one engine, and fills the bitmask of a step. Any thread may call
+    grammar_init.
+
+    Invariant: all that it holds between requests is bounded: compiled grammars by CACHE_BYTES,
+    threads by their pool.
+    """
+
+    def __init__(
+        self,
+        config: StructuredOutputsConfig,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        num_speculative_tokens: int = 0,
+        rejects_drafts: bool = False,
+    ) -> None:
+        """vocab_size: that of the model, whose logits have more columns than the tokenizer has
+        tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
+        tokens cannot be read."""
+        self.config = config
+        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
+        self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
+        self.backends: dict[str, StructuredOutputBackend] = {}
+        self.executor = ThreadPoolExecutor(
+            max_workers=max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar"
+        )
+        self.guard = CompileGuard(self.vocabulary, num_speculative_tokens)
+        self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
+        self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
+        self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
+        self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
+        """For the model and the options of an engine."""
+        config, model_config = engine.config, engine.model_config
+        method = getattr(config.speculative_config, "rejection_sample_method", "strict")
+        return cls(
+            config.structured_outputs_config or StructuredOutputsConfig(),
+            engine.input_processor.require_tokenizer("structured_outputs"),
+            model_config.vocab_size,
+            model_config.eos_token_ids,
+            config.query_lens[-1] - 1,
+            method == "standard",
+        )
+
+    def grammar_init(self, seq: Sequence) -> None:
+        """Begin to compile the grammar that seq.sampling_params.structured_outputs asks for; `seq`
+        waits for it. Raises ValueError for what every backend refuses."""
+        params, config = seq.sampling_params.structured_outputs, self.config
+        kind, text = params.key
+        # Without a stop token the grammar ends where the model would say so; see is_terminated.
+        stop_token_ids = seq.stop_token_ids or self.vocabulary.eos_token_ids
+        no_whitespace = params.disable_any_whitespace or config.disable_any_whitespace
+        no_others = params.disable_additional_properties or config.disable_additional_properties
+        pattern = params.whitespace_pattern
+        spec = GrammarSpec(kind, text, stop_token_ids, no_whitespace, no_others, pattern)
+        future = self._compile_or_find(choose_backend(config.backend, spec), spec)
+        request = StructuredOutputRequest(self, seq.request_id, future, seq.stop_token_ids)
+        seq.structured_output_request, seq.gates = request, (*seq.gates, request)
+
+    def _compile_or_find(
+        self, cls: type[StructuredOutputBackend], spec: GrammarSpec
+    ) -> Future[StructuredOutputGrammar]:
+        """The grammar from the cache, or from now on on its way there."""
+        key = (cls.name, spec)
+        with self._cache_lock:
+            future = self._cache.get(key)
+            if future is not None:
+                self._cache.move_to_end(key)
+                return future
+            future = self._cache[key] = self.executor.submit(self._compile, cls, spec)
+        future.add_done_callback(self._shrink_cache)
+        return future
+
+    def _compile(
+        self, cls: type[StructuredOutputBackend], spec: GrammarSpec
+    ) -> StructuredOutputGrammar:
+        """In a thread of the pool. Raises RequestError."""
+        with Caught() as caught:
+            with self._backend_lock:
+                if cls.name not in self.backends:
+                    self.backends[cls.name] = cls(self.vocabulary, self.num_speculative_tokens)
+            backend = self.backends[cls.name]
+            if backend.may_take_long(spec):
+                self.guard.compile(cls.name, spec)
+            return backend.compile_grammar(spec)
+        error = caught.error
+        assert error is not None
+        if isinstance(error, ValueError):  # in the backend's words
+            raise RequestError(f"structured_outputs: {error}") from None
+        is_limit = isinstance(error, GuardError)
+        why = str(error) if is_limit else describe_error(error)
+        message = f"structured_outputs: {cls.name} cannot compile it: {why}"
+        raise RequestError(message) from None if is_limit else error
+
+    def _shrink_cache(self, _: object) -> None:
+        """Drop what failed, and the grammars that were used least recently, down to the bound."""
+        with self._cache_lock:
+            sizes: dict[Key, int] = {}
+            for key, future in list(self._cache.items()):
+                if future.cancelled() or (future.done() and future.exception() is not None):
+                    del self._cache[key]
+                elif future.done():
+                    sizes[key] = future.result().num_bytes
+            total = sum(sizes.values())
+            for key in list(sizes)[:-1]:  # the newest one stays
+                if total <= CACHE_BYTES and len(self._cache) <= CACHE_ENTRIES:
+                    break
+                del self._cache[key]
+                total -= sizes[key]
+
+    def grammar_bitmask(
+        self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
+    ) -> Tensor:
+        """What to add to these rows of logits, [num_rows, vocab_size] on the device: 0 or -inf. A
+        row has a request, and the drafts before the token that is to be chosen.
+
+        The step of these rows is read before the next call, so one buffer is enough.
+        """
+        bitmask = self._bitmask
+        if bitmask is None or len(bitmask) < len(rows):
+            bitmask = self._bitmask = self.allocate_token_bitmask(len(rows))
+            if device.type == "cuda":
+                bitmask = self._bitmask = bitmask.pin_memory()
+        for index, (request, drafts) in enumerate(rows):
+            request.fill_bitmask(bitmask, index, drafts)
+        return self.unpack(bitmask[: len(rows)].to(device, non_blocking=True))
+
+    def allocate_token_bitmask(self, num_rows: int) -> Tensor:
+        """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
+        backend, *_ = list(self.backends.values())  # a list: another thread may add one
+        return backend.allocate_token_bitmask(num_rows)
+
+    def unpack(self, bitmask: Tensor) -> Tensor:
+        """[num_rows, vocab_size]: 0 where the bit is 1, else -inf. Eight at a time, from a
+        table."""
+        if self._bytes is None or self._bytes.device != bitmask.device:
+            numbers, bits = (torch.arange(number, device=bitmask.device) for number in (256, 8))
+            is_allowed = (numbers[:, None] >> bits) & 1 == 1
+            self._bytes = torch.where(is_allowed, 0.0, -torch.inf)
+        numbers = bitmask.view(torch.uint8).reshape(-1).int()
+        values = self._bytes.index_select(0, numbers).view(len(bitmask), -1)
+        return values[:, : len(self.vocabulary.tokens)]
+
+    def close(self) -> None:
+        """End the process, and drop what waits to be compiled. A thread that compiles goes on to
+        its end."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        self.guard.close()
+        self._cache.clear()
+        for backend in self.backends.values():
+            backend.destroy()
+
+
+def get_manager(engine: LLMEngine) -> StructuredOutputManager:
+    """The one manager of an engine. Raises ValueError if its tokenizer does not allow grammars."""
+    with engine._admission:
+        if engine.structured_output_manager is None:
+            engine.structured_output_manager = StructuredOutputManager.from_engine(engine)
+        manager: StructuredOutputManager = engine.structured_output_manager
+        return manager
+
+
+class StructuredOutputRequest:
+    """The grammar of one sequence: compiling, failed, or at a place in its rules. A gate of the
+    sequence.
+
+    Invariant: between two steps, the grammar has accepted the output tokens that are known.
+    """
+
+    def __init__(
+        self,
+        manager: StructuredOutputManager,
+        request_id: str,
+        future: Future[StructuredOutputGrammar],
+        stop_token_ids: frozenset[int],
+    ) -> None:
+        """stop_token_ids: those of the request. If it has none (ignore_eos, for example), its
+        output goes on as long as the grammar can, and ends then."""
+        self.manager = manager
+        self.request_id = request_id
+        self.stop_token_ids = stop_token_ids
+        self.num_tokens = 0  # that the grammar has accepted
+        self._future = future
+        self._grammar: StructuredOutputGrammar | None = None
+        self._seconds = 0.0  # that masks and tokens have taken
+
+    def fork(self) -> StructuredOutputRequest:
+        """For another completion: at the beginning of the same rules."""
+        manager, request_id = self.manager, self.request_id
+        return StructuredOutputRequest(manager, request_id, self._future, self.stop_token_ids)
+
+    # -- a gate --
+
+    def start(self, fail: Callable[[BaseException], object]) -> None:
+        """`fail` is called if the grammar cannot be compiled."""
+
+        def tell(future: Future[StructuredOutputGrammar]) -> None:
+            error = CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                fail(error)
+
+        self._future.add_done_callback(tell)
+
+    def is_open(self) -> bool:
+        """True if the grammar is there. (If it has failed, the request is about to end.)"""
+        future = self._future
+        return future.done() and not future.cancelled() and future.exception() is None
+
+    @property
+    def grammar(self) -> StructuredOutputGrammar:
+        """What was compiled, at this sequence's place."""
+        if self._grammar is None:
+            self._grammar = self._future.result(timeout=0).fork()
+        return self._grammar
+
+    # -- tokens --
+
+    def accept_tokens(self, tokens: tuple[int, ...]) -> str | None:
+        """The sequence has these new tokens; those behind a stop token are dropped. If it must end
+        with an error: why. (The grammar forbids a token that a logits processor has chosen, or it
+        has taken too long.)"""
+        with Caught() as caught, self._timed():
+            for token in tokens:
+                if self.grammar.is_terminated():
+                    break
+                if not self.grammar.accept_tokens(self.request_id, [token]):
+                    return f"structured_outputs: the grammar does not allow token {token}"
+                self.num_tokens += 1
+        if caught.error is not None:
+            logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
+            return f"structured_outputs: the grammar failed: {describe_error(caught.error)}"
+        if self._seconds > SECONDS + TOKEN_SECONDS * self.num_tokens:
+            return (
+                f"structured_outputs: masks have taken {self._seconds:.1f} s. Nest and repeat less."
+            )
+        return None
+
+    def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of these drafts, as far as the grammar allows them. A RejectionSampler gets the
+        first forbidden one, too: it is to be rejected, and what comes in its place depends on it
+        (see the condition in extras/speculative/rejection.py)."""
+        if not drafts or self.grammar.is_terminated():
+            return ()
+        with self._timed():
+            num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        return drafts[: num_valid + self.manager.rejects_drafts]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.thread_time()  # of the CPU: a machine that is busy elsewhere does not count
+        try:
+            yield
+        finally:
+            self._seconds += time.thread_time() - start
+
+    def rollback_to(self, num_tokens: int) -> None:
+        """Take back all accepted tokens but the first `num_tokens`."""
+        if self.num_tokens > num_tokens:
+            self.grammar.rollback(self.num_tokens - num_tokens)
+            self.num_tokens = num_tokens
+
+    def is_terminated(self) -> bool:
+        """True if nothing may follow: a stop token came, or no token can come."""
+        if self.stop_token_ids:
+            return self.grammar.is_terminated()
+        bitmask = self.manager.allocate_token_bitmask(1)
+        self.fill_bitmask(bitmask, 0, [])
+        return bool(self.manager.unpack(bitmask).isinf().all())
+
+    def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
+        """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
+        a draft that ends the text, or is not allowed, no token counts: any row will do.)"""
+        grammar, num_accepted = self.grammar, 0
+        with self._timed():
+            for draft in drafts:
+                if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
+                    break
+                num_accepted += 1
+            if not grammar.is_terminated():
+                grammar.fill_bitmask(bitmask, index)
+            if num_accepted:
+                grammar.rollback(num_accepted)
+        if not self.stop_token_ids:
+            row = bitmask[index].view(torch.uint8)
+            for token_id in self.manager.vocabulary.eos_token_ids:
+                row[token_id // 8] &= 255 - (1 << token_id % 8)

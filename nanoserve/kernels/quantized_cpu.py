@@ -1,0 +1,115 @@
+"""How does a CPU multiply by a quantized weight as fast as it reads it?
+
+quantized_cpu.cpp has the loop; this module brings a weight into the layout that the loop reads, and
+calls it. x may be float32, bfloat16 or float16; sums are made in float32.
+
+    codes [outputs, inputs]  ->  panels of 64 outputs: [panels, inputs, 64]
+    int4                         two codes in a byte: those of outputs i and i + 32 of a panel
+
+vLLM: vllm/model_executor/kernels/linear/mixed_precision/cpu.py (V1; the loop is in csrc/cpu/).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoserve.kernels.native_cpu import load_library
+
+if TYPE_CHECKING:
+    from nanoserve.kernels.quantized import QuantizedWeight
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+PANEL = 64  # outputs, as in the source
+KINDS = ("int4", "int8", "fp8")  # of codes, in the order of the source
+
+
+def unpack_int4(codes: Tensor) -> Tensor:
+    """uint8 [.., n / 2] -> uint8 [.., n]; a byte holds the code of an even place in its lower half,
+    that of the next place in its upper half."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+class Sizes(ctypes.Structure):
+    """Of one call: the fields of the source's struct."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in ("num_rows", "num_inputs", "num_outputs", "num_groups", "kind")
+    )
+
+
+class Library:
+    """The compiled source, which is looked for once."""
+
+    @cached_property
+    def multiply(self) -> Any:
+        """The compiled function; None if it cannot be compiled here."""
+        found = load_library(SOURCE)
+        if found is None:
+            return None
+        found.quantized_multiply.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 5)
+        found.quantized_multiply.restype = None
+        return found.quantized_multiply
+
+
+LIBRARY = Library()
+
+
+def as_panels(tensor: Tensor, num_experts: int) -> Tensor:
+    """[experts * out, n] -> [experts, panels, n, PANEL], with zeros behind the last output."""
+    by_expert = tensor.unflatten(0, (num_experts, -1))
+    padding = -by_expert.shape[1] % PANEL
+    panels = F.pad(by_expert, (0, 0, 0, padding)).unflatten(1, (-1, PANEL))
+    return panels.transpose(2, 3).contiguous()
+
+
+class NativeProduct(nn.Module):
+    """Multiplies by the matrix of each expert (if there are none: of the only one)."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.function, self.kind = LIBRARY.multiply, KINDS.index(weight.kind)
+        self.num_outputs = weight.num_outputs // weight.num_experts
+        is_int4 = weight.kind == "int4"
+        codes = unpack_int4(weight.codes) if is_int4 else weight.codes.view(torch.uint8)
+        codes = as_panels(codes, weight.num_experts)
+        if is_int4:
+            codes = codes[..., : PANEL // 2] | codes[..., PANEL // 2 :] << 4
+        offsets = None
+        if weight.zeros is not None:
+            offsets = weight.scales * (weight.zeros.float() - (8 if is_int4 else 0))
+            offsets = as_panels(offsets, weight.num_experts)
+        self.register_buffer("codes", codes, persistent=False)
+        scales = as_panels(weight.scales.float(), weight.num_experts)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("offsets", offsets, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_rows, in] -> [num_rows, out]."""
+        return self.of_expert(x, 0)
+
+    def of_expert(self, x: Tensor, expert: int) -> Tensor:
+        """The same, by the matrix of this expert."""
+        rows, num_groups = x.float().contiguous(), self.scales.shape[2]
+        output = rows.new_empty(len(x), self.num_outputs)
+        sizes = Sizes(*rows.shape, self.num_outputs, num_groups, self.kind)
+        self.function(
+            sizes,
+            rows.data_ptr(),
+            self.codes[expert].data_ptr(),
+            self.scales[expert].data_ptr(),
+            None if self.offsets is None else self.offsets[expert].data_ptr(),
+            output.data_ptr(),
+        )
+        return output.to(x.dtype)

@@ -1,0 +1,158 @@
+"""How does a GPU multiply by a weight of 4 or 8 bits without writing it out?
+
+One Triton kernel: a program takes a tile of outputs and a tile of tokens, loads the codes of its
+outputs piece by piece, decodes them in registers and multiplies. Memory is read once, and it is the
+codes that are read: a quarter of the bytes of a bfloat16 weight with int4, half of them with int8.
+
+    for each piece of BLOCK_K inputs (within one group):
+        weight = codes - zeros                        exact in bfloat16 and float16
+        acc   += (x times weight) * scales            the group's scales, one for each output
+
+In int4 a byte holds the codes of inputs 2i and 2i + 1. They are not brought side by side again: the
+even inputs of x are multiplied by the lower halves, the odd ones by the upper halves.
+
+`QuantizedWeight.dequantize` and F.linear are the definition, which tests hold the kernel to.
+
+Left out: fp8 (which has units of its own, see quantized.py), tiles chosen by trial, products of
+few outputs cut along their inputs.
+
+vLLM: vllm/model_executor/layers/quantization/awq_triton.py (V0 and V1);
+vllm/model_executor/kernels/linear/mixed_precision/triton_w4a16.py (V1).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from nanoserve.kernels.attention_triton import OPTIONS
+
+if TYPE_CHECKING:
+    from nanoserve.kernels.quantized import QuantizedWeight
+
+MAX_BLOCK_K = 128  # inputs of a piece
+MIN_BLOCK_K = {"int4": 32, "int8": 16}  # tl.dot takes 16 at least, and int4 has two halves
+MIN_BLOCK_M = 16  # tokens, of tl.dot
+MAX_BLOCK_M = 64
+
+
+@triton.jit
+def quantized_matmul_kernel(
+    x,  # [num_tokens, NUM_COLUMNS]
+    codes,  # [num_outputs, NUM_COLUMNS], IS_INT4: [num_outputs, NUM_COLUMNS / 2]
+    scales,  # [num_outputs, groups] float32
+    zeros,  # [num_outputs, groups] float32
+    output,  # [num_tokens, num_outputs]
+    num_tokens,
+    num_outputs,
+    x_stride,
+    NUM_COLUMNS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # tokens
+    BLOCK_N: tl.constexpr,  # outputs
+    BLOCK_K: tl.constexpr,  # columns, all of one group
+):
+    """F.linear for a tile of tokens and outputs. Grid: (tiles of outputs, tiles of tokens)."""
+    NUM_GROUPS: tl.constexpr = NUM_COLUMNS // GROUP_SIZE
+    STEP: tl.constexpr = 2 if IS_INT4 else 1  # columns in a byte
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_output, is_token = n < num_outputs, m < num_tokens
+    row = n.to(tl.int64)
+    x_row = x + m.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, NUM_COLUMNS, BLOCK_K):
+        group = start // GROUP_SIZE
+        scale = tl.load(scales + row * NUM_GROUPS + group, mask=is_output, other=0.0)
+        zero = tl.load(zeros + row * NUM_GROUPS + group, mask=is_output, other=0.0)
+        byte = start // STEP + tl.arange(0, BLOCK_K // STEP)
+        exists = byte < NUM_COLUMNS // STEP
+        code = tl.load(
+            codes + row[None, :] * (NUM_COLUMNS // STEP) + byte[:, None],
+            mask=exists[:, None] & is_output[None, :],
+            other=0,
+        )
+        mask = is_token[:, None] & exists[None, :]
+        first = tl.load(x_row + STEP * byte[None, :], mask=mask, other=0.0)
+        if IS_INT4:
+            lower = ((code & 15).to(tl.float32) - zero[None, :]).to(first.dtype)
+            part = tl.dot(first, lower, input_precision="ieee")
+            second = tl.load(x_row + 2 * byte[None, :] + 1, mask=mask, other=0.0)
+            upper = ((code >> 4).to(tl.float32) - zero[None, :]).to(first.dtype)
+            part = tl.dot(second, upper, part, input_precision="ieee")
+        else:
+            weight = (code.to(tl.float32) - zero[None, :]).to(first.dtype)
+            part = tl.dot(first, weight, input_precision="ieee")
+        acc += part * scale[None, :]
+    tl.store(
+        output + m.to(tl.int64)[:, None] * num_outputs + n[None, :],
+        acc.to(output.dtype.element_ty),
+        mask=is_token[:, None] & is_output[None, :],
+    )
+
+
+def choose_block_k(kind: str, group_size: int, num_columns: int) -> int | None:
+    """The largest power of 2 that divides a group. One group for all columns may end anywhere: what
+    is behind it is masked. None: the groups are too small for a tile."""
+    if group_size == num_columns:
+        return MAX_BLOCK_K
+    block_k = min(MAX_BLOCK_K, group_size & -group_size)
+    return block_k if block_k >= MIN_BLOCK_K[kind] else None
+
+
+def can_multiply(weight: QuantizedWeight) -> bool:
+    """Is this a weight for the kernel?"""
+    return bool(choose_block_k(weight.kind, weight.group_size, weight.num_columns))
+
+
+class TritonProduct(nn.Module):
+    """The kernel's launch."""
+
+    codes: Tensor
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        super().__init__()
+        self.kind, self.group_size, self.num_columns = (
+            weight.kind, weight.group_size, weight.num_columns,
+        )  # fmt: skip
+        zeros = weight.zeros
+        if zeros is None:
+            zeros = weight.scales.new_full((), 8 if weight.kind == "int4" else 0)
+        zeros = zeros.float().expand_as(weight.scales).contiguous()
+        tensors = {"codes": weight.codes, "scales": weight.scales.float(), "zeros": zeros}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor.contiguous(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, in] -> [num_tokens, out]. Rows of neighbouring numbers."""
+        num_tokens, num_outputs = len(x), len(self.codes)
+        output = x.new_empty(num_tokens, num_outputs)
+        block_k = choose_block_k(self.kind, self.group_size, self.num_columns)
+        block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(num_tokens)))
+        block_n = 32 if block_m == MIN_BLOCK_M else 64  # few tokens: many programs, to read faster
+        if num_tokens:
+            tiles = (triton.cdiv(num_outputs, block_n), triton.cdiv(num_tokens, block_m))
+            quantized_matmul_kernel[tiles](
+                x,
+                self.codes,
+                self.scales,
+                self.zeros,
+                output,
+                num_tokens,
+                num_outputs,
+                x.stride(0),
+                NUM_COLUMNS=self.num_columns,
+                GROUP_SIZE=self.group_size,
+                IS_INT4=self.kind == "int4",
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                BLOCK_K=block_k,
+                num_warps=4 if block_m == MIN_BLOCK_M else 8,
+                num_stages=3,
+                **OPTIONS,
+            )
+        return output
