@@ -304,6 +304,7 @@ class RowParallelLinear(LinearBase):
         return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
     def matrices(self, name: str) -> Iterator[Matrix]:
+        """One, of the layer's own name: all of its rows, and this rank's columns."""
         rows = slice(0, self.output_size)
         yield Matrix(name, (self.output_size, self.input_size), rows, 1, self.start)
 

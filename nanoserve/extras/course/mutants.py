@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         "2.4",
         "the salt is left out",
-        "self._hash_table.get(None, seq.cache_salt)",
+        "self._hash_table.get(None, seq.extra_keys)",
         "self._hash_table.get(None, None)",
     ),
     Mutant(
@@ -511,10 +511,15 @@ MUTANTS = [
     Mutant(
         "7.6",
         "each rank reads the beginning",
-        "Shard(self.weight[rows], shape, 0, start)",
-        "Shard(self.weight[rows], shape, 0, 0)",
+        "rows, 0, start)",
+        "rows, 0, 0)",
     ),
-    Mutant("7.6", "the bias is forgotten", "if self.bias is not None:", "if False:"),
+    Mutant(
+        "7.6", "the matrices are not beside the layer", "name.rpartition(", "f'{name}.'.rpartition("
+    ),
+    Mutant(
+        "7.6", "the shape is that of the part", "(full, self.input_size)", "(size, self.input_size)"
+    ),
     Mutant(
         "7.7",
         "only the first place is filled",
@@ -551,10 +556,10 @@ MUTANTS = [
     Mutant(
         "8.2",
         "rows instead of columns",
-        "Shard(self.weight, shape, 1, self.start)",
-        "Shard(self.weight, shape, 0, self.start)",
+        "rows, 1, self.start",
+        "rows, 0, self.start",
     ),
-    Mutant("8.2", "each rank reads the first columns", "shape, 1, self.start", "shape, 1, 0"),
+    Mutant("8.2", "each rank reads the first columns", "rows, 1, self.start", "rows, 1, 0"),
     Mutant(
         "8.3",
         "each rank adds the bias",

@@ -42,7 +42,7 @@ TABLE = Task("7.2", LAYERS, "RotaryEmbedding.__init__")
 ROPE = Task("7.3", LAYERS, "apply_rope")
 QKV = Task("7.4", LAYERS, "rope_and_store")
 STREAM = Task("7.5", "nanoserve.models.decoder", "DecoderLayer.forward")
-SHARDS = Task("7.6", LAYERS, "ColumnParallelLinear.shards")
+SHARDS = Task("7.6", LAYERS, "ColumnParallelLinear.matrices")
 FILL = Task("7.7", "nanoserve.models.loader", "fill_from_checkpoint")
 LAB = Lab(
     7,

@@ -25,7 +25,7 @@ from nanoserve.parallel import CommStats, ParallelState
 
 LAYERS, PARALLEL = "nanoserve.layers", "nanoserve.parallel"
 RANGE = Task("8.1", PARALLEL, "ParallelState.shard_range")
-COLUMNS = Task("8.2", LAYERS, "RowParallelLinear.shards")
+COLUMNS = Task("8.2", LAYERS, "RowParallelLinear.matrices")
 SUM = Task("8.3", LAYERS, "RowParallelLinear.forward")
 EMBED = Task("8.4", LAYERS, "VocabParallelEmbedding.forward")
 GATHER = Task("8.5", PARALLEL, "ParallelState.gather")
