@@ -160,7 +160,7 @@ class Shard(NamedTuple):
     # numbers to those of the target; and True if the files may lack the tensor.
     size: int | None = None
     dtypes: tuple[str, ...] | None = None
-    load: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    weight_loader: Callable[[Tensor, Tensor], object] = Tensor.copy_
     is_optional: bool = False
 
     @property

@@ -309,7 +309,7 @@ def order() -> None:
 
     batch = SamplingBatch(
         num_logprobs=(None,),
-        mask=LogitMask(torch.tensor([0]), torch.tensor([[False, True, False]])),
+        mask=LogitMask(torch.tensor([0]), torch.tensor([[0.0, -math.inf, 0.0]])),
         edits=LogitEdits(torch.tensor([0]), torch.tensor([0]), torch.tensor([0.5])),
         processors=(RequestProcessors(0, (look,), [], []),),
         penalties=Penalties(

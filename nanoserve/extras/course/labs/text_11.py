@@ -297,11 +297,12 @@ def not_too_early() -> None:
 
 @APPEND.behaviour(1, "at the end: no text of the stop token, and what is held back")
 def at_the_end() -> None:
-    reader = Reader()
-    reader.step(encode("a字b"), SequenceStatus.FINISHED_STOPPED)
+    reader, token_ids = Reader(), encode("a字b")
+    reader.seq.stop_token_ids = frozenset(token_ids[-1:])
+    reader.step(token_ids, SequenceStatus.FINISHED_STOPPED)
     got = reader.branch.text
     must(got == "a字", f"the last token is the stop token: the text is 'a字', not {got!r}")
-    must(len(reader.output) == len(encode("a字b")), "the stop token stays among the tokens")
+    must(len(reader.output) == len(token_ids), "the stop token stays among the tokens")
     reader = Reader()
     reader.step(encode("a字")[:-1], SequenceStatus.FINISHED_LENGTH)
     got = reader.branch.text
