@@ -90,7 +90,8 @@ def check_attention(
     with mock.patch.object(attention_triton, "choose_tiles", return_value=tiles):
         output = attention_triton.paged_attention_triton(
             case.query,
-            *case.caches,
+            case.caches[0],
+            case.caches[1],
             case.metadata.block_table,
             case.metadata.query_start_loc,
             case.metadata.seq_lens,
