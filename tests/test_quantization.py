@@ -375,6 +375,20 @@ def test_a_model_that_is_quantized_while_loading(
         assert num_bytes < floats / 2
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused(
+    kind: str, value: float, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """Rounded, it would be a code like any other."""
+    folder = Path(shutil.copytree(make_checkpoint("llama", **SIZES), tmp_path / "damaged"))
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} holds a number that is NaN or infinite"):
+        load(folder, quantization=kind)
+
+
 def test_a_tensor_is_quantized_when_it_is_read(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

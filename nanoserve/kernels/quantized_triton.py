@@ -39,7 +39,7 @@ MIN_BLOCK_M = 16  # tokens, of tl.dot
 MAX_BLOCK_M = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "x_stride"])
 def quantized_matmul_kernel(
     x,  # [num_tokens, NUM_COLUMNS]
     codes,  # [num_outputs, NUM_COLUMNS], IS_INT4: [num_outputs, NUM_COLUMNS / 2]

@@ -82,7 +82,7 @@ def draw(language: str = "en") -> str:
     gap = (MARGIN + PANEL + 8, right - 8)
     body += draw_arrow(*gap, TOP + 66, *words["there"])
     body += draw_arrow(*reversed(gap), TOP + 208, *words["back"])
-    top = TOP + ROW * len(DATA) + 93
+    top = TOP + ROW * len(DATA) + 110
     for x, width, name in ((MARGIN, 420, "engine"), (MARGIN + 432, 296, "llm")):
         body += draw_box(x, top, width, name, words[name])
     around = words["around"].format("  ".join(filter(exists, AROUND)))
@@ -101,7 +101,7 @@ def draw_plane(
     column: int,
 ) -> list[str]:
     """A panel: its name and what is special about it, a box for each row, the other modules."""
-    height = TOP - MARGIN + ROW * len(modules) + 79
+    height = TOP - MARGIN + ROW * len(modules) + 96
     shapes = [
         rect(x, MARGIN, PANEL, height, "panel", rx=10),
         rect(x, MARGIN, PANEL, height, fill="none", stroke=colour, stroke_width=2, rx=10),

@@ -105,6 +105,11 @@ class OnlineLinearMethod(QuantizedLinearMethod):
             if self.kind == "int4":
                 quantize = partial(quantize_int4, group_size=self.group_size)
             codes, scales, zeros = quantize(values)
+            if not scales.isfinite().all():
+                raise ValueError(
+                    f"quantization={self.kind!r}: {matrix.name}.weight holds a number that is NaN "
+                    "or infinite. Download the checkpoint again."
+                )
             for place, numbers in ((target, codes), (weight.scales, scales), (weight.zeros, zeros)):
                 if numbers is not None:
                     per_column = matrix.shape[1] // numbers.shape[1]
