@@ -366,6 +366,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the scripts are for bash")
+@pytest.mark.slow
 def test_gradescope_runs_it(tmp_path: Path, tree: Path) -> None:
     """Unpacked and run as the service does: a student's tree, then nothing at all."""
     hidden = tmp_path / "private"

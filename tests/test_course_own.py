@@ -218,6 +218,7 @@ def show(outcomes: list[Outcome]) -> str:
     return "\n".join(f"{each.behaviour.name}: {each.message}" for each in outcomes)
 
 
+@pytest.mark.slow
 def test_a_right_policy_earns_its_points_and_a_missing_file_costs_its_own(tmp_path: Path) -> None:
     outcomes = grade(tmp_path, {"13.2": MY_SCHEDULER})
     for each in outcomes:
