@@ -167,6 +167,7 @@ def test_a_bank_of_ones_own(tmp_path: Path) -> None:
         read_bank(file)
 
 
+@pytest.mark.slow
 def test_hidden_behaviours_count(tmp_path: Path) -> None:
     """A lecturer's file registers one more; it is given to the child as text."""
     (tmp_path / "lab1_even.py").write_text(

@@ -231,6 +231,7 @@ def policy(body: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_policy_is_graded_beside_first_come_first_served(tmp_path: Path) -> None:
     outcomes = outcomes_of(contest_10.LAB, write(tmp_path, contest_10.FILE, GOOD_POLICY))
     assert score(outcomes) == 5, said(outcomes)
