@@ -490,13 +490,17 @@ def check_seams(*classes: Any) -> None:
                 f"{name} must be a class, got {brief(given)}. Give the class itself, not its name "
                 f"and not an instance, such as LLM({name}=My{name.title().replace('_Cls', '')})."
             )
-        missing = [each for each in methods.split() if not hasattr(given, each)]
-        if isinstance(given, type) and missing:
+        if isinstance(given, type) and (missing := missing_methods(name, given)):
             raise TypeError(
-                f"{name} is {brief(given)}, which has no method {', '.join(missing)}. The engine "
+                f"{name} is {brief(given)}, which has no method {missing}. The engine "
                 f"calls {', '.join(methods.split())}. Give a subclass of {ours}, or a class with "
                 "these methods."
             )
+
+
+def missing_methods(name: str, given: Any) -> str:
+    """The methods that one of the SEAMS must have and this class or object has not."""
+    return ", ".join(each for each in SEAMS[name][1].split() if not hasattr(given, each))
 
 
 def check_seam_names(call: str, seams: Mapping[str, Any]) -> None:
@@ -517,11 +521,11 @@ def as_seam(name: str, cls: Callable[..., Any]) -> Callable[..., Any]:
 def build_seam(name: str, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """An object of the class that takes the place of one of the SEAMS, or of ours. Raises TypeError
     if `cls` is a function that returns something else."""
-    built, (ours, methods) = cls(*args, **options), SEAMS[name]
-    if missing := [each for each in methods.split() if not hasattr(built, each)]:
+    built = cls(*args, **options)
+    if missing := missing_methods(name, built):
         raise TypeError(
-            f"{name} returned {brief(built)}, which has no method {', '.join(missing)}. Return an "
-            f"object of {ours}, or of a class with its methods."
+            f"{name} returned {brief(built)}, which has no method {missing}. Return an "
+            f"object of {SEAMS[name][0]}, or of a class with its methods."
         )
     return built
 

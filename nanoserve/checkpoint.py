@@ -350,7 +350,11 @@ def read_json(file: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     that is missing, not regular, larger than `most_bytes`, nested too deeply, or no JSON object."""
     if not os.path.lexists(file):
         raise ValueError(f"{file.parent} has no {file.name}: not a Hugging Face checkpoint folder.")
-    content = read_bytes(file, most_bytes)
+    return parse_json(file, read_bytes(file, most_bytes))
+
+
+def parse_json(file: Path, content: bytes) -> dict[str, Any]:
+    """The JSON object that this content of a file is. Raises ValueError as read_json does."""
     try:
         values = json.loads(content.decode("utf-8"))
         check_nesting(values)

@@ -42,7 +42,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -221,7 +220,7 @@ class LLMEngine(OwnedByProcess):
         process, make_state = self.input_processor.process, self.output_processor.make_state
         root = process(request_id, prompt, sampling_params, priority, cache_salt)
         if root.sampling_params.structured_outputs is not None:
-            chapter = import_module("nanoserve.extras.structured_output.manager")
+            chapter = load_chapter("structured_outputs", "structured_output.manager")
             chapter.get_manager(self).grammar_init(root)
         set_lora(self.lora_manager, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):

@@ -48,7 +48,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanoserve.checkpoint import check_is_file, read_bytes, read_json, transformers_lock
+from nanoserve.checkpoint import check_is_file, parse_json, read_bytes, transformers_lock
 from nanoserve.config import DEMO_MODEL
 from nanoserve.exceptions import Caught, VLLMValidationError, brief, describe_error
 from nanoserve.inputs import as_python, find_content_format
@@ -403,7 +403,7 @@ def check_files(folder: Path) -> bool:
         if num_items > FILE_ITEMS:
             raise ValueError(f"{file.name} has {num_items} items; allowed: {FILE_ITEMS}")
         if file.name in ("tokenizer.json", "tokenizer_config.json"):
-            content = read_json(file, FILE_BYTES)
+            content = parse_json(file, data)
         if file.name == "tokenizer.json":
             if "model" not in content:
                 raise ValueError(f"{file.name} has no model")

@@ -1,5 +1,5 @@
-"""A server in a thread of the test, and HTTP by hand. Shared by test_server_door.py and
-test_server_load.py."""
+"""A server in a thread of the test, asked over HTTP by hand, or by the client of OpenAI. Shared by
+the tests test_server_*.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
+from openai import OpenAI
 
 from nanoserve.extras.server.launcher import Server, bind
 from nanoserve.extras.server.options import FrontendArgs
@@ -223,3 +224,9 @@ def join_tokens(events: list[Any]) -> dict[int, list[int]]:
             token_ids.setdefault(choice["index"], []).extend(choice["token_ids"])
     assert all(reason for _, reason in ends.values())
     return token_ids
+
+
+def openai_client(server: Client) -> OpenAI:
+    """OpenAI's own client of this server."""
+    base_url = f"http://127.0.0.1:{server.port}/v1"
+    return OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE)

@@ -33,6 +33,7 @@ from nanoserve.exceptions import EngineDeadError, QueueOverflowError, VLLMValida
 from nanoserve.extras import async_llm as module
 from nanoserve.extras.async_llm import AsyncLLM, join_deltas
 from nanoserve.extras.beam_search import BeamSearchParams
+from nanoserve.fault_isolation import IDLE_PAUSE
 from nanoserve.output_processor import CompletionOutput, RequestState
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import SchedulerOutput
@@ -762,7 +763,7 @@ def test_a_beam_search_is_aborted(make: MakeAsync) -> None:
 
 
 def test_requests_that_are_not_ready(make: MakeAsync) -> None:
-    """The engine looks again and again, with pauses between."""
+    """The engine looks again and again, with pauses between, also when more requests come."""
     may_start, calls = threading.Event(), list[int]()
 
     class Late(Scheduler):
@@ -773,15 +774,19 @@ def test_requests_that_are_not_ready(make: MakeAsync) -> None:
             return super().schedule() if may_start.is_set() else SchedulerOutput((), (), (), 0)
 
     llm = make(scheduler_cls=Late)
-    waits = record_waits(llm)
 
     async def main() -> None:
-        task = asyncio.create_task(collect(llm, [1, 2, 3], params()))
+        tasks = [asyncio.create_task(collect(llm, [1, 2, 3], params()))]
         await until(lambda: len(calls) > 5)
-        assert set(waits) <= {None, module.NOT_READY_PAUSE}
-        assert waits.count(module.NOT_READY_PAUSE) >= len(calls) - 2
+        tasks += [asyncio.create_task(collect(llm, [1, 2, 3], params()))]
+        await until(lambda: llm.get_num_unfinished_requests() == 2)
+        before, start = len(calls), time.monotonic()
+        await asyncio.sleep(0.1)
+        num_calls = len(calls) - before
+        assert 2 < num_calls <= (time.monotonic() - start) / IDLE_PAUSE + 2
         may_start.set()
-        assert (await task)[-1].outputs[0].token_ids == expect([1, 2, 3])
+        for task in tasks:
+            assert (await task)[-1].outputs[0].token_ids == expect([1, 2, 3])
 
     asyncio.run(main())
 
@@ -1643,31 +1648,6 @@ def test_a_shorter_shutdown_counts(make: MakeAsync) -> None:
         last = (await asyncio.wait_for(task, PATIENCE))[-1].outputs[0]
         assert last.finish_reason == "abort"
         await asyncio.wait_for(asyncio.gather(long, short), 2 * PATIENCE)
-
-    asyncio.run(main())
-
-
-def test_pauses_stay_pauses_when_more_requests_come(make: MakeAsync) -> None:
-    calls = list[int]()
-
-    class Late(Scheduler):
-        def schedule(self) -> SchedulerOutput:
-            calls.append(len(calls))
-            return SchedulerOutput((), (), (), 0)
-
-    llm = make(scheduler_cls=Late)
-
-    async def main() -> None:
-        tasks = [asyncio.create_task(collect(llm, [1, 2], params()))]
-        await until(lambda: len(calls) > 5)
-        tasks += [asyncio.create_task(collect(llm, [1, 2], params()))]
-        await until(lambda: llm.get_num_unfinished_requests() == 2)
-        before, start = len(calls), time.monotonic()
-        await asyncio.sleep(0.1)
-        most = (time.monotonic() - start) / module.NOT_READY_PAUSE
-        assert len(calls) - before <= most + 2
-        for task in tasks:
-            task.cancel()
 
     asyncio.run(main())
 

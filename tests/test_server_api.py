@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import TypeAdapter
-from servers import PATIENCE, Running, request, running, until
+from servers import PATIENCE, Running, openai_client, request, running, until
 from test_async_llm import GatedExecutor
 
 import nanoserve
@@ -53,8 +53,7 @@ def server(async_llm: AsyncLLM) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[OpenAI]:
-    base_url = f"http://127.0.0.1:{server.port}/v1"
-    with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE) as one:
+    with openai_client(server) as one:
         yield one
 
 

@@ -13,6 +13,7 @@ import random
 import shlex
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -235,6 +236,10 @@ def test_a_signal_ends_all_streams_well() -> None:
 def test_sigterm_ends_the_process_well() -> None:
     """Within the limit the engine aborts what still runs. The exit status is 0."""
     with Command("--shutdown-timeout", "0.3", "--disable-uvicorn-access-log") as server:
+        deadline = time.monotonic() + 30  # it comes just behind the line that says "served at"
+        while not any(line.startswith("curl ") for line in server.lines):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         example = next(line for line in server.lines if line.startswith("curl "))
         [url, *_, body] = shlex.split(example)[1:]
         answer = server.ask("POST", url.partition(str(server.port))[2], body.encode())

@@ -456,6 +456,17 @@ def ask(page: Page, text: str) -> None:
     page.press("Enter", 13, "\r")
 
 
+def let_the_server_say(page: Page, **fields: object) -> None:
+    """Show the last message of /engine with these fields, and so in all that follow it."""
+    page.evaluate(
+        f"""(() => {{
+          const real = take;
+          take = message => real({{...message, ...{json.dumps(fields)}}});
+          take(state);
+        }})()"""
+    )
+
+
 def answer_with(page: Page, *pieces: str, status: int = 200) -> None:
     """Let the completions of this page be made of these pieces, by a script in the page."""
     page.evaluate(
@@ -499,10 +510,8 @@ def test_what_the_model_writes_is_text(page: Page) -> None:
     answer_with(page, EVIL, status=500)
     ask(page, EVIL)
     page.wait_for("document.querySelector('#log .alarm')?.textContent.length > 20")
-    page.evaluate(
-        f"""take({{...state, created: 0, sequences: [{{seq_id: 1, branch: 0,
-          id: {json.dumps(EVIL)}, status: {json.dumps(EVIL)}, cells: "1", block_table: [0]}}]}})"""
-    )
+    view = {"seq_id": 1, "branch": 0, "id": EVIL, "status": EVIL, "cells": "1", "block_table": [0]}
+    let_the_server_say(page, created=0, steps=[], sequences=[view])
     page.wait_for("document.querySelector('#requests tbody button').title.includes('onerror')")
     assert page.evaluate("document.querySelectorAll('img, #log script').length") == 0
     assert page.evaluate("typeof hacked") == "undefined"
@@ -511,13 +520,7 @@ def test_what_the_model_writes_is_text(page: Page) -> None:
 @needs_chromium
 def test_a_model_without_a_template_completes_text(page: Page) -> None:
     answer_with(page, " there was")
-    page.evaluate(  # also in later messages of the server
-        """(() => {
-          const real = take;
-          take = message => real({...message, has_chat_template: false});
-          take(state);
-        })()"""
-    )
+    let_the_server_say(page, has_chat_template=False)
     page.evaluate("document.querySelector('#temperature').value = '0.5'")
     page.evaluate("document.querySelector('#seed').value = '7'")
     ask(page, "Once upon a time")
@@ -631,9 +634,9 @@ def test_it_can_be_read_at_every_width(page: Page, dark: bool) -> None:
         {**view, **counts, "seq_id": 10**6 + i, "id": "long" * 16 + str(i), "status": "RUNNING"}
         for i in range(10)
     ]
+    let_the_server_say(page, sequences=views)
     for width in (320, 360, 700, 979, 980, 1440, 2560):
         page.resize(width, 800)
-        page.evaluate(f"take({{...state, sequences: {json.dumps(views)}}})")
         page.wait_for("document.querySelectorAll('#requests tbody button').length === 10")
         needed, given = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert needed <= given, f"{width} pixels"

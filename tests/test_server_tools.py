@@ -20,7 +20,7 @@ import torch
 from fastapi import FastAPI
 from openai import OpenAI
 from pydantic import BaseModel, Field, TypeAdapter
-from servers import PATIENCE, Running, running
+from servers import Running, openai_client, running
 from test_server_api import ask, ask_app, ask_stream, refusal, until
 
 from nanoserve import EngineArgs
@@ -82,8 +82,7 @@ def server(async_llm: AsyncLLM) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[OpenAI]:
-    base_url = f"http://127.0.0.1:{server.port}/v1"
-    with OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE) as one:
+    with openai_client(server) as one:
         yield one
 
 

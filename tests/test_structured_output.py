@@ -11,7 +11,9 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -392,6 +394,31 @@ def test_abort_while_compiling(get_llm: Callable[..., LLM], compiler: Compiler) 
     engine.add_request("slow", "a", constrained(regex="[a-f]{3}2"))
     assert re.fullmatch("[a-f]{3}2", run(get_llm())["slow"].outputs[0].text)
     assert compiler.num_calls == 1  # in the cache, though nobody waited for it
+
+
+def test_what_nobody_waits_for_is_not_compiled(
+    get_llm: Callable[..., LLM], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who aborts many requests delays nobody. A later request of such a grammar gets it."""
+    engine = get_llm().engine
+    monkeypatch.setattr(manager.get_manager(engine), "executor", ThreadPoolExecutor(1))
+    engine.add_request("first", "a", constrained(regex="[a-f]{3}3"))
+    while not compiler.num_calls:
+        time.sleep(0.001)
+    for i in range(8):
+        engine.add_request(str(i), "a", constrained(regex=f"[a-f]{{4}}{i}", n=2))
+    engine.add_request("other", "a", constrained(regex="[a-f]{4}5"))
+    for i in range(8):
+        engine.abort_request(str(i))
+    compiler.go.set()
+    outputs = run(get_llm())
+    assert {name: each.outputs[0].text[-1] for name, each in outputs.items()} == {
+        "first": "3",
+        "other": "5",
+    }
+    assert compiler.num_calls == 2
+    engine.add_request("1", "a", constrained(regex="[a-f]{4}1"))
+    assert re.fullmatch("[a-f]{4}1", run(get_llm())["1"].outputs[0].text)
 
 
 @pytest.mark.parametrize("error", [ValueError("too large"), RuntimeError("a bug")])

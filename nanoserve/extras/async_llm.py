@@ -99,7 +99,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 Result = TypeVar("Result")
-NOT_READY_PAUSE = 0.001  # seconds between two looks at requests of which none can run yet
 NUM_TOKENIZERS = 4  # threads
 DRAIN_PAUSE = 0.01  # seconds between two looks of wait_for_requests_to_drain
 LOADED_ONCE = "The weights are those of the checkpoint; build a new AsyncLLM for others."
@@ -430,9 +429,6 @@ class EngineCoreThread:
             if isinstance(error, EngineDeadError) or any(map(engine.has_request, before)):
                 raise
         engine.take_outputs()  # of requests that somebody added to the engine itself
-        is_waiting = not engine.scheduler.running and engine.get_num_unfinished_requests()
-        if is_waiting and self._wake.wait(NOT_READY_PAUSE):
-            self._wake.clear()  # else every later pause would end at once
 
     def _run_utility(self, function: Callable[[LLMEngine], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():

@@ -3,7 +3,8 @@
 The engine has one StructuredOutputManager. Each request with structured_outputs gets a
 StructuredOutputRequest, and the parts of the engine ask it:
 
-    LLMEngine.make_request            grammar_init: check; compile in a thread, or find in the cache
+    LLMEngine.make_request            grammar_init: check, choose the backend
+    LLMEngine.add                     start: compile in a thread, or find in the cache
     Sequence.is_ready                 is_open: has the thread ended?
     Scheduler.update_from_output      accept_tokens: go on by the new tokens; is that the end?
                                       validate_drafts: which drafts does the grammar allow?
@@ -22,7 +23,8 @@ is compiled in a process first, which is killed at a limit; only if this process
 is it compiled here, where nothing can stop it. Some grammars are small and take longer with each
 token, such as ((a+)+)+b in xgrammar: a sequence whose masks have taken more than SECONDS and
 TOKEN_SECONDS for each token ends with an error. A compiled grammar stays in a cache of
-CACHE_BYTES, so a second request with the same constraint starts at once.
+CACHE_BYTES, so a second request with the same constraint starts at once. What waits for a thread is
+not compiled if all requests that want it have ended by then.
 
 Left out: masks made by several threads at once (vLLM: in batches of more than 128 rows).
 
@@ -58,6 +60,7 @@ from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
+    from nanoserve.output_processor import RequestConsumer
     from nanoserve.sequence import Sequence
 
 logger = init_logger(__name__)
@@ -66,7 +69,7 @@ CACHE_BYTES = 256 * 2**20  # of compiled grammars that no request uses, about
 CACHE_ENTRIES = 1024
 # What a sequence may spend on masks, of a CPU: so much, and so much for each of its tokens.
 SECONDS, TOKEN_SECONDS = 1.0, 0.02
-Key = tuple[str, GrammarSpec]  # name of the backend, what is compiled
+Key = tuple[type[StructuredOutputBackend], GrammarSpec]  # who compiles, and what
 
 
 class StructuredOutputManager:
@@ -74,7 +77,8 @@ class StructuredOutputManager:
     grammar_init.
 
     Invariant: all that it holds between requests is bounded: compiled grammars by CACHE_BYTES,
-    threads by their pool.
+    threads by their pool. What waits for a thread is wanted by an unfinished request, or costs
+    nothing when its turn comes.
     """
 
     def __init__(
@@ -99,15 +103,16 @@ class StructuredOutputManager:
         self.guard = CompileGuard(self.vocabulary, num_speculative_tokens)
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
+        self._wanted_by: dict[Key, set[StructuredOutputRequest]] = {}  # what waits for a thread
         self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
         self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
-        """For the model and the options of an engine."""
+        """For the model and the options of an engine, whose requests it forgets as they end."""
         config, model_config = engine.config, engine.model_config
         method = getattr(config.speculative_config, "rejection_sample_method", "strict")
-        return cls(
+        manager = cls(
             config.structured_outputs_config or StructuredOutputsConfig(),
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
@@ -115,10 +120,12 @@ class StructuredOutputManager:
             config.query_lens[-1] - 1,
             method == "standard",
         )
+        engine.output_processor.finish_listeners.append(manager.forget)
+        return manager
 
     def grammar_init(self, seq: Sequence) -> None:
-        """Begin to compile the grammar that seq.sampling_params.structured_outputs asks for; `seq`
-        waits for it. Raises ValueError for what every backend refuses."""
+        """Let `seq` wait for the grammar that seq.sampling_params.structured_outputs asks for.
+        Raises ValueError for what every backend refuses."""
         params, config = seq.sampling_params.structured_outputs, self.config
         kind, text = params.key
         # Without a stop token the grammar ends where the model would say so; see is_terminated.
@@ -127,28 +134,38 @@ class StructuredOutputManager:
         no_others = params.disable_additional_properties or config.disable_additional_properties
         pattern = params.whitespace_pattern
         spec = GrammarSpec(kind, text, stop_token_ids, no_whitespace, no_others, pattern)
-        future = self._compile_or_find(choose_backend(config.backend, spec), spec)
-        request = StructuredOutputRequest(self, seq.request_id, future, seq.stop_token_ids)
+        key = choose_backend(config.backend, spec), spec
+        request = StructuredOutputRequest(self, seq.request_id, key, seq.stop_token_ids)
         seq.structured_output_request, seq.gates = request, (*seq.gates, request)
 
-    def _compile_or_find(
-        self, cls: type[StructuredOutputBackend], spec: GrammarSpec
-    ) -> Future[StructuredOutputGrammar]:
-        """The grammar from the cache, or from now on on its way there."""
-        key = (cls.name, spec)
+    def compile_or_find(self, request: StructuredOutputRequest) -> Future[StructuredOutputGrammar]:
+        """The grammar from the cache, or from now on on its way there. Raises RuntimeError after
+        close()."""
+        key = request.key
         with self._cache_lock:
             future = self._cache.get(key)
             if future is not None:
                 self._cache.move_to_end(key)
+                self._wanted_by.get(key, set()).add(request)
                 return future
-            future = self._cache[key] = self.executor.submit(self._compile, cls, spec)
+            future = self._cache[key] = self.executor.submit(self._compile, key)
+            self._wanted_by[key] = {request}
         future.add_done_callback(self._shrink_cache)
         return future
 
-    def _compile(
-        self, cls: type[StructuredOutputBackend], spec: GrammarSpec
-    ) -> StructuredOutputGrammar:
+    def forget(self, request: RequestConsumer) -> None:
+        """A request has ended, and wants no grammar any more."""
+        with self._cache_lock:
+            for grammar in {seq.structured_output_request for seq in request.sequences} - {None}:
+                self._wanted_by.get(grammar.key, set()).discard(grammar.root)
+
+    def _compile(self, key: Key) -> StructuredOutputGrammar:
         """In a thread of the pool. Raises RequestError."""
+        cls, spec = key
+        with self._cache_lock:
+            if not self._wanted_by.pop(key, None):
+                self._cache.pop(key, None)
+                raise RequestError("structured_outputs: nobody waits for this grammar")
         with Caught() as caught:
             with self._backend_lock:
                 if cls.name not in self.backends:
@@ -221,6 +238,7 @@ class StructuredOutputManager:
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.guard.close()
         self._cache.clear()
+        self._wanted_by.clear()
         for backend in self.backends.values():
             backend.destroy()
 
@@ -245,46 +263,56 @@ class StructuredOutputRequest:
         self,
         manager: StructuredOutputManager,
         request_id: str,
-        future: Future[StructuredOutputGrammar],
+        key: Key,
         stop_token_ids: frozenset[int],
+        root: StructuredOutputRequest | None = None,
     ) -> None:
         """stop_token_ids: those of the request. If it has none (ignore_eos, for example), its
-        output goes on as long as the grammar can, and ends then."""
+        output goes on as long as the grammar can, and ends then. root: that of the request's
+        first sequence, which is the gate of all."""
         self.manager = manager
         self.request_id = request_id
+        self.key = key
+        self.root = root or self
         self.stop_token_ids = stop_token_ids
         self.num_tokens = 0  # that the grammar has accepted
-        self._future = future
+        self._future: Future[StructuredOutputGrammar] | None = None  # of the root, from start() on
         self._grammar: StructuredOutputGrammar | None = None
         self._seconds = 0.0  # that masks and tokens have taken
 
     def fork(self) -> StructuredOutputRequest:
         """For another completion: at the beginning of the same rules."""
-        manager, request_id = self.manager, self.request_id
-        return StructuredOutputRequest(manager, request_id, self._future, self.stop_token_ids)
+        args = self.manager, self.request_id, self.key, self.stop_token_ids
+        return StructuredOutputRequest(*args, self.root)
 
     # -- a gate --
 
     def start(self, fail: Callable[[BaseException], object]) -> None:
-        """`fail` is called if the grammar cannot be compiled."""
+        """Begin to compile. `fail` is called if the grammar cannot be compiled."""
 
         def tell(future: Future[StructuredOutputGrammar]) -> None:
             error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
                 fail(error)
 
-        self._future.add_done_callback(tell)
+        try:
+            self._future = self.manager.compile_or_find(self)
+            self._future.add_done_callback(tell)
+        except RuntimeError as error:  # the manager was closed, or there is no thread left
+            fail(error)
 
     def is_open(self) -> bool:
         """True if the grammar is there. (If it has failed, the request is about to end.)"""
-        future = self._future
-        return future.done() and not future.cancelled() and future.exception() is None
+        future = self.root._future
+        is_done = future is not None and future.done() and not future.cancelled()
+        return is_done and future.exception() is None
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
         """What was compiled, at this sequence's place."""
         if self._grammar is None:
-            self._grammar = self._future.result(timeout=0).fork()
+            assert self.root._future is not None
+            self._grammar = self.root._future.result(timeout=0).fork()
         return self._grammar
 
     # -- tokens --
