@@ -304,8 +304,9 @@ class StructuredOutputRequest:
     def is_open(self) -> bool:
         """True if the grammar is there. (If it has failed, the request is about to end.)"""
         future = self.root._future
-        is_done = future is not None and future.done() and not future.cancelled()
-        return is_done and future.exception() is None
+        if future is None or not future.done():
+            return False
+        return not future.cancelled() and future.exception() is None
 
     @property
     def grammar(self) -> StructuredOutputGrammar:
