@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +19,10 @@ from xml.etree import ElementTree
 import pytest
 
 pytest.importorskip("nanoserve.extras.course.cli")
+from course_sample import sample
 
 from nanoserve.__main__ import main
-from nanoserve.extras.course import grader, holes, make, whole
+from nanoserve.extras.course import child, grader, holes, later, make, whole
 from nanoserve.extras.course.exports import export_gradescope
 from nanoserve.extras.course.grader import ROOT, grade, grade_task
 from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
@@ -29,6 +32,10 @@ from nanoserve.extras.course.spec import Lab, Task, load_labs
 LABS = [lab for lab in load_labs() if lab.tasks]  # with holes; the others: ..._exercises.py
 NUMBERS = ",".join(str(lab.number) for lab in LABS)
 TASKS = {task.number: (lab, task) for lab in LABS for task in lab.tasks}
+
+
+def lab_of(mutant: Mutant) -> str:
+    return mutant.task.partition(".")[0]
 
 
 def source_of(task: Task) -> str:
@@ -97,11 +104,11 @@ def test_the_engine_earns_all_points_of_lab_1() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lab", LABS[1:], ids=lambda lab: lab.title)
+@pytest.mark.parametrize("lab", LABS, ids=lambda lab: lab.title)
 def test_the_engine_earns_all_points(lab: Lab) -> None:
     skip_without(lab.packages)
-    report = grade([lab], None)
-    assert report.score == report.most > 0, report.describe()
+    for behaviour in [each for task in lab.tasks for each in task.behaviours]:
+        assert child.run(behaviour, 1) == ("right", ""), behaviour.title
 
 
 def test_a_hole_earns_nothing_and_costs_only_its_own_points(tmp_path: Path) -> None:
@@ -115,11 +122,30 @@ def test_a_hole_earns_nothing_and_costs_only_its_own_points(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("number", TASKS)
 def test_every_hole_earns_nothing(number: str, tmp_path: Path) -> None:
-    """Each behaviour is decided by its task's function."""
+    """Each behaviour is decided by its task's function. In this process, which saves the start of
+    one for each task; but Triton's interpreter rewrites a kernel once and for all."""
     lab, task = TASKS[number]
-    folder = submit(tmp_path, task, holes.cut(source_of(task), task.name, task.message))
-    outcomes = grade_task(lab, task, folder, 1, {})
-    assert not [each.behaviour.title for each in outcomes if each.score]
+    skip_without(lab.packages)
+    source = holes.cut(source_of(task), task.name, task.message)
+    if "triton" in lab.packages:
+        outcomes = grade_task(lab, task, submit(tmp_path, task, source), 1, {})
+        found = [(each.status, each.message) for each in outcomes]
+    else:
+        with grafted(task, holes.take(source, task.name)):
+            found = [child.run(each, 1) for each in task.behaviours]
+    assert {status for status, _ in found} == {"missing"}, found
+
+
+@contextmanager
+def grafted(task: Task, source: str) -> Iterator[None]:
+    """The function of the task is another one, for the time of a block of code."""
+    function = child.find_function(task)
+    code = function.__code__
+    child.graft(task, source)
+    try:
+        yield
+    finally:
+        function.__code__ = code
 
 
 def skip_without(packages: tuple[str, ...]) -> None:
@@ -130,30 +156,45 @@ def skip_without(packages: tuple[str, ...]) -> None:
 
 
 def check_mutant(mutant: Mutant, folder: Path) -> None:
-    """It loses points in its task, with a sentence; twice the same."""
+    """It loses points in its task, with a sentence."""
     lab, task = TASKS[mutant.task]
     skip_without(lab.packages)
     submit(folder, task, mutate(source_of(task), task.name, mutant))
-    first, again = (grade_task(lab, task, folder, 1, {}) for _ in range(2))
-    wrong = [each for each in first if each.status != "right"]
+    wrong = [each for each in grade_task(lab, task, folder, 1, {}) if each.status != "right"]
     assert wrong, "nobody saw it"
     assert all(each.message for each in wrong)
-    assert [each.score for each in first] == [each.score for each in again]
-    others = [other for other in lab.tasks if other is not task and other.module == task.module]
-    for other in others[:1]:
-        outcomes = grade_task(lab, other, folder, 1, {})
-        assert all(each.status == "right" for each in outcomes), "it cost another task's points"
 
 
-@pytest.mark.parametrize("mutant", MUTANTS[:3], ids=lambda mutant: mutant.mistake)
+@pytest.mark.parametrize("mutant", MUTANTS[:2], ids=lambda mutant: mutant.mistake)
 def test_a_mistake_costs_points(mutant: Mutant, tmp_path: Path) -> None:
     check_mutant(mutant, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS[3:], ids=lambda m: f"{m.task} {m.mistake}")
+@pytest.mark.parametrize(
+    "mutant", sample(MUTANTS, lab_of), ids=lambda each: f"{each.task} {each.mistake}"
+)
 def test_each_mistake_costs_points(mutant: Mutant, tmp_path: Path) -> None:
     check_mutant(mutant, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutant",
+    sample([each for each in MUTANTS if lab_of(each) != "14"], lab_of, 1),
+    ids=lambda each: f"{each.task} {each.mistake}",
+)
+def test_a_mistake_costs_the_same_twice_and_no_other_tasks_points(
+    mutant: Mutant, tmp_path: Path
+) -> None:
+    lab, task = TASKS[mutant.task]
+    submit(tmp_path, task, mutate(source_of(task), task.name, mutant))
+    first, again = (grade_task(lab, task, tmp_path, 1, {}) for _ in range(2))
+    assert [each.score for each in first] == [each.score for each in again]
+    others = [other for other in lab.tasks if other is not task and other.module == task.module]
+    for other in others[:1]:
+        outcomes = grade_task(lab, other, tmp_path, 1, {})
+        assert all(each.status == "right" for each in outcomes), "it cost another task's points"
 
 
 def test_a_bank_of_ones_own(tmp_path: Path) -> None:
@@ -188,6 +229,40 @@ print([each.status for each in report.outcomes if each.behaviour.points == 7])
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["['right']"]
+
+
+# -- a student's tree: later labs are not written yet --
+
+
+@pytest.mark.parametrize("lab", LABS[:4], ids=lambda lab: lab.title)
+def test_holes_of_later_labs_block_no_check(lab: Lab) -> None:
+    """All but a few behaviours, which say what they wait for."""
+    others = [task for each in LABS[:4] if each.number > lab.number for task in each.tasks]
+    with ExitStack() as stack:
+        for task in others:
+            source = holes.cut(source_of(task), task.name, task.message)
+            stack.enter_context(grafted(task, holes.take(source, task.name)))
+        with later.filled(lab.number):
+            assert later.HOLES.keys() == {task.number for task in others}
+            behaviours = [each for task in lab.tasks for each in task.behaviours]
+            found = {each.name: child.run(each, 1) for each in behaviours}
+    assert {status for status, _ in found.values()} <= {"right", "waiting"}, found
+    waiting = {name: message for name, (status, message) in found.items() if status == "waiting"}
+    print(waiting)
+    assert len(waiting) <= 0.25 * len(found), waiting
+
+
+@pytest.mark.parametrize("number", later.BODIES)
+def test_what_fills_a_later_hole_is_no_solution(number: str) -> None:
+    _, task = TASKS[number]
+    code = child.find_function(task).__code__
+    with grafted(
+        task,
+        f"def {code.co_name}({', '.join(code.co_varnames[: code.co_argcount])}):\n"
+        f"    {later.BODIES[number]}\n",
+    ):
+        found = [child.run(each, 1)[0] for each in task.behaviours]
+    assert "wrong" in found
 
 
 # -- submissions that are not what they should be --

@@ -32,6 +32,9 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
     each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
     each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
+    each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
+    each.add_argument("--secret", default="", metavar="WORD", help="as it was given to `quiz`")
+    each.add_argument("--seed", type=int, help="of random cases (default: a new one each time)")
     commands.add_parser("check", help="is this machine ready?")
     commands.add_parser("list", help="the labs, their tasks and points")
     each = commands.add_parser("grade", help="points, and a sentence for what is wrong")
@@ -87,7 +90,7 @@ def main(arguments: list[str]) -> int:
     if numbers is None and course is not None:
         numbers = course["labs"]
     term = getattr(args, "variant", "") or (course or {}).get("variant", "")
-    if args.command == "make" and term and numbers and VARIANT_LAB not in numbers:
+    if args.command in ("make", "export") and term and numbers and VARIANT_LAB not in numbers:
         numbers = [*numbers, VARIANT_LAB]
     labs = load_labs(numbers)
     if numbers is None:
@@ -104,7 +107,9 @@ def main(arguments: list[str]) -> int:
     if args.command == "export":
         hidden = {} if args.hidden is None else read_hidden(args.hidden)
         texts = {name: text for lab in hidden.values() for name, text in lab.items()}
-        exports.export_gradescope(args.file, labs, texts)
+        options = ["--secret", args.secret] * bool(args.secret)
+        options += ["--seed", str(args.seed)] * (args.seed is not None)
+        exports.export_gradescope(args.file, labs, texts, term, options)
         print(f"{args.file}: upload it as the autograder of an assignment")
         return 0
     return grade(args, labs, term, is_own=course is not None)

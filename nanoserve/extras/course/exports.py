@@ -1,9 +1,9 @@
 """How does a grading service run the kit?
 
-    $ nanoserve course export gradescope autograder.zip --labs 1,2,3 --hidden private/
+    $ nanoserve course export gradescope autograder.zip --labs 1,2,3 --hidden private/ --seed 7
 
     autograder.zip
-      setup.sh             once, when the image is built: pip install of the pinned versions
+      setup.sh             once, when the image is built: a venv with the pinned versions
       run_autograder       for each submission: `nanoserve course grade`, then results.json
       requirements.txt
       nanoserve/           the engine with its solutions: it stays on the service
@@ -20,46 +20,57 @@ Gradescope: https://gradescope-autograders.readthedocs.io
 
 from __future__ import annotations
 
+import shlex
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from nanoserve.extras.course.grader import ROOT
-from nanoserve.extras.course.make import PACKAGES, SUFFIXES, TORCH_PACKAGES, pinned
+from nanoserve.extras.course.make import PACKAGES, SUFFIXES, TORCH_PACKAGES, own_files, pinned
 from nanoserve.extras.course.spec import Lab
 
+CPU_TORCH = " --extra-index-url https://download.pytorch.org/whl/cpu"
 SETUP = """#!/usr/bin/env bash
-# Once, when the image is built.
+# Once, when the image is built. AUTOGRADER is another folder than /autograder in a trial run only.
 set -euo pipefail
-command -v python3 > /dev/null || { apt-get update && apt-get install -y python3 python3-pip; }
-python3 -m pip install --no-cache-dir -r "$(dirname "$0")/requirements.txt"
+base="${{AUTOGRADER:-/autograder}}"
+python3 -c "import ensurepip" || {{ apt-get update && apt-get install -y python3 python3-venv; }}
+python3 -m venv "$base/venv"
+"$base/venv/bin/pip" install --no-cache-dir -r "$base/source/requirements.txt"{index}
 """
 RUN = """#!/usr/bin/env bash
-# For each submission. AUTOGRADER is another folder than /autograder in a trial run only.
+# For each submission.
 set -uo pipefail
 base="${{AUTOGRADER:-/autograder}}"
 cd "$base/source"
 mkdir -p "$base/results"
-PYTHONPATH="$base/source" python3 -m nanoserve course grade "$base/submission" \\
-    --labs {labs}{hidden} --json "$base/results/results.json"
+PYTHONPATH="$base/source" "$base/venv/bin/python" -m nanoserve course grade "$base/submission" \\
+    {options} --json "$base/results/results.json"
 if [ ! -s "$base/results/results.json" ]; then
     printf '{{"score": 0, "output": "%s"}}\\n' \\
-        "Nothing was graded: upload the folder nanoserve/ of your tree." \\
+        "Nothing was graded. Upload {wanted} of your tree, as a zip." \\
         > "$base/results/results.json"
 fi
 """
 
 
-def export_gradescope(file: Path, labs: list[Lab], hidden: dict[str, str]) -> None:
-    """Write the zip. hidden: file name -> source, of the lecturer's own checks. Raises ValueError
+def export_gradescope(
+    file: Path, labs: list[Lab], hidden: dict[str, str], term: str = "", options: Sequence[str] = ()
+) -> None:
+    """Write the zip. hidden: file name -> source, of the lecturer's own checks. term: of the
+    variant, or "". options: more arguments of `grade`, such as ["--seed", "7"]. Raises ValueError
     if the file exists."""
     if file.exists():
         raise ValueError(f"{file} exists. Give a new file.")
     needs_torch = any(lab.needs_torch for lab in labs)
     packages = [*PACKAGES, *(TORCH_PACKAGES if needs_torch else ())]
-    numbers = ",".join(str(lab.number) for lab in labs)
+    packages += dict.fromkeys(package for lab in labs for package in lab.packages)
+    arguments = ["--labs", ",".join(str(lab.number) for lab in labs), *options]
+    arguments += ["--variant", term] * bool(term) + ["--hidden", "hidden"] * bool(hidden)
+    wanted = ["the folder nanoserve/"] * any(lab.tasks for lab in labs) + [*own_files(labs, term)]
     texts = {
-        "setup.sh": SETUP,
-        "run_autograder": RUN.format(labs=numbers, hidden=" --hidden hidden" if hidden else ""),
+        "setup.sh": SETUP.format(index=CPU_TORCH * needs_torch),
+        "run_autograder": RUN.format(options=shlex.join(arguments), wanted=" and ".join(wanted)),
         "requirements.txt": "\n".join(pinned(packages)) + "\n",
         **{f"hidden/{name}": source for name, source in hidden.items()},
     }

@@ -41,6 +41,7 @@ from nanoserve.extras.course.spec import Behaviour, Lab, Setting, Task
 
 ROOT = Path(__file__).parents[3]  # the folder that holds the package
 START_SECONDS = 60.0  # to start a child, on half a core
+STATUSES = {"begun", "right", "wrong", "missing", "waiting"}  # that a child may report
 MOST_SOURCE = 2**20  # bytes of a submitted file
 
 
@@ -51,7 +52,7 @@ class Outcome:
     lab: Lab
     task: Task
     behaviour: Behaviour
-    status: str  # "right", "wrong", "missing", "killed", "refused"
+    status: str  # "right", "wrong", "missing", "killed", "refused"; in a student's tree "waiting"
     message: str = ""
 
     @property
@@ -72,7 +73,7 @@ class Report:
 
     @property
     def most(self) -> float:
-        return sum(each.behaviour.points for each in self.outcomes)
+        return sum(each.behaviour.points for each in self.outcomes if each.status != "waiting")
 
     def describe(self) -> str:
         """For a terminal: a line for each behaviour, and the sentence of each that is not right."""
@@ -84,10 +85,12 @@ class Report:
                 own = [other for other in self.outcomes if other.task is task]
                 got = sum(other.score for other in own)
                 lines.append(f"\n{task.number}  {task.name}   {got:g} of {task.points:g}")
-            mark = "+" if each.status == "right" else "-"
+            mark = {"right": "+", "waiting": "."}.get(each.status, "-")
             lines.append(f"  {mark} {each.behaviour.title}   {each.score:g}")
             lines += [f"      {line}" for line in each.message.splitlines()]
         lines.append(f"\n{self.score:g} of {self.most:g} points, in {self.seconds:.0f} s")
+        if any(each.status == "waiting" for each in self.outcomes):
+            lines.append("A line with a dot waits for a later lab, and does not count here.")
         return "\n".join(lines).lstrip("\n")
 
     def to_json(self) -> dict[str, Any]:
@@ -385,7 +388,7 @@ def read_report(line: str, job: dict[str, Any]) -> tuple[str, str, str]:
         is_ours = found["nonce"] == job["nonce"] and name in job["names"]
     except (ValueError, TypeError, KeyError):
         return "", "", ""
-    if not is_ours or status not in {"begun", "right", "wrong", "missing"}:
+    if not is_ours or status not in STATUSES:
         return "", "", ""
     return name, status, str(message)
 

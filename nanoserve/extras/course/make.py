@@ -2,6 +2,7 @@
 
     OUT/
       nanoserve/          the package; the functions of the chosen labs have holes
+      tests/              the checks of these labs, for pytest and a debugger
       handouts/           a page or two per lab, English and Chinese
       requirements.txt    the versions that this was tried with
       setup.cfg           pip install --no-deps -e .
@@ -48,7 +49,7 @@ LEFT_OUT = (
     "extras/cases.py",
     "demo/training",
 )
-PACKAGES = ("pytest", "hypothesis", "tqdm")
+PACKAGES = ("pytest", "tqdm")
 TORCH_PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 MARKERS = {"triton": '; sys_platform == "linux"'}  # packages that do not exist everywhere
 MOST_COMMON_LINES = 2  # of a cut body that another file may have, one behind the other
@@ -63,6 +64,7 @@ pip install -r requirements.txt
 pip install --no-deps -e .
 python -m nanoserve course check                  # is this machine ready?
 python -m nanoserve course grade                  # what is right so far?
+python -m pytest -k share --pdb                   # the same checks, with a debugger
 ```
 
 The files with holes:
@@ -72,6 +74,38 @@ The files with holes:
 Each function keeps its signature and its docstring, which is the specification. Write its body. Put
 helpers and imports inside the function: only the listed functions are graded.
 """
+
+TESTS = '''"""The checks of the labs as tests: pytest -k oldest_first --pdb"""
+
+import os
+
+import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from nanoserve.extras.course.later import HOLES, filled
+from nanoserve.extras.course.make import read_course
+from nanoserve.extras.course.spec import load_labs
+
+CASES = [
+    pytest.param(lab, each, id=f"{task.number} {each.name}")
+    for lab in load_labs(read_course()["labs"])
+    for task in lab.tasks
+    for each in task.behaviours
+]
+
+
+@pytest.mark.parametrize(("lab", "behaviour"), CASES)
+def test_it(lab, behaviour):
+    with filled(lab.number):
+        try:
+            behaviour.check(*[0] * behaviour.is_property)
+        except NotImplementedError as error:
+            if str(error) not in HOLES.values():
+                raise
+            pytest.skip(f"needs {error}, of a later lab")
+'''
+PYTEST = "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -q\n"
 
 OWN_FILES = """
 Files that you write yourself, and that are graded as they are:
@@ -186,6 +220,10 @@ def write_around(
     (out / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n'
     )
+    if files:
+        (out / "tests").mkdir()
+        (out / "tests" / "test_labs.py").write_text(TESTS, encoding="utf-8")
+        (out / "pytest.ini").write_text(PYTEST, encoding="utf-8")
     course = {"labs": [lab.number for lab in labs], "variant": variant, "version": __version__}
     (out / COURSE_FILE).write_text(json.dumps(course, indent=1) + "\n", encoding="utf-8")
     title = ", ".join(f"lab {lab.number} ({lab.title})" for lab in labs)

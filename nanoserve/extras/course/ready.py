@@ -1,7 +1,7 @@
 """Is this machine ready for the labs? Two seconds, and no torch for labs that need none.
 
     Python 3.11.7                                   ok
-    pytest 9.0.2, hypothesis 6.150.0, tqdm 4.67.1   ok
+    pytest 9.0.2, tqdm 4.67.1                       ok
     a child that is stopped at its limit            ok
     torch 2.13.0                                    only labs about tensors need it
 

@@ -6,7 +6,7 @@ The functions of the block pool, and of the block tables on top of it. No torch.
 from __future__ import annotations
 
 from nanoserve.block_manager import BlockHash, BlockManager, BlockPool
-from nanoserve.extras.course.labs.helpers import make_sequence, operate, show
+from nanoserve.extras.course.labs.helpers import let_find, make_sequence, operate, show
 from nanoserve.extras.course.spec import Lab, Task, must
 
 MODULE = "nanoserve.block_manager"
@@ -39,7 +39,7 @@ def oldest_first() -> None:
     must(first == [0, 1, 2], f"a new pool gave the blocks {first}; the queue was 0 1 2 3")
     parent = BlockHash(None, None)
     for block in (1, 0):
-        pool.cache(block, BlockHash(parent, (block,)))
+        let_find(pool, block, BlockHash(parent, (block,)))
         pool.free(block)
     queue = list(pool.free_queue)
     block = pool.allocate()
@@ -50,7 +50,7 @@ def oldest_first() -> None:
 def forgets() -> None:
     pool = BlockPool(1)
     content = BlockHash(None, "a b c d")
-    pool.cache(pool.allocate(), content)
+    let_find(pool, pool.allocate(), content)
     pool.free(0)
     must(pool.cached_blocks.get(content) == 0, "the block was freed and should still be found")
     pool.allocate()
@@ -78,7 +78,7 @@ def leaves_queue() -> None:
     pool = BlockPool(3)
     content = BlockHash(None, "a b c d")
     block = pool.allocate()
-    pool.cache(block, content)
+    let_find(pool, block, content)
     pool.free(block)
     pool.share(block)
     must(
@@ -109,7 +109,7 @@ def found_later() -> None:
     pool = BlockPool(3)
     content = BlockHash(None, "a b c d")
     block = pool.allocate()
-    pool.cache(block, content)
+    let_find(pool, block, content)
     pool.free(block)
     queue = list(pool.free_queue)
     must(content in pool.cached_blocks, "freeing the block forgot its content: no prefix cache")
@@ -209,6 +209,8 @@ def tail_first() -> None:
     manager.allocate(seq, [])
     operate(manager, seq, 12)
     table = list(manager.block_tables[seq.seq_id])
+    for number, block in enumerate(table):
+        let_find(manager.pool, block, BlockHash(None, number))
     manager.free(seq)
     queue = list(manager.pool.free_queue)
     must(

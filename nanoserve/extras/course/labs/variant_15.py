@@ -406,8 +406,8 @@ class Variants(Exercise):
 
     def get_tasks(self, setting: Setting) -> list[Task]:
         tasks = []
-        for place, (name, number) in enumerate(choose(setting.term).items(), start=1):
-            task = Task(f"15.{place}", "", name)
+        for name, number in choose(setting.term).items():
+            task = Task(f"15.{1 + list(CHOICES).index(name)}", "", name)
             for points, title, check in BEHAVIOURS[name]:
                 is_property = "seed" in check.__code__.co_varnames[: check.__code__.co_argcount]
                 bound = partial(check, number)
