@@ -234,22 +234,26 @@ print([each.status for each in report.outcomes if each.behaviour.points == 7])
 # -- a student's tree: later labs are not written yet --
 
 
-@pytest.mark.parametrize("lab", LABS[:4], ids=lambda lab: lab.title)
+@pytest.mark.parametrize(
+    "lab", [lab for lab in LABS if not lab.packages], ids=lambda lab: lab.title
+)
 def test_holes_of_later_labs_block_no_check(lab: Lab) -> None:
     """All but a few behaviours, which say what they wait for."""
-    others = [task for each in LABS[:4] if each.number > lab.number for task in each.tasks]
+    others = [task for other, task in TASKS.values() if lab.number < other.number < 14]
     with ExitStack() as stack:
         for task in others:
             source = holes.cut(source_of(task), task.name, task.message)
             stack.enter_context(grafted(task, holes.take(source, task.name)))
-        with later.filled(lab.number):
-            assert later.HOLES.keys() == {task.number for task in others}
-            behaviours = [each for task in lab.tasks for each in task.behaviours]
-            found = {each.name: child.run(each, 1) for each in behaviours}
-    assert {status for status, _ in found.values()} <= {"right", "waiting"}, found
-    waiting = {name: message for name, (status, message) in found.items() if status == "waiting"}
-    print(waiting)
-    assert len(waiting) <= 0.25 * len(found), waiting
+        stack.enter_context(later.filled(lab.number))
+        behaviours = [each for task in lab.tasks for each in task.behaviours]
+        found = [child.run(each, 1) for each in behaviours]
+    waiting = [message for status, message in found if status == "waiting"]
+    assert {status for status, _ in found} <= {"right", "waiting"}, [
+        (each.title, message)
+        for each, (status, message) in zip(behaviours, found, strict=True)
+        if status not in ("right", "waiting")
+    ]
+    assert len(waiting) <= 2, waiting
 
 
 @pytest.mark.parametrize("number", later.BODIES)
@@ -262,7 +266,7 @@ def test_what_fills_a_later_hole_is_no_solution(number: str) -> None:
         f"    {later.BODIES[number]}\n",
     ):
         found = [child.run(each, 1)[0] for each in task.behaviours]
-    assert "wrong" in found
+    assert set(found) != {"right"}
 
 
 # -- submissions that are not what they should be --

@@ -143,6 +143,8 @@ def describe(error: BaseException) -> str:
     if (cause := find_cause(error, Wrong)) is not None:
         return str(cause)
     message = f"{type(error).__name__}: {error}"
+    if isinstance(error, MemoryError):
+        message = "MemoryError: it asked for more memory than it may have"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith("<your "):
             message += f"\n  line {frame.lineno} of {frame.filename[6:-1]}: {frame.line}"

@@ -398,8 +398,10 @@ def describe_end(returncode: int, is_late: bool) -> str:
         return "it took too long"
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        if name in {"SIGXCPU", "SIGKILL"}:
-            return "it took too much CPU time, or too much memory"
+        if name == "SIGXCPU":
+            return "it took too much CPU time"
+        if name == "SIGKILL":
+            return "it was killed, as the system does with what takes too much memory"
         return f"the process was ended by {name}"
     return f"the process ended with status {returncode}"
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from nanoserve.extras.course.child import find_function, graft, is_hole
 from nanoserve.extras.course.spec import Task, load_labs
 
+PASSED = {1: [2, 4], 2: [4], 3: [4], 7: [8]}  # lab -> later ones whose functions its checks call
 BODIES = {
     "2.1": "return BlockHash(parent, token_ids)",  # equal content is never the same object
     "2.2": "pass",
@@ -31,10 +32,22 @@ BODIES = {
     "2.5": "return []",
     "2.6": "return self.num_blocks_for(seq.num_tokens) <= self.pool.num_free_blocks",
     "2.7": "pass",
-    "4.1": "return self.block_manager.can_append(seq, num_tokens)",
-    "4.3": "self.running.remove(seq)",
+    "4.1": (
+        "if self.block_manager.can_append(seq, num_tokens): return True\n"
+        "    raise NotImplementedError('4.1: Scheduler._preempt_until_fits')"
+    ),
+    "4.3": "self.running.remove(seq); self._dropped_seq_ids.append(seq.seq_id)",
     "4.7": "return False",
     "4.8": "return False",
+    "8.1": "return self.rank * total // self.world_size, total // self.world_size",
+    "8.2": (
+        "rows = slice(0, self.output_size); "
+        "yield Matrix(name, (self.output_size, self.input_size), rows, 1, 0)"
+    ),
+    "8.3": "return self.linear_method.apply(self, x, self.bias, metadata)",
+    "8.4": "return F.embedding(input_ids, self.weight)",
+    "8.5": "return tensor",
+    "8.6": "return self.linear_method.apply(self, hidden, None, None)",
 }
 HOLES: dict[str, str] = {}  # while a lab is tried: "4.6", not written yet -> what it raises
 
@@ -43,8 +56,7 @@ HOLES: dict[str, str] = {}  # while a lab is tried: "4.6", not written yet -> wh
 def filled(lab_number: int) -> Iterator[None]:
     """For the time of a block of code, fill the holes of later labs, and note them in HOLES."""
     before = {}
-    numbers = {int(number.partition(".")[0]) for number in BODIES}
-    for lab in load_labs(number for number in sorted(numbers) if number > lab_number):
+    for lab in load_labs(PASSED.get(lab_number, [])):
         for task in lab.tasks:
             function = find_function(task)
             if is_hole(task, function):
