@@ -180,16 +180,19 @@ def body_of(file: Path, name: str) -> list[str]:
 def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]]:
     """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file."""
     leaks = []
+    long = {name: "\n".join(body) for name, body in bodies.items() if len(body) > MOST_COMMON_LINES}
+    words = {name: set(re.findall(r"[A-Za-z_]\w*", text)) for name, text in long.items()}
     for file in sorted(out.rglob("*")):
         if not file.is_file() or file.suffix in {".safetensors", ".svg"}:
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
-        if file.suffix == ".py":
+        known = set(re.findall(r"[A-Za-z_]\w*", text))
+        candidates = [name for name in long if words[name] <= known]
+        if candidates and file.suffix == ".py":
             text = ast.unparse(ast.parse(text))
         flat = re.sub(r"\s+", "", text)
-        for name, lines in bodies.items():
-            wanted = re.sub(r"\s+", "", "".join(lines))
-            if len(lines) > MOST_COMMON_LINES and wanted in flat:
+        for name in candidates:
+            if re.sub(r"\s+", "", long[name]) in flat:
                 leaks.append((name, file.relative_to(out)))
     return leaks
 
