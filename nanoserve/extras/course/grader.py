@@ -79,12 +79,18 @@ class Report:
         """For a terminal: a line for each behaviour, and the sentence of each that is not right."""
         lines: list[str] = []
         task: Task | None = None
+        is_one = False  # all behaviours of the task have one and the same message
         for each in self.outcomes:
             if each.task is not task:
                 task = each.task
                 own = [other for other in self.outcomes if other.task is task]
                 got = sum(other.score for other in own)
                 lines.append(f"\n{task.number}  {task.name}   {got:g} of {task.points:g}")
+                is_one = len({(other.status, other.message) for other in own}) == 1
+                if is_one and each.status != "right":  # said once
+                    lines += [f"  {line}" for line in each.message.splitlines()]
+            if is_one and each.status != "right":
+                continue
             mark = {"right": "+", "waiting": "."}.get(each.status, "-")
             lines.append(f"  {mark} {each.behaviour.title}   {each.score:g}")
             lines += [f"      {line}" for line in each.message.splitlines()]

@@ -35,7 +35,7 @@ from typing import Any
 from nanoserve import __version__
 from nanoserve.extras.course import holes
 from nanoserve.extras.course.grader import ROOT
-from nanoserve.extras.course.spec import Lab, Setting
+from nanoserve.extras.course.spec import Lab, Setting, Task
 
 HANDOUTS = ROOT / "notebooks" / "course"
 COURSE_FILE = "course.json"
@@ -67,7 +67,7 @@ python -m nanoserve course grade                  # what is right so far?
 python -m pytest -k share --pdb                   # the same checks, with a debugger
 ```
 
-The files with holes:
+The holes, to be written in the order of their numbers:
 
 {files}
 
@@ -121,13 +121,13 @@ def make(out: Path, labs: list[Lab], variant: str = "") -> list[Path]:
         raise ValueError(f"{out} exists and is not empty. Give a new folder.")
     package = out / "nanoserve"
     shutil.copytree(ROOT / "nanoserve", package, ignore=_ignore)
-    changed: dict[str, None] = {}
+    changed: dict[str, list[Task]] = {}
     for lab in labs:
         for task in lab.tasks:
             name = task.module.replace(".", "/") + ".py"
             file = out / name
             file.write_text(cut_file(file, task.name, task.message), encoding="utf-8")
-            changed[name] = None
+            changed.setdefault(name, []).append(task)
     bodies = {
         task.name: body_of((ROOT / (task.module.replace(".", "/") + ".py")), task.name)
         for lab in labs
@@ -138,7 +138,7 @@ def make(out: Path, labs: list[Lab], variant: str = "") -> list[Path]:
     own = own_files(labs, variant)
     for name, text in own.items():
         (out / name).write_text(text, encoding="utf-8")
-    write_around(out, labs, variant, list(changed), list(own))
+    write_around(out, labs, variant, changed, list(own))
     return [out / name for name in changed]
 
 
@@ -212,9 +212,9 @@ def pinned(packages: Iterable[str]) -> list[str]:
 
 
 def write_around(
-    out: Path, labs: list[Lab], variant: str, files: list[str], own: list[str]
+    out: Path, labs: list[Lab], variant: str, files: dict[str, list[Task]], own: list[str]
 ) -> None:
-    """The files beside the package. own: those that a student writes."""
+    """The files beside the package. files: name -> its holes; own: those that a student writes."""
     needs_torch = any(lab.needs_torch for lab in labs)
     packages = [*PACKAGES, *(TORCH_PACKAGES if needs_torch else ())]
     packages += dict.fromkeys(package for lab in labs for package in lab.packages)
@@ -230,7 +230,11 @@ def write_around(
     course = {"labs": [lab.number for lab in labs], "variant": variant, "version": __version__}
     (out / COURSE_FILE).write_text(json.dumps(course, indent=1) + "\n", encoding="utf-8")
     title = ", ".join(f"lab {lab.number} ({lab.title})" for lab in labs)
-    listed = "\n".join(f"- `{name}`" for name in files) or "(none)"
+    holes_of = {
+        name: ", ".join(f"{task.number} `{task.name}`" for task in tasks)
+        for name, tasks in files.items()
+    }
+    listed = "\n".join(f"- `{name}`: {text}" for name, text in holes_of.items()) or "(none)"
     text = README.format(title=title, files=listed)
     if own:
         text += OWN_FILES.format(files="\n".join(f"- `{name}`" for name in own))
