@@ -32,12 +32,15 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 from nanoserve.extras.course import holes
 from nanoserve.extras.course.spec import Behaviour, Task, Wrong, load_labs
 
+COURSE = Path(__file__).parent
+ENGINE = COURSE.parents[1]
 MOST_TEXT = 2000  # characters of a message, and of what the function printed
 
 
@@ -110,8 +113,9 @@ def find_code(code: CodeType, name: str) -> CodeType:
     raise LookupError(name)
 
 
-def run(behaviour: Behaviour, seed: int) -> tuple[str, str]:
-    """(status, message): "right", "wrong", "missing", or "waiting" for a later lab."""
+def run(behaviour: Behaviour, seed: int, is_own: bool = False) -> tuple[str, str]:
+    """(status, message): "right", "wrong", "missing", or "waiting" for a later lab. is_own: the
+    engine is the student's, so a message may quote it."""
     from nanoserve.extras.course import later  # it imports this module
 
     random.seed(seed)
@@ -123,7 +127,7 @@ def run(behaviour: Behaviour, seed: int) -> tuple[str, str]:
         except (Exception, SystemExit) as error:
             hole = find_cause(error, NotImplementedError)
             status = "missing" if hole else "wrong"
-            message = f"not written yet ({hole})" if hole else describe(error)
+            message = f"not written yet ({hole})" if hole else describe(error, is_own)
             if str(hole) in later.HOLES.values():
                 status, message = "waiting", f"it needs {hole}, of a later lab"
     text = printed.getvalue()[:MOST_TEXT] if status != "right" else ""
@@ -138,16 +142,20 @@ def find_cause(error: BaseException | None, kind: type[Exception]) -> BaseExcept
     return error
 
 
-def describe(error: BaseException) -> str:
-    """The exception, and the student's own line."""
+def describe(error: BaseException, is_own: bool = False) -> str:
+    """The exception, and the student's own line; with is_own, the engine's last one."""
     if (cause := find_cause(error, Wrong)) is not None:
         return str(cause)
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, MemoryError):
         message = "MemoryError: it asked for more memory than it may have"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.filename.startswith("<your "):
-            message += f"\n  line {frame.lineno} of {frame.filename[6:-1]}: {frame.line}"
+        file = Path(frame.filename)
+        place = frame.filename[6:-1] if frame.filename.startswith("<your ") else ""
+        if is_own and file.is_relative_to(ENGINE) and not file.is_relative_to(COURSE):
+            place = file.relative_to(ENGINE.parent).as_posix()
+        if place:
+            message += f"\n  line {frame.lineno} of {place}: {frame.line}"
             break
     if isinstance(error, NameError):
         message += "\nOnly this function is taken from your file: import inside it, and put "
@@ -216,7 +224,7 @@ def main() -> None:
             if behaviour.name in job["names"]:
                 report(behaviour.name, "begun")
                 begin()
-                status, message = run(behaviour, job["seed"])
+                status, message = run(behaviour, job["seed"], is_own=job["source"] is None)
                 report(behaviour.name, status, message)
                 if status != "right" and job.get("until_wrong"):
                     return
