@@ -10,6 +10,7 @@
     labs/        one module for each lab; some have no holes but an Exercise: a file of one's own
     holes.py     cut a function out of a file, and take one out of a submission
     make.py      the student's tree, without any solution in it
+    later.py     in that tree: the holes of later labs block no check
     screen.py    which code of a student is run at all
     grader.py    the parent: one function at a time, in the right engine
     child.py     the process that holds a student's function, within limits
