@@ -23,7 +23,7 @@ pytest.importorskip("nanoserve.extras.course.cli")
 from course_sample import sample
 
 from nanoserve.__main__ import main
-from nanoserve.extras.course import child, grader, holes, later, make, whole
+from nanoserve.extras.course import child, grader, graft, holes, later, make, whole
 from nanoserve.extras.course.exports import export_gradescope
 from nanoserve.extras.course.grader import ROOT, grade, grade_task
 from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
@@ -140,9 +140,9 @@ def test_every_hole_earns_nothing(number: str, tmp_path: Path) -> None:
 @contextmanager
 def grafted(task: Task, source: str) -> Iterator[None]:
     """The function of the task is another one, for the time of a block of code."""
-    function = child.find_function(task)
+    function = graft.find_function(task)
     code = function.__code__
-    child.graft(task, source)
+    graft.graft(task, source)
     try:
         yield
     finally:
@@ -266,7 +266,7 @@ def test_holes_of_later_labs_block_no_check_of_a_later_lab(lab: Lab) -> None:
 @pytest.mark.parametrize("number", later.BODIES)
 def test_what_fills_a_later_hole_is_no_solution(number: str) -> None:
     _, task = TASKS[number]
-    code = child.find_function(task).__code__
+    code = graft.find_function(task).__code__
     with grafted(
         task,
         f"def {code.co_name}({', '.join(code.co_varnames[: code.co_argcount])}):\n"

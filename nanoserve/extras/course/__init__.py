@@ -13,6 +13,7 @@
     later.py     in that tree: the holes of later labs block no check
     screen.py    which code of a student is run at all
     grader.py    the parent: one function at a time, in the right engine
+    graft.py     a student's function in the place of the engine's
     child.py     the process that holds a student's function, within limits
     exports.py   a zip for a grading service
     ready.py     `check`;  cli.py  the commands

@@ -5,11 +5,6 @@
            <- {"nonce": ..., "name": "...", "status": "wrong", "message": ...}    after it
               (or nothing more: the process was killed at a limit)
 
-*Graft.* The process is the right engine with one function exchanged: the code object of the
-engine's function is replaced by that of the student's. So all who call it get the student's, also
-those who imported it by name, and decorators, defaults and closures stay the engine's. Compiling a
-function runs none of it; the definition itself is never executed.
-
 *Limits.* CPU time for each behaviour, memory, no bytes in any file, no further process. At a limit
 the process dies, and the parent starts the next one with the next behaviour.
 
@@ -18,9 +13,7 @@ vLLM: none.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import io
 import json
 import linecache
@@ -31,46 +24,16 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
-from nanoserve.extras.course import holes
-from nanoserve.extras.course.spec import Behaviour, Task, Wrong, load_labs
+from nanoserve.extras.course import later
+from nanoserve.extras.course.graft import graft
+from nanoserve.extras.course.spec import Behaviour, Wrong, load_labs
 
 COURSE = Path(__file__).parent
 ENGINE = COURSE.parents[1]
 MOST_TEXT = 2000  # characters of a message, and of what the function printed
-
-
-def graft(task: Task, source: str) -> None:
-    """Let the engine's function be the one in `source`. Raises Wrong if its parameters differ."""
-    function = find_function(task)
-    file = f"<your {task.name}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    definition = holes.find(source, task.name.rpartition(".")[2])
-    expected = [*inspect.signature(function).parameters]
-    arguments = definition.args
-    given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    given += [each.arg for each in (arguments.vararg,) if each]
-    given += [a.arg for a in arguments.kwonlyargs]
-    given += [each.arg for each in (arguments.kwarg,) if each]
-    if given != expected:
-        raise Wrong(f"{task.name} has the parameters ({', '.join(expected)}), not {given}.")
-    if "__class__" in function.__code__.co_freevars:  # it calls super(), as a hole does not
-        definition.body.append(ast.Expr(ast.Name("__class__", ast.Load())))
-    # In a class of this name: then super() and names with two leading underscores mean the same.
-    owner = task.name.rpartition(".")[0].rpartition(".")[2]
-    tree = ast.parse(f"class {owner}: pass" if owner else "")
-    scope: Any = tree.body[0] if owner else tree
-    scope.body = [definition]
-    tree = ast.fix_missing_locations(tree)
-    code = find_code(compile(tree, file, "exec", dont_inherit=True), definition.name)
-    try:
-        function.__code__ = code
-    except ValueError as error:
-        raise Wrong(f"{task.name} must not use super(): {error}") from None
 
 
 def define(source: str, file: str) -> dict[str, Any]:
@@ -85,39 +48,9 @@ def define(source: str, file: str) -> dict[str, Any]:
     return names
 
 
-def find_function(task: Task) -> FunctionType:
-    """The engine's function, under its decorators."""
-    module = import_module(task.module)
-    *path, last = task.name.split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part)
-    found: Any = inspect.getattr_static(owner, last)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-    found = getattr(found, "fn", found)  # a Triton kernel
-    function = inspect.unwrap(found)
-    assert isinstance(function, FunctionType), task.name
-    return function
-
-
-def is_hole(task: Task, function: FunctionType) -> bool:
-    """Is the function still as `make` has cut it?"""
-    return task.message in function.__code__.co_consts
-
-
-def find_code(code: CodeType, name: str) -> CodeType:
-    """The code object of the function `name` in that of a module, or of its class."""
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            return each if each.co_name == name else find_code(each, name)
-    raise LookupError(name)
-
-
 def run(behaviour: Behaviour, seed: int, is_own: bool = False) -> tuple[str, str]:
     """(status, message): "right", "wrong", "missing", or "waiting" for a later lab. is_own: the
     engine is the student's, so a message may quote it."""
-    from nanoserve.extras.course import later  # it imports this module
-
     random.seed(seed)
     printed = io.StringIO()
     message, status = "", "right"
@@ -196,8 +129,6 @@ def main() -> None:
         channel.write(json.dumps(line) + "\n")
         channel.flush()
 
-    from nanoserve.extras.course.later import filled
-
     [lab] = load_labs([job["lab"]])
     lab.extend(job["hidden"])
     if lab.needs_torch:
@@ -219,7 +150,7 @@ def main() -> None:
         for name in job["names"]:
             report(name, "wrong", str(error))
         return
-    with contextlib.nullcontext() if job["source"] else filled(lab.number):
+    with contextlib.nullcontext() if job["source"] else later.filled(lab.number):
         for behaviour in behaviours:
             if behaviour.name in job["names"]:
                 report(behaviour.name, "begun")
