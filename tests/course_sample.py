@@ -1,6 +1,6 @@
 """Which cases of a bank of mistakes does a run try?
 
-All of them take an hour. So `pytest -m slow` tries a few of each lab, always the same ones, and
+All of them take a quarter of an hour or more. So `pytest -m slow` tries a few of each lab, always the same ones, and
 NANOSERVE_COURSE=1 tries all.
 """
 

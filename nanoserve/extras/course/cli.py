@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     each = commands.add_parser("export", help="a zip for a grading service")
     each.add_argument("service", choices=["gradescope"])
     each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all)")
+    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
     each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
     each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
     each.add_argument("--secret", default="", metavar="WORD", help="as it was given to `quiz`")

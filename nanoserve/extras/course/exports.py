@@ -13,7 +13,8 @@ Gradescope unpacks it to /autograder/source, puts what a student has uploaded in
 /autograder/submission, and reads /autograder/results/results.json. A student uploads the folder
 nanoserve/ of their tree, or only the files with holes, in their folders.
 
-Left out: nbgrader and Otter, which grade cells of notebooks. These labs are files.
+Left out: nbgrader and Otter. They grade the cells of one notebook that all students get; these labs
+are files, and the quiz has other numbers for each student.
 
 Gradescope: https://gradescope-autograders.readthedocs.io
 """
