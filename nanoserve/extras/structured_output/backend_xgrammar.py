@@ -111,10 +111,7 @@ class XgrammarGrammar(StructuredOutputGrammar):
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         matcher = self.matcher
-        for token in tokens:  # not all(...): this is called for each token of the output
-            if not (matcher.is_terminated() or matcher.accept_token(token)):
-                return False
-        return True
+        return all(matcher.is_terminated() or matcher.accept_token(token) for token in tokens)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         accepted = 0
