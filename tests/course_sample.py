@@ -1,7 +1,7 @@
 """Which cases of a bank of mistakes does a run try?
 
-All of them take a quarter of an hour or more. So `pytest -m slow` tries a few of each lab, always the same ones, and
-NANOSERVE_COURSE=1 tries all.
+All of them take a quarter of an hour or more. So `pytest -m slow` tries a few of each lab, always
+the same ones, and NANOSERVE_COURSE=1 tries all.
 """
 
 from __future__ import annotations
