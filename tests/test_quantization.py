@@ -168,7 +168,7 @@ def test_a_cut_is_right_or_refused(
         for key, shard in shards:
             if (tensor := tensors.get(key.removeprefix("mlp.q_proj."))) is not None:
                 assert tensor.shape == shard.full_shape
-                shard.load(shard.target, tensor[shard.slices])
+                shard.weight_loader(shard.target, tensor[shard.slices])
         [matrix] = layer.matrices("mlp.q_proj")
         size = outputs // world_size if matrix.dim == 0 else inputs // world_size
         part = expected.narrow(matrix.dim, matrix.start, size)

@@ -296,6 +296,7 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
     folders = (
         "bench",
         "tools.soak",
+        "extras.course",
         "extras.metrics",
         "extras.quantization",
         "extras.server",
@@ -466,6 +467,7 @@ def test_files_and_command_line_options_exist(name: str) -> None:
 def known_flags() -> set[str]:
     scripts = [ROOT / "example.py", ROOT / "nanoserve/bench/cli.py", Path(__file__)]
     scripts += (ROOT / "nanoserve/tools").rglob("*.py")
+    scripts.append(ROOT / "nanoserve/extras/course/cli.py")
     code = "".join(script.read_text("utf-8") for script in scripts)
     names = [option.name for option in (*OPTIONS, *sampling_options(), *fields(FrontendArgs))]
     fields_ = {f"--{name.replace('_', '-')}" for name in names}

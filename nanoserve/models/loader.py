@@ -196,7 +196,7 @@ def fill_from_checkpoint(
             for name, source in read_slices(file):
                 if name in shards:
                     for shard in shards[name]:
-                        shard.load(shard.target, source[shard.slices])
+                        shard.weight_loader(shard.target, source[shard.slices])
                     bar.update()
 
 
@@ -224,7 +224,7 @@ def fill_randomly(model: Model, seed: int) -> None:
             noise = torch.randint(low, high, noise.shape, generator=generator, dtype=dtype)
         for shard in shards:
             values = noise[shard.slices]
-            shard.load(shard.target, values + 1 if "norm" in name else values)
+            shard.weight_loader(shard.target, values + 1 if "norm" in name else values)
 
 
 def _is_ignorable(model: Model, name: str) -> bool:

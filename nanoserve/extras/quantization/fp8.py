@@ -54,7 +54,7 @@ class Fp8LinearMethod(QuantizedLinearMethod):
         yield f"{name}.weight", self.shard(layer, matrix, weight.codes[rows], FP8)
         yield f"{name}.{self.scale_name}", self.scale_shard(layer, matrix)
         if weight.input_scale is not None:
-            scale = Shard(weight.input_scale, (), dtypes=SCALES, load=largest)
+            scale = Shard(weight.input_scale, (), dtypes=SCALES, weight_loader=largest)
             yield f"{name}.input_scale", scale
 
     def scale_shard(self, layer: LinearBase, matrix: Matrix) -> Shard:

@@ -93,7 +93,9 @@ class GPTQLinearMethod(QuantizedLinearMethod):
         if layer.bias is None:
             # Some tools write a bias of zeros for every layer.
             load = partial(_check_zero, name=f"{name}.bias")
-            empty = Shard(torch.empty(0), matrix.shape[:1], 0, 0, matrix.shape[0], load=load)
+            empty = Shard(
+                torch.empty(0), matrix.shape[:1], 0, 0, matrix.shape[0], weight_loader=load
+            )
             yield optional(f"{name}.bias", empty)
 
 
