@@ -130,7 +130,7 @@ class ServedAdapters:
         request = self._make(given.lora_name, self._find(given.lora_path))
         await self.async_llm.add_lora(request)
         if given.lora_name in self.requests:  # another client was faster
-            await self.async_llm.remove_lora(request.lora_int_id)
+            await self._forget_others()
             self._make(given.lora_name, request.path)  # raises
         self.requests[given.lora_name] = request
 
@@ -150,7 +150,13 @@ class ServedAdapters:
 
     async def unload(self, name: str) -> None:
         """Raises HTTPError 404 if there is no adapter of this name."""
-        request = self.requests.pop(name, None)
-        if request is None:
+        if self.requests.pop(name, None) is None:
             raise HTTPError(404, f"there is no LoRA adapter {name!r:.200}.", "lora_name")
-        await self.async_llm.remove_lora(request.lora_int_id)
+        await self._forget_others()
+
+    async def _forget_others(self) -> None:
+        """Let the engine know no other adapters than these. More than one may have to go: a request
+        that names an adapter while it is unloaded makes it known again."""
+        served = {request.lora_int_id for request in self.requests.values()}
+        for number in await self.async_llm.list_loras() - served:
+            await self.async_llm.remove_lora(number)
