@@ -75,7 +75,6 @@ KEYS = {
     "target_modules": NAMES,
     "exclude_modules": NAMES,
     "layers_to_transform": LAYERS,
-    "layers_pattern": NAMES,
     "rank_pattern": OBJECT,  # its ranks are those of the tensors
     "alpha_pattern": OBJECT,
     "init_lora_weights": Rule("true, false or a string", lambda v: isinstance(v, (bool, str))),
@@ -85,7 +84,7 @@ IGNORED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"}
     | {"revision", "task_type", "lora_dropout", "bias", "qalora_group_size", "runtime_config"}
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core"}
-    | {"layers_pattern", "ensure_weight_tying"}
+    | {"layers_pattern", "velora_config", "ensure_weight_tying"}
 )
 # What else a key asks for, if it has a value.
 REFUSED = {
@@ -103,7 +102,7 @@ REFUSED = {
     "megatron_config": "Megatron's layers",
 }
 # Of init_lora_weights: these change the base model when the training begins.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LoRAWeights(NamedTuple):
