@@ -65,7 +65,6 @@ _NAMES = list_of(TEXT)
 _INTS = list_of(whole(0, INT32))
 NAMES = Rule("a string or a list of strings", lambda v: TEXT.accepts(v) or _NAMES.accepts(v))
 LAYERS = Rule("an int or a list of ints", lambda v: whole(0, INT32).accepts(v) or _INTS.accepts(v))
-ANYTHING = Rule("anything", lambda value: True)
 ALPHA = number(-1e6, 1e6, "a number from -1e6 to 1e6")
 # The keys of adapter_config.json that are used.
 KEYS = {
