@@ -13,7 +13,8 @@ is x W^T with that weight, in the fastest way that there is here for its kind:
     CPU, a compiler      all kinds      quantized_cpu.py: C++ that decodes in registers
     GPU                  int4, int8     quantized_triton.py: one kernel that decodes its tiles
     GPU with FP8 units   fp8            torch._scaled_mm, if the inputs may be quantized, too
-    anywhere else        all kinds      the weight is dequantized for each product
+    anywhere else        all kinds      the weight is dequantized for each product; so are experts
+                                        on a GPU
 
 Nothing here knows a checkpoint's format: extras/quantization brings each one to this form.
 
