@@ -137,6 +137,20 @@ def test_tokens_are_those_of_the_merged_weights(family: Family, way: str) -> Non
             assert llm.engine.executor.runner.replayed_sizes
 
 
+def test_others_are_right_beside_an_adapter_that_is_not(family: Family, tmp_path: Path) -> None:
+    """Its products are infinite. In graphs, all tokens are multiplied by what is in all slots."""
+    path = write_adapter(tmp_path, shapes_of(family.checkpoint), alpha=1e6)
+    requests = [None, family.requests[1], LoRARequest("loud", 9, path)]
+    options = {"dtype": "float16", "executor_cls": GraphExecutor, "max_num_seqs": 3}
+    with make_llm(family, max_loras=3, **options) as llm:
+        right = llm.generate([STORY] * 2, GREEDY, lora_request=requests[:2], use_tqdm=False)
+        llm.reset_prefix_cache()
+        mixed = llm.generate([STORY] * 3, GREEDY, lora_request=requests, use_tqdm=False)
+    for output, expected in zip(mixed[:2], right, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert mixed[2].outputs[0].finish_reason == "error"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_on_a_gpu(family: Family, enforce_eager: bool) -> None:

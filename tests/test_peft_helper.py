@@ -245,6 +245,18 @@ def test_a_file_that_has_changed_is_not_loaded(tmp_path: Path) -> None:
         files.load()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_not_loaded(tmp_path: Path, value: float) -> None:
+    """It would reach the tokens of other adapters, too."""
+    file = write_adapter(tmp_path, SHAPES) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"base_model.model.{Q0}.lora_B.weight"
+    tensors[name][1, 1] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"{name} in .* holds a number that is NaN or infinite"):
+        read(tmp_path).load()
+
+
 def test_a_relative_path_is_that_of_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,13 +123,20 @@ class AdapterFiles(NamedTuple):
     stat: tuple[int, ...]  # of the file, to notice that it has changed
 
     def load(self) -> LoRAModel:
-        """Read the weights. Raises ValueError if the file is damaged, or another one by now."""
+        """Read the weights. Raises ValueError if the file is damaged, or another one by now, or if
+        a number is none."""
         if self.stat != _stat(self.file):
             raise ValueError(
                 f"{self.file} has changed since it was checked. Load the adapter again, under a "
                 "new lora_int_id."
             )
         tensors = {name: source[:] for name, source in read_slices(self.file)}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} in {self.file} holds a number that is NaN or infinite. Save the "
+                    "adapter again, and load it under a new lora_int_id."
+                )
         return {
             name: LoRAWeights(
                 tensors[f"{PREFIX}{name}.lora_A.weight"],
