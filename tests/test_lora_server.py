@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +231,18 @@ def test_an_adapter_that_came_back_is_forgotten(served: tuple[ServedAdapters, se
         assert not known
 
     asyncio.run(run())
+
+
+def test_without_the_chapter_of_adapters_a_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is imported by every server."""
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.lora", None)
+    name = "nanoserve.extras.server.adapters"
+    monkeypatch.setattr(name, sys.modules[name])  # as it was, afterwards
+    monkeypatch.delitem(sys.modules, name)
+    module = import_module(name)
+    engine: Any = KnownAdapters()
+    args: Any = SimpleNamespace(lora_folder=None, lora_modules=())
+    assert module.ServedAdapters(engine, args, ["base"]).requests == {}
 
 
 def test_without_the_setting_there_are_no_such_endpoints(

@@ -31,7 +31,6 @@ from fastapi import APIRouter, Request, Response
 
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.async_llm import AsyncLLM
-from nanoserve.extras.lora import LoRARequest
 from nanoserve.extras.server.errors import HTTPError
 from nanoserve.extras.server.options import FrontendArgs, read_lora_module
 from nanoserve.extras.server.protocol import OpenAIBaseModel, describe_post
@@ -39,6 +38,7 @@ from nanoserve.extras.server.reply import read_body
 from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
+    from nanoserve.extras.lora import LoRARequest
     from nanoserve.extras.server.app import ServerState
 
 logger = init_logger(__name__)
@@ -111,6 +111,8 @@ class ServedAdapters:
 
     def _make(self, name: str, path: str) -> LoRARequest:
         """Raises ValueError for a name that is taken."""
+        from nanoserve.extras.lora import LoRARequest  # here: a server without that chapter serves
+
         if name in self.requests or name in self.model_names:
             raise VLLMValidationError(
                 f"there is a model {brief(name)} already. Give the adapter another lora_name, or "
