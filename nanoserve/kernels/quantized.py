@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import quantize_rows
+from nanoserve.kernels.quantized_cpu import KINDS, LIBRARY, NativeProduct, unpack_int4
 
-KINDS = ("int4", "int8", "fp8")  # of codes, in the order of quantized_cpu.cpp
 FP8 = torch.float8_e4m3fn
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 
@@ -42,14 +42,8 @@ GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """uint8 [.., n] -> uint8 [.., n / 2], n even; a byte holds the code of an even place in its
-    lower half, that of the next place in its upper half."""
+    """The inverse of unpack_int4; n is even."""
     return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def unpack_int4(codes: Tensor) -> Tensor:
-    """uint8 [.., n / 2] -> uint8 [.., n]: the inverse of pack_int4."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 class QuantizedWeight(nn.Module):
@@ -76,7 +70,7 @@ class QuantizedWeight(nn.Module):
         num_experts: int = 1,
     ) -> None:
         """
-        codes        int4: uint8 [out, in / 2], see pack_int4; int8: int8 [out, in]; fp8:
+        codes        int4: uint8 [out, in / 2], see unpack_int4; int8: int8 [out, in]; fp8:
                      FP8 [out, in], none of them NaN
         scales       float32 [out, groups]; `groups` divides the inputs
         zeros        integers [out, groups]; None: 8 for int4, else 0
@@ -177,11 +171,9 @@ class ScaledMatmul(nn.Module):
 
 def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Module] | None:
     """What multiplies by this weight on its device; None: it is dequantized for each product."""
-    from nanoserve.kernels import quantized_cpu  # here: it imports this module
-
     device = weight.codes.device
     if device.type == "cpu":
-        return quantized_cpu.NativeProduct if quantized_cpu.LIBRARY.multiply else None
+        return NativeProduct if LIBRARY.multiply else None
     if device.type != "cuda" or weight.num_experts > 1:
         return None
     if weight.kind != "fp8":

@@ -18,17 +18,26 @@ from __future__ import annotations
 import ctypes
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.kernels.native_cpu import load_library
-from nanoserve.kernels.quantized import KINDS, QuantizedWeight, unpack_int4
+
+if TYPE_CHECKING:
+    from nanoserve.kernels.quantized import QuantizedWeight
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 PANEL = 64  # outputs, as in the source
+KINDS = ("int4", "int8", "fp8")  # of codes, in the order of the source
+
+
+def unpack_int4(codes: Tensor) -> Tensor:
+    """uint8 [.., n / 2] -> uint8 [.., n]; a byte holds the code of an even place in its lower half,
+    that of the next place in its upper half."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
 
 
 class Sizes(ctypes.Structure):

@@ -22,12 +22,16 @@ vllm/model_executor/kernels/linear/mixed_precision/triton_w4a16.py (V1).
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
 from nanoserve.kernels.attention_triton import OPTIONS
-from nanoserve.kernels.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from nanoserve.kernels.quantized import QuantizedWeight
 
 MAX_BLOCK_K = 128  # inputs of a piece
 MIN_BLOCK_K = {"int4": 32, "int8": 16}  # tl.dot takes 16 at least, and int4 has two halves
