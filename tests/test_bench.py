@@ -898,6 +898,8 @@ def test_the_command_line_names_every_suite() -> None:
         "parallel",
         "serve",
     }
+    page = (ROOT / "notebooks" / "results" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in run.SUITES if f"\n| `{name}` | " not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,14 @@ from torch import Tensor
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.extras.quantization.base_config import (
+    Section,
     check_pattern,
     get_quantization_config,
     matches,
 )
+from nanoserve.extras.quantization.gptq import GPTQConfig
 from nanoserve.extras.quantization.online import (
+    OnlineConfig,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
@@ -467,6 +470,24 @@ def test_rules_of_gptq_for_some_layers(make_checkpoint: MakeCheckpoint, tmp_path
         assert torch.equal(weight_of(layer), weight_of(expected[key])), key
 
 
+def test_a_rule_of_gptq_is_for_the_beginning_of_a_name() -> None:
+    """As in GPTQModel, which matches and does not search."""
+    dynamic = {"-:mlp": {}, r"-:.*\.o_proj": {}}
+    section = Section({"bits": 4, "group_size": 16, "dynamic": dynamic}, "config.json")
+    config = GPTQConfig.from_config(section)
+    assert config.method_of("model.layers.0.mlp.up_proj") is not None
+    assert config.method_of("model.layers.0.self_attn.o_proj") is None
+
+
+@pytest.mark.parametrize(("num_inputs", "num_groups"), [(128, 2), (96, 3), (80, 5), (72, 1)])
+def test_groups_of_int4_while_loading(num_inputs: int, num_groups: int) -> None:
+    """64 inputs, or what divides them and the row; less than 16 are not worth a scale."""
+    layer_config = LayerConfig(quant_config=OnlineConfig("int4"))
+    layer = ColumnParallelLinear(num_inputs, {"x": 8}, bias=False, layer_config=layer_config)
+    weight: Any = layer.quantized_weight
+    assert weight.scales.shape == (8, num_groups)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_quantized_head(world_size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The vocabulary is divided among ranks, in whole int32 numbers."""
@@ -634,6 +655,14 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             "fp8",
             lambda t: t.update({f"{Q_PROJ}.weight": t[f"{Q_PROJ}.weight"].float()}),
             "weight in .* has type F32; allowed: F8_E4M3",
+        ),
+        *(
+            (
+                "fp8",
+                lambda t, code=code: t[f"{Q_PROJ}.weight"].view(torch.uint8)[3, 5:6].fill_(code),
+                "q_proj.weight holds a number that is NaN",
+            )
+            for code in (0x7F, 0xFF)
         ),
         (
             "fp8",

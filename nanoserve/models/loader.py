@@ -133,9 +133,10 @@ def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
         chapter = import_module("nanoserve.extras.quantization.base_config")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{model_config.path / 'config.json'} has {how}, quantization is "
-            f"{config.quantization!r}, and nanoserve/extras/quantization is not there: {error}. "
-            "Use a checkpoint in bfloat16, float16 or float32, and leave quantization out."
+            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, "
+            f"quantization is {config.quantization!r}, and nanoserve/extras/quantization is not "
+            f"there: {error}. Use a checkpoint in bfloat16, float16 or float32, and leave "
+            "quantization out."
         ) from error
     return chapter.get_quantization_config(config.quantization, model_config)
 
