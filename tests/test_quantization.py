@@ -389,6 +389,18 @@ def test_a_weight_that_is_no_number_is_refused(
         load(folder, quantization=kind)
 
 
+def test_a_code_that_is_no_number_is_refused(
+    make_quantized: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Not every kernel would make NaN of it."""
+    folder = Path(shutil.copytree(make_quantized("fp8")[0], tmp_path / "damaged"))
+    tensors, name = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    tensors[name][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} holds a code that is NaN"):
+        load(folder)
+
+
 def test_a_tensor_is_quantized_when_it_is_read(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -505,7 +517,7 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"bits": None}, "has no 'bits'"),
         ("gptq", {"bits": True}, "bits is True"),
         ("gptq", {"group_size": 0}, "group_size is 0; allowed: -1 or an even int"),
-        ("gptq", {"group_size": 48}, "64 inputs on each of 1 ranks.*groups of 48"),
+        ("gptq", {"group_size": 48}, "64 inputs .* 1 ranks.*groups of 48.*another quantization"),
         (
             "gptq",
             {"group_size": 32},
@@ -515,6 +527,8 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: gptq"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format is True"),
         ("gptq", {"dynamic": {"+:(a+)+": {}}}, "could take very long"),
+        ("gptq", {"dynamic": {f"-:{n}": {} for n in range(2000)}}, "so many regular expressions"),
+        ("fp8", {"ignored_layers": ["re:.*a.*b.*c.*d"] * 80}, "so many regular expressions"),
         ("gptq", {"dynamic": {"+:.*": {"bits": 5}}}, r"dynamic.*bits is 5"),
         ("gptq", {"dynamic": {"+:.*": 5}}, "allowed: an object"),
         ("gptq", {"quant_method": "exl2"}, r"quantization_config \(exl2\).*supported: awq"),
