@@ -31,6 +31,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputOptions,
     get_backend_cls,
 )
+from nanoserve.extras.structured_output.compile_process import CompileGuard
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -425,6 +426,17 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
 def test_what_xgrammar_would_ignore_is_refused(schema: Any, words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words):
         make_grammar("xgrammar", "JSON", json.dumps(schema))
+
+
+def test_a_deleted_working_directory_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    guard = CompileGuard(vocabulary(), 0)
+    guard.compile("xgrammar", spec_of("REGEX", "a+"))
+    guard.close()
 
 
 @pytest.mark.parametrize("name", JSON_NAMES)
