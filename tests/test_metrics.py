@@ -26,6 +26,7 @@ from random import Random
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 from engines import assert_idle, change_text, fail_in_executor, finish, params, step
 from fakes import FakeExecutor, add_beam_search
@@ -804,6 +805,7 @@ def test_the_example_of_a_quantile() -> None:
     buckets = {"1.0": 2, "2.0": 4, "+Inf": 4}
     assert Histogram("a", {}, 4, 5.0, buckets).quantile(0.75) == 1.5
     assert math.isnan(Histogram("a", {}, 0, 0.0, dict.fromkeys(buckets, 0)).quantile(0.5))
+    assert Histogram("a", {}, 4, 5.0, buckets).quantile(np.float32(0.75)) == 1.5
     for q in (-1, 2, math.nan):
         with pytest.raises(ValueError, match="allowed: 0 to 1"):
             Histogram("a", {}, 4, 5.0, buckets).quantile(q)
