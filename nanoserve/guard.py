@@ -151,9 +151,10 @@ class Guard:
         """A new process that is ready for its first call."""
         if not sys.executable:
             raise GuardError("it needs a process of its own, and sys.executable is empty")
-        folders = [entry for entry in sys.path if isinstance(entry, str)]  # as Python reads it
+        here = ""
         with suppress(OSError):  # the working directory may have been deleted
-            folders = [entry or os.getcwd() for entry in folders]
+            here = os.getcwd()
+        folders = [entry or here for entry in sys.path if isinstance(entry, str)]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -169,6 +170,7 @@ class Guard:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                cwd=here or os.sep,
                 start_new_session=True,  # the terminal's Ctrl-C does not reach it
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
             )

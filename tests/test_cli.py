@@ -272,6 +272,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["complete", "--foo", "--", "--bar"], "no option --foo."),
         (["chat", "--n", "2"], "no option --n."),
         (["chat", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
+        (["chat", "--chat-template-kwargs", '{"messages": 5}'], "it holds 'messages', which chat"),
     ],
 )
 def test_a_wrong_command_line_is_refused_at_once(

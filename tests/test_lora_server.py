@@ -274,6 +274,7 @@ def test_without_the_setting_there_are_no_such_endpoints(
         ({"lora_modules": "{oops"}, "NAME=PATH"),
         ({"lora_modules": ("a=b", '{"name": "a", "path": "c"}')}, "a name twice: a, a"),
         ({"lora_folder": "/no/such/folder"}, "there is no such folder"),
+        ({"uds": ""}, "uds is an empty string"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -133,6 +133,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"r": 0}, "r is 0; allowed"),
     ({"r": True}, "r is True; allowed"),
     ({"r": 2.0}, "r is 2.0; allowed"),
+    ({"r": 8}, "rank 4, and r is 8"),
     ({"lora_alpha": None}, "has no 'lora_alpha'"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan"),

@@ -526,7 +526,7 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"bits": None}, "has no 'bits'"),
         ("gptq", {"bits": True}, "bits is True"),
         ("gptq", {"group_size": 0}, "group_size is 0; allowed: -1 or an even int"),
-        ("gptq", {"group_size": 48}, "64 inputs on each of 1 ranks.*groups of 48"),
+        ("gptq", {"group_size": 48}, "64 inputs .* 1 ranks.*groups of 48.*another quantization"),
         (
             "gptq",
             {"group_size": 32},
@@ -536,6 +536,8 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: gptq"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format is True"),
         ("gptq", {"dynamic": {"+:(a+)+": {}}}, "could take very long"),
+        ("gptq", {"dynamic": {f"-:{n}": {} for n in range(2000)}}, "so many regular expressions"),
+        ("fp8", {"ignored_layers": ["re:.*a.*b.*c.*d"] * 80}, "so many regular expressions"),
         ("gptq", {"dynamic": {"+:.*": {"bits": 5}}}, r"dynamic.*bits is 5"),
         ("gptq", {"dynamic": {"+:.*": 5}}, "allowed: an object"),
         ("gptq", {"quant_method": "exl2"}, r"quantization_config \(exl2\).*supported: awq"),

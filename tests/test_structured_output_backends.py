@@ -31,6 +31,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputOptions,
     get_backend_cls,
 )
+from nanoserve.extras.structured_output.compile_process import CompileGuard
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -465,6 +466,9 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"minimum": 3}, "minimum without a type"),
+        ({"type": []}, "an empty type"),
+        ({"type": "array", "items": {"anyOf": []}}, "an empty anyOf"),
+        ({"type": "string", "minLength": "2"}, "the minLength '2'"),
         ({"anyOf": [{"type": "object"}], "minProperties": 2}, "minProperties beside anyOf"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may overlap"),
         ({"type": "object", "required": ["a"]}, "not in properties"),
@@ -496,6 +500,33 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
 def test_what_xgrammar_would_ignore_is_refused(schema: Any, words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words):
         make_grammar("xgrammar", "JSON", json.dumps(schema))
+
+
+def test_a_deleted_working_directory_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    guard = CompileGuard(vocabulary(), 0)
+    guard.compile("xgrammar", spec_of("REGEX", "a+"))
+    guard.close()
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("STRUCTURAL_TAG", '{"structures": 5, "triggers": 5}', "a wrong type"),
+        ("STRUCTURAL_TAG", '{"structures": []}', "a part of it is missing"),
+        ("JSON", '{"type": "nothing"}', "(Unsupported|Invalid) type"),
+    ],
+)
+def test_what_is_no_schema_is_told_in_words(name: str, kind: str, text: str, words: str) -> None:
+    """And without the place in the package's own source."""
+    with pytest.raises(VLLMValidationError, match=words) as caught:
+        make_grammar(name, kind, text)
+    assert ".cc:" not in str(caught.value)
 
 
 def test_alternatives_that_exclude_each_other() -> None:

@@ -179,6 +179,8 @@ def json_object(text: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object.")
+    if taken := {"conversation", "messages", "tokenize"} & set(value):
+        raise argparse.ArgumentTypeError(f"it holds {min(taken)!r}, which chat sets itself.")
     return value
 
 

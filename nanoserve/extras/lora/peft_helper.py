@@ -172,6 +172,11 @@ def read_adapter(lora_path: str, shapes: Mapping[str, Shape], max_lora_rank: int
     names = check_tensors(headers, shapes, max_lora_rank, file)
     check_targets(names, config, shapes, file)
     ranks = {name: headers[f"{PREFIX}{name}.lora_A.weight"].shape[0] for name in names}
+    if not config["rank_pattern"] and (others := set(ranks.values()) - {config["r"]}):
+        raise ValueError(
+            f"{file} has matrices of rank {min(others)}, and r is {config['r']} in {CONFIG_FILE}. "
+            "Do the two files belong together?"
+        )
     return AdapterFiles(file, {name: _scaling(config, name, ranks[name]) for name in names}, stat)
 
 

@@ -27,7 +27,7 @@ from enum import Enum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, describe_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,3 +165,8 @@ def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBack
         f"structured_outputs: no backend takes it. {' '.join(reasons)}{advice}",
         parameter="structured_outputs",
     )
+
+
+def describe_misfit(error: Exception) -> str:
+    """What to say of an error that came of JSON with other parts than expected."""
+    return f"a part of it is missing, or has a wrong type ({describe_error(error)})"

@@ -35,6 +35,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
     StructuredOutputOptions,
+    describe_misfit,
 )
 from nanoserve.extras.structured_output.dfa import rewrite
 from nanoserve.extras.structured_output.json_schema import close, rewrite_patterns
@@ -59,7 +60,7 @@ class GuidanceBackend(StructuredOutputBackend):
         try:
             grammar = _to_grammar(spec)
         except (AssertionError, AttributeError, KeyError, TypeError) as error:
-            raise _error(spec, f"{type(error).__name__}: {error}") from error
+            raise _error(spec, describe_misfit(error)) from error
         message = LLMatcher.validate_grammar(grammar)
         if message and not message.startswith("WARNING"):
             raise _error(spec, message)

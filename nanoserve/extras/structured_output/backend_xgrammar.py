@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
     StructuredOutputOptions,
+    describe_misfit,
 )
 from nanoserve.extras.structured_output.dfa import rewrite
 from nanoserve.extras.structured_output.json_schema import (
@@ -169,7 +171,7 @@ def _adapt(spec: GrammarSpec) -> str:
             case StructuredOutputOptions.STRUCTURAL_TAG:
                 return json.dumps(_adapt_tag(json.loads(text), adapt_schema))
     except (AttributeError, KeyError, TypeError) as error:
-        raise _error(spec, error) from error
+        raise _error(spec, describe_misfit(error)) from error
     return text
 
 
@@ -189,7 +191,9 @@ def _to_grammar(spec: GrammarSpec, text: str) -> Grammar:
             case StructuredOutputOptions.STRUCTURAL_TAG:
                 return _read_tag(json.loads(text))
         return (Grammar.from_ebnf if "::=" in text else Grammar.from_lark)(text)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _error(spec, describe_misfit(error)) from error
+    except (RuntimeError, ValueError) as error:
         raise _error(spec, error) from error
 
 
@@ -228,8 +232,9 @@ def _refuse(what: str, advice: str) -> VLLMValidationError:
     )
 
 
-def _error(spec: GrammarSpec, error: Exception) -> VLLMValidationError:
+def _error(spec: GrammarSpec, error: Exception | str) -> VLLMValidationError:
     kind, given = spec.request_type.name.lower(), brief(spec.grammar_spec)
+    why = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()  # without the place in its source
     return VLLMValidationError(
-        f"xgrammar cannot read this {kind}, {given}: {error}", parameter="structured_outputs"
+        f"xgrammar cannot read this {kind}, {given}: {why}", parameter="structured_outputs"
     )

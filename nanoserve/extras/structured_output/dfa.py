@@ -115,6 +115,8 @@ def build_nfa(pattern: str, is_outline: bool = False) -> NFA:
 
 
 def _parse(pattern: str) -> Any:
+    if re.search(r"\[\[:\w+:]", pattern):  # Python's re takes it for a class of [, : and letters
+        raise _refuse(pattern, "a class such as [[:alpha:]]")
     try:
         parsed = re_parser.parse(pattern, re.ASCII)
     except (re.error, OverflowError, ValueError) as error:

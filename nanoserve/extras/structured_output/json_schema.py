@@ -170,6 +170,9 @@ def _find_here(schema: Schema, root: Schema) -> str | None:
         keys -= {"uniqueItems"}
     for key in sorted(keys & (NEVER | {"uniqueItems"})):
         return key
+    for key in ("type", "anyOf", "oneOf"):
+        if schema.get(key) == []:
+            return f"an empty {key}, which no value fits"
     for key in ALONE:
         if key in keys:
             return _find_beside(key, keys - {key}, schema, root)
@@ -242,6 +245,9 @@ def _find_in_string(schema: Schema) -> str | None:
     if "format" in schema and schema["format"] not in FORMATS:
         return f"the format {brief(schema['format'])}"
     bounds = {"minLength", "maxLength"} & set(schema)
+    for key in sorted(bounds):
+        if type(schema[key]) is not int:
+            return f"the {key} {brief(schema[key])}"
     for key in ("pattern", "format"):
         if key in schema and bounds:
             return f"{min(bounds)} beside {key}"
