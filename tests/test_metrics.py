@@ -763,6 +763,8 @@ def test_two_engines_have_two_registries(make_engine: MakeEngine) -> None:
     PrometheusStatLogger(one, registry, model_name="one")
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         PrometheusStatLogger(two, registry, model_name="two")
+    with pytest.raises(TypeError, match="registry must be a CollectorRegistry or None, got 5"):
+        PrometheusStatLogger(two, registry=5)
     assert b'model_name="one"' in client.generate_latest(registry)
     assert not [f.name for f in client.REGISTRY.collect() if f.name.startswith("vllm:")]
 
@@ -840,6 +842,12 @@ def spans() -> Any:
     provider, exporter = sdk.TracerProvider(), memory.InMemorySpanExporter()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     return provider, exporter.get_finished_spans
+
+
+def test_a_provider_of_spans_is_opentelemetrys(make_engine: MakeEngine) -> None:
+    pytest.importorskip("opentelemetry.trace", reason="needs opentelemetry-api")
+    with pytest.raises(TypeError, match="tracer_provider must be a TracerProvider or None, got 5"):
+        TracingStatLogger(make_engine(), tracer_provider=5)
 
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7

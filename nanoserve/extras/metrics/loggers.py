@@ -193,15 +193,19 @@ class PrometheusStatLogger(CountingStatLogger):
 
     def __init__(self, llm: Any, registry: Any = None, model_name: str | None = None) -> None:
         """registry: a prometheus_client.CollectorRegistry that asks this logger, too; None: one of
-        its own. Raises ModuleNotFoundError if prometheus-client is not installed, ValueError if the
-        registry has these metrics of another engine: a text tells each metric once."""
+        its own. Raises ModuleNotFoundError if prometheus-client is not installed, TypeError for
+        what is no registry, ValueError for one that has these metrics of another engine: a text
+        tells each metric once."""
         try:
             self._client = import_module("prometheus_client")
         except ModuleNotFoundError as error:
             message = 'Prometheus metrics need prometheus-client: pip install -e ".[server]".'
             raise ModuleNotFoundError(message, name="prometheus_client") from error
         super().__init__(llm, model_name)
-        self.registry = self._client.CollectorRegistry() if registry is None else registry
+        registry_cls = self._client.CollectorRegistry
+        if not isinstance(registry, (registry_cls, type(None))):
+            raise TypeError(f"registry must be a CollectorRegistry or None, got {brief(registry)}.")
+        self.registry = registry_cls() if registry is None else registry
         self.registry.register(self)
 
     @property
