@@ -205,6 +205,10 @@ def variant(text: str) -> tuple[str, Values]:
     if not colon or not all(equals for _, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME:OPTION=VALUE,OPTION=VALUE.")
     values = {option: python_value(value) for option, _, value in pairs}
+    for option in sorted({"model", "dtype", "device"} & values.keys()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {option} is the same for all engines. Give --{option} instead."
+        )
     try:
         EngineConfig(**read_options("LLM", values))
     except (TypeError, ValueError) as error:
