@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +360,30 @@ def test_a_bad_adapter_queues_nothing(
     llm.generate(STORY, GREEDY, lora_request=family.requests[1], use_tqdm=False)
     with pytest.raises(error, match=message):
         llm.generate([STORY, STORY], GREEDY, lora_request=lora_request)
+    assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lora_int_id", [], "lora_int_id must be an int, got "),
+        ("lora_int_id", "x", "lora_int_id must be an int, got 'x'"),
+        ("lora_path", 5, "lora_path must be a string, got 5"),
+        ("lora_path", None, "lora_path must be a string, got None"),
+        ("lora_path", ..., "not a whole LoRARequest: .* no attribute 'lora_path'"),  # deleted
+        ("lora_int_id", ..., "not a whole LoRARequest: .* no attribute 'lora_int_id'"),
+    ],
+)
+def test_a_lora_request_that_was_changed_is_checked_again(
+    llm: LLM, family: Family, field: str, value: Any, message: str
+) -> None:
+    forged = replace(family.requests[1])
+    if value is ...:
+        object.__delattr__(forged, field)
+    else:
+        object.__setattr__(forged, field, value)
+    with pytest.raises(TypeError, match=message):
+        llm.generate(STORY, GREEDY, lora_request=forged)
     assert not llm.has_unfinished_requests()
 
 

@@ -549,6 +549,16 @@ def test_an_update_that_fails_is_taken_back(
         )
 
 
+class BrokenDict(dict[str, Any]):
+    def items(self) -> Any:
+        raise LookupError("no items")
+
+
+class BrokenList(list[str]):
+    def __iter__(self) -> Iterator[str]:
+        raise LookupError("no items")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "it has none; allowed: exactly one of json, regex"),
     ({"regex": "a", "choice": ["a"]}, "it has regex and choice"),
@@ -560,6 +570,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "a list of strings, not empty"),
     ({"choice": ["a", 1]}, "choice holds 1; allowed: strings"),
     ({"choice": ["a"] * 5000}, "5000 items; allowed: up to 4096"),
+    ({"choice": BrokenList(["a"])}, r"choice is \['a'\], which cannot be read \(no items\)"),
+    ({"json": BrokenDict(a=1)}, r"json is {'a': 1}, which cannot be written as JSON \(no items\)"),
+    ({"json": {"enum": BrokenList(["a"])}}, "json is .* cannot be written as JSON"),
     ({"json": "{"}, "which is not JSON"),
     ({"json": "[]"}, "allowed: a JSON object"),
     ({"json": 5}, "json must be a dict or its JSON, got 5.*model_json_schema"),
