@@ -144,8 +144,8 @@ def index_on(numbers: list[int], device: torch.device) -> Tensor:
     """An index [len(numbers)]. On a GPU it arrives later, and the CPU does not wait: in pinned
     memory, the allocator keeps the source until then."""
     if device.type == "cpu":
-        return torch.tensor(numbers)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(numbers, device="cpu")
+    return torch.tensor(numbers, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def determine_num_kv_blocks(
