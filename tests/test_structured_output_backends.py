@@ -508,7 +508,7 @@ def test_a_deleted_working_directory_is_no_obstacle(
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    guard = CompileGuard(vocabulary(), 0)
+    guard = CompileGuard(vocabulary())
     guard.compile("xgrammar", spec_of("REGEX", "a+"))
     guard.close()
 
