@@ -89,6 +89,23 @@ def test_a_hole_keeps_signature_and_specification(number: str) -> None:
     assert holes.take(source, task.name).startswith("def ")
 
 
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("1.6", "if it has one"),
+        ("2.5", "skip_reading_prefix_cache"),
+        ("3.4", "metrics.scheduled_ts"),
+        ("12.3", "the token comes from p"),
+        ("12.6", "max_tokens"),
+        ("12.6", "metrics"),
+    ],
+)
+def test_what_nobody_could_guess_is_in_the_specification(number: str, words: str) -> None:
+    """Points hang on it, and a student has only the docstring."""
+    _, task = TASKS[number]
+    assert words in (ast.get_docstring(holes.find(source_of(task), task.name)) or "")
+
+
 def test_a_name_that_is_not_there_or_twice() -> None:
     with pytest.raises(LookupError, match=r"0 functions have the name A\.g"):
         holes.find("class A:\n    def f(self): ...", "A.g")
