@@ -105,7 +105,7 @@ def test_it(lab, behaviour):
                 raise
             pytest.skip(f"needs {error}, of a later lab")
 '''
-PYTEST = "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -q\n"
+PYTEST = "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -q --tb=short\n"
 
 OWN_FILES = """
 Files that you write yourself, and that are graded as they are:
