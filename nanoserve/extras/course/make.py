@@ -65,6 +65,7 @@ pip install --no-deps -e .
 python -m nanoserve course check                  # is this machine ready?
 python -m nanoserve course grade                  # what is right so far?
 python -m pytest -k share --pdb                   # the same checks, with a debugger
+python -m nanoserve course grade --whole          # when all is written: does it answer rightly?
 ```
 
 The holes, to be written in the order of their numbers:
