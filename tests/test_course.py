@@ -406,6 +406,8 @@ def test_no_solution_is_in_the_tree(tree: Path) -> None:
         assert make.find_leaks(tree, {"BlockPool.free": body}) == [
             ("BlockPool.free", Path("nanoserve/notes.md"))
         ]
+        leaked.write_text("".join(f"    {line}   --->   a remark\n" for line in body))
+        assert make.find_leaks(tree, {"BlockPool.free": body}), "between other words"
     finally:
         leaked.unlink()
 

@@ -179,7 +179,8 @@ def body_of(file: Path, name: str) -> list[str]:
 
 
 def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]]:
-    """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file."""
+    """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file: as
+    code, or its lines in their order in a text or a string, whatever stands between them."""
     leaks = []
     long = {name: "\n".join(body) for name, body in bodies.items() if len(body) > MOST_COMMON_LINES}
     words = {name: set(re.findall(r"[A-Za-z_]\w*", text)) for name, text in long.items()}
@@ -189,11 +190,16 @@ def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]
         text = file.read_text(encoding="utf-8", errors="replace")
         known = set(re.findall(r"[A-Za-z_]\w*", text))
         candidates = [name for name in long if words[name] <= known]
+        quoted = text
         if candidates and file.suffix == ".py":
-            text = ast.unparse(ast.parse(text))
-        flat = re.sub(r"\s+", "", text)
+            tree = ast.parse(text)
+            text = ast.unparse(tree)
+            strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            quoted = "\n".join(each for each in strings if isinstance(each, str))
+        flat, quoted = re.sub(r"\s+", "", text), re.sub(r"\s+", "", quoted)
         for name in candidates:
-            if re.sub(r"\s+", "", long[name]) in flat:
+            body = [re.sub(r"\s+", "", line) for line in long[name].splitlines()]
+            if "".join(body) in flat or re.search(".*?".join(map(re.escape, body)), quoted):
                 leaks.append((name, file.relative_to(out)))
     return leaks
 
