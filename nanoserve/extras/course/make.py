@@ -64,6 +64,11 @@ pip install -r requirements.txt
 pip install --no-deps -e .
 python -m nanoserve course check                  # is this machine ready?
 python -m nanoserve course grade                  # what is right so far?
+```
+"""
+
+HOLES = """
+```bash
 python -m pytest -k share --pdb                   # the same checks, with a debugger
 python -m nanoserve course grade --whole          # when all is written: does it answer rightly?
 ```
@@ -241,8 +246,11 @@ def write_around(
         name: ", ".join(f"{task.number} `{task.name}`" for task in tasks)
         for name, tasks in files.items()
     }
-    listed = "\n".join(f"- `{name}`: {text}" for name, text in holes_of.items()) or "(none)"
-    text = README.format(title=title, files=listed)
+    text = README.format(title=title)
+    if files:
+        text += HOLES.format(
+            files="\n".join(f"- `{name}`: {text}" for name, text in holes_of.items())
+        )
     if own:
         text += OWN_FILES.format(files="\n".join(f"- `{name}`" for name in own))
     (out / "README.md").write_text(text, encoding="utf-8")
