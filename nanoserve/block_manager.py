@@ -215,10 +215,12 @@ class BlockManager:
         """The cached blocks of the longest cached prefix of `seq`, which must hold no blocks yet.
 
         The last token is never taken from the cache, because its logits are needed. So a prompt of
-        exactly two blocks that is wholly cached hits one block: 8 tokens, (8 - 1) // 4 = 1.
+        exactly two blocks that is wholly cached hits one block: 8 tokens, (8 - 1) // 4 = 1. None
+        is taken by a request that skips the cache (sampling_params.skip_reading_prefix_cache): for
+        one, prompt logprobs need the logits of every prompt token.
         """
         if not self.enable_prefix_caching or seq.sampling_params.skip_reading_prefix_cache:
-            return []  # for one: prompt logprobs need the logits of every prompt token
+            return []
         block_ids: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
         for block_hash in self._hashes_of(seq, max_hits)[:max_hits]:
@@ -344,8 +346,9 @@ class BlockManager:
         self.block_tables[seq.seq_id] = block_table
 
     def free(self, seq: Sequence) -> None:
-        """Close the block table of `seq`, in either pool. The last block joins the queue first, so
-        that the last block is reused first: prefixes are shared more often than endings."""
+        """Close the block table of `seq`, in either pool, if it has one. The last block joins the
+        queue first, so that the last block is reused first: prefixes are shared more often than
+        endings."""
         for block_id in reversed(self.block_tables.pop(seq.seq_id, ())):
             self.pool.free(block_id)
         for block_id in self.swapped_tables.pop(seq.seq_id, ()):

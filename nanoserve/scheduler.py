@@ -186,7 +186,8 @@ class Scheduler:
                 return
 
     def _admit(self, seq: Sequence, step: _Step) -> bool:
-        """WAITING -> RUNNING, if `seq` fits. num_cached_tokens counts the first admission only."""
+        """WAITING -> RUNNING, if `seq` fits. The first admission alone sets metrics.scheduled_ts
+        and num_cached_tokens."""
         if not self.has_seq_slot(seq):
             return False
         cached_blocks = self.block_manager.get_cached_blocks(seq)
@@ -302,7 +303,9 @@ class Scheduler:
         return updates
 
     def _accept(self, item: ScheduledSequence, output: ModelOutput, update: SequenceUpdate) -> None:
-        """Take back what was computed behind the accepted drafts, and note the next drafts."""
+        """Take back what was computed behind the accepted drafts, and note the next ones: at most
+        item.num_spec_tokens, and one less than max_tokens leaves. `update` and the metrics count
+        drafts and accepted ones."""
         seq, number = update.sequence, len(item.draft_token_ids)
         if number:
             update.num_accepted_tokens = len(output.sampled_token_ids[seq.seq_id]) - 1

@@ -23,7 +23,8 @@ pytest.importorskip("nanoserve.extras.course.cli")
 from course_sample import sample
 
 from nanoserve.__main__ import main
-from nanoserve.extras.course import child, grader, graft, holes, later, make, whole
+from nanoserve.block_manager import BlockManager, BlockPool
+from nanoserve.extras.course import child, cli, grader, graft, holes, later, make, whole
 from nanoserve.extras.course.exports import export_gradescope
 from nanoserve.extras.course.grader import ROOT, grade, grade_task
 from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
@@ -87,6 +88,23 @@ def test_a_hole_keeps_signature_and_specification(number: str) -> None:
     assert ast.get_docstring(after), f"{task.name} needs a docstring: it is the specification"
     assert ast.unparse(after.body[-1]) == f"raise NotImplementedError({task.message!r})"
     assert holes.take(source, task.name).startswith("def ")
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        ("1.6", "if it has one"),
+        ("2.5", "skip_reading_prefix_cache"),
+        ("3.4", "metrics.scheduled_ts"),
+        ("12.3", "the token comes from p"),
+        ("12.6", "max_tokens"),
+        ("12.6", "metrics"),
+    ],
+)
+def test_what_nobody_could_guess_is_in_the_specification(number: str, words: str) -> None:
+    """Points hang on it, and a student has only the docstring."""
+    _, task = TASKS[number]
+    assert words in (ast.get_docstring(holes.find(source_of(task), task.name)) or "")
 
 
 def test_a_name_that_is_not_there_or_twice() -> None:
@@ -388,6 +406,8 @@ def test_no_solution_is_in_the_tree(tree: Path) -> None:
         assert make.find_leaks(tree, {"BlockPool.free": body}) == [
             ("BlockPool.free", Path("nanoserve/notes.md"))
         ]
+        leaked.write_text("".join(f"    {line}   --->   a remark\n" for line in body))
+        assert make.find_leaks(tree, {"BlockPool.free": body}), "between other words"
     finally:
         leaked.unlink()
 
@@ -425,13 +445,68 @@ def test_the_engine_answers_every_load() -> None:
 @pytest.mark.slow
 def test_a_whole_engine_is_graded(tree: Path) -> None:
     report = grader.grade_whole(LABS, ROOT, seed=3)
-    assert report.score == report.most == len(whole.LOADS), report.describe()
+    assert report.score == report.most == len(whole.get_titles()), report.describe()
     report = grader.grade_whole(LABS, tree, seed=3)
     assert report.score == 0
-    assert "NotImplementedError" in report.describe()
+    assert "not written yet (" in report.describe()
+
+
+def test_what_a_whole_engine_prints_on_the_way_does_not_count() -> None:
+    text = "found it!\n" + json.dumps(whole.answer("one", 5))
+    assert whole.compare("one", 5, text) == ("right", "")
+    assert whole.compare("one", 5, "found it!") == ("wrong", "your engine printed no answers")
+
+
+def test_a_whole_engine_that_fails_names_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockManager, "block_tables", property(lambda self: {}), raising=False)
+    with pytest.raises(AttributeError) as caught:
+        whole.answer("one", 5)
+    said = whole.describe(caught.value)
+    assert "of nanoserve/block_manager.py: self.block_tables" in said
+    assert whole.compare("one", 5, json.dumps({"error": said})) == ("wrong", said)
+
+
+@pytest.mark.slow
+def test_a_wrong_block_is_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is overwritten can still be found."""
+    monkeypatch.setattr(BlockPool, "uncache", lambda self, block_id: None)
+    status, message = whole.compare_texts(1, whole.answer_questions(1))
+    assert status == "wrong"
+    assert "the model says" in message, message
 
 
 # -- the commands --
+
+
+def test_each_lab_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["course", "make", str(tmp_path / "out"), "--labs", "1,1"]) == 0
+    assert "6 holes in 1 file;" in capsys.readouterr().out
+
+
+def test_a_tree_is_graded_on_the_labs_that_it_was_made_for(tmp_path: Path) -> None:
+    for text, labs in [
+        ('{"labs": [3, 1, 1, 15]}', [1, 3]),
+        ('{"labs": 3}', None),
+        ('{"labs": ["a"]}', None),
+        ("[1]", None),
+        ("{", None),
+    ]:
+        (tmp_path / "course.json").write_text(text, encoding="utf-8")
+        assert cli.labs_of(tmp_path, "") == labs, text
+    assert cli.labs_of(tmp_path / "missing", "") is None
+
+
+def test_in_a_tree_what_it_does_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(make, "read_course", lambda *_: {"labs": [1, 2]})
+    assert main(["course", "grade", "--labs", "1,5"]) == 1
+    assert "lab 5 is not in this tree; it has [1, 2]" in capsys.readouterr().err
+    assert main(["course", "make", str(tmp_path / "out")]) == 1
+    assert "this is a student's tree" in capsys.readouterr().err
+    monkeypatch.setattr(whole, "get_titles", lambda: {"one": "one request after the other"})
+    assert main(["course", "grade", "--whole"]) == 0
+    assert "1 of 1 points" in capsys.readouterr().out
 
 
 def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

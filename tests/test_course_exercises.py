@@ -287,6 +287,22 @@ def test_a_policy_that_breaks_a_rule(source: str, message: str, tmp_path: Path) 
     assert message in said(outcomes)
 
 
+def test_a_tree_without_holes_does_not_speak_of_them(tmp_path: Path) -> None:
+    make.make(tmp_path / "out", load_labs([10]))
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "policy.py" in text
+    assert "hole" not in text and "pytest" not in text
+
+
+def test_nothing_is_no_worse_than_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a hard trace first come, first served keeps no promise either."""
+    nothing = contest_10.Result(0, 120, 7.0, 120, 0, 0)
+    monkeypatch.setattr(contest_10, "serve_in_order", lambda *_: nothing)
+    monkeypatch.setattr(contest_10, "read_result", lambda _: nothing)
+    outcomes = outcomes_of(contest_10.LAB, write(tmp_path, contest_10.FILE, contest_10.STARTER))
+    assert score(outcomes) == 3, said(outcomes)
+
+
 @pytest.mark.slow
 def test_a_rule_that_is_broken_once_costs_that_trace(tmp_path: Path) -> None:
     """The long queue of "bursts" is where it shows."""

@@ -2,7 +2,9 @@
 
     nanoserve course make OUT --labs 1,2,3     a student's tree: the engine with holes
     nanoserve course check                     is this machine ready?
+    nanoserve course list                      the labs, their tasks and points
     nanoserve course grade SUBMISSION          points, and a sentence for what is wrong
+    nanoserve course export gradescope FILE    a zip that grades on a service
     nanoserve course quiz ID                   the sheet of a student: ten numbers from a trace
     nanoserve course contest A B C             a leaderboard of schedulers
 
@@ -15,6 +17,8 @@
     grader.py    the parent: one function at a time, in the right engine
     graft.py     a student's function in the place of the engine's
     child.py     the process that holds a student's function, within limits
+    whole.py     what a student's whole engine is asked, and what is right
+    mutants.py   mistakes that the checks must find; also the engines of the bug hunt
     exports.py   a zip for a grading service
     ready.py     `check`;  cli.py  the commands
 

@@ -16,6 +16,7 @@ from nanoserve.extras.course import exports, grader, make, ready
 from nanoserve.extras.course.spec import Lab, Setting, load_labs
 
 VARIANT_LAB = 15  # only if a term is named
+ALL = "default: all but a bonus"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,12 +26,12 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     each = commands.add_parser("make", help="write a student's tree")
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
+    each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
     each = commands.add_parser("export", help="a zip for a grading service")
     each.add_argument("service", choices=["gradescope"])
     each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
+    each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
     each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
     each.add_argument("--secret", default="", metavar="WORD", help="as it was given to `quiz`")
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument(
         "submission", type=Path, nargs="?", default=None, help="a student's tree (default: here)"
     )
-    each.add_argument("--labs", type=lab_numbers, help="such as 1,2,3 (default: all but a bonus)")
+    each.add_argument("--labs", type=lab_numbers, metavar="1,2", help="default: those of the tree")
     how = each.add_mutually_exclusive_group()
     how.add_argument("--graft", action="store_true", help="each function alone (the default)")
     how.add_argument("--whole", action="store_true", help="the student's whole engine")
@@ -67,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def lab_numbers(text: str) -> list[int]:
-    """For argparse: "1,2,3"."""
+    """For argparse: "1,2,3". In their order, each once."""
     try:
-        return [int(part) for part in text.split(",")]
+        return sorted({int(part) for part in text.split(",")})
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,3") from error
 
@@ -87,9 +88,15 @@ def main(arguments: list[str]) -> int:
         return contest(args.submissions, args.seed, args.plot)
     course = make.read_course()
     numbers = getattr(args, "labs", None)
-    if numbers is None and course is not None:
-        numbers = course["labs"]
     term = getattr(args, "variant", "") or (course or {}).get("variant", "")
+    if course is not None:
+        if args.command in ("make", "export"):
+            raise ValueError(f"this is a student's tree; `{args.command}` needs the whole source.")
+        if missing := set(numbers or ()) - set(course["labs"]):
+            raise ValueError(f"lab {min(missing)} is not in this tree; it has {course['labs']}.")
+        numbers = numbers or course["labs"]
+    elif args.command == "grade" and numbers is None:
+        numbers = labs_of(args.submission, term)
     if args.command in ("make", "export") and term and numbers and VARIANT_LAB not in numbers:
         numbers = [*numbers, VARIANT_LAB]
     labs = load_labs(numbers)
@@ -102,7 +109,8 @@ def main(arguments: list[str]) -> int:
     if args.command == "make":
         files = make.make(args.out, labs, term)
         num_tasks = sum(len(lab.tasks) for lab in labs)
-        print(f"{args.out}: {num_tasks} holes in {len(files)} files; see {args.out}/README.md")
+        where = f"{len(files)} file{'s' * (len(files) != 1)}"
+        print(f"{args.out}: {num_tasks} holes in {where}; see {args.out}/README.md")
         return 0
     if args.command == "export":
         hidden = {} if args.hidden is None else read_hidden(args.hidden)
@@ -113,6 +121,16 @@ def main(arguments: list[str]) -> int:
         print(f"{args.file}: upload it as the autograder of an assignment")
         return 0
     return grade(args, labs, term, is_own=course is not None)
+
+
+def labs_of(submission: Path | None, term: str) -> list[int] | None:
+    """The labs of which a submission says that it was made for them. None if it does not say."""
+    try:
+        course = make.read_course(submission or Path())
+        numbers = lab_numbers(",".join(str(number) for number in (course or {})["labs"]))
+    except (OSError, ValueError, LookupError, TypeError, argparse.ArgumentTypeError):
+        return None
+    return [number for number in numbers if term or number != VARIANT_LAB]
 
 
 def describe_labs(labs: list[Lab]) -> str:
@@ -186,11 +204,11 @@ def grade(args: argparse.Namespace, labs: list[Lab], term: str, is_own: bool) ->
 
         hunt_9.HUNT.bank += read_bank(args.bank)
     setting = Setting(term=term, secret=args.secret, student=args.student, is_own=is_own)
-    num_tasks = sum(len(lab.get_tasks(setting)) for lab in labs)
-    with tqdm(total=num_tasks, desc="grading", unit="task", file=sys.stderr) as bar:
-        if args.whole and submission is not None:
-            report = grader.grade_whole(labs, submission, seed=args.seed)
-        else:
+    if args.whole:
+        report = grader.grade_whole(labs, submission or grader.ROOT, seed=args.seed)
+    else:
+        num_tasks = sum(len(lab.get_tasks(setting)) for lab in labs)
+        with tqdm(total=num_tasks, desc="grading", unit="task", file=sys.stderr) as bar:
             report = grader.grade(
                 labs,
                 submission,

@@ -291,8 +291,8 @@ def grade_whole(labs: Iterable[Lab], submission: Path, *, seed: int | None = Non
     seed = secrets.randbelow(2**32) if seed is None else seed
     lab = Lab(0, "Your whole engine", [], memory=768, seconds=30.0)
     task = Task("whole", "nanoserve", "your whole engine")
-    for load in whole.LOADS:
-        behaviour = Behaviour(load, whole.LOADS[load].title, 1.0, lambda: None)
+    for load, title in whole.get_titles().items():
+        behaviour = Behaviour(load, title, 1.0, lambda: None)
         status, message = run_whole(submission, lab, load, seed)
         report.outcomes.append(Outcome(lab, task, behaviour, status, message))
         task.behaviours.append(behaviour)

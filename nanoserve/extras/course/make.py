@@ -64,7 +64,13 @@ pip install -r requirements.txt
 pip install --no-deps -e .
 python -m nanoserve course check                  # is this machine ready?
 python -m nanoserve course grade                  # what is right so far?
+```
+"""
+
+HOLES = """
+```bash
 python -m pytest -k share --pdb                   # the same checks, with a debugger
+python -m nanoserve course grade --whole          # when all is written: does it answer rightly?
 ```
 
 The holes, to be written in the order of their numbers:
@@ -105,7 +111,7 @@ def test_it(lab, behaviour):
                 raise
             pytest.skip(f"needs {error}, of a later lab")
 '''
-PYTEST = "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -q\n"
+PYTEST = "[pytest]\ntestpaths = tests\npythonpath = .\naddopts = -q --tb=short\n"
 
 OWN_FILES = """
 Files that you write yourself, and that are graded as they are:
@@ -178,7 +184,8 @@ def body_of(file: Path, name: str) -> list[str]:
 
 
 def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]]:
-    """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file."""
+    """(function, file) where a body of more than MOST_COMMON_LINES lines still is in a file: as
+    code, or its lines in their order in a text or a string, whatever stands between them."""
     leaks = []
     long = {name: "\n".join(body) for name, body in bodies.items() if len(body) > MOST_COMMON_LINES}
     words = {name: set(re.findall(r"[A-Za-z_]\w*", text)) for name, text in long.items()}
@@ -188,11 +195,16 @@ def find_leaks(out: Path, bodies: dict[str, list[str]]) -> list[tuple[str, Path]
         text = file.read_text(encoding="utf-8", errors="replace")
         known = set(re.findall(r"[A-Za-z_]\w*", text))
         candidates = [name for name in long if words[name] <= known]
+        quoted = text
         if candidates and file.suffix == ".py":
-            text = ast.unparse(ast.parse(text))
-        flat = re.sub(r"\s+", "", text)
+            tree = ast.parse(text)
+            text = ast.unparse(tree)
+            strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+            quoted = "\n".join(each for each in strings if isinstance(each, str))
+        flat, quoted = re.sub(r"\s+", "", text), re.sub(r"\s+", "", quoted)
         for name in candidates:
-            if re.sub(r"\s+", "", long[name]) in flat:
+            body = [re.sub(r"\s+", "", line) for line in long[name].splitlines()]
+            if "".join(body) in flat or re.search(".*?".join(map(re.escape, body)), quoted):
                 leaks.append((name, file.relative_to(out)))
     return leaks
 
@@ -234,8 +246,11 @@ def write_around(
         name: ", ".join(f"{task.number} `{task.name}`" for task in tasks)
         for name, tasks in files.items()
     }
-    listed = "\n".join(f"- `{name}`: {text}" for name, text in holes_of.items()) or "(none)"
-    text = README.format(title=title, files=listed)
+    text = README.format(title=title)
+    if files:
+        text += HOLES.format(
+            files="\n".join(f"- `{name}`: {text}" for name, text in holes_of.items())
+        )
     if own:
         text += OWN_FILES.format(files="\n".join(f"- `{name}`" for name in own))
     (out / "README.md").write_text(text, encoding="utf-8")

@@ -8,6 +8,9 @@ The engine runs on the fake model, which reads its next token back out of the KV
 answer. The right answer is a function of the prompt alone, which the parent computes without any
 engine: an answer cannot be right by chance, and a child cannot say that it is right.
 
+Where PyTorch is installed, the demo model answers questions, too: there a wrong block is a wrong
+text, beside the one that transformers makes.
+
 The module imports only what a student's package has, and of that only when it answers.
 
 vLLM: none.
@@ -16,9 +19,13 @@ vLLM: none.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import random
 import sys
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 LIMIT_STEPS = 20_000
@@ -51,6 +58,18 @@ LOADS = {
     ),
     "branches": Load("several completions of each prompt", {**MANY, "max_num_seqs": 16}, 8, 30, 3),
 }
+
+
+TEXT = "text"  # one more load, on the demo model
+ANSWER_TOKENS = 40
+
+
+def get_titles() -> dict[str, str]:
+    """load -> title, of those that can be tried here."""
+    titles = {name: load.title for name, load in LOADS.items()}
+    if find_spec("torch") and find_spec("transformers"):
+        titles[TEXT] = "a real model: conversations with few blocks"
+    return titles
 
 
 def draw(load: str, seed: int) -> list[tuple[list[int], int]]:
@@ -113,12 +132,84 @@ def answer(load: str, seed: int) -> list[list[list[int]]]:
     ]
 
 
+def draw_questions(seed: int) -> list[list[dict[str, str]]]:
+    """Conversations for the demo model. They begin alike, and some ask for their own content."""
+    rng = random.Random(f"{TEXT} {seed}")
+    words = rng.sample(["red", "kite", "bread", "green", "lamp", "boat", "apple", "blue"], 8)
+    texts = ["Tell me a story.", "What is the capital of France?"]
+    texts += [f"What is {rng.randint(10, 99)} + {rng.randint(10, 99)}?" for _ in range(3)]
+    texts += [f"Repeat after me: {' '.join(words[i : i + 4])}" for i in range(3)]
+    again = rng.sample(texts, len(texts))  # what was said before lies in blocks that others need
+    return [[{"role": "user", "content": text}] for text in texts + again]
+
+
+def answer_questions(seed: int) -> list[str]:
+    """What this engine lets the demo model say."""
+    from nanoserve.llm import LLM
+    from nanoserve.sampling_params import SamplingParams
+
+    options: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 88}
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    with LLM(**options, num_gpu_blocks_override=24, max_num_batched_tokens=64) as llm:
+        outputs = llm.chat(draw_questions(seed), params, use_tqdm=False)
+    return [each.outputs[0].text for each in outputs]
+
+
+def right_texts(seed: int) -> list[str]:
+    """What the demo model says, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = Path(__file__).parents[2] / "demo"
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    texts: list[str] = []
+    for messages in draw_questions(seed):
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        new = output[0, prompt["input_ids"].shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True))
+    return texts
+
+
+def compare_texts(seed: int, given: Any) -> tuple[str, str]:
+    """(status, message) for the answers of the demo model."""
+    for number, right in enumerate(right_texts(seed)):
+        got = given[number] if isinstance(given, list) else None
+        if got != right:
+            question = draw_questions(seed)[number][0]["content"]
+            return "wrong", f"{question}\nthe model says   {right!r}\nyour engine says {got!r}"
+    return "right", ""
+
+
+def describe(error: Exception) -> str:
+    """The exception, and the last line of the student's engine."""
+    if isinstance(error, NotImplementedError):
+        return f"not written yet ({error})"
+    import nanoserve
+
+    message, package = f"{type(error).__name__}: {error}", Path(nanoserve.__file__).parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if file.is_relative_to(package) and not file.is_relative_to(package / "extras" / "course"):
+            place = file.relative_to(package.parent).as_posix()
+            return f"{message}\n  line {frame.lineno} of {place}: {frame.line}"
+    return message
+
+
 def compare(load: str, seed: int, text: str) -> tuple[str, str]:
-    """(status, message) for what a child printed."""
+    """(status, message) for what a child printed; its last line counts."""
     from nanoserve.tools.fake_executor import reference_output
 
-    with contextlib.suppress(ValueError):
-        given = json.loads(text)
+    with contextlib.suppress(ValueError, LookupError):
+        given = json.loads(text.splitlines()[-1])
+        if isinstance(given, dict):
+            return "wrong", str(given["error"])
+        if load == TEXT:
+            return compare_texts(seed, given)
         for number, (prompt, length) in enumerate(draw(load, seed)):
             for branch in range(LOADS[load].n):
                 right = reference_output(prompt, length, seed=number, branch=branch)
@@ -133,9 +224,16 @@ def compare(load: str, seed: int, text: str) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
+    wanted, drawn = sys.argv[1], int(sys.argv[2])
     with contextlib.suppress(ImportError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (768 * 2**20, resource.RLIM_INFINITY))
+        memory = 6144 if wanted == TEXT else 768  # MiB of address space: torch maps much
+        resource.setrlimit(resource.RLIMIT_AS, (memory * 2**20, resource.RLIM_INFINITY))
         resource.setrlimit(resource.RLIMIT_CPU, (30, 31))
-    print(json.dumps(answer(sys.argv[1], int(sys.argv[2]))))
+    result: Any
+    try:
+        result = answer_questions(drawn) if wanted == TEXT else answer(wanted, drawn)
+    except Exception as error:
+        result = {"error": describe(error)}
+    print("\n" + json.dumps(result))

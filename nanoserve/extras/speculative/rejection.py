@@ -118,7 +118,8 @@ def rejection_sample(
 
     target_probs and draft_probs [num_rows, vocab_size], draft_token_ids [num_rows] int64, accept
     and recover [num_rows] float64 in [0, 1) -> [num_rows] int64. draft_probs None: each draft was
-    certain. Rows without a draft (-1) mean nothing.
+    certain. Rows without a draft (-1) mean nothing. p and q are rounded: a draft may be rejected
+    though nothing of p is left; then the token comes from p.
     """
     drafts = draft_token_ids.clamp(min=0)[:, None]
     target = target_probs.gather(1, drafts)[:, 0]
@@ -128,6 +129,5 @@ def rejection_sample(
     else:
         is_accepted = accept * draft_probs.gather(1, drafts)[:, 0] < target
         rest = (target_probs - draft_probs).clamp(min=0)
-    # p and q are rounded: a draft may be rejected though nothing of p is left.
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target_probs)
     return torch.where(is_accepted, draft_token_ids, draw(rest, recover).token_ids)

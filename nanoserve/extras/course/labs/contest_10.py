@@ -256,10 +256,11 @@ class Contest(Exercise):
         for behaviour in better.behaviours:
             if behaviour.name in KINDS:
                 reached, wanted = mine.get(behaviour.name, 0.0), base[behaviour.name]
+                is_right = behaviour.name in mine and reached >= wanted  # perhaps both are 0
             else:
                 wanted = float(behaviour.name) * sum(base.values())
                 reached = sum(mine.values()) if len(mine) == len(KINDS) else 0.0
-            is_right = reached >= wanted and reached > 0
+                is_right = reached >= wanted and reached > 0
             message = f"{reached:.2f} good requests per second; {wanted:.2f} are wanted"
             found.append(Outcome(lab, better, behaviour, "right" if is_right else "wrong", message))
         return found

@@ -98,7 +98,8 @@ def last_reference() -> None:
     block = pool.allocate()
     pool.share(block)
     pool.free(block)
-    must(pool.ref_counts[block] == 1, f"2 references, one dropped: {pool.ref_counts[block]} left?")
+    count = pool.ref_counts[block]
+    must(count == 1, f"of 2 references one was dropped: 1 is left, not {count}")
     must(block not in pool.free_queue, "one sequence still reads the block, and it is queued")
     pool.free(block)
     must(block in pool.free_queue, "nobody has the block, and it is not in the free queue")

@@ -411,7 +411,11 @@ def noted() -> None:
     seq = board.add(6, 7)
     board.step(2)
     number, left = len(seq.spec_token_ids), seq.max_tokens - seq.num_output_tokens
-    must(number == left - 1, f"{left} tokens may come, one is no draft: {left - 1}, not {number}")
+    must(
+        number == left - 1,
+        f"max_tokens leaves {left} tokens, and a step brings one without a draft: so {left - 1} "
+        f"may be noted, not {number}",
+    )
 
 
 @ACCEPT.behaviour(1, "the counters of the request")
