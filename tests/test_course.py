@@ -28,7 +28,7 @@ from nanoserve.extras.course import child, cli, grader, graft, holes, later, mak
 from nanoserve.extras.course.exports import export_gradescope
 from nanoserve.extras.course.grader import ROOT, grade, grade_task
 from nanoserve.extras.course.mutants import MUTANTS, Mutant, mutate, read_bank
-from nanoserve.extras.course.screen import screen, stored_attributes
+from nanoserve.extras.course.screen import reach, screen, stored_attributes
 from nanoserve.extras.course.spec import Lab, Task, load_labs
 
 LABS = [lab for lab in load_labs() if lab.tasks]  # with holes; the others: ..._exercises.py
@@ -309,6 +309,17 @@ HOSTILE = {
     "runs text": "eval('1')",
     "writes a global": "global BlockPool\nBlockPool = None",
     "calls torch tl": "import torch as tl\ntl.load('file')",
+    "gets by a dotted name": "import operator\nreturn operator.attrgetter('pool')(self)",
+    "runs an annotation": "import typing\ntyping.get_type_hints(self)",
+    "takes all names": "from nanoserve.config import *",
+    "equals everything": "class A(int):\n    def __eq__(self, o): return True\nreturn A()",
+    "a module of a module": "import dataclasses\ndataclasses.re.enum.bltns.id(1)",
+    "a private function": "import dataclasses\ndataclasses._create_fn('f', (), ['1'])",
+    "a private import": "from dataclasses import _create_fn\n_create_fn('f', (), ['1'])",
+    "what the engine imports": "from nanoserve.config import Path\nreturn Path('/').iterdir()",
+    "through the engine's module": "from nanoserve import config\nconfig.Path('/').iterdir()",
+    "two meanings": "import dataclasses as m\nm.types\nimport math as m",
+    "a lesser module": "from numpy.lib.stride_tricks import as_strided",
     "catches everything": "try:\n    return 1\nexcept:\n    return 2",
 }
 
@@ -318,6 +329,73 @@ def test_what_reaches_out_is_not_run(body: str, tmp_path: Path) -> None:
     points, message = earned("1.4", tmp_path, body)
     assert points == 0
     assert "which no task needs. It was not run." in message
+
+
+@pytest.mark.parametrize(
+    ("number", "body", "message"),
+    [
+        ("8.1", "return os.getpid()", "uses os.getpid"),  # a global of the engine's module
+        ("8.1", "def f(os): pass\nreturn os.getpid()", "uses os.getpid"),
+        ("8.1", "os = 1\nclass A:\n    y = os\n    os = 2\nA.y.getpid()", "uses os"),
+        ("8.1", "o = os\nreturn o.getpid()", "uses os"),
+        ("1.4", "class A:\n    import math\nreturn 1", "imports in the body of a class"),
+        ("1.4", "import math\nm = math\nreturn 1", "passes on the module math"),
+    ],
+)
+def test_a_module_is_followed(number: str, body: str, message: str) -> None:
+    _, task = TASKS[number]
+    source = holes.take(with_body(task, body), task.name)
+    assert message in str(reach(source, graft.find_function(task).__globals__))
+
+
+def test_other_ways_to_write_it_are_right(tmp_path: Path) -> None:
+    for body in [
+        "from math import ceil\nreturn ceil(num_tokens / self.block_size)",
+        "q, r = divmod(num_tokens, self.block_size)\nreturn q + (r > 0)",
+        "import math as m\ndef up(x): return m.ceil(x)\nreturn up(num_tokens / self.block_size)",
+    ]:
+        assert earned("1.4", tmp_path, body)[0] == 1
+    lines = ["import torch.nn.functional as F", "p = F.softmax(logits, dim=-1)"]
+    lines += ["keep = p >= p.amax(dim=-1, keepdim=True) * min_p[:, None]"]
+    lines += ["return torch.where(keep, logits, -torch.inf)"]
+    _, task = TASKS["5.2"]
+    source = holes.take(with_body(task, "\n".join(lines)), task.name)
+    assert screen(source, set()) is None
+    assert reach(source, graft.find_function(task).__globals__) is None
+
+
+def test_a_link_to_the_solution_is_not_followed(tmp_path: Path) -> None:
+    lab, task = TASKS["1.4"]
+    file = tmp_path / file_of(task)
+    file.parent.mkdir(parents=True)
+    try:
+        file.symlink_to(ROOT / file_of(task))
+    except OSError:
+        pytest.skip("no links here")
+    outcomes = grade_task(lab, task, tmp_path, 1, {})
+    assert "is a link that leads out of your submission" in outcomes[0].message
+
+
+def test_a_message_that_no_file_can_hold(tmp_path: Path) -> None:
+    """A lone surrogate would end `print`, and a zero byte makes no XML."""
+    lab, task = TASKS["1.4"]
+    body = r"raise ValueError('\ud800\x00 here')"
+    folder = submit(tmp_path, task, with_body(task, body))
+    report = grader.Report(grade_task(lab, task, folder, 1, {}))
+    assert "ValueError: ?? here" in report.describe()
+    ElementTree.fromstring(report.to_junit().encode())
+
+
+def test_a_students_own_check_refuses_what_the_lecturers_does(tmp_path: Path) -> None:
+    out = tmp_path / "tree"
+    make.make(out, [TASKS["1.4"][0]])
+    file = out / file_of(TASKS["1.4"][1])
+    hole = "raise NotImplementedError('1.4: BlockManager.num_blocks_for')"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(hole, "return type(1)(1)"), encoding="utf-8")
+    command = [sys.executable, "-m", "nanoserve", "course", "grade", "--labs", "1"]
+    done = subprocess.run(command, cwd=out, capture_output=True, text=True, check=True)
+    assert "uses type, which no task needs" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -375,6 +453,8 @@ def test_the_screen_lets_the_engines_own_functions_pass(number: str) -> None:
     _, task = TASKS[number]
     source = source_of(task)
     assert screen(holes.take(source, task.name), stored_attributes(source)) is None
+    names = graft.find_function(task).__globals__
+    assert reach(holes.take(source, task.name), names) is None
 
 
 # -- the student's tree --

@@ -89,7 +89,8 @@ def test_what_is_no_answer_is_said(tmp_path: Path) -> None:
         ("[1", "is no JSON"),
         ("[1]", "must look like"),
         ('{"student": ""}', 'says no "student"'),
-        ("[" * 10**5, "is larger than"),
+        ("[" * 10**5, "is no JSON"),
+        ("[" * 2**21, "is larger than"),
     ]:
         outcomes = outcomes_of(quiz_0.LAB, write(tmp_path, quiz_0.ANSWERS_FILE, text))
         assert message in said(outcomes)
@@ -204,6 +205,7 @@ def test_all_mistakes_of_a_student_are_in_different_functions() -> None:
         ("from nanoserve.block_manager import _x\ndef test_f(): pass", "uses _x: use public names"),
         ("from nanoserve.extras.course import mutants\ndef test_f(): 1", "uses nanoserve.extras"),
         ("def test_f(:", "line 1: SyntaxError"),
+        ("x = 1\ny = x" + ".real" * 600 + "\ndef test_f(): pass", "RecursionError"),
     ],
 )
 def test_tests_that_do_not_count(source: str, message: str, tmp_path: Path) -> None:

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.extras.course import later
-from nanoserve.extras.course.graft import graft
+from nanoserve.extras.course.graft import find_function, graft
+from nanoserve.extras.course.screen import reach
 from nanoserve.extras.course.spec import Behaviour, Wrong, load_labs
 
 COURSE = Path(__file__).parent
 ENGINE = COURSE.parents[1]
+NOBODY = 65534
 MOST_TEXT = 2000  # characters of a message, and of what the function printed
 
 
@@ -41,6 +43,8 @@ def define(source: str, file: str) -> dict[str, Any]:
     title = f"<your {file}>"
     linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
     names: dict[str, Any] = {"__name__": file.removesuffix(".py")}
+    if (problem := reach(source, {})) is not None:
+        raise Wrong(f"{problem.replace('the function', file)}. It was not run.")
     try:
         exec(compile(source, title, "exec", dont_inherit=True), names)
     except (Exception, SystemExit) as error:
@@ -96,6 +100,17 @@ def describe(error: BaseException, is_own: bool = False) -> str:
     return message
 
 
+def become_nobody() -> None:
+    """Root, as in a container, has no limit of processes, and may delete anything. So be nobody,
+    unless what a later import reads is root's alone."""
+    if not hasattr(os, "setresuid") or os.geteuid() != 0:
+        return
+    os.setresuid(NOBODY, NOBODY, 0)
+    can_read = all(os.access(file, os.R_OK) for file in (__file__, os.__file__, sys.executable))
+    user = NOBODY if can_read else 0
+    os.setresuid(user, user, user)
+
+
 def limit(megabytes: int, seconds: float) -> Callable[[], None]:
     """Set the limits of this process. Returns what gives the next behaviour its CPU time."""
     try:
@@ -136,6 +151,7 @@ def main() -> None:
 
         torch.set_num_threads(1)
     tempfile.tempdir = os.getcwd()  # otherwise it is found by writing, which is not allowed
+    become_nobody()
     begin = limit(job["megabytes"], job["seconds"])
     begin()
     try:
@@ -144,11 +160,15 @@ def main() -> None:
         else:
             task = lab.find(job["task"])
             behaviours = task.behaviours
+            written = job["source"] or job.get("own") or ""
+            names = find_function(task).__globals__
+            if written and (problem := reach(written, names)) is not None:
+                raise Wrong(f"{task.name}: {problem}. It was not run.")
             if job["source"] is not None:
                 graft(task, job["source"])
-    except Wrong as error:
+    except (Wrong, SyntaxError, RecursionError) as error:  # the latter: what only compiling finds
         for name in job["names"]:
-            report(name, "wrong", str(error))
+            report(name, "wrong", describe(error))
         return
     with contextlib.nullcontext() if job["source"] else later.filled(lab.number):
         for behaviour in behaviours:

@@ -217,11 +217,11 @@ def grade(args: argparse.Namespace, labs: list[Lab], term: str, is_own: bool) ->
                 on_task=lambda _: bar.update(),
                 setting=setting,
             )
-    print(report.describe())
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.junitxml is not None:
         args.junitxml.write_text(report.to_junit() + "\n", encoding="utf-8")
+    print(report.describe())
     return 0
 
 

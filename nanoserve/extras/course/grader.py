@@ -55,6 +55,9 @@ class Outcome:
     status: str  # "right", "wrong", "missing", "killed", "refused"; in a student's tree "waiting"
     message: str = ""
 
+    def __post_init__(self) -> None:  # what neither a terminal nor XML can hold
+        self.message = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in self.message)
+
     @property
     def score(self) -> float:
         return self.behaviour.points if self.status == "right" else 0.0
@@ -137,21 +140,34 @@ class Report:
         return ElementTree.tostring(suite, encoding="unicode")
 
 
+def read_text(folder: Path, name: str) -> str:
+    """A file of a submission: no link to one of the grader's, no device. Raises ValueError with a
+    sentence."""
+    file = folder / name
+    try:
+        if not file.is_file():
+            raise ValueError(f"your submission has no file {name}.")
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"{name} is a link that leads out of your submission.")
+        if file.stat().st_size > MOST_SOURCE:
+            raise ValueError(f"{name} is larger than {MOST_SOURCE} bytes.")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from error
+
+
 def read_submission(folder: Path, task: Task) -> str:
     """The source of the task's function in a submission. Raises ValueError with a sentence."""
-    file = folder / (task.module.replace(".", "/") + ".py")
-    if not file.is_file():  # follows no device, no pipe
-        raise ValueError(f"your submission has no file {file.relative_to(folder)}.")
-    if file.stat().st_size > MOST_SOURCE:
-        raise ValueError(f"{file.relative_to(folder)} is larger than {MOST_SOURCE} bytes.")
+    where = task.module.replace(".", "/") + ".py"
     try:
-        source = holes.take(file.read_text(encoding="utf-8"), task.name)
+        source = holes.take(read_text(folder, where), task.name)
     except (SyntaxError, UnicodeDecodeError, LookupError, RecursionError) as error:
-        where = f"{file.relative_to(folder)}"
         if isinstance(error, SyntaxError) and error.lineno:
             where += f", line {error.lineno}"
         raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
-    stored = stored_attributes((ROOT / file.relative_to(folder)).read_text(encoding="utf-8"))
+    stored = stored_attributes((ROOT / where).read_text(encoding="utf-8"))
+    if folder == ROOT:  # a student's tree: there the engine's own assignments are not known
+        stored |= stored_attributes(source)
     if (problem := screen(source, stored)) is not None:
         raise ValueError(f"{task.name}: {problem}. It was not run.")
     return source
@@ -161,21 +177,18 @@ def read_own_file(folder: Path, name: str, engine_files: Iterable[str], private:
     """The source of a file that a student wrote. It may assign what the engine's files assign, and
     what it assigns on self. private: it may use the engine's names with an underscore. Raises
     ValueError with a sentence."""
-    file = folder / name
-    if not file.is_file():
-        raise ValueError(f"your submission has no file {name}.")
-    if file.stat().st_size > MOST_SOURCE:
-        raise ValueError(f"{name} is larger than {MOST_SOURCE} bytes.")
+    source = read_text(folder, name)
     try:
-        source = file.read_text(encoding="utf-8")
         tree = ast.parse(source)
-    except (SyntaxError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise ValueError(f"{name}{line}: {type(error).__name__}: {error}") from error
     stored = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
     }
     for each in engine_files:
         text = (ROOT / each).read_text(encoding="utf-8")
@@ -226,25 +239,38 @@ def grade(
         extra = dict((hidden or {}).get(lab.number, {}))
         lab.extend(extra)
         if lab.exercise is not None:
-            report.outcomes += lab.exercise.grade(lab, submission or ROOT, setting)
+            try:
+                report.outcomes += lab.exercise.grade(lab, submission or ROOT, setting)
+            except (ValueError, RecursionError) as error:  # whatever is in the folder
+                said = f"it cannot be graded: {type(error).__name__}: {error}"
+                report.outcomes += refuse(lab, lab.get_tasks(setting), said)
             for task in lab.get_tasks(setting):
                 on_task(task)
         for task in lab.tasks:
             on_task(task)
-            report.outcomes += grade_task(lab, task, submission, seed, extra)
+            report.outcomes += grade_task(lab, task, submission, seed, extra, setting.is_own)
     report.seconds = time.monotonic() - started
     return report
 
 
 def grade_task(
-    lab: Lab, task: Task, submission: Path | None, seed: int, hidden: Mapping[str, str]
+    lab: Lab,
+    task: Task,
+    submission: Path | None,
+    seed: int,
+    hidden: Mapping[str, str],
+    is_own: bool = False,
 ) -> list[Outcome]:
-    """The outcome of each behaviour of one task."""
+    """The outcome of each behaviour of one task. is_own: the engine is a student's, and is looked
+    at as the lecturer's grader will do."""
+    more: dict[str, Any] = {"hidden": dict(hidden)}
     try:
         source = None if submission is None else read_submission(submission, task)
+        if is_own:
+            more["own"] = read_submission(ROOT, task)
     except ValueError as error:
         return [Outcome(lab, task, each, "refused", str(error)) for each in task.behaviours]
-    return run_behaviours(lab, task, source, seed, {"hidden": dict(hidden)})
+    return run_behaviours(lab, task, source, seed, more)
 
 
 def run_behaviours(

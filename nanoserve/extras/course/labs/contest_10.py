@@ -328,7 +328,10 @@ def read_policy(folder: Path) -> str:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoserve.tools"):
             raise ValueError(f"{FILE} imports {node.module}: a policy cannot run the model.")
-    number = count_lines(source)
+    try:
+        number = count_lines(source)
+    except RecursionError as error:
+        raise ValueError(f"{FILE} has an expression that is too long.") from error
     if number > MOST_LINES:
         raise ValueError(f"{FILE} has {number} lines of code; at most {MOST_LINES} are allowed.")
     return source

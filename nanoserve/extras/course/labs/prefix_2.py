@@ -51,6 +51,7 @@ def parent_counts() -> None:
     table = BlockHashTable()
     root = table.get(None, None)
     one, other = table.get(root, (1, 2)), table.get(root, (3, 4))
+    must(table.get(root, (1, 2)) is one, "the same tokens after the same parent: two hashes")
     must(
         table.get(one, (5, 6)) is not table.get(other, (5, 6)),
         "1 2 | 5 6 and 3 4 | 5 6 have the same hash: a request would read the keys and values of "
