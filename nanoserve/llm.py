@@ -7,6 +7,7 @@ the engine's step() until the requests of a call have ended.
     LLM().stream(["Once upon a time"])                                     # token by token
     LLM().chat([{"role": "user", "content": "What is 17 + 25?"}])          # a chat template
     LLM().beam_search(["Once upon a time"], BeamSearchParams(4, 20))       # the likeliest texts
+    LLM(runner="pooling").embed(["Once upon a time"])                      # vectors
 
 When a call is interrupted (by an error, by Ctrl-C, or because the caller leaves the loop), its own
 requests are aborted. Other requests in the engine go on.
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, check_bool
+from nanoserve.config import EngineConfig, check_bool, load_chapter
 from nanoserve.distributed.process import OwnedByProcess
 from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import VLLMValidationError, brief
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from nanoserve.extras.lora.request import LoRARequest
+    from nanoserve.extras.pooling import (
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 
 class LLM(OwnedByProcess):
@@ -173,12 +180,7 @@ class LLM(OwnedByProcess):
         refuse_missing("generate", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, lora_request)
-        results = self._collect(requests, use_tqdm)
-        if len(results) < len(requests):
-            raise RuntimeError(
-                "generate did not get the outputs of all requests: one was aborted meanwhile."
-            )
-        return results
+        return self._collect_all("generate", requests, use_tqdm)
 
     def enqueue(
         self,
@@ -338,8 +340,64 @@ class LLM(OwnedByProcess):
                 value=limit,
             )
         prompts = prompt_to_seq(prompts)
-        loras = _one_each("lora_request", lora_request, len(prompts))
+        loras = one_each("lora_request", lora_request, len(prompts))
         return params.search(self, prompts, limit, use_tqdm, loras)
+
+    # -- vectors (runner="pooling": extras/pooling) --
+
+    def encode(
+        self,
+        prompts: PromptType | Seq[PromptType],
+        pooling_params: PoolingParams | Seq[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What a pooling model makes of every prompt: outputs.data is a tensor [dimensions].
+
+        pooling_params: one for all, or a list of one each. pooling_task: None or "embed". The other
+        arguments are those of generate. Raises ValueError or TypeError, before any work, if one of
+        the requests can never be served; one that fails later has an `error`.
+        """
+        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
+        chapter = load_chapter("LLM.encode", "pooling.offline")
+        return chapter.encode(self, prompts, pooling_params, pooling_task, **options)
+
+    def embed(
+        self,
+        prompts: PromptType | Seq[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | Seq[PoolingParams] | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of every prompt: outputs.embedding is a list of floats. The arguments are those
+        of encode."""
+        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
+        chapter = load_chapter("LLM.embed", "pooling.offline")
+        return chapter.embed(self, prompts, pooling_params, **options)
+
+    def score(
+        self,
+        data_1: PromptType | Seq[PromptType],
+        data_2: PromptType | Seq[PromptType],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine of the vectors of each pair, in outputs.score: of one text with each of
+        several, or of two lists of the same length. chat_template: None. The other arguments are
+        those of encode."""
+        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
+        chapter = load_chapter("LLM.score", "pooling.offline")
+        return chapter.score(self, data_1, data_2, pooling_params, chat_template, **options)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
@@ -407,10 +465,10 @@ class LLM(OwnedByProcess):
         """Check all requests and queue none yet: if one is not valid, none is queued."""
         check_output_kind(output_kind)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", default, len(prompts))
-        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
-        salts = _one_each("cache_salt", cache_salt, len(prompts))
-        loras = _one_each("lora_request", lora_request, len(prompts))
+        params = one_each("sampling_params", default, len(prompts))
+        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
+        salts = one_each("cache_salt", cache_salt, len(prompts))
+        loras = one_each("lora_request", lora_request, len(prompts))
         requests = []
         for prompt, *rest in zip(prompts, params, priorities, salts, loras, strict=True):
             request = self.engine.make_request(self.new_request_id(), prompt, *rest)
@@ -440,6 +498,31 @@ class LLM(OwnedByProcess):
                 bar.count()
         ids = [request.request_id for request in requests]
         return [results[request_id] for request_id in ids if request_id in results]
+
+    def _collect_all(
+        self, call: str, requests: Seq[RequestConsumer], use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[Any]:
+        """As _collect. Raises RuntimeError if a request was aborted."""
+        results = self._collect(requests, use_tqdm)
+        if len(results) < len(requests):
+            raise RuntimeError(
+                f"{call} did not get the outputs of all requests: one was aborted meanwhile."
+            )
+        return results
+
+    def pool_prompts(
+        self,
+        prompts: list[Any],
+        pooling_params: Any,
+        use_tqdm: bool | Callable[..., tqdm],
+        lora_request: Any,
+        tokenization_kwargs: dict[str, Any] | None,
+    ) -> list[PoolingRequestOutput]:
+        """Check all requests for vectors, then run them; see encode."""
+        prompts = self._tokenize(prompts, tokenization_kwargs)
+        params = one_each("pooling_params", pooling_params, len(prompts))
+        requests = self._make_all(prompts, params, None, None, lora_request)
+        return self._collect_all("encode", requests, use_tqdm)
 
     def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
         return tokenize_prompts(self.engine.input_processor, prompts, options)
@@ -513,6 +596,15 @@ class LLM(OwnedByProcess):
                 return request_id
 
 
+def _pack(use_tqdm: Any, lora_request: Any, tokenization_kwargs: Any) -> dict[str, Any]:
+    """The arguments that encode, embed and score hand on."""
+    return {
+        "use_tqdm": use_tqdm,
+        "lora_request": lora_request,
+        "tokenization_kwargs": tokenization_kwargs,
+    }
+
+
 def tokenize_prompts(
     processor: InputProcessor, prompts: list[Any], options: Mapping[str, Any] | None
 ) -> list[Any]:
@@ -575,7 +667,7 @@ def _options(name: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def _one_each(name: str, given: Any, number: int) -> list[Any]:
+def one_each(name: str, given: Any, number: int) -> list[Any]:
     """A list of `number` items: `given` itself if it is a list, else `given` repeated."""
     given = as_python(given)
     if not isinstance(given, (list, tuple)):

@@ -1,0 +1,87 @@
+"""What does an engine for vectors have in place of its usual parts?
+
+    LLMEngine(EngineConfig(model, runner="pooling"))
+        configure(config, model)    options that such a model has no use for, or no right to
+        PoolingScheduler, PoolingModelRunner, or the user's own scheduler_cls and runner_cls
+        install(engine)             PoolingInputProcessor, PoolingOutputProcessor
+
+config.find_pooling decides whether an engine is one. A scheduler or runner of your own derives from
+these classes.
+
+vLLM: ModelConfig.is_chunked_prefill_supported, is_prefix_caching_supported in vllm/config/model.py,
+_get_and_verify_max_len (V1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.extras.pooling.config import PoolerConfig, read_max_seq_length
+from nanoserve.extras.pooling.models import is_encoder, most_positions
+from nanoserve.extras.pooling.params import PoolingParams
+from nanoserve.extras.pooling.processor import (
+    PoolingInputProcessor,
+    PoolingOutputProcessor,
+    PoolingScheduler,
+)
+from nanoserve.extras.pooling.runner import PoolingModelRunner
+from nanoserve.logger import init_logger
+
+if TYPE_CHECKING:
+    from nanoserve.engine import LLMEngine
+
+__all__ = ["PoolingModelRunner", "PoolingScheduler", "configure", "install"]
+logger = init_logger(__name__)
+MOST_SEQS = 256  # the default of max_num_seqs
+
+
+def configure(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """The config of a pooling engine, with runner "pooling" and the checkpoint's PoolerConfig. What
+    would give wrong vectors is switched off (see __init__.py). Raises ValueError for a model that
+    makes no vectors here, and for options that contradict that."""
+    if config.speculative_config is not None:
+        raise ValueError("speculative_config guesses tokens, and a pooling model writes none.")
+    is_bidirectional = is_encoder(model)
+    default = "CLS" if is_bidirectional else "LAST"
+    pooler = (config.pooler_config or PoolerConfig()).resolve(model.path, default)
+    kind = pooler.seq_pooling_type
+    if kind == "CLS" and not is_bidirectional:
+        raise ValueError(
+            f"seq_pooling_type is CLS, and {model.path.name} ({model.architecture}) is a decoder: "
+            "its first token sees no other one. Use LAST or MEAN."
+        )
+    config = replace(config, runner="pooling", pooler_config=pooler, enforce_eager=True)
+    length = min(read_max_seq_length(model.path) or model.max_model_len, model.max_model_len)
+    if is_bidirectional:
+        length = min(length, most_positions(model))
+        if (config.max_model_len or 0) > length:
+            raise ValueError(
+                f"max_model_len is {config.max_model_len}, but {model.path.name} was made for at "
+                f"most {length} tokens. Ask for that or less."
+            )
+    config = replace(config, max_model_len=config.max_model_len or length)
+    if kind != "LAST":
+        # Sums of hidden states are in no block that could be swapped out.
+        config = replace(config, enable_prefix_caching=False, preemption_mode="recompute")
+        config = replace(config, num_cpu_blocks=None, swap_space=None)
+    if is_bidirectional:
+        # Blocks count tokens only: enough of them for all sequences that may run.
+        assert config.max_model_len
+        per_sequence = -(-config.max_model_len // config.block_size)
+        num_blocks = per_sequence * (config.max_num_seqs or MOST_SEQS)
+        config = replace(config, enable_chunked_prefill=False, num_gpu_blocks_override=num_blocks)
+    how = ", normalised" if pooler.use_activation else ""
+    logger.info("pooling    %s%s, of %d numbers", kind, how, model.hidden_size)
+    if pooler.dimensions is not None:
+        PoolingParams().verify(model, config)  # raises for a default that no request could have
+    return config
+
+
+def install(engine: LLMEngine) -> None:
+    """Let `engine`, just built, take PoolingParams and hand out vectors."""
+    engine.input_processor = PoolingInputProcessor(
+        engine.config, engine.model_config, engine.tokenizer, engine.executor.num_kv_blocks
+    )
+    engine.output_processor = PoolingOutputProcessor(None, engine.scheduler.finish)
