@@ -627,7 +627,7 @@ class AsyncLLM(OwnedByProcess):
         arguments, and what is raised, are those of generate."""
         pooling = load_chapter("AsyncLLM.encode", "pooling.params")
         pooling.check_pools("AsyncLLM.encode", self.config)
-        params: Any = pooling.PoolingParams() if pooling_params is None else pooling_params
+        params = pooling.PoolingParams() if pooling_params is None else pooling_params
         collector = await self.add_request(
             uuid.uuid4().hex if request_id is None else request_id,
             prompt,
@@ -649,7 +649,7 @@ class AsyncLLM(OwnedByProcess):
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -673,7 +673,7 @@ class AsyncLLM(OwnedByProcess):
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams | None,
+        params: Any,
         tokenization_kwargs: dict[str, Any] | None,
         priority: int,
         cache_salt: str | None,
