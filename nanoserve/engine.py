@@ -125,7 +125,7 @@ class LLMEngine(OwnedByProcess):
 
         pooling = find_pooling(config, self.model_config)
         if pooling is not None:
-            config = pooling.configure(config, self.model_config)
+            config, self.model_config = pooling.configure(config, self.model_config)
             scheduler_cls = scheduler_cls or pooling.PoolingScheduler
             runner_cls = runner_cls or pooling.PoolingModelRunner
         self.config = with_device(config).resolve(self.model_config)

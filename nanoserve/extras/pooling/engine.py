@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.extras.pooling.config import PoolerConfig, read_max_seq_length
-from nanoserve.extras.pooling.models import is_encoder, most_positions
+from nanoserve.extras.pooling.models import as_causal, is_encoder, most_positions
 from nanoserve.extras.pooling.params import PoolingParams
 from nanoserve.extras.pooling.processor import (
     PoolingInputProcessor,
@@ -37,13 +37,15 @@ logger = init_logger(__name__)
 MOST_SEQS = 256  # the default of max_num_seqs
 
 
-def configure(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """The config of a pooling engine, with runner "pooling" and the checkpoint's PoolerConfig. What
-    would give wrong vectors is switched off (see __init__.py). Raises ValueError for a model that
-    makes no vectors here, and for options that contradict that."""
+def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
+    """The configs of a pooling engine: runner is "pooling", pooler_config says what the checkpoint
+    says, and what would give wrong vectors is switched off (see __init__.py); Qwen3Model is run by
+    Qwen3ForCausalLM. Raises ValueError for a model that makes no vectors here, and for options that
+    contradict that."""
     if config.speculative_config is not None:
         raise ValueError("speculative_config guesses tokens, and a pooling model writes none.")
     is_bidirectional = is_encoder(model)
+    model = model if is_bidirectional else as_causal(model) or model
     default = "CLS" if is_bidirectional else "LAST"
     pooler = (config.pooler_config or PoolerConfig()).resolve(model.path, default)
     kind = pooler.seq_pooling_type
@@ -76,7 +78,7 @@ def configure(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     logger.info("pooling    %s%s, of %d numbers", kind, how, model.hidden_size)
     if pooler.dimensions is not None:
         PoolingParams().verify(model, config)  # raises for a default that no request could have
-    return config
+    return config, model
 
 
 def install(engine: LLMEngine) -> None:

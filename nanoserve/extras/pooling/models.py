@@ -123,16 +123,15 @@ def load_pooling_model(
     own. Raises ValueError as load_model does."""
     if is_encoder(model):
         return load_encoder(config, model, layer_config)
-    causal = as_causal(model)
-    assert causal is not None, "neither an encoder nor a decoder"
-    cls = ModelRegistry.get(causal.architecture)
+    model = as_causal(model) or model  # a rank has read config.json itself
+    cls = ModelRegistry.get(model.architecture)
     if config.model_impl == "transformers" or cls is None or not issubclass(cls, CausalLM):
-        return load_model(replace(config, runner="generate"), causal, layer_config, use_tqdm)
+        return load_model(replace(config, runner="generate"), model, layer_config, use_tqdm)
     layer_config = replace(layer_config, quant_config=read_quantization(config, model))
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model.path))
     prefix = "" if "embed_tokens.weight" in tensors else "model"
-    build = partial(EmbeddingModel, causal, prefix)
+    build = partial(EmbeddingModel, model, prefix)
     return build_and_fill(build, config, model.path, tensors, layer_config, use_tqdm)
 
 
