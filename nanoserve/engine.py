@@ -139,14 +139,10 @@ class LLMEngine(OwnedByProcess):
         model_args = self.config, self.model_config, config.attention_backend
         self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
         check_can_overlap(self.executor, self.config)
-        self.block_manager: BlockManager = build_seam(
-            "block_manager_cls",
-            block_manager_cls or BlockManager,
-            self.executor.num_kv_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.executor.num_cpu_blocks,
-        )
+        executor, caches_prefixes = self.executor, config.enable_prefix_caching
+        sizes = executor.num_kv_blocks, config.block_size, caches_prefixes, executor.num_cpu_blocks
+        manager_cls = block_manager_cls or BlockManager
+        self.block_manager: BlockManager = build_seam("block_manager_cls", manager_cls, *sizes)
         args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
         self.input_processor = InputProcessor(

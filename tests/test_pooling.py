@@ -201,6 +201,13 @@ def test_vectors_of_encoders(encoder: Callable[..., Path], model_type: str, kind
         {"enable_prefix_caching": False},
         {"enable_chunked_prefill": False, "block_size": 16},
         {"num_kv_blocks": 9, "max_num_batched_tokens": 8, "long_prefill_token_threshold": 4},
+        {
+            "num_kv_blocks": 10,
+            "max_num_batched_tokens": 8,
+            "long_prefill_token_threshold": 4,
+            "preemption_mode": "swap",
+            "async_scheduling": True,
+        },
         {"attention_backend": "reference", "model_impl": "transformers"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),

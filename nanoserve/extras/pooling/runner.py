@@ -42,9 +42,9 @@ class PoolingModelRunner(ModelRunner):
         super().__init__(config, model_config, *args, **options)
         self.pooling_type = config.pooler_config.seq_pooling_type
         self.pooling_params: dict[int, PoolingParams] = {}  # by seq_id, of those that have a row
-        num_rows = config.max_num_seqs if self.pooling_type == "MEAN" else 0
-        # By row of the batch: the sum of the hidden states that are computed.
-        self.sums = torch.zeros(num_rows or 0, model_config.hidden_size, device=self.device)
+        # By row of the batch, [max_num_seqs, hidden]: of a prompt in chunks, the sum of the hidden
+        # states so far. Made in the first step that needs it.
+        self.sums: Tensor | None = None
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """As ModelRunner does; note what each new sequence asks for."""
@@ -73,6 +73,9 @@ class PoolingModelRunner(ModelRunner):
             return hidden.index_select(0, step.logits_indices)
         if self.pooling_type == "CLS":  # all prompts are whole
             return hidden.index_select(0, step.query_start_loc[:-1])
+        if self.sums is None:
+            sizes = len(self.batch.num_tokens), hidden.shape[1]
+            self.sums = hidden.new_zeros(sizes, dtype=torch.float32)
         first = inputs.arrays.token_rows[inputs.arrays.positions == 0]
         self.sums.index_fill_(0, self.staging.send(first=first)["first"], 0.0)
         self.sums.index_add_(0, step.token_rows, hidden.float())
