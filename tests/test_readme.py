@@ -297,6 +297,7 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
         "bench",
         "tools.soak",
         "extras.metrics",
+        "extras.pooling",
         "extras.quantization",
         "extras.server",
         "extras.structured_output",
