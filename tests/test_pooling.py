@@ -18,6 +18,8 @@ import pytest
 import torch
 from adapters import merge, shapes_of, write_adapter
 from engines import in_thread
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_async_llm import assert_idle_blocks
 from torch import Tensor
@@ -229,6 +231,54 @@ def test_nothing_of_the_engine_shows_in_a_vector(
     for vector, other, expected in zip(found, again, reference(qwen3, kind, prompts), strict=True):
         assert close(vector, expected)
         assert close(other, expected)
+
+
+@pytest.fixture(scope="module", params=["LAST", "MEAN"])
+def crowded(qwen3: Path, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, list[Tensor]]]:
+    """An engine with too few blocks for its sequences, and the vectors of POOL."""
+    options = {**SMALL, "num_kv_blocks": 10, "max_num_batched_tokens": 9, "max_num_seqs": 4}
+    options |= {"long_prefill_token_threshold": 3, "scheduling_policy": "priority"}
+    config = {"seq_pooling_type": request.param}
+    with LLM(qwen3, runner="pooling", pooler_config=config, **options) as llm:
+        yield llm, reference(qwen3, request.param, POOL)
+
+
+POOL = [[*PROMPTS[3], *[n] * n] for n in range(10)] + PROMPTS  # most have a prefix in common
+ASKED = st.tuples(
+    st.integers(0, len(POOL) - 1),
+    st.integers(0, 2),
+    st.integers(0, 6),
+    st.none() | st.integers(0, 9),
+)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(asked=st.lists(ASKED, min_size=1, max_size=8))
+def test_any_requests_at_any_time(
+    crowded: tuple[LLM, list[Tensor]], asked: list[tuple[int, int, int, int | None]]
+) -> None:
+    """Each has a prompt, a priority, the step before which it comes, and perhaps the one before
+    which it is aborted. Who is not aborted gets the vector of its prompt."""
+    llm, expected = crowded
+    engine, found = llm.engine, dict[str, Any]()
+    for step in range(300):
+        for number, (prompt, priority, begin, end) in enumerate(asked):
+            if begin == step:
+                params = PoolingParams()
+                engine.add_request(str(number), POOL[prompt], params, priority=priority)
+            if end == step:
+                engine.abort_request(str(number))
+        found |= {output.request_id: output for output in engine.step()}
+        engine.block_manager.check()
+        if step > 10 and not engine.has_unfinished_requests():
+            break
+    assert_idle(llm)
+    for number, (prompt, _, begin, end) in enumerate(asked):
+        output = found.get(str(number))
+        assert output is not None or (end is not None and end >= begin)
+        if output is not None:
+            assert output.error is None
+            assert close(output.outputs.data, expected[prompt])
 
 
 def test_prefixes_are_read_from_the_cache_where_that_is_sound(qwen3: Path) -> None:
@@ -588,6 +638,19 @@ def test_models_that_make_no_vectors(
         ValueError, match="BertModel runs through transformers here, which cannot be divided"
     ):
         LLM(bert, tensor_parallel_size=2)
+
+
+def test_an_architecture_of_the_users_own_writes_text(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the end of its name."""
+    cls = ModelRegistry.CLASSES["Qwen3ForCausalLM"]
+    monkeypatch.setitem(ModelRegistry.CLASSES, "MyModel", cls)
+    folder = change_config(qwen3, tmp_path / "mine", architectures=["MyModel"])
+    with LLM(folder, **SMALL) as llm:
+        assert llm.generate(PROMPTS[2], use_tqdm=False)[0].outputs[0].token_ids
+    for vector, expected in zip(embed(folder), reference(qwen3, "LAST"), strict=True):
+        assert close(vector, expected)
 
 
 def test_a_class_of_the_users_own_runs_whole(qwen3: Path, monkeypatch: Any) -> None:

@@ -28,13 +28,19 @@ from nanoserve.extras.pooling.processor import (
 )
 from nanoserve.extras.pooling.runner import PoolingModelRunner
 from nanoserve.logger import init_logger
+from nanoserve.models.registry import ModelRegistry
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
 
-__all__ = ["PoolingModelRunner", "PoolingScheduler", "configure", "install"]
+__all__ = ["PoolingModelRunner", "PoolingScheduler", "configure", "install", "is_registered"]
 logger = init_logger(__name__)
 MOST_SEQS = 256  # the default of max_num_seqs
+
+
+def is_registered(model: ModelConfig) -> bool:
+    """Has ModelRegistry a class of just this name, which writes text?"""
+    return ModelRegistry.get(model.architecture) is not None
 
 
 def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, ModelConfig]:
