@@ -67,9 +67,9 @@ INT64 = SEED_LIMIT = 2**63 - 1
 ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
 # A Hugging Face id, gpt2 or Qwen/Qwen3-0.6B; not ./x, and not the name of a file with weights.
 HUB_ID = r"(?!\.)(?!.*\.(gguf|safetensors|bin|pth?|json)$)[\w.-]+(/[\w.-]+)?"
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # Architectures that make vectors, unless a class of the user's own has this name.
 POOLING_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def to_flag(name: str) -> str:
@@ -430,13 +430,13 @@ def load_chapter(option: str, name: str) -> Any:
 def find_pooling(config: EngineConfig, model: ModelConfig) -> Any:
     """The chapter extras/pooling, if the model is to make vectors; None if it is to write text.
     auto: as in vLLM, sentence-transformers' files or the end of an architecture's name say so."""
-    name, is_pooled = model.architecture, os.path.lexists(model.path / "modules.json")
+    name, has_files = model.architecture, os.path.lexists(model.path / "modules.json")
     is_body = name.endswith(POOLING_SUFFIXES) and not name.endswith("LMHeadModel")
-    if config.runner == "generate" or (config.runner == "auto" and not (is_pooled or is_body)):
+    if config.runner == "generate" or (config.runner == "auto" and not (has_files or is_body)):
         return None
     chapter = load_chapter("runner='pooling'", "pooling.engine")
-    is_open = config.runner == "auto" and not is_pooled
-    return None if is_open and chapter.is_registered(model) else chapter
+    goes_by_name = config.runner == "auto" and not has_files
+    return None if goes_by_name and chapter.is_registered(model) else chapter
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

@@ -340,7 +340,7 @@ class LLM(OwnedByProcess):
                 value=limit,
             )
         prompts = prompt_to_seq(prompts)
-        loras = one_each("lora_request", lora_request, len(prompts))
+        loras = _one_each("lora_request", lora_request, len(prompts))
         return params.search(self, prompts, limit, use_tqdm, loras)
 
     # -- vectors (runner="pooling": extras/pooling) --
@@ -361,9 +361,12 @@ class LLM(OwnedByProcess):
         arguments are those of generate. Raises ValueError or TypeError, before any work, if one of
         the requests can never be served; one that fails later has an `error`.
         """
-        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
         chapter = load_chapter("LLM.encode", "pooling.offline")
-        return chapter.encode(self, prompts, pooling_params, pooling_task, **options)
+        params = chapter.check_encode(self.engine.config, pooling_params, pooling_task)
+        prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
+        params = _one_each("pooling_params", params, len(prompts))
+        requests = self._make_all(prompts, params, None, None, lora_request)
+        return self._collect_all("encode", requests, use_tqdm)
 
     def embed(
         self,
@@ -376,9 +379,16 @@ class LLM(OwnedByProcess):
     ) -> list[EmbeddingRequestOutput]:
         """A vector of every prompt: outputs.embedding is a list of floats. The arguments are those
         of encode."""
-        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
         chapter = load_chapter("LLM.embed", "pooling.offline")
-        return chapter.embed(self, prompts, pooling_params, **options)
+        chapter.check_pools("LLM.embed", self.engine.config)
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return chapter.make_embeddings(outputs)
 
     def score(
         self,
@@ -395,9 +405,20 @@ class LLM(OwnedByProcess):
         """The cosine of the vectors of each pair, in outputs.score: of one text with each of
         several, or of two lists of the same length. chat_template: None. The other arguments are
         those of encode."""
-        options = _pack(use_tqdm, lora_request, tokenization_kwargs)
         chapter = load_chapter("LLM.score", "pooling.offline")
-        return chapter.score(self, data_1, data_2, pooling_params, chat_template, **options)
+        chapter.check_pools("LLM.score", self.engine.config)
+        refuse_missing("score", chat_template=chat_template)
+        texts_1, texts_2 = prompt_to_seq(data_1), prompt_to_seq(data_2)
+        chapter.check_pairs(len(texts_1), len(texts_2))
+        outputs = self.encode(
+            [*texts_1, *texts_2],
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        separator = chapter.separator_of(self.engine)
+        return chapter.make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], separator)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
@@ -465,10 +486,10 @@ class LLM(OwnedByProcess):
         """Check all requests and queue none yet: if one is not valid, none is queued."""
         check_output_kind(output_kind)
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = one_each("sampling_params", default, len(prompts))
-        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
-        salts = one_each("cache_salt", cache_salt, len(prompts))
-        loras = one_each("lora_request", lora_request, len(prompts))
+        params = _one_each("sampling_params", default, len(prompts))
+        priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
+        salts = _one_each("cache_salt", cache_salt, len(prompts))
+        loras = _one_each("lora_request", lora_request, len(prompts))
         requests = []
         for prompt, *rest in zip(prompts, params, priorities, salts, loras, strict=True):
             request = self.engine.make_request(self.new_request_id(), prompt, *rest)
@@ -509,20 +530,6 @@ class LLM(OwnedByProcess):
                 f"{call} did not get the outputs of all requests: one was aborted meanwhile."
             )
         return results
-
-    def pool_prompts(
-        self,
-        prompts: list[Any],
-        pooling_params: Any,
-        use_tqdm: bool | Callable[..., tqdm],
-        lora_request: Any,
-        tokenization_kwargs: dict[str, Any] | None,
-    ) -> list[PoolingRequestOutput]:
-        """Check all requests for vectors, then run them; see encode."""
-        prompts = self._tokenize(prompts, tokenization_kwargs)
-        params = one_each("pooling_params", pooling_params, len(prompts))
-        requests = self._make_all(prompts, params, None, None, lora_request)
-        return self._collect_all("encode", requests, use_tqdm)
 
     def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
         return tokenize_prompts(self.engine.input_processor, prompts, options)
@@ -596,15 +603,6 @@ class LLM(OwnedByProcess):
                 return request_id
 
 
-def _pack(use_tqdm: Any, lora_request: Any, tokenization_kwargs: Any) -> dict[str, Any]:
-    """The arguments that encode, embed and score hand on."""
-    return {
-        "use_tqdm": use_tqdm,
-        "lora_request": lora_request,
-        "tokenization_kwargs": tokenization_kwargs,
-    }
-
-
 def tokenize_prompts(
     processor: InputProcessor, prompts: list[Any], options: Mapping[str, Any] | None
 ) -> list[Any]:
@@ -667,7 +665,7 @@ def _options(name: str, given: Any) -> dict[str, Any]:
     return dict(given)
 
 
-def one_each(name: str, given: Any, number: int) -> list[Any]:
+def _one_each(name: str, given: Any, number: int) -> list[Any]:
     """A list of `number` items: `given` itself if it is a list, else `given` repeated."""
     given = as_python(given)
     if not isinstance(given, (list, tuple)):

@@ -178,7 +178,7 @@ def test_vectors_of_decoders(make_checkpoint: MakeCheckpoint, model_type: str, k
         assert vector.dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["CLS", "MEAN"])
+@pytest.mark.parametrize("kind", ["CLS", "MEAN", "LAST"])
 @pytest.mark.parametrize("model_type", ["bert", "roberta", "modernbert"])
 def test_vectors_of_encoders(encoder: Callable[..., Path], model_type: str, kind: str) -> None:
     """Each prompt in one step, although the batch has others, and without a KV cache."""
@@ -620,8 +620,8 @@ def test_models_that_make_no_vectors(
     bert = encoder("bert")
     for number, (source, changes, message) in enumerate(
         [
-            (bert, {"architectures": ["BertForSequenceClassification"]}, "it classifies"),
-            (qwen3, {"architectures": ["Qwen3ForSequenceClassification"]}, "it classifies"),
+            (bert, {"architectures": ["BertForSequenceClassification"]}, "no classifiers"),
+            (qwen3, {"architectures": ["Qwen3ForSequenceClassification"]}, "no classifiers"),
             (qwen3, {"is_causal": False}, "is_causal false"),
             (bert, {"is_decoder": True}, "a decoder beside an encoder"),
             (bert, {"architectures": ["NoSuchModel"], "model_type": "x"}, "knows no encoder"),

@@ -70,8 +70,8 @@ def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, M
                 f"most {length} tokens. Ask for that or less."
             )
     config = replace(config, max_model_len=config.max_model_len or length)
-    if kind != "LAST":
-        # Sums of hidden states are in no block that could be swapped out.
+    if is_bidirectional or kind != "LAST":
+        # Sums of hidden states are in no block that could be shared or swapped out.
         config = replace(config, enable_prefix_caching=False, preemption_mode="recompute")
         config = replace(config, num_cpu_blocks=None, swap_space=None)
     if is_bidirectional:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.checkpoint import transformers_lock
+from nanoserve.checkpoint import find_quantization, transformers_lock
 from nanoserve.config import EngineConfig, ModelConfig
 from nanoserve.layers import LayerConfig, Shard
 from nanoserve.models.base import Model
@@ -44,55 +44,46 @@ ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining")
 # Their position 0 is pad_token_id + 1, so that the table has fewer positions than rows.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "mpnet"),
-    *("xmod", "longformer", "data2vec-text", "ibert", "esm"),
+    *("xmod", "longformer", "data2vec-text", "ibert"),
 }
+
+
+def tables_of_transformers() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Model type -> the class that writes text; model type -> the class that fills gaps in a text,
+    which encoders have. Each is a name, or several."""
+    with transformers_lock:  # imported here, because it takes a second
+        from transformers.models.auto import modeling_auto as auto
+    causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return dict(causal), dict(masked)
 
 
 def as_causal(model: ModelConfig) -> ModelConfig | None:
     """The same model with the architecture of its decoder that writes text: Qwen3Model ->
-    Qwen3ForCausalLM. None if it has none."""
-    name = model.architecture
-    stem = name.removesuffix("Model")
-    for other in (name, f"{stem}ForCausalLM"):
+    Qwen3ForCausalLM. None if it has none, or is an encoder."""
+    name, kind = model.architecture, str(model.hf_config.get("model_type"))
+    for other in (name, f"{name.removesuffix('Model')}ForCausalLM"):
         if ModelRegistry.get(other) is not None:
             return replace(model, architecture=other)
-    with transformers_lock:  # imported here, because it takes a second
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal,
-        )
-        from transformers.models.auto.modeling_auto import (
-            MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked,
-        )
-    known = causal.get(str(model.hf_config.get("model_type")))
-    if known == name or (known and name.endswith("Model") and find_encoder(model, masked) is None):
-        return replace(model, architecture=str(known))
-    return None
-
-
-def find_encoder(model: ModelConfig, masked: Any) -> str | None:
-    """The model type of an encoder; None if it is none. masked: the model types of which
-    transformers knows masked language models, which are those of encoders."""
-    kind = str(model.hf_config.get("model_type"))
-    return kind if kind in masked and model.architecture.endswith(ENCODER_SUFFIXES) else None
+    causal, masked = tables_of_transformers()
+    names = causal.get(kind, ())
+    names = (names,) if isinstance(names, str) else names
+    if name in names:
+        return model
+    is_body = bool(names) and name.endswith("Model") and kind not in masked
+    return replace(model, architecture=names[0]) if is_body else None
 
 
 def is_encoder(model: ModelConfig) -> bool:
     """Does each token see all others? Raises ValueError for what makes no vectors here."""
+    name, kind = model.architecture, str(model.hf_config.get("model_type"))
     if as_causal(model) is not None:
         if model.get("is_causal", True):
             return False
         refuse(model, "config.json says is_causal false, and decoders are causal here")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as masked
-
-    if find_encoder(model, masked) is None:
-        name = model.architecture
-        classifies = name.endswith(("Classification", "RewardModel"))
-        refuse(
-            model,
-            "it classifies, and there are no classifiers, cross-encoders and reward models here"
-            if classifies
-            else "transformers knows no encoder and no causal language model of that name",
-        )
+    if name.endswith(("Classification", "RewardModel")):
+        refuse(model, "there are no classifiers, cross-encoders and reward models here")
+    if kind not in tables_of_transformers()[1] or not name.endswith(ENCODER_SUFFIXES):
+        refuse(model, "transformers knows no encoder and no causal language model of that name")
     if model.hf_config.get("is_decoder") or model.hf_config.get("is_encoder_decoder"):
         refuse(model, "it is a decoder beside an encoder")
     return True
@@ -210,6 +201,8 @@ def load_encoder(config: EngineConfig, model: ModelConfig, layer_config: LayerCo
     as load_with_transformers does."""
     if layer_config.parallel.world_size > 1:
         refuse(model, "through transformers it can't be cut among ranks")
+    if config.quantization or find_quantization(model.hf_config):
+        refuse(model, "the weights of encoders cannot be quantized here")
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model.path))
     with transformers_lock:

@@ -14,10 +14,11 @@ score_utils.py (V0).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import functional as F
 
+from nanoserve.config import EngineConfig
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.pooling.outputs import (
     EmbeddingRequestOutput,
@@ -26,15 +27,21 @@ from nanoserve.extras.pooling.outputs import (
     ScoringRequestOutput,
 )
 from nanoserve.extras.pooling.params import TASKS, PoolingParams, check_pools
-from nanoserve.inputs import prompt_to_seq, refuse_missing
 
-if TYPE_CHECKING:
-    from nanoserve.llm import LLM
+__all__ = [
+    "check_encode",
+    "check_pairs",
+    "check_pools",
+    "make_embeddings",
+    "make_scores",
+    "separator_of",
+]
 
 
-def encode(llm: LLM, prompts: Any, pooling_params: Any, task: str | None, **options: Any) -> Any:
-    """LLM.encode. options: use_tqdm, lora_request, tokenization_kwargs."""
-    check_pools("LLM.encode", llm.engine.config)
+def check_encode(config: EngineConfig, pooling_params: Any, task: Any) -> Any:
+    """The PoolingParams of LLM.encode: those given, or the default. Raises ValueError for another
+    task than "embed", and for an engine that makes no vectors."""
+    check_pools("LLM.encode", config)
     if task not in (None, *TASKS):
         raise VLLMValidationError(
             f"pooling_task is {brief(task)}; allowed: 'embed', a vector of each prompt. Classes, "
@@ -42,27 +49,12 @@ def encode(llm: LLM, prompts: Any, pooling_params: Any, task: str | None, **opti
             parameter="pooling_task",
             value=task,
         )
-    params = PoolingParams() if pooling_params is None else pooling_params
-    return llm.pool_prompts(prompt_to_seq(prompts), params, **options)
+    return PoolingParams() if pooling_params is None else pooling_params
 
 
-def embed(llm: LLM, prompts: Any, pooling_params: Any, **options: Any) -> Any:
-    """LLM.embed."""
-    check_pools("LLM.embed", llm.engine.config)
-    outputs = encode(llm, prompts, pooling_params, "embed", **options)
+def make_embeddings(outputs: list[PoolingRequestOutput]) -> list[EmbeddingRequestOutput]:
+    """With a list of floats in the place of each tensor."""
     return [EmbeddingRequestOutput.from_base(output) for output in outputs]
-
-
-def score(
-    llm: LLM, data_1: Any, data_2: Any, pooling_params: Any, chat_template: Any, **options: Any
-) -> list[ScoringRequestOutput]:
-    """LLM.score."""
-    check_pools("LLM.score", llm.engine.config)
-    refuse_missing("score", chat_template=chat_template)
-    texts_1, texts_2 = prompt_to_seq(data_1), prompt_to_seq(data_2)
-    check_pairs(len(texts_1), len(texts_2))
-    outputs = encode(llm, [*texts_1, *texts_2], pooling_params, "embed", **options)
-    return make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], separator_of(llm.engine))
 
 
 def check_pairs(number_1: int, number_2: int) -> None:
