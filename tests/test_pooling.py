@@ -414,6 +414,8 @@ def test_how_long_a_text_may_be(encoder: Callable[..., Path], tmp_path: Path) ->
     assert configure(EngineConfig(), model)[0].max_model_len == 20
     with pytest.raises(ValueError, match="max_model_len is 21, but short was made for at most 20"):
         configure(EngineConfig(max_model_len=21), model)
+    with pytest.raises(ValueError, match="an encoder computes a prompt of up to max_model_len"):
+        configure(EngineConfig(max_num_batched_tokens=19), model)
     with LLM(folder, max_num_seqs=2) as llm:
         longest = [5] * 20
         assert close(*vectors_of(llm, [longest]), *reference(folder, "CLS", [longest]))

@@ -77,6 +77,12 @@ def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, M
     if is_bidirectional:
         # Blocks count tokens only: enough of them for all sequences that may run.
         assert config.max_model_len
+        if config.max_num_batched_tokens and config.max_num_batched_tokens < config.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}, but an encoder "
+                f"computes a prompt of up to max_model_len ({config.max_model_len}) tokens in one "
+                "step. Raise the first or lower the second."
+            )
         per_sequence = -(-config.max_model_len // config.block_size)
         num_blocks = per_sequence * (config.max_num_seqs or MOST_SEQS)
         config = replace(config, enable_chunked_prefill=False, num_gpu_blocks_override=num_blocks)
