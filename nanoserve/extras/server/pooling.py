@@ -33,6 +33,7 @@ from fastapi import APIRouter, Request, Response
 from nanoserve.extras.pooling.offline import check_pairs, make_scores
 from nanoserve.extras.pooling.outputs import PoolingRequestOutput
 from nanoserve.extras.pooling.params import PoolingParams, check_pools
+from nanoserve.extras.server.errors import HTTPError
 from nanoserve.extras.server.protocol import (
     EmbeddingRequest,
     Json,
@@ -128,9 +129,7 @@ class PoolingReply:
         ]
         return JsonResponse({**self.head, "data": data, "usage": count_tokens(outputs)})
 
-    async def run(
-        self, path: str, prompts: list[Any], params: PoolingParams
-    ) -> list[PoolingRequestOutput]:
+    async def run(self, path: str, prompts: list[Any], params: Any) -> list[PoolingRequestOutput]:
         """The vectors of these prompts. All are checked and queued before one is waited for."""
         check_pools(path, self.async_llm.config)
         request, sent = self.request, self.raw_request.headers
@@ -146,9 +145,18 @@ class PoolingReply:
                     trace_headers={name: sent[name] for name in TRACE_HEADERS if name in sent},
                     lora_request=self.lora_request,
                 )
-            return await requests.final_outputs()
+            # They end in any order; an output waits until it is asked for.
+            return [check_output(await collector.get()) for collector in requests.collectors]
         finally:
             await requests.abort()
+
+
+def check_output(output: Any) -> PoolingRequestOutput:
+    """Raise HTTPError if the request has failed."""
+    if output is None or output.error is not None:
+        why = "it ended without an output" if output is None else output.error.message
+        raise HTTPError(500, f"the request failed: {why}")
+    return output
 
 
 def to_list(output: PoolingRequestOutput) -> list[float]:

@@ -26,7 +26,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanoserve.extras.async_llm import AsyncLLM, RequestOutputCollector
-from nanoserve.extras.pooling import PoolingParams, PoolingRequestOutput
 from nanoserve.extras.server.errors import HTTPError
 from nanoserve.output_processor import RequestOutput
 from nanoserve.sampling_params import SamplingParams
@@ -110,11 +109,7 @@ class EngineRequests:
         self._forwarders: list[asyncio.Task[None]] = []
 
     async def add(
-        self,
-        prompt: Any,
-        params: SamplingParams | PoolingParams,
-        add_special_tokens: bool,
-        **options: Any,
+        self, prompt: Any, params: SamplingParams, add_special_tokens: bool, **options: Any
     ) -> None:
         """Queue one more. options: priority, cache_salt, lora_request, trace_headers. Raises what
         AsyncLLM.generate raises."""
@@ -127,7 +122,7 @@ class EngineRequests:
         )
         self.collectors.append(collector)
 
-    async def final_outputs(self) -> list[Any]:
+    async def final_outputs(self) -> list[RequestOutput]:
         """Wait for the end of all. Raises HTTPError if one failed, EngineDeadError."""
         last: dict[int, RequestOutput] = {}
         async for index, output in self.outputs():
@@ -176,14 +171,10 @@ async def _forward(
         await queue.put((index, output))
 
 
-def check_output(output: Any) -> Any:
+def check_output(output: RequestOutput | None) -> RequestOutput:
     """Raise HTTPError if the request has failed: 400 for a grammar that cannot be compiled."""
     if output is None:
         raise HTTPError(500, "the request ended without an output.")
-    if isinstance(output, PoolingRequestOutput):
-        if output.error is not None:
-            raise HTTPError(500, f"the request failed: {output.error.message}")
-        return output
     for completion in output.outputs:
         if completion.finish_reason == "error":
             why = str(completion.stop_reason)
