@@ -12,6 +12,8 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai import OpenAI
 from pydantic import TypeAdapter
 from servers import Command, Running, openai_client, running, until
@@ -53,13 +55,18 @@ def expected(checkpoint: Path) -> dict[Any, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path) -> Iterator[Running]:
+def async_llm(checkpoint: Path) -> Iterator[AsyncLLM]:
     args = EngineArgs(model=str(checkpoint), runner="pooling", num_kv_blocks=64)
     with AsyncLLM(args) as llm:
-        with running(build_app(llm, served_model_name="demo")) as one:
-            yield one
+        yield llm
         llm.engine.block_manager.check()
         assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.fixture(scope="module")
+def server(async_llm: AsyncLLM) -> Iterator[Running]:
+    with running(build_app(async_llm, served_model_name="demo")) as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +104,8 @@ def test_embeddings(client: OpenAI, expected: dict[Any, list[float]]) -> None:
 def test_inputs(server: Running, client: OpenAI, expected: dict[Any, list[float]]) -> None:
     """A text, texts, token ids, lists of token ids."""
     ids = [ask(server, "/tokenize", {"prompt": text})["tokens"] for text in TEXTS]
-    for given, texts in ((TEXTS[0], TEXTS[:1]), (ids[0], TEXTS[:1]), (ids, TEXTS)):
-        found = client.embeddings.create(model="demo", input=given)
+    for asked, texts in ((TEXTS[0], TEXTS[:1]), (ids[0], TEXTS[:1]), (ids, TEXTS)):
+        found = client.embeddings.create(model="demo", input=asked)
         for text, each in zip(texts, found.data, strict=True):
             assert each.embedding == pytest.approx(expected[text, None], abs=1e-5)
 
@@ -187,6 +194,33 @@ def test_an_error_of_the_engine(server: Running, monkeypatch: pytest.MonkeyPatch
     error = refusal(server, E, {"input": [[5], [9]]}, 500)
     assert error["message"] == "the request failed: ZeroDivisionError: nine"
     assert ask(server, E, {"input": [[5], [6]]})["usage"]["total_tokens"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "valid"),
+    [(E, {"input": "A dog"}), (S, {"queries": "A dog", "documents": ["A cat", "The sea"]})],
+)
+def test_no_request_is_a_500(async_llm: AsyncLLM, path: str, valid: dict[str, Any]) -> None:
+    """Any body that fits the schema, also with a few of its fields in a valid request."""
+    schemathesis = pytest.importorskip("schemathesis")
+    app = build_app(async_llm, host="testserver")  # schemathesis asks by this name
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
+    @given(schema[path]["POST"].as_strategy(), st.data())
+    def check(case: Any, data: st.DataObject) -> None:
+        bodies = [case.body]
+        if isinstance(case.body, dict) and case.body:
+            names = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=3))
+            bodies.append({**valid, **{name: case.body[name] for name in names - {"model"}}})
+        for case.body in bodies:
+            response = case.call()
+            assert response.status_code < 500, response.text
+            if response.status_code == 200:
+                assert response.json()["data"]
+
+    check()
 
 
 def test_metrics_count_them(server: Running) -> None:

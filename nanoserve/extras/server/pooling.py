@@ -26,6 +26,7 @@ import asyncio
 import base64
 import time
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -104,17 +105,12 @@ class PoolingReply:
         """The answer of /v1/embeddings. Raises ValueError or TypeError, HTTPError."""
         params = PoolingParams(request.use_activation, request.dimensions)
         outputs = await self.run("/v1/embeddings", request.prompts, params)
-        is_text = request.encoding_format == "base64"
+        write = to_base64 if request.encoding_format == "base64" else to_list
 
-        def build() -> Response:
-            vectors = [to_base64(x.outputs.data) if is_text else to_list(x) for x in outputs]
-            data = [
-                {"index": index, "object": "embedding", "embedding": vector}
-                for index, vector in enumerate(vectors)
-            ]
-            return JsonResponse({**self.head, "data": data, "usage": count_tokens(outputs)})
+        def make_data() -> list[Json]:
+            return [{"object": "embedding", "embedding": write(x.outputs.data)} for x in outputs]
 
-        return await asyncio.to_thread(build)  # thousands of numbers
+        return await self.build(make_data, outputs)
 
     async def score(self, request: ScoreRequest) -> Response:
         """The answer of /v1/score. Raises ValueError or TypeError, HTTPError."""
@@ -122,12 +118,23 @@ class PoolingReply:
         check_pairs(len(texts_1), len(texts_2))
         params = PoolingParams(request.use_activation)
         outputs = await self.run("/v1/score", [*texts_1, *texts_2], params)
-        scores = make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], [])
-        data = [
-            {"index": index, "object": "score", "score": each.outputs.score}
-            for index, each in enumerate(scores)
-        ]
-        return JsonResponse({**self.head, "data": data, "usage": count_tokens(outputs)})
+
+        def make_data() -> list[Json]:
+            scores = make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], [])
+            return [{"object": "score", "score": each.outputs.score} for each in scores]
+
+        return await self.build(make_data, outputs)
+
+    async def build(
+        self, make_data: Callable[[], list[Json]], outputs: list[PoolingRequestOutput]
+    ) -> Response:
+        """The answer. It may be long, so it is made in a thread."""
+
+        def build() -> Response:
+            data = [{"index": index, **each} for index, each in enumerate(make_data())]
+            return JsonResponse({**self.head, "data": data, "usage": count_tokens(outputs)})
+
+        return await asyncio.to_thread(build)
 
     async def run(self, path: str, prompts: list[Any], params: Any) -> list[PoolingRequestOutput]:
         """The vectors of these prompts. All are checked and queued before one is waited for."""
@@ -159,8 +166,8 @@ def check_output(output: Any) -> PoolingRequestOutput:
     return output
 
 
-def to_list(output: PoolingRequestOutput) -> list[float]:
-    return output.outputs.data.tolist()
+def to_list(vector: Tensor) -> list[float]:
+    return vector.tolist()
 
 
 def to_base64(vector: Tensor) -> str:
