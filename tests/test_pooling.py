@@ -11,6 +11,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from nanoserve import (
     EngineConfig,
     LoRARequest,
     PoolingParams,
+    PoolingRequestOutput,
     SamplingParams,
 )
 from nanoserve.config import DEMO_MODEL, ModelConfig
@@ -740,6 +742,15 @@ def test_metrics_count_requests_for_vectors(pooling_llm: LLM) -> None:
         "vllm:request_params_max_tokens": 0,
     }.items():
         assert after[name] - before[name] == number, name
+
+
+def test_fields_have_vllms_names_and_order() -> None:
+    """Of vLLM 0.32.0's PoolingParams, and of its outputs."""
+    order = """use_activation dimensions step_tag_id returned_token_ids task requires_token_ids
+    skip_reading_prefix_cache late_interaction_params extra_kwargs output_kind"""
+    assert [each.name for each in fields(PoolingParams)] == order.split()
+    order = "request_id outputs prompt_token_ids num_cached_tokens finished error"
+    assert [each.name for each in fields(PoolingRequestOutput)] == order.split()
 
 
 def test_async_encode() -> None:
