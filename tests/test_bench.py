@@ -898,6 +898,8 @@ def test_the_command_line_names_every_suite() -> None:
         "parallel",
         "serve",
     }
+    page = (ROOT / "notebooks" / "results" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in run.SUITES if f"\n| `{name}` | " not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -913,6 +915,10 @@ def test_the_command_line_names_every_suite() -> None:
         (["--peer-python", "vllm=/no/such/file"], "is not PEER=PYTHON"),
         (["--dummy", "qwen3-tiny", "--model", "x"], "name two models"),
         (["--model", "no such"], "not a folder"),
+        (["--num-requests", "0"], "'0' is not an int of 1 or more"),
+        (["--repeat", "-1"], "'-1' is not an int of 1 or more"),
+        (["--batch-sizes", "1,,2"], "'' is not an int of 1 or more"),
+        (["--plot", "x.xyz"], "'x.xyz' ends with none of .eps"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
