@@ -20,7 +20,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from nanoserve.exceptions import RequestError as Unpoolable
 from nanoserve.exceptions import VLLMValidationError, brief, describe_error
 from nanoserve.extras.pooling.outputs import PoolingOutput, PoolingRequestOutput, RequestError
 from nanoserve.extras.pooling.params import PoolingParams, as_sampling_params
@@ -151,8 +150,3 @@ class PoolingOutputProcessor(OutputProcessor):
     def make_state(self, sequence: Sequence) -> PoolingRequestState:
         """The consumer of a request."""
         return PoolingRequestState(sequence, None, self.finish)
-
-
-def not_finite() -> Unpoolable:
-    """The error of a request whose vector is no vector."""
-    return Unpoolable("the model's hidden states are NaN or infinite. Damaged weights do that.")

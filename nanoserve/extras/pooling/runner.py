@@ -25,11 +25,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.exceptions import RequestError
 from nanoserve.extras.pooling.params import PoolingParams, get_pooling_params
-from nanoserve.extras.pooling.processor import not_finite
 from nanoserve.model_runner import ModelRunner, PendingOutput, StepInputs
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
 from nanoserve.staging import copy_to_host, record_event
+
+NOT_FINITE = "the model's hidden states are NaN or infinite. Damaged weights do that."
 
 
 class PoolingModelRunner(ModelRunner):
@@ -101,7 +103,7 @@ class PendingPooling(PendingOutput):
             if vector.isfinite().all():
                 output.pooler_output[seq_id] = apply_head(vector, params)
             else:
-                output.errors[seq_id] = not_finite()
+                output.errors[seq_id] = RequestError(NOT_FINITE)
         return output
 
 
