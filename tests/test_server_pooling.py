@@ -139,6 +139,10 @@ def test_scores(server: Running, expected: dict[Any, list[float]]) -> None:
     assert [each["score"] for each in answer["data"]] == pytest.approx([1, 1, 1])
 
 
+def test_the_page_is_told_that_it_has_no_chat_to_offer(server: Running) -> None:
+    assert server.ask("GET", "/engine").json["makes_vectors"] is True
+
+
 def test_the_answer_has_the_form_that_the_schema_says(server: Running) -> None:
     answer = ask(server, E, {"input": TEXTS, "request_id": "mine"})
     TypeAdapter(responses.EmbeddingResponse).validate_python(answer)
