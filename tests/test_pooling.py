@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,17 @@ def close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@cache
+def load_reference(folder: Path) -> Any:
+    """transformers' model of a checkpoint that no test changes."""
+    return AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def reference(
     folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, normalise: bool = True
 ) -> list[Tensor]:
     """The definition: transformers' hidden states of each prompt alone, pooled."""
-    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    vectors = []
+    model, vectors = load_reference(folder), []
     for prompt in prompts:
         with torch.no_grad():
             hidden = model(torch.tensor([prompt])).last_hidden_state[0]
@@ -254,7 +260,7 @@ ASKED = st.tuples(
 )
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(asked=st.lists(ASKED, min_size=1, max_size=8))
 def test_any_requests_at_any_time(
     crowded: tuple[LLM, list[Tensor]], asked: list[tuple[int, int, int, int | None]]
