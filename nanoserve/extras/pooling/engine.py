@@ -86,10 +86,9 @@ def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, M
         per_sequence = -(-config.max_model_len // config.block_size)
         num_blocks = per_sequence * (config.max_num_seqs or MOST_SEQS)
         config = replace(config, enable_chunked_prefill=False, num_gpu_blocks_override=num_blocks)
+    params = PoolingParams().verify(model, config)  # raises for dimensions that no request may have
     how = ", normalised" if pooler.use_activation else ""
-    logger.info("pooling    %s%s, of %d numbers", kind, how, model.hidden_size)
-    if pooler.dimensions is not None:
-        PoolingParams().verify(model, config)  # raises for a default that no request could have
+    logger.info("pooling    %s%s, of %d numbers", kind, how, params.dimensions or model.hidden_size)
     return config, model
 
 
