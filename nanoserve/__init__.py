@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from nanoserve.extras.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from nanoserve.extras.beam_search import BeamSearchParams as BeamSearchParams
     from nanoserve.extras.lora import LoRARequest as LoRARequest
+    from nanoserve.extras.pooling import EmbeddingOutput as EmbeddingOutput
+    from nanoserve.extras.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from nanoserve.extras.pooling import PoolingOutput as PoolingOutput
+    from nanoserve.extras.pooling import PoolingParams as PoolingParams
+    from nanoserve.extras.pooling import PoolingRequestOutput as PoolingRequestOutput
+    from nanoserve.extras.pooling import ScoringOutput as ScoringOutput
+    from nanoserve.extras.pooling import ScoringRequestOutput as ScoringRequestOutput
     from nanoserve.extras.structured_output import (
         StructuredOutputsParams as StructuredOutputsParams,
     )
@@ -49,6 +56,13 @@ CHAPTERS = {
     "BeamSearchParams": "beam_search",
     "StructuredOutputsParams": "structured_output",
     "LoRARequest": "lora",
+    "EmbeddingOutput": "pooling",
+    "EmbeddingRequestOutput": "pooling",
+    "PoolingOutput": "pooling",
+    "PoolingParams": "pooling",
+    "PoolingRequestOutput": "pooling",
+    "ScoringOutput": "pooling",
+    "ScoringRequestOutput": "pooling",
 }
 
 

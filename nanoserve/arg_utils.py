@@ -269,11 +269,11 @@ GROUPS = (
         "pipeline_parallel_size=1",
     ),
     Group(
-        "not there yet",
-        "embedding models and other pooling models: classification, scoring, reward",
-        "Pooling models are not there yet; nanoserve generates text.",
-        "runner=auto|generate convert=auto|none task=auto|generate|generation pooler_config "
-        "override_pooler_config",
+        "left out",
+        "pooling models other than those that make one vector: classification, rewards",
+        "runner='pooling' makes vectors (LLM.embed), and pooler_config says how; there are no "
+        "classifiers, cross-encoders and reward models.",
+        "convert=auto|none|embed task=auto|generate|generation|embed override_pooler_config",
     ),
     Group(
         "left out",

@@ -113,6 +113,11 @@ KEYS = {
     "hidden_act": TEXT,
     "attention_bias": FLAG,
     "mlp_bias": FLAG,
+    # embeddings
+    "is_matryoshka": FLAG,
+    "matryoshka_dimensions": list_of(SIZE, least=1),
+    "is_causal": FLAG,
+    "pad_token_id": whole(-1, INT32),
     # sliding windows
     "use_sliding_window": FLAG,
     "sliding_window": LENGTH,

@@ -68,6 +68,8 @@ ABOVE_ZERO = math.ulp(0.0)  # the smallest float that is more than 0
 # A Hugging Face id, gpt2 or Qwen/Qwen3-0.6B; not ./x, and not the name of a file with weights.
 HUB_ID = r"(?!\.)(?!.*\.(gguf|safetensors|bin|pth?|json)$)[\w.-]+(/[\w.-]+)?"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Architectures that make vectors, unless a class of the user's own has this name.
+POOLING_SUFFIXES = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 
 
 def to_flag(name: str) -> str:
@@ -174,6 +176,7 @@ ALIASES = {
 # Options that a chapter reads: name -> module in extras, class.
 CHAPTER_CONFIGS = {
     "speculative_config": ("speculative.config", "SpeculativeConfig"),
+    "pooler_config": ("pooling.config", "PoolerConfig"),
     "structured_outputs_config": ("structured_output.params", "StructuredOutputsConfig"),
 }
 SHORT_FLAGS = {
@@ -217,6 +220,9 @@ class EngineConfig:
     """Folder in Hugging Face format, or Hugging Face id; None: the embedded demo model."""
     tokenizer: str | Path | None = None
     """Folder or Hugging Face id of the tokenizer; None: the model's own."""
+    runner: Literal["auto", "generate", "pooling"] = "auto"
+    """generate: the model writes text; pooling: it makes a vector of each prompt (LLM.embed); auto:
+    pooling for a checkpoint of sentence-transformers and for an encoder such as BERT."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
@@ -290,6 +296,10 @@ class EngineConfig:
     """Which backend makes grammars of structured_outputs: a dict, or its JSON, such as
     {"backend": "xgrammar"}; None: {"backend": "auto"}. The keys are in
     extras/structured_output/params.py."""
+    pooler_config: Any = None
+    """How a pooling model makes one vector of a prompt: a dict, or its JSON, such as
+    {"seq_pooling_type": "MEAN"}; None: as the checkpoint says. The keys are in
+    extras/pooling/config.py."""
     enable_lora: bool = False
     """Requests may have LoRA adapters (lora_request)."""
     max_loras: int = 1
@@ -415,6 +425,18 @@ def load_chapter(option: str, name: str) -> Any:
         raise ValueError(
             f"{option} needs {folder}, and it is not there: {error}. Leave {option} out."
         ) from error
+
+
+def find_pooling(config: EngineConfig, model: ModelConfig) -> Any:
+    """The chapter extras/pooling, if the model is to make vectors; None if it is to write text.
+    auto: as in vLLM, sentence-transformers' files or the end of an architecture's name say so."""
+    name, has_files = model.architecture, os.path.lexists(model.path / "modules.json")
+    is_body = name.endswith(POOLING_SUFFIXES) and not name.endswith("LMHeadModel")
+    if config.runner == "generate" or (config.runner == "auto" and not (has_files or is_body)):
+        return None
+    chapter = load_chapter("runner='pooling'", "pooling.engine")
+    goes_by_name = config.runner == "auto" and not has_files
+    return None if goes_by_name and chapter.is_registered(model) else chapter
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

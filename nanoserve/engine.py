@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 from nanoserve.arg_utils import EngineArgs, as_engine_config, as_seam, build_seam, check_seams
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, ModelConfig, load_chapter, resolve_folder
+from nanoserve.config import EngineConfig, ModelConfig, find_pooling, load_chapter, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
@@ -123,6 +123,11 @@ class LLMEngine(OwnedByProcess):
         from nanoserve.executor import check_can_overlap, get_executor_cls  # these load torch
         from nanoserve.parallel import with_device
 
+        pooling = find_pooling(config, self.model_config)
+        if pooling is not None:
+            config, self.model_config = pooling.configure(config, self.model_config)
+            scheduler_cls = scheduler_cls or pooling.PoolingScheduler
+            runner_cls = runner_cls or pooling.PoolingModelRunner
         self.config = with_device(config).resolve(self.model_config)
         self.lora_manager: Any = None  # adapters
         if config.enable_lora:
@@ -134,20 +139,18 @@ class LLMEngine(OwnedByProcess):
         model_args = self.config, self.model_config, config.attention_backend
         self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
         check_can_overlap(self.executor, self.config)
-        self.block_manager: BlockManager = build_seam(
-            "block_manager_cls",
-            block_manager_cls or BlockManager,
-            self.executor.num_kv_blocks,
-            config.block_size,
-            config.enable_prefix_caching,
-            self.executor.num_cpu_blocks,
-        )
+        executor, caches_prefixes = self.executor, config.enable_prefix_caching
+        sizes = executor.num_kv_blocks, config.block_size, caches_prefixes, executor.num_cpu_blocks
+        manager_cls = block_manager_cls or BlockManager
+        self.block_manager: BlockManager = build_seam("block_manager_cls", manager_cls, *sizes)
         args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
         self.output_processor = OutputProcessor(self.tokenizer, self.scheduler.finish)
+        if pooling is not None:
+            pooling.install(self)
         self.structured_output_manager: Any = None  # made for the first request that needs it
         self.step_listeners: list[Callable[[StepReport], None]] = []
         self._outputs: list[RequestOutput] = []  # not handed out yet

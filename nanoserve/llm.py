@@ -7,6 +7,7 @@ the engine's step() until the requests of a call have ended.
     LLM().stream(["Once upon a time"])                                     # token by token
     LLM().chat([{"role": "user", "content": "What is 17 + 25?"}])          # a chat template
     LLM().beam_search(["Once upon a time"], BeamSearchParams(4, 20))       # the likeliest texts
+    LLM(runner="pooling").embed(["Once upon a time"])                      # vectors
 
 When a call is interrupted (by an error, by Ctrl-C, or because the caller leaves the loop), its own
 requests are aborted. Other requests in the engine go on.
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import EngineArgs, check_engine_args, load_chat_template, read_options
 from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, check_bool
+from nanoserve.config import EngineConfig, check_bool, load_chapter
 from nanoserve.distributed.process import OwnedByProcess
 from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import VLLMValidationError, brief
@@ -50,6 +51,12 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from nanoserve.extras.lora.request import LoRARequest
+    from nanoserve.extras.pooling import (
+        EmbeddingRequestOutput,
+        PoolingParams,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
 
 
 class LLM(OwnedByProcess):
@@ -173,12 +180,7 @@ class LLM(OwnedByProcess):
         refuse_missing("generate", mm_processor_kwargs=mm_processor_kwargs)
         prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
         requests = self._make_all(prompts, sampling_params, priority, cache_salt, lora_request)
-        results = self._collect(requests, use_tqdm)
-        if len(results) < len(requests):
-            raise RuntimeError(
-                "generate did not get the outputs of all requests: one was aborted meanwhile."
-            )
-        return results
+        return self._collect_all("generate", requests, use_tqdm)
 
     def enqueue(
         self,
@@ -341,6 +343,83 @@ class LLM(OwnedByProcess):
         loras = _one_each("lora_request", lora_request, len(prompts))
         return params.search(self, prompts, limit, use_tqdm, loras)
 
+    # -- vectors (runner="pooling": extras/pooling) --
+
+    def encode(
+        self,
+        prompts: PromptType | Seq[PromptType],
+        pooling_params: PoolingParams | Seq[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """What a pooling model makes of every prompt: outputs.data is a tensor [dimensions].
+
+        pooling_params: one for all, or a list of one each. pooling_task: None or "embed". The other
+        arguments are those of generate. Raises ValueError or TypeError, before any work, if one of
+        the requests can never be served; one that fails later has an `error`.
+        """
+        chapter = load_chapter("LLM.encode", "pooling.offline")
+        params = chapter.check_encode(self.engine.config, pooling_params, pooling_task)
+        prompts = self._tokenize(prompt_to_seq(prompts), tokenization_kwargs)
+        params = _one_each("pooling_params", params, len(prompts))
+        requests = self._make_all(prompts, params, None, None, lora_request)
+        return self._collect_all("encode", requests, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PromptType | Seq[PromptType],
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | Seq[PoolingParams] | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of every prompt: outputs.embedding is a list of floats. The arguments are those
+        of encode."""
+        chapter = load_chapter("LLM.embed", "pooling.offline")
+        chapter.check_pools("LLM.embed", self.engine.config)
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        return chapter.make_embeddings(outputs)
+
+    def score(
+        self,
+        data_1: PromptType | Seq[PromptType],
+        data_2: PromptType | Seq[PromptType],
+        /,
+        *,
+        use_tqdm: bool | Callable[..., tqdm] = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """The cosine of the vectors of each pair, in outputs.score: of one text with each of
+        several, or of two lists of the same length. chat_template: None. The other arguments are
+        those of encode."""
+        chapter = load_chapter("LLM.score", "pooling.offline")
+        chapter.check_pools("LLM.score", self.engine.config)
+        refuse_missing("score", chat_template=chat_template)
+        texts_1, texts_2 = prompt_to_seq(data_1), prompt_to_seq(data_2)
+        chapter.check_pairs(len(texts_1), len(texts_2))
+        outputs = self.encode(
+            [*texts_1, *texts_2],
+            pooling_params,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        separator = chapter.separator_of(self.engine)
+        return chapter.make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], separator)
+
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], with the model as a torch module. For engines of one process: with
         tensor_parallel_size above 1 no process has the whole model."""
@@ -440,6 +519,17 @@ class LLM(OwnedByProcess):
                 bar.count()
         ids = [request.request_id for request in requests]
         return [results[request_id] for request_id in ids if request_id in results]
+
+    def _collect_all(
+        self, call: str, requests: Seq[RequestConsumer], use_tqdm: bool | Callable[..., tqdm]
+    ) -> list[Any]:
+        """As _collect. Raises RuntimeError if a request was aborted."""
+        results = self._collect(requests, use_tqdm)
+        if len(results) < len(requests):
+            raise RuntimeError(
+                f"{call} did not get the outputs of all requests: one was aborted meanwhile."
+            )
+        return results
 
     def _tokenize(self, prompts: list[Any], options: dict[str, Any] | None) -> list[Any]:
         return tokenize_prompts(self.engine.input_processor, prompts, options)

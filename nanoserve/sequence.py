@@ -282,6 +282,7 @@ class ModelOutput:
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)  # seq_id -> what went wrong
     draft_token_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)  # for the next step
+    pooler_output: dict[int, Any] = field(default_factory=dict)  # of a pooling model: seq_id -> it
 
 
 @dataclass(slots=True)
@@ -294,6 +295,7 @@ class SequenceUpdate:
     prompt_logprobs: PromptLogprobs | None = None
     error: BaseException | None = None  # what ends the request
     num_accepted_tokens: int = 0  # drafts
+    pooler_output: Any = None  # of a pooling model, in place of tokens
 
     def keep(self, number: int) -> None:
         """Take all but the first `number` new tokens back: a stop string ends the output there."""

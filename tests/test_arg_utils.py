@@ -171,7 +171,8 @@ def test_some_messages() -> None:
     for options, words in [
         ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; allowed: fp8, int8"),
         ({"enable_sleep_mode": True}, "Leave enable_sleep_mode out, or set it to False."),
-        ({"runner": "pooling"}, "set it to 'auto' or 'generate'."),
+        ({"runner": "reward"}, "runner is 'reward'; allowed: auto, generate, pooling."),
+        ({"convert": "classify"}, "set it to 'auto' or 'none' or 'embed'."),
         ({"pipeline_parallel_size": 2}, "tensor_parallel_size only"),
         ({"enable_sleep_mode": 0}, "LLM(enable_sleep_mode=0)"),  # a switch is True or False
         ({"data_parallel_size": True}, "LLM(data_parallel_size=True)"),
@@ -466,7 +467,7 @@ def test_underscores_behind_a_double_dash_stay() -> None:
 def test_vllm_flags_that_change_nothing_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     """--help does not list them; a value that asks for what is not here is refused."""
     neutral = ["--trust-remote-code", "--no-enable-sleep-mode", "--pipeline_parallel_size", "1"]
-    assert parse(*neutral, "--runner", "generate", "--lora-dtype", "auto") == EngineArgs()
+    assert parse(*neutral, "--convert", "none", "--lora-dtype", "auto") == EngineArgs()
     with pytest.raises(ValueError, match=r"EngineArgs\(quantization_config='x'\)"):
         parse("--quantization-config", "x")
     with pytest.raises(ValueError, match=r"EngineArgs\(enable_sleep_mode=True\)"):

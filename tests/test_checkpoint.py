@@ -175,10 +175,19 @@ BAD_FOR_FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("key", BAD_FOR_FAMILIES)
+# Of models that make vectors (extras/pooling).
+BAD_FOR_POOLING = {
+    "is_matryoshka": NO_FLAG,
+    "is_causal": NO_FLAG,
+    "matryoshka_dimensions": [64, [], [0], ["64"], [True]],
+    "pad_token_id": [-2, 2**31, True, 1.0, "1", [1]],
+}
+
+
+@pytest.mark.parametrize("key", BAD_FOR_FAMILIES | BAD_FOR_POOLING)
 def test_a_key_of_some_families(tmp_path: Path, key: str) -> None:
     """A key that the family does not read may say what it likes."""
-    for value in BAD_FOR_FAMILIES[key]:
+    for value in (BAD_FOR_FAMILIES | BAD_FOR_POOLING)[key]:
         config = ModelConfig.from_folder(write_config(tmp_path, **{key: value}))
         with pytest.raises(ValueError, match=rf"config\.json: {key} is .*; allowed: "):
             config.get(key)
@@ -244,7 +253,7 @@ BAD_FOR_ROPE = {
 
 def test_every_key_has_a_test() -> None:
     assert set(BAD_FOR_FAMILIES) == {*COMMON_KEYS, "layer_types"}
-    assert set(KEYS) == set(BAD) | set(BAD_FOR_FAMILIES) | set(BAD_FOR_ROPE)
+    assert set(KEYS) == {*BAD, *BAD_FOR_FAMILIES, *BAD_FOR_POOLING, *BAD_FOR_ROPE}
 
 
 @pytest.mark.parametrize("key", BAD_FOR_ROPE)

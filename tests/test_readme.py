@@ -298,6 +298,7 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
         "tools.soak",
         "extras.course",
         "extras.metrics",
+        "extras.pooling",
         "extras.quantization",
         "extras.server",
         "extras.structured_output",

@@ -115,6 +115,14 @@ def after_a_client_left() -> list[list[int]]:
         return asyncio.run(main())
 
 
+def vector_in_chunks() -> list[list[int]]:
+    """Thousandths of a mean vector."""
+    options = {"runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN"}}
+    with lesson.small_llm(max_num_batched_tokens=8, **options) as llm:
+        [output] = llm.embed(TWO_BOXES, use_tqdm=False)
+        return [[round(1000 * number) for number in output.outputs.embedding]]
+
+
 STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "uncache": after(["C", "A", "B"], "C", num_blocks=10),
     "copy_on_write": three_completions,
@@ -142,6 +150,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "other_scales": after([], "A", quantization="int4"),
     "forgetful": of_a_given_form,
     "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
+    "forgotten_sum": vector_in_chunks,
 }
 
 

@@ -597,6 +597,9 @@ def test_a_wrong_field_is_named(server: Running, field: str, value: Any, says: s
 OPERATIONS = [
     ("POST", "/v1/completions", {"prompt": "Once"}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ("POST", "/v1/embeddings", {"input": "Once"}),
+    ("POST", "/v1/score", {"queries": "Once", "documents": "Twice"}),
+    ("POST", "/score", {"text_1": "Once", "text_2": "Twice"}),
     ("POST", "/tokenize", {"prompt": "Once"}),
     ("POST", "/detokenize", {"tokens": [5]}),
     ("GET", "/v1/models/{name}", None),

@@ -533,6 +533,15 @@ def test_a_model_without_a_template_completes_text(page: Page) -> None:
 
 
 @needs_chromium
+def test_a_model_that_makes_vectors_is_not_talked_to(page: Page) -> None:
+    let_the_server_say(page, makes_vectors=True)
+    page.wait_for("!document.querySelector('#vectors').hidden")
+    assert page.evaluate("document.querySelector('#chat-title').textContent") == "Vectors"
+    for name in ("ask", "log", "new", "samples"):
+        assert page.evaluate(f"document.querySelector('#{name}').offsetParent === null")
+
+
+@needs_chromium
 def test_the_samples_run_at_once_and_stop_stops(page: Page, async_llm: AsyncLLM) -> None:
     """Eight requests run beside each other, some on shared blocks. The block map highlights a
     request that is pointed at; the answer that is stopped leaves the engine."""

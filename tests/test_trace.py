@@ -857,6 +857,12 @@ def test_charts(plt: Any) -> None:
     assert {"12.5 KiB", "4,096 KiB", "with pages"} <= set(drawn(plt))
     trace.lines("Speed", {"a": [(1, 2), (2, 4)], "b": [(1, 1), (2, 3)]}, "batch", "tok/s", log=True)
     assert {"a", "b", "batch", "tok/s"} <= set(drawn(plt))
+    places = {"left": [(0, 1), (2, 3), (4, 4)], "right": torch.eye(3)[:, :2]}
+    trace.points("Vectors", places, ["cat", "dog", "cat"])
+    left, right = plt.gcf().axes
+    assert [len(group.get_offsets()) for group in left.collections] == [2, 1]
+    assert right.collections[0].get_offsets().tolist() == [[1, 0], [0, 0]]
+    assert {text.get_text() for text in plt.gcf().legends[0].get_texts()} == {"cat", "dog"}
 
 
 def test_state_machines(plt: Any) -> None:

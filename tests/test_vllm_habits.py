@@ -703,6 +703,15 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
         "chat_template_content_format add_generation_prompt continue_final_message tools "
         "chat_template_kwargs tokenization_kwargs mm_processor_kwargs",
     ),
+    (
+        LLM.encode,
+        "prompts pooling_params use_tqdm lora_request pooling_task tokenization_kwargs",
+    ),
+    (LLM.embed, "prompts use_tqdm pooling_params lora_request tokenization_kwargs"),
+    (
+        LLM.score,
+        "data_1 data_2 use_tqdm pooling_params lora_request tokenization_kwargs chat_template",
+    ),
     (LLM.beam_search, "prompts params lora_request use_tqdm concurrency_limit"),
     (LLM.enqueue, "prompts sampling_params lora_request priority use_tqdm tokenization_kwargs"),
     (LLM.reset_prefix_cache, "reset_running_requests reset_connector"),

@@ -61,7 +61,7 @@ from nanoserve.arg_utils import (
     check_seam_names,
     load_chat_template,
 )
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess, in_this_process
 from nanoserve.engine import LLMEngine, StepReport
 from nanoserve.exceptions import (
@@ -96,6 +96,7 @@ if TYPE_CHECKING:
     from nanoserve.extras.lora.manager import LoRAManager
     from nanoserve.extras.lora.request import LoRARequest
     from nanoserve.extras.metrics import StatLogger
+    from nanoserve.extras.pooling import PoolingParams, PoolingRequestOutput
 
 logger = init_logger(__name__)
 Result = TypeVar("Result")
@@ -105,7 +106,6 @@ LOADED_ONCE = "The weights are those of the checkpoint; build a new AsyncLLM for
 NOT_ASLEEP = "Memory is held until shutdown(); pause_generation() stops the steps."
 # Public names of vLLM's AsyncLLM that are not here: what to use, or why not.
 LEFT_OUT = {
-    "encode": "There are no pooling models; generate completes prompts.",
     "start_profile": "extras.trace.Recorder writes a Chrome trace of all steps.",
     "stop_profile": "extras.trace.Recorder writes a Chrome trace of all steps.",
     "collective_rpc": "A class of your own goes into runner_cls; call_utility(function) runs "
@@ -611,11 +611,45 @@ class AsyncLLM(OwnedByProcess):
         finally:
             self._core.drop(collector)
 
+    async def encode(
+        self,
+        prompt: PromptType,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: dict[str, Any] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The vector of one prompt, by an engine with runner="pooling": yields one output. The
+        arguments, and what is raised, are those of generate."""
+        pooling = load_chapter("AsyncLLM.encode", "pooling.params")
+        pooling.check_pools("AsyncLLM.encode", self.config)
+        params = pooling.PoolingParams() if pooling_params is None else pooling_params
+        collector = await self.add_request(
+            uuid.uuid4().hex if request_id is None else request_id,
+            prompt,
+            params,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            trace_headers=trace_headers,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        try:
+            output: Any = await collector.get()
+            if output is not None:
+                yield output
+        finally:
+            self._core.drop(collector)
+
     async def add_request(
         self,
         request_id: str,
         prompt: PromptType,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -639,7 +673,7 @@ class AsyncLLM(OwnedByProcess):
         self,
         request_id: str,
         prompt: Any,
-        params: SamplingParams | None,
+        params: Any,
         tokenization_kwargs: dict[str, Any] | None,
         priority: int,
         cache_salt: str | None,
@@ -864,7 +898,7 @@ class AsyncLLM(OwnedByProcess):
 
     async def get_supported_tasks(self) -> tuple[str, ...]:
         """What the model can be asked for."""
-        return ("generate",)
+        return ("embed",) if self.config.runner == "pooling" else ("generate",)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         """Raise what would be raised for the next request, before it is looked at:

@@ -1,4 +1,4 @@
-"""What does an engine with one mistake do? Twenty-six sabotages, for notebooks and tests.
+"""What does an engine with one mistake do? Twenty-seven sabotages, for notebooks and tests.
 
     with lesson.broken("uncache"):                    # the engine with one mistake in it
         ...                                           # and a right one again
@@ -452,3 +452,13 @@ def _exchange_scales(right: Any, weight: Any) -> None:
 )
 def _accept_nothing(right: Any, request: Any, tokens: Any) -> None:
     return None
+
+
+@_sabotage(
+    "forgotten_sum",
+    "extras.pooling.runner.PoolingModelRunner.pool",
+    "a mean of hidden states begins anew with each chunk of a prompt",
+)
+def _sum_one_chunk(right: Any, runner: Any, inputs: Any, hidden: Any) -> Any:
+    runner.sums = None
+    return right(runner, inputs, hidden)

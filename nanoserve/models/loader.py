@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from nanoserve.checkpoint import find_quantization, transformers_lock
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.interrupts import unless_signal
 from nanoserve.layers import LayerConfig, Shard
 from nanoserve.logger import output_stream
@@ -70,6 +70,9 @@ def load_model(
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
+    if config.runner == "pooling":
+        chapter = load_chapter("runner='pooling'", "pooling.models")
+        return chapter.load_pooling_model(config, model_config, layer_config, use_tqdm)
     layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
     impl = config.model_impl

@@ -29,7 +29,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -54,6 +54,7 @@ from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.models.weight_files import TensorInfo, check_dtype, check_memory, read_slices
 
+Build = Callable[..., Any]  # (a config of transformers, dtype=...) -> a model
 ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
 # Keyword arguments of attention that change nothing here: positions are in the keys already, and
 # outputs are chosen elsewhere.
@@ -383,7 +384,12 @@ def make_model(
         causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
     else:
         causal_lm = fill_checkpoint(
-            model_cls, hf_config, model_config.path, tensors, layer_config.dtype
+            model_cls,
+            hf_config,
+            model_config.path,
+            tensors,
+            layer_config.dtype,
+            attn_implementation=ATTENTION_NAME,
         )
     causal_lm = causal_lm.eval().to(layer_config.device)
     return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
@@ -461,19 +467,26 @@ def check_config(model_cls: Any, hf_config: Any) -> None:
         raise Unsupported("is more than one stack of layers")
 
 
-def build_dummy(hf_config: Any, dtype: torch.dtype, seed: int) -> Any:
+def build_causal_lm(hf_config: Any, **options: Any) -> Any:
+    """The model with transformers' own random weights."""
+    return AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation=ATTENTION_NAME, **options
+    )
+
+
+def build_dummy(
+    hf_config: Any, dtype: torch.dtype, seed: int, build: Build = build_causal_lm
+) -> Any:
     """Small normal weights, norms near 1, as in loader.fill_randomly."""
     with torch.random.fork_rng(devices=[]):  # transformers draws its own weights first
-        causal_lm = AutoModelForCausalLM.from_config(
-            hf_config, dtype=dtype, attn_implementation=ATTENTION_NAME
-        )
+        model = build(hf_config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in causal_lm.named_parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.02
             is_scale = parameter.dim() == 1 and name.endswith("weight")
             parameter.copy_(noise + 1 if is_scale else noise)
-    return causal_lm
+    return model
 
 
 def check_sizes(
@@ -481,6 +494,7 @@ def check_sizes(
     model_config: ModelConfig,
     layer_config: LayerConfig,
     tensors: dict[str, TensorInfo] | None,
+    build: Build = build_causal_lm,
 ) -> None:
     """Compare what config.json describes with the files (None: there are none) and the memory,
     before memory is taken. Raises ValueError, with the numbers or the name of a tensor.
@@ -496,7 +510,7 @@ def check_sizes(
         )
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
-            plan = AutoModelForCausalLM.from_config(hf_config, attn_implementation=ATTENTION_NAME)
+            plan = build(hf_config)
     except unless_signal(ImportError, NotImplementedError) as error:  # config.json is right
         raise Unsupported(f"can't be built here ({error})") from error
     except unless_signal(Exception) as error:  # each family has its own checks
@@ -525,20 +539,23 @@ def fill_checkpoint(
     folder: Path,
     tensors: dict[str, TensorInfo],
     dtype: torch.dtype,
+    may_ignore: Callable[[str], bool] = lambda name: False,
+    **options: Any,
 ) -> Any:
-    """Weights from safetensors files. Raises ValueError, naming the tensors, if some do not fit."""
+    """Weights from safetensors files; `options` are from_pretrained's. Raises ValueError, naming
+    the tensors, if some do not fit, or if there are more, unless may_ignore(name)."""
     files = dict.fromkeys(tensor.file for tensor in tensors.values())
     slices = {name: source for file in files for name, source in read_slices(file)}
     try:
-        causal_lm, loading = model_cls.from_pretrained(
+        model, loading = model_cls.from_pretrained(
             None,
             config=hf_config,
             state_dict=slices,
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # named below instead
+            **options,
         )
     except unless_signal(Exception) as error:  # any model's code: anything
         raise ValueError(
@@ -548,11 +565,11 @@ def fill_checkpoint(
     problems = [
         f"{kind}: {', '.join([str(name) for name in names][:5])}"
         for kind in ("missing", "unexpected", "mismatched")
-        if (names := loading[f"{kind}_keys"])
+        if (names := [each for each in loading[f"{kind}_keys"] if not may_ignore(str(each))])
     ]
     if problems:
         raise ValueError(
             f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. Is the "
             "download complete, and do the two belong together?"
         )
-    return causal_lm
+    return model

@@ -23,7 +23,8 @@ Counted otherwise than in vLLM, because there is more to know here, or less to d
     latencies of a phase     only of requests that came into this phase: one that was aborted in the
                              queue has an end-to-end latency, and no prefill time
 
-Of a beam search, tokens and steps count; it is no request with completions.
+Of a beam search, tokens and steps count; it is no request with completions. A request for a vector
+has no tokens; its "time to first token" is that to the vector, as in vLLM.
 
 vLLM: vllm/v1/metrics/stats.py, vllm/v1/spec_decode/metrics.py.
 """
@@ -151,6 +152,8 @@ class StatsCollector:
                 self._admit(seq, len(new.token_ids) == new.num_prompt_tokens, stats)
         self._read_tokens(report.updates, stats)
         for update in report.updates:
+            if update.pooler_output is not None:
+                self._take_vector(update.sequence, stats)
             if update.sequence.status.finish_reason is not None:
                 stats.num_preempted_reqs += self._forget(update.sequence.seq_id)
         num_rows = min(len(report.updates), len(output.scheduled))  # forks share a row
@@ -214,6 +217,13 @@ class StatsCollector:
         if not self._is_fork(seq):
             stats.num_prompt_tokens += seq.num_prompt_tokens
             stats.num_cached_prompt_tokens += seq.num_cached_tokens
+
+    def _take_vector(self, seq: Sequence, stats: IterationStats) -> None:
+        """The vector of a pooling model: it counts as a first token that is no token."""
+        now = seq.metrics.finished_ts or time.monotonic()
+        stats.time_to_first_tokens_iter.append(now - arrival_of(seq.metrics))
+        stats.num_prompt_tokens += seq.num_prompt_tokens
+        stats.num_cached_prompt_tokens += seq.num_cached_tokens
 
     def _is_fork(self, seq: Sequence) -> bool:
         """Did it begin with the prompt of another sequence? (Of more than max_num_seqs completions,

@@ -13,6 +13,7 @@
 
     responses.py     what an answer looks like                errors.py   what an error looks like
     response_format.py   what form it must have               tool_parsers.py   its calls of tools
+    pooling.py       /v1/embeddings and /v1/score, of pooling models
     adapters.py      LoRA adapters as models
     utilities.py     /v1/models, /tokenize, /health, /metrics, ...
     page.py          the page at /: page.html                 watch.py    what it shows of steps
@@ -26,7 +27,7 @@ OpenAI's client works with it, and so does what was written for vLLM's server:
 The engine knows none of this. It runs in a thread of its own (async_llm.py); here are no threads,
 except for what is slow and has nothing to do with the engine: long JSON, tokenizing.
 
-Left out: other APIs (responses, embeddings, audio), several base models.
+Left out: other APIs (responses, reranking, audio), several base models.
 
 vLLM: vllm/entrypoints/openai/ (V0); vllm/entrypoints/: openai/, serve/, launchers/ (V1).
 """

@@ -3,7 +3,7 @@
     build_app(async_llm)
         middleware.py      X-Request-Id, CORS, errors, Host, API key, body
         errors.py          what the handlers of exceptions answer
-        completions.py  chat.py  adapters.py  utilities.py  page.py
+        completions.py  chat.py  pooling.py  adapters.py  utilities.py  page.py
                            one router each; make_router(state) gets the ServerState
 
 The result is an ASGI application, for `nanoserve serve` (launcher.py) as for any other ASGI server,
@@ -32,7 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanoserve import __version__
 from nanoserve.extras.async_llm import AsyncLLM
 from nanoserve.extras.metrics import PrometheusStatLogger, collect_metrics
-from nanoserve.extras.server import adapters, chat, completions, page, utilities
+from nanoserve.extras.server import adapters, chat, completions, page, pooling, utilities
 from nanoserve.extras.server.errors import error_response
 from nanoserve.extras.server.middleware import (
     AuthenticationMiddleware,
@@ -88,7 +88,7 @@ def build_app(async_llm: AsyncLLM, args: FrontendArgs | None = None, **options: 
         exception_handlers=dict.fromkeys(HANDLED, answer),
     )
     app.state.server = state
-    for module in (completions, chat, adapters, utilities, page):
+    for module in (completions, chat, pooling, adapters, utilities, page):
         app.include_router(module.make_router(state))
     return app
 

@@ -121,20 +121,25 @@ def main(arguments: list[str]) -> int:
             gc.collect()
             gc.freeze()  # what is there now stays: later collections need not look at it
             name = app.state.server.model_names[0]
-            how = "Try:" if frontend.uds else "Open it in a browser, or try:"
+            pools = async_llm.config.runner == "pooling"
+            how = "Try:" if frontend.uds or pools else "Open it in a browser, or try:"
             cli.note(f"{name} is served at {address} (Ctrl-C ends it). {how}")
-            cli.note(describe_example(frontend, address, name, async_llm.tokenizer is not None))
+            takes_text = async_llm.tokenizer is not None
+            cli.note(describe_example(frontend, address, name, takes_text, pools))
             launcher.Server(app).run(sockets=[sock])
     return 0
 
 
-def describe_example(args: FrontendArgs, address: str, name: str, takes_text: bool) -> str:
-    """A command line that asks the server for a completion."""
+def describe_example(
+    args: FrontendArgs, address: str, name: str, takes_text: bool, pools: bool = False
+) -> str:
+    """A command line that asks the server for a completion, or a pooling model for a vector."""
     prompt: Any = "Once upon a time" if takes_text else [1, 2, 3]
-    body = json.dumps({"model": name, "prompt": prompt, "max_tokens": 20})
-    words = ["curl", f"{address}/v1/completions", "-H", "Content-Type: application/json"]
+    asked = {"input": prompt} if pools else {"prompt": prompt, "max_tokens": 20}
+    body, path = json.dumps({"model": name, **asked}), "embeddings" if pools else "completions"
+    words = ["curl", f"{address}/v1/{path}", "-H", "Content-Type: application/json"]
     if args.uds is not None:
-        words[1:2] = ["--unix-socket", args.uds, "http://localhost/v1/completions"]
+        words[1:2] = ["--unix-socket", args.uds, f"http://localhost/v1/{path}"]
     if args.api_key:
         words += ["-H", "Authorization: Bearer KEY"]
     if args.ssl_certfile:

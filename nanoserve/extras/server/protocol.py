@@ -20,14 +20,15 @@ other is ignored, with a line in the log.
 Left out: images and audio.
 
 vLLM: vllm/entrypoints/openai/protocol.py (V0); vllm/entrypoints/openai/: completion/protocol.py,
-chat_completion/protocol.py; vllm/entrypoints/serve/: engine/protocol.py, tokenize/protocol.py (V1).
+chat_completion/protocol.py; vllm/entrypoints/serve/: engine/protocol.py, tokenize/protocol.py;
+vllm/entrypoints/pooling/: embed/protocol.py, scoring/protocol.py (V1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, WithJsonSchema
 
@@ -46,6 +47,7 @@ logger = init_logger(__name__)
 Json = dict[str, Any]
 
 MAX_PROMPTS = 1024  # of one request: vLLM's limit
+MAX_INPUTS = 2048  # of one request for vectors: OpenAI's limit
 MAX_CHOICES = RANGES["n"][2]
 MAX_UNKNOWN = 64  # names of one request that are no fields
 
@@ -89,6 +91,7 @@ NO_TRANSFER: Refusal = (
     "nanoserve does not hand its KV cache to other engines; leave it out",
 )
 NO_CUT: Refusal = ((None,), "prompts are never cut; give the last token ids as the prompt")
+NO_CUT_OR_0: Refusal = ((None, 0), "texts are never cut; send the beginning")
 REFUSED: dict[str, Refusal] = {
     "suffix": ((None, ""), "no model here fills in the middle; leave it out"),
     "prompt_embeds": NO_MEDIA,
@@ -96,6 +99,9 @@ REFUSED: dict[str, Refusal] = {
     "media_io_kwargs": NO_MEDIA,
     "audio": NO_MEDIA,
     "modalities": ((None, ["text"]), "nanoserve answers with text only; leave it out"),
+    **dict.fromkeys(("max_tokens_per_query", "max_tokens_per_doc"), NO_CUT_OR_0),
+    "instruction": ((None,), "write it before the text"),
+    "padding": ((None, "do_not_pad"), "nothing is padded that a client sees; leave it out"),
     "truncate_prompt_tokens": NO_CUT,
     "truncation_side": NO_CUT,
     "early_stopping": ((None, False), "a beam search has its own rule for the end; leave it out"),
@@ -332,17 +338,85 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[Any]:
         """One entry for each prompt: a string or a list of token ids. Raises ValueError or
         TypeError."""
-        if self.prompt is None or self.prompt == "":
-            _raise("prompt", None, "there is no prompt. Give a text, token ids, or a list of them.")
-        if isinstance(self.prompt, dict):
-            raise TypeError(f"prompt must be a text or a list, got {brief(self.prompt)}.")
-        prompts = prompt_to_seq(self.prompt)
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            _raise("prompt", None, f"{len(prompts)} prompts; allowed: 1 to {MAX_PROMPTS}.")
-        for prompt in prompts:
-            if not isinstance(prompt, (str, list)):
-                raise TypeError(f"a prompt must be a text or token ids, got {brief(prompt)}.")
-        return prompts
+        return as_prompts("prompt", self.prompt, MAX_PROMPTS)
+
+
+def as_prompts(name: str, given: Any, most: int) -> list[Any]:
+    """One entry for each prompt of a field: a string or a list of token ids. Raises ValueError or
+    TypeError."""
+    if given is None or given == "":
+        _raise(name, None, f"there is no {name}. Give a text, token ids, or a list of them.")
+    if isinstance(given, dict):
+        raise TypeError(f"{name} must be a text or a list, got {brief(given)}.")
+    prompts = prompt_to_seq(given)
+    if not 1 <= len(prompts) <= most:
+        _raise(name, None, f"{len(prompts)} prompts; allowed: 1 to {most}.")
+    for prompt in prompts:
+        if not isinstance(prompt, (str, list)):
+            raise TypeError(f"a prompt must be a text or token ids, got {brief(prompt)}.")
+    return prompts
+
+
+class PoolingRequest(OpenAIBaseModel):
+    """What requests for vectors and for scores have in common."""
+
+    model: str | None = None
+    use_activation: bool | None = None  # normalise the vectors; None: as the model does
+    add_special_tokens: bool | None = True  # the tokenizer's own, such as CLS and EOS
+    priority: int | None = 0  # low is early, if the scheduling policy is "priority"
+    cache_salt: str | None = None
+    request_id: str | None = None  # of the answer's id; the header X-Request-Id comes first
+
+    def check(self) -> None:
+        super().check()
+        if "normalize" in (self.model_extra or {}):
+            _raise("normalize", None, "vLLM has replaced normalize by use_activation; use that.")
+
+
+class EmbeddingRequest(PoolingRequest):
+    """POST /v1/embeddings: a vector of each input."""
+
+    input: Prompt = None  # a text, token ids, or a list of either
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: int | None = None  # the first numbers only; for models made for that
+    embed_dtype: Literal["float32"] | None = "float32"  # of base64
+    endianness: Literal["native", "little"] | None = "native"  # of base64
+
+    def check(self) -> None:
+        super().check()
+        if self.input is None and "messages" in (self.model_extra or {}):
+            _raise("input", None, "messages are not read here; give the text as input.")
+
+    @property
+    def prompts(self) -> list[Any]:
+        """One entry for each input. Raises ValueError or TypeError."""
+        return as_prompts("input", self.input, MAX_INPUTS)
+
+
+class ScoreRequest(PoolingRequest):
+    """POST /v1/score: how near are the texts of each pair? A pair of fields, of PAIRS."""
+
+    queries: Prompt = None
+    documents: Prompt = None
+    items: Prompt = None  # another name of documents
+    text_1: Prompt = None
+    text_2: Prompt = None
+    data_1: Prompt = None
+    data_2: Prompt = None
+
+    @property
+    def pairs(self) -> tuple[list[Any], list[Any]]:
+        """The texts of both sides. Raises ValueError or TypeError."""
+        given = [each for each in ("items", *sum(PAIRS, ())) if getattr(self, each) is not None]
+        for one, other in (*PAIRS, ("queries", "items")):
+            if set(given) == {one, other}:
+                first, second = getattr(self, one), getattr(self, other)
+                return as_prompts(one, first, MAX_INPUTS), as_prompts(other, second, MAX_INPUTS)
+        allowed = " or ".join(f"{one} and {other}" for one, other in PAIRS)
+        _raise("queries", None, f"the request has {given or 'no texts'}; allowed: {allowed}.")
+
+
+PAIRS = (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"))
 
 
 class ChatTemplateFields(OpenAIBaseModel):

@@ -129,6 +129,36 @@ class ChatCompletionResponse(Response):
     prompt_text: NotRequired[str]  # if return_prompt_text
 
 
+class EmbeddingData(TypedDict):
+    index: int  # of the input
+    object: str  # "embedding"
+    embedding: list[float] | str  # base64: the numbers as float32, little-endian
+
+
+class EmbeddingResponse(TypedDict):
+    id: str
+    object: str  # "list"
+    created: int  # seconds since 1970
+    model: str
+    data: list[EmbeddingData]
+    usage: Usage
+
+
+class ScoreData(TypedDict):
+    index: int  # of the pair
+    object: str  # "score"
+    score: float  # a cosine
+
+
+class ScoreResponse(TypedDict):
+    id: str
+    object: str  # "list"
+    created: int  # seconds since 1970
+    model: str
+    data: list[ScoreData]
+    usage: Usage
+
+
 class TokenizeResponse(TypedDict):
     count: int
     max_model_len: int

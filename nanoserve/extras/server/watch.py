@@ -69,6 +69,7 @@ class EngineWatch:
             "created": time.time(),  # tells this engine from one that follows it at this address
             "model": model_name,
             "has_chat_template": bool(has_template),
+            "makes_vectors": engine.config.runner == "pooling",
             "block_size": engine.block_manager.block_size,
             "num_blocks": engine.block_manager.num_blocks,
             "num_cpu_blocks": engine.block_manager.num_cpu_blocks,

@@ -30,7 +30,7 @@ HOMES = {
     "as_text": "decision",  # a step as a table of text
     "timer": "StepTimer",  # the parts of a step's time
     "style": "colour on_colour tint",
-    "charts": "distribution bars lines",  # plain charts
+    "charts": "distribution bars lines points",  # plain charts
     # one subject each
     "why": "memory_map layers",  # why pages, and who does what
     "memory": "memory_history memory_use",  # all slots over a whole run

@@ -1,4 +1,4 @@
-"""Plain charts in the style of the other pictures: distributions, bars and lines."""
+"""Plain charts in the style of the other pictures: distributions, bars, lines and points."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.extras.trace.style import COLOURS, FAINT, INK, LINE, fit, label, panels, show
 
-MARKERS = "osD^vP"
+MARKERS = "osD^vPX"
 
 
 def distribution(
@@ -129,4 +129,27 @@ def lines(
         ax.set_ylim(bottom=min(0, *(y for line in points.values() for _, y in line)))
     if len(points) > 1:
         ax.legend(frameon=False, fontsize=8.5)
+    show()
+
+
+def points(title: str, tables: Mapping[str, Any], groups: Seq[str]) -> None:
+    """Draw points [n, 2], a panel for each label. groups: the group of each point, which has the
+    same colour and sign in all panels. Only distances mean something, so there are no scales."""
+    axes, shades = panels(1, 4.2, title, columns=len(tables)), (*COLOURS, INK)
+    for ax, (name, places) in zip(axes, tables.items(), strict=True):
+        for number, group in enumerate(dict.fromkeys(groups)):
+            found = [place for place, other in zip(places, groups, strict=True) if other == group]
+            x, y = ([float(place[axis]) for place in found] for axis in (0, 1))
+            style = {
+                "color": shades[number % len(shades)],
+                "marker": MARKERS[number % len(MARKERS)],
+            }
+            ax.scatter(x, y, s=16, alpha=0.75, linewidths=0, label=group, **style)
+        ax.set_title(name, loc="left", fontsize=9.5, weight="bold", color=INK)
+        ax.set_aspect("equal", "datalim")
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.spines[["left", "bottom"]].set_color(LINE)
+    place: dict[str, Any] = {"loc": "outside lower center", "ncols": 7, "frameon": False}
+    axes[0].figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8.5, **place)
     show()
