@@ -1,0 +1,137 @@
+"""Blocks to store for the tests of the disk tier, and what other processes do in them.
+
+Imports no torch and starts no thread, so that a test's processes start quickly and may fork.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from nanoserve.extras.kv_offload import disk
+from nanoserve.extras.kv_offload.disk import HEADER, BlockFiles, FileMapper
+
+FIELDS = {"model_name": "org/model", "block_size": 16, "tp_size": 2}
+SIZE = 1000  # bytes of a block
+FILE_SIZE = HEADER.size + SIZE
+
+
+def key_of(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+def content_of(number: int) -> bytes:
+    """Bytes that no other number has."""
+    return (hashlib.sha512(b"%d" % number).digest() * (SIZE // 64 + 1))[:SIZE]
+
+
+def open_files(
+    root: Path,
+    max_bytes: int = 2**30,
+    fields: dict[str, Any] | None = None,
+    rank: int = 0,
+) -> BlockFiles:
+    return BlockFiles(FileMapper(root, fields or FIELDS, rank), SIZE, max_bytes)
+
+
+def store(files: BlockFiles, number: int) -> bool:
+    content = content_of(number)
+    return files.store(key_of(number), [memoryview(content[:300]), memoryview(content[300:])])
+
+
+def load(files: BlockFiles, number: int) -> bytes | None:
+    """What is read for this block, in parts as a model's layers have them; None if nothing is."""
+    found = bytearray(SIZE)
+    view = memoryview(found)
+    is_good = files.load(key_of(number), [view[:1], view[1:700], view[700:]])
+    return bytes(found) if is_good else None
+
+
+def bytes_in_use(root: Path) -> int:
+    return sum(name.stat().st_size for name in root.glob("*/*/*"))
+
+
+def recorded(root: Path) -> int:
+    """What the lock file says."""
+    return int((root / "lock").read_text())
+
+
+# -- in other processes --
+
+
+def share(root: Path, start: int, limit: int) -> None:
+    """Store and load blocks, some of which others store too, within a bound that all of them
+    exceed many times."""
+    files = open_files(root, limit)
+    for number in range(start, start + 40):
+        for each in (number % 30, number):
+            assert store(files, each), each
+            assert recorded(root) <= limit
+            assert load(files, each) in (None, content_of(each)), each
+
+
+def store_under_limit(root: Path) -> None:
+    """Let the system refuse to write as many bytes as a block has."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, resource.RLIM_INFINITY))
+    files = open_files(root)
+    assert not any(store(files, number) for number in range(3))
+    assert bytes_in_use(root) == recorded(root) == 0
+
+
+def be_killed(root: Path) -> None:
+    """For each line that a store, an eviction and the reading of a bad file run: fork a child that
+    is killed before this line, and look what it has left. Prints the number of lines."""
+    limit = 3 * FILE_SIZE
+    survivor = open_files(root, limit)  # a process that lives on: it does not count again
+    store(survivor, 10**6)
+    moment, status = 0, -1
+    while status:
+        if not (pid := os.fork()):
+            _die_at(moment, root, limit)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status in (0, -signal.SIGKILL), status
+        assert bytes_in_use(root) <= recorded(root) <= limit, moment
+        for files in (survivor, open_files(root, limit)):
+            for number in range(max(0, moment - 3), moment + 2):
+                if files.contains(key_of(number)):
+                    assert load(files, number) in (None, content_of(number)), (moment, number)
+        if moment % 7 == 0:  # there is room, or it is made
+            assert store(survivor, 10**6 + moment), moment
+        if moment % 3 == 0:  # a process that starts cleans up
+            assert store(open_files(root, limit), 2 * 10**6 + moment), moment
+            assert not list(root.glob("*/*/*.tmp")), moment
+            assert recorded(root) == bytes_in_use(root), moment
+        moment += 1
+    print(moment)
+
+
+def _die_at(moment: int, root: Path, limit: int) -> None:
+    """The child. It ends with status 0 if it is through before the line number `moment`."""
+    num_left = moment
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal num_left
+        if frame.f_code.co_filename != disk.__file__:
+            return None
+        if event == "line":
+            num_left -= 1
+            if num_left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    files = open_files(root, limit)
+    sys.settrace(trace)
+    store(files, moment)
+    store(files, moment + 1)
+    name = files.mapper.get_file_name(key_of(moment))
+    if name.exists():
+        name.write_bytes(b"?" * FILE_SIZE)
+    load(files, moment)
+    os._exit(0)
