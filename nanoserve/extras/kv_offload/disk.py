@@ -1,335 +1,157 @@
-"""How does a prefix outlive the process that computed it?
+"""Who waits for the disk?
 
-As a file. Each rank writes a block's keys and values, all layers, to one file, under the digest of
-the block's content: SHA-256 of (parent digest, token ids, extra keys). So the name says what is in
-the file, and nobody keeps a list: the folder is the list, also after a restart, and for several
-processes at once.
+No step. The disk is a tier below the CPU tier: threads move blocks between rows and files (files.py)
+while steps run, and a sequence that waits for its blocks holds no KV blocks.
 
-    root_dir/lock                                         held for moments; holds the bytes in use
-    root_dir/Qwen3-0.6B_5f0c2a9be1d7_r0/config.json       what the 12 digits stand for
-    root_dir/Qwen3-0.6B_5f0c2a9be1d7_r0/9e/9e41...c7.bin  one block of rank 0
+    KV block  --- a step --->  row  --- submit_store, thread --->  file
+    KV block  <-- a step ----  row  <-- submit_load, thread -----  file
 
-    a file     magic 8 | fingerprint 32 | digest 32 | CRC-32 4 | the block's bytes ...
+    {"type": "fs", "root_dir": "/data/kv", "max_bytes": 100_000_000_000}
 
-The *fingerprint* is SHA-256 of all that decides what the bytes mean: model, its weights, dtype,
-block size, layers, number of ranks (`FileMapper`). Engines that differ in one of them share a
-root_dir and never a file.
+    root_dir          the folder; any number of engines may share it
+    max_bytes         of all files in it; left out: a tenth of the disk
+    n_read_threads    threads for loads and lookups, for which requests wait
+    n_write_threads   threads for stores, for which nobody waits
 
-*Killed at any moment.* A block is written to a temporary name and renamed when it is whole, so a
-name without .tmp is a whole file. The writer holds a lock on the temporary file, which the system
-drops with the process: a .tmp without a lock is nobody's and is deleted. After a loss of power a
-renamed file may lack its data; its CRC-32 does not fit then, and it is not served.
+Each kind has threads of its own, so that many stores on a slow disk hold up no load. They are
+daemons: a disk that hangs holds up neither a step nor the exit. A row that is being written to the
+disk keeps its block, so a disk that is too slow finds fewer rows to write, and never a queue without
+end.
 
-*Bounded.* Files of all models, ranks and processes, with those that are being written, take at most
-max_bytes. Room is taken under the lock before a byte is written: the number in the lock file goes
-up before a file appears, and down after one is gone. So it is never too low, whoever is killed, and
-it is counted again when it says that there is no room. Then the files that were used least recently
-(their time of modification: a load sets it) are deleted, until an eighth is free.
+*Lookups.* Even to ask whether a file is there may take long. So the first answer is RETRY, and a
+thread finds out. An answer is believed as long as somebody asks for it, and a second more: another
+process may store or delete a block at any time. If the block is gone when it is loaded, the load has
+failed, and the block is computed.
 
-*Skipped.* A file of the wrong size, or with a wrong byte, is a block that is not there. A full or
-read-only disk is one line in the log: nothing is stored, the engine goes on.
-
-Left out: fsync, O_DIRECT, a touch of the files whose blocks were found in a faster tier.
-
-vLLM: vllm/v1/kv_offload/: tiering/fs/manager.py FileSystemTierManager, tiering/fs/io.py,
-file_mapper.py (V1). max_bytes and the check of what is read are ours.
+vLLM: vllm/v1/kv_offload/tiering/: fs/manager.py FileSystemTierManager, fs/thread_pool.py,
+async_lookup.py (V1). max_bytes is ours.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import secrets
-import stat
-import struct
+import queue
+import shutil
 import threading
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import FileIO
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, ClassVar
 
-from nanoserve.interrupts import suppress
+from nanoserve.config import INT64, check_number
+from nanoserve.distributed.process import EXIT_TIMEOUT
+from nanoserve.exceptions import brief
+from nanoserve.extras.kv_offload.base import (
+    Digest,
+    JobResult,
+    LookupResult,
+    PrimaryTier,
+    SecondaryTierManager,
+    TransferJob,
+)
+from nanoserve.extras.kv_offload.config import drop_accepted
+from nanoserve.extras.kv_offload.files import BlockFiles, FileMapper
 from nanoserve.logger import init_logger
-from nanoserve.memory import describe_size
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-    import msvcrt
 
 logger = init_logger(__name__)
 
-Buffers = Sequence[memoryview]  # of one block, in the order of the layers; contiguous bytes
-
-HEADER = struct.Struct("<8s32s32sI")
-MAGIC = b"nanokv 1"
-FILE_NAME = re.compile(r"[0-9a-f]{64}\.bin(\.[0-9a-f]{16}\.tmp)?")  # others are left alone
-FREE_SHARE = 8  # when there is no room, 1 / FREE_SHARE of it is made
-
-
-def lock_file(file: BinaryIO, wait: bool = True) -> bool:
-    """Lock an open file against all others that open it, until it is closed. False if it is locked
-    and this should not wait. (On Windows only the wait is real: there an open file cannot be
-    deleted anyway.) Raises OSError on a file system without locks."""
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-        return True
-    while wait:
-        file.seek(2**30)  # a byte behind all content
-        with suppress(OSError):  # after 10 s
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-            break
-    return True
+OPTIONS = ("root_dir", "max_bytes", "n_read_threads", "n_write_threads")
+# vLLM's other options, with the values that change nothing here.
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "enable_kv_events": (False,),
+    "locality": (None, "LOCAL"),
+    "backpressure": (None,),
+}
+DISK_SHARE = 10  # max_bytes is 1 / DISK_SHARE of the disk, if it is not given
+BELIEVED = 1.0  # seconds since somebody last asked
+MOST_ANSWERS = 10_000  # then old ones are dropped
 
 
-class FileMapper:
-    """The name of a block's file: where it is, and what must be written in it."""
+class IOThreads:
+    """Daemon threads that run, in order, what may wait for a disk. Any thread may call."""
 
-    def __init__(self, root_dir: Path, fields: Mapping[str, Any], rank: int = 0) -> None:
-        """`fields`: all that decides what the bytes of a block mean, for json; "model_name" among
-        them. Two FileMapper of one root_dir share files exactly if fields and rank are equal."""
-        self.root_dir, self.fields = Path(root_dir), dict(fields)
-        content = json.dumps(self.fields, sort_keys=True)
-        self.fingerprint = hashlib.sha256(f"{content} rank {rank}".encode()).digest()
-        name = re.sub(r"[^\w.-]", "_", str(fields["model_name"]))[-64:]
-        digits = hashlib.sha256(content.encode()).hexdigest()[:12]
-        self.folder = self.root_dir / f"{name}_{digits}_r{rank}"
+    def __init__(self, number: int, name: str) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()
+        self._num_unfinished = 0
+        self.threads = [
+            threading.Thread(target=self._run, name=f"nanoserve-{name}-{i}", daemon=True)
+            for i in range(number)
+        ]
+        for thread in self.threads:
+            thread.start()
 
-    def get_file_name(self, key: bytes) -> Path:
-        """The file of the block with this digest, in one of 256 folders."""
-        digits = key.hex()
-        return self.folder / digits[:2] / f"{digits}.bin"
+    def submit(self, task: Callable[[], object]) -> None:
+        """Queue a task. What it raises is logged."""
+        with self._idle:
+            self._num_unfinished += 1
+        self._tasks.put(task)
 
+    def wait_idle(self, timeout: float) -> bool:
+        """Wait until all that was submitted has ended. False after `timeout` seconds."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._num_unfinished, timeout)
 
-class BlockFiles:
-    """The files of one rank's blocks. Any thread may call store, load and contains; each may wait
-    for the disk and raises nothing.
+    def close(self) -> None:
+        """Let each thread end when all that was submitted is done. Does not wait."""
+        for _ in self.threads:
+            self._tasks.put(None)
 
-    Invariant: what `load` returns True for is, byte for byte, what some process gave to `store`
-    under the same key, fingerprint and rank.
-    """
-
-    def __init__(self, mapper: FileMapper, block_bytes: int, max_bytes: int) -> None:
-        """block_bytes: of one block of this rank. Raises ValueError if max_bytes holds no block, or
-        if the folder is neither there nor can be made."""
-        self.mapper, self.max_bytes = mapper, max_bytes
-        self.block_bytes, self.file_size = block_bytes, HEADER.size + block_bytes
-        if max_bytes < self.file_size:
-            raise ValueError(
-                f"max_bytes is {max_bytes}, less than the file of one block, {self.file_size} "
-                "bytes. Raise it, or leave the disk tier out."
-            )
-        self._mutex = threading.Lock()  # the lock of this process, before that of all processes
-        self._is_counted = False  # has this process counted the bytes in use?
-        self._skipped: set[bytes] = set()  # keys whose file is bad and could not be deleted
-        self._store_error = ""  # of the last store: the log has it
-        try:
-            mapper.root_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"root_dir {str(mapper.root_dir)!r} of the disk tier cannot be made ({error}). "
-                "Give a folder that exists or can be made."
-            ) from error
-
-    # -- one block --
-
-    def contains(self, key: bytes) -> bool:
-        """Is there a file for this block? (Whether it is good, `load` finds out.)"""
-        try:
-            found = self.mapper.get_file_name(key).stat()
-        except OSError:
-            return False
-        is_whole = stat.S_ISREG(found.st_mode) and found.st_size == self.file_size
-        return is_whole and key not in self._skipped
-
-    def load(self, key: bytes, buffers: Buffers) -> bool:
-        """Read a block into `buffers`. False, with anything in the buffers, if it is not there or
-        not good; a bad file is deleted."""
-        name, why = self.mapper.get_file_name(key), ""
-        try:
-            with open(name, "rb", buffering=0) as file:
-                why = self._read(file, key, buffers)
-            if not why:
-                with suppress(OSError):  # a read-only disk
-                    os.utime(name)
-                return True
-        except FileNotFoundError:
-            return False  # deleted since `contains`
-        except OSError as error:
-            why = str(error)
-        logger.warning("%s is no block that can be used (%s): it is computed again.", name, why)
-        self._skipped.add(key)
-        with suppress(OSError), self._locked() as ledger:
-            self._delete(name, ledger)
-            self._skipped.discard(key)
-        return False
-
-    def _read(self, file: FileIO, key: bytes, buffers: Buffers) -> str:
-        """Read all of a file. Returns what is wrong with it; "" if nothing is."""
-        header = file.read(HEADER.size)
-        if len(header) < HEADER.size:
-            return "it is too short"
-        *start, crc = HEADER.unpack(header)
-        if start != [MAGIC, self.mapper.fingerprint, key]:
-            return "it is of another kind, model or content"
-        found = zlib.crc32(header[:-4])
-        for buffer in buffers:
-            if file.readinto(buffer) < len(buffer):
-                return "it is too short"
-            found = zlib.crc32(buffer, found)
-        return "its CRC-32 does not fit" if found != crc or file.read(1) else ""
-
-    def store(self, key: bytes, buffers: Buffers) -> bool:
-        """Write a block, unless there is a file for it. False if it cannot be written."""
-        if self.contains(key):
-            return True
-        try:
-            with self._create(key) as file:
-                try:
-                    self._write(file, key, buffers)
-                    if fcntl is None:
-                        file.close()  # Windows renames no open file
-                    self._commit(Path(file.name), key)
-                except BaseException:
-                    self._abandon(file)
-                    raise
-        except OSError as error:
-            last, self._store_error = self._store_error, error.strerror or str(error)
-            if self._store_error != last:  # a full disk: one line, not one a block
-                logger.warning("the disk tier cannot store blocks: %s", error)
-            return False
-        self._store_error = ""
-        return True
-
-    def _write(self, file: BinaryIO, key: bytes, buffers: Buffers) -> None:
-        start = HEADER.pack(MAGIC, self.mapper.fingerprint, key, 0)[:-4]
-        crc = zlib.crc32(start)
-        for buffer in buffers:
-            crc = zlib.crc32(buffer, crc)
-        file.write(start + struct.pack("<I", crc))
-        for buffer in buffers:
-            file.write(buffer)
-        file.flush()
-
-    # -- the room of all --
-
-    def _create(self, key: bytes) -> BinaryIO:
-        """Take room for a block: a temporary file of its full size, locked. Raises OSError."""
-        name = self.mapper.get_file_name(key)
-        with self._locked() as ledger:
-            used = self._read_used(ledger)
-            if used + self.file_size > self.max_bytes:
-                used = self._evict()
-            self._write_used(ledger, used + self.file_size)
-            temporary = Path(f"{name}.{secrets.token_hex(8)}.tmp")
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
             try:
-                name.parent.mkdir(parents=True, exist_ok=True)
-                self._describe()
-                file = open(temporary, "xb")  # noqa: SIM115
-                lock_file(file, wait=False)
-                file.truncate(self.file_size)
-                return file
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                self._write_used(ledger, used)
-                raise
+                task()
+            except Exception:
+                logger.exception("a task of the disk tier failed")
+            with self._idle:
+                self._num_unfinished -= 1
+                self._idle.notify_all()
 
-    def _commit(self, temporary: Path, key: bytes) -> None:
-        """The file is whole: give it its name. (Another process may have been faster.)"""
-        name = self.mapper.get_file_name(key)
-        with self._locked() as ledger:
-            with suppress(FileNotFoundError):
-                self._delete(name, ledger)
-            os.replace(temporary, name)
-            self._skipped.discard(key)
 
-    def _abandon(self, file: BinaryIO) -> None:
-        """Delete a temporary file that will not be whole."""
-        with suppress(OSError), self._locked() as ledger:
-            with suppress(OSError):
-                file.close()  # a full disk: there may be bytes to flush
-            self._delete(Path(file.name), ledger)
+class _Answer:
+    """What is known about a block."""
 
-    def _delete(self, name: Path, ledger: BinaryIO) -> None:
-        """Delete a file of this block size; then there is more room, but no more than was taken for
-        it. Under the lock. Raises OSError."""
-        used, size = self._read_used(ledger), min(name.stat().st_size, self.file_size)
-        name.unlink()
-        self._write_used(ledger, used - size)
+    def __init__(self) -> None:
+        self.result = LookupResult.RETRY
+        self.asked_at = 0.0  # time.monotonic()
 
-    @contextmanager
-    def _locked(self) -> Iterator[BinaryIO]:
-        """Hold the lock of root_dir. The open lock file holds the number of bytes in use."""
-        name = self.mapper.root_dir / "lock"
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        with self._mutex, os.fdopen(os.open(name, flags, 0o666), "r+b", buffering=0) as ledger:
-            lock_file(ledger)
-            yield ledger
 
-    def _read_used(self, ledger: BinaryIO) -> int:
-        """The bytes in use; counted, if this process has not done so or if they cannot be read."""
-        ledger.seek(0)
-        text = ledger.read(20)
-        if not self._is_counted or not re.fullmatch(rb"\d{20}", text):
-            self._is_counted = True
-            return sum(size for _, size, _ in self._scan())
-        return int(text)
+class _Job:
+    """A TransferJob on its way: its blocks are tasks of several threads."""
 
-    @staticmethod
-    def _write_used(ledger: BinaryIO, number: int) -> None:
-        ledger.seek(0)
-        ledger.write(b"%020d" % max(0, number))
+    def __init__(self, job: TransferJob) -> None:
+        self.job_id, self.num_left = job.job_id, len(job.keys)
+        self.successful: list[Digest] = []
+        self.seconds = 0.0
 
-    def _evict(self) -> int:
-        """Delete the files that were used least recently, until there is room; return the bytes in
-        use. Raises OSError if there is not enough to delete. Under the lock."""
-        files = sorted(self._scan())
-        used = sum(size for _, size, _ in files)
-        most = min(self.max_bytes - self.file_size, self.max_bytes - self.max_bytes // FREE_SHARE)
-        for _, size, name in files:
-            if used <= most:
-                break
-            if not name.endswith(".tmp"):  # being written
-                with suppress(OSError):  # Windows: being read
-                    os.unlink(name)
-                    used -= size
-        if used + self.file_size > self.max_bytes:
-            limit = describe_size(self.max_bytes)
-            raise OSError(f"max_bytes ({limit}) is in use by files that cannot be deleted")
-        return used
 
-    def _scan(self) -> list[tuple[int, int, str]]:
-        """(time of last use in ns, bytes, name) of every file of ours. What a writer that is no
-        more has left is deleted. Under the lock."""
-        found = []
-        for name in self.mapper.root_dir.glob("*_r*/??/*"):
-            if not FILE_NAME.fullmatch(name.name):
-                continue
-            with suppress(OSError):  # deleted meanwhile
-                info = name.lstat()
-                if not stat.S_ISREG(info.st_mode):
-                    continue
-                if name.suffix == ".tmp":
-                    with open(name, "rb") as file:
-                        is_abandoned = lock_file(file, wait=False)
-                    if is_abandoned:
-                        with suppress(OSError):  # Windows: it is not
-                            name.unlink()
-                            continue
-                found.append((info.st_mtime_ns, info.st_size, str(name)))
-        return found
+class FileSystemTierManager(SecondaryTierManager):
+    """Files as a tier below the CPU tier. Invariant: each job is named once by get_finished_jobs,
+    and a row of a job is touched only before that."""
 
-    def _describe(self) -> None:
-        """Write config.json, for whoever looks into the folder."""
-        name = self.mapper.folder / "config.json"
-        if not name.exists():
-            text = json.dumps(self.mapper.fields, indent=2, sort_keys=True)
-            name.write_text(text + "\n", encoding="utf-8")
+    tier_type: ClassVar[str] = "fs"
+
+    def __init__(self, primary: PrimaryTier, **options: Any) -> None:
+        """Starts the threads. Raises ValueError or TypeError for a bad option, or a root_dir that
+        cannot be made."""
+        options = drop_accepted("a tier of type 'fs'", options, OPTIONS, ACCEPTED)
+        root_dir = options.get("root_dir")
+        if not isinstance(root_dir, (str, Path)) or not str(root_dir):
+            raise TypeError(f"root_dir of a tier of type 'fs' must be a folder: {brief(root_dir)}.")
+        num_threads = {"n_read_threads": 4, "n_write_threads": 2}
+        for name, default in num_threads.items():
+            num_threads[name] = options.get(name, default)
+            check_number(name, num_threads[name], int, 1, 1024, "1 to 1024")
+        self.rows = primary.rows
+        mapper = FileMapper(Path(root_dir).expanduser(), primary.identity)
+        max_bytes = options.get("max_bytes")
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, int, 1, INT64, "1 to 2**63 - 1")
+        self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes or 
+                                shutil.disk_usage(mapper.root_dir).total // DISK_SHARE)
+        self._answers: dict[Digest, _Answer] = {}
+        self._unanswered: list[Digest] = []  # what no thread looks for yet
+        self._lock = threading.Lock()  # of all _Job
+        self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._readers = IOThreads(num_threads["n_read_threads"], "kv-load")
+        self._writers = IOThreads(num_threads["n_write_threads"], "kv-store")
