@@ -144,6 +144,8 @@ class LLMEngine(OwnedByProcess):
         )
         args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
+        if self.config.has_kv_connector:
+            load_chapter("kv_offloading_size", "kv_offload.connector").connect(self)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )

@@ -1,0 +1,25 @@
+"""Where do keys and values go when the device has no more room for them?
+
+The prefix cache is what free KV blocks still hold, and it forgets a block when another sequence
+needs it. With this chapter the block goes to main memory instead, and from there to a disk or to
+another engine. A later request with the same beginning gets it back, and computes it not again:
+
+    llm = LLM(kv_offloading_size=4)      # GiB of main memory
+
+    config.py      KVTransferConfig: where to, and how many bytes
+    base.py        what the parts promise each other, under vLLM's names
+    connector.py   OffloadingConnector: which blocks leave, which come back
+    manager.py     CPUOffloadingManager: which block is in which row of the CPU tier
+    policies.py    LRUPolicy, ARCPolicy: which block leaves the CPU tier
+    worker.py      OffloadingWorker: the copies, on each rank
+    digests.py     the name of a block outside of this process
+
+On the way of a request through the engine:
+
+    add_request    connector.on_new_request: a gate, if there are tiers below the CPU tier
+    schedule       an admitted sequence gets what the rows have; evicted blocks get rows
+    runner         worker: copies at the head and at the end of the step
+    update         the step was read: its rows are whole, and may go down
+
+vLLM: vllm/v1/kv_offload/, vllm/distributed/kv_transfer/ (V1).
+"""
