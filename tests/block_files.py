@@ -9,14 +9,15 @@ import hashlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from nanoserve.extras.kv_offload import disk
-from nanoserve.extras.kv_offload.disk import HEADER, BlockFiles, FileMapper
+from nanoserve.extras.kv_offload import files as module
+from nanoserve.extras.kv_offload.files import HEADER, BlockFiles, FileMapper
 
-FIELDS = {"model_name": "org/model", "block_size": 16, "tp_size": 2}
+IDENTITY = {"model": "org/model", "block_size": 16, "ranks": 2}
 SIZE = 1000  # bytes of a block
 FILE_SIZE = HEADER.size + SIZE
 
@@ -31,25 +32,19 @@ def content_of(number: int) -> bytes:
 
 
 def open_files(
-    root: Path,
-    max_bytes: int = 2**30,
-    fields: dict[str, Any] | None = None,
-    rank: int = 0,
+    root: Path, max_bytes: int = 2**30, identity: Mapping[str, Any] = IDENTITY
 ) -> BlockFiles:
-    return BlockFiles(FileMapper(root, fields or FIELDS, rank), SIZE, max_bytes)
+    return BlockFiles(FileMapper(root, identity), SIZE, max_bytes)
 
 
 def store(files: BlockFiles, number: int) -> bool:
-    content = content_of(number)
-    return files.store(key_of(number), [memoryview(content[:300]), memoryview(content[300:])])
+    return files.store(key_of(number), memoryview(content_of(number)))
 
 
 def load(files: BlockFiles, number: int) -> bytes | None:
-    """What is read for this block, in parts as a model's layers have them; None if nothing is."""
+    """What is read for this block; None if nothing is."""
     found = bytearray(SIZE)
-    view = memoryview(found)
-    is_good = files.load(key_of(number), [view[:1], view[1:700], view[700:]])
-    return bytes(found) if is_good else None
+    return bytes(found) if files.load(key_of(number), memoryview(found)) else None
 
 
 def bytes_in_use(root: Path) -> int:
@@ -118,7 +113,7 @@ def _die_at(moment: int, root: Path, limit: int) -> None:
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal num_left
-        if frame.f_code.co_filename != disk.__file__:
+        if frame.f_code.co_filename != module.__file__:
             return None
         if event == "line":
             num_left -= 1

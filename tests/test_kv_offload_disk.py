@@ -10,15 +10,16 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import pytest
-import torch
 from block_files import (
-    FIELDS,
     FILE_SIZE,
+    IDENTITY,
+    SIZE,
     bytes_in_use,
     content_of,
     key_of,
@@ -30,9 +31,9 @@ from block_files import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.extras.kv_offload.disk import BlockFiles, FileMapper
-from nanoserve.extras.kv_offload.disk_tier import FileSystemTier, IOThreads, block_buffers
-from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.extras.kv_offload.base import LookupResult, PrimaryTier, TransferJob
+from nanoserve.extras.kv_offload.disk import BELIEVED, FileSystemTierManager
+from nanoserve.extras.kv_offload.files import BlockFiles
 
 WAIT = 60.0  # seconds, for what happens at once
 ROOT = Path(__file__).parent.parent
@@ -73,22 +74,19 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(tmp_path: Pat
     assert again.contains(key_of(1))
     assert load(again, 1) == content_of(1)
     assert load(again, 2) is None
-    [config] = tmp_path.glob("org_model_*_r0/config.json")
-    assert json.loads(config.read_text()) == FIELDS
+    [config] = tmp_path.glob("org_model_*/config.json")
+    assert json.loads(config.read_text()) == IDENTITY
 
 
-@pytest.mark.parametrize("changed", [*FIELDS, "rank"])
+@pytest.mark.parametrize("changed", IDENTITY)
 def test_engines_that_differ_share_no_file(tmp_path: Path, changed: str) -> None:
-    store(open_files(tmp_path), 1)
-    if changed == "rank":
-        other = open_files(tmp_path, rank=1)
-    else:
-        other = open_files(tmp_path, fields={**FIELDS, changed: 8})
+    files, other = open_files(tmp_path), open_files(tmp_path, identity={**IDENTITY, changed: 8})
+    store(files, 1)
     assert not other.contains(key_of(1))
     # Nor does a file that somebody copies to the other's name serve.
-    [name] = tmp_path.glob("*_r0/*/*.bin")
-    other.mapper.get_file_name(key_of(1)).parent.mkdir(parents=True)
-    shutil.copy(name, other.mapper.get_file_name(key_of(1)))
+    name = other.mapper.get_file_name(key_of(1))
+    name.parent.mkdir(parents=True)
+    shutil.copy(files.mapper.get_file_name(key_of(1)), name)
     assert other.contains(key_of(1))
     assert load(other, 1) is None
 
@@ -125,9 +123,7 @@ def test_no_damaged_file_is_served(
     assert store(files, 1)
     assert load(files, 1) == content_of(1)
     root = files.mapper.root_dir
-    assert recorded(root) >= bytes_in_use(
-        root
-    )  # what was cut off still counts
+    assert recorded(root) >= bytes_in_use(root)  # what was cut off still counts
 
 
 def test_a_bad_file_is_one_line_in_the_log(
@@ -157,7 +153,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     """Neither counted, nor deleted, nor served; a folder with a block's name is no block."""
     room = 2 * FILE_SIZE
     files = open_files(tmp_path, room)
-    foreign = [tmp_path / "notes.txt", tmp_path / "other_r0" / "ab" / "big.bin"]
+    foreign = [tmp_path / "notes.txt", tmp_path / "other" / "ab" / "big.bin"]
     foreign += [files.mapper.folder / "ab" / "0123.bin.tmp"]
     for name in foreign:
         name.parent.mkdir(parents=True, exist_ok=True)
@@ -176,9 +172,9 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
-    """A load counts as a use, and blocks of other models and ranks give way as well."""
+    """A load counts as a use, and blocks of other models give way as well."""
     room = 8 * FILE_SIZE
-    files, other = open_files(tmp_path, room), open_files(tmp_path, room, rank=1)
+    files, other = open_files(tmp_path, room), open_files(tmp_path, room, {"model": "other"})
     for number in range(8):
         assert store(other if number % 2 else files, number)
         os.utime((other if number % 2 else files).mapper.get_file_name(key_of(number)), (1e9, 1e9))
@@ -199,9 +195,7 @@ def test_a_smaller_bound_holds_after_a_restart(tmp_path: Path) -> None:
     assert recorded(tmp_path) == bytes_in_use(tmp_path) <= small
 
 
-def test_bad_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_bytes is 1075, less than the file of one block"):
-        open_files(tmp_path, FILE_SIZE - 1)
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"root_dir .*cannot be made.*Give a folder"):
         open_files(tmp_path / "file" / "folder")
@@ -214,10 +208,9 @@ def test_a_full_disk_is_one_line_in_the_log(
     again, it is used."""
     files = open_files(tmp_path)
     store(files, 1)
-    write = BlockFiles._write
 
-    def fill(self: BlockFiles, file: BinaryIO, key: bytes, buffers: Any) -> None:
-        write(self, file, key, buffers[:1])
+    def fill(self: BlockFiles, file: BinaryIO, key: bytes, buffer: memoryview) -> None:
+        file.write(buffer[:99])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
@@ -272,107 +265,158 @@ def test_processes_share_a_folder_and_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[FileSystemTier]:
-    spec = KVCacheSpec(num_kv_heads=2, key_dim=4, value_dim=6)
-    caches = [spec.allocate(4, 8, torch.float32, torch.device("cpu")) for _ in range(3)]
-    size = 3 * spec.num_bytes(8, torch.float32)
-    made = FileSystemTier(BlockFiles(FileMapper(tmp_path, FIELDS), size, 2**30), caches)
+def tier(tmp_path: Path) -> Iterator[FileSystemTierManager]:
+    """A tier below 4 rows, of which the first two hold something."""
+    rows = np.zeros((4, SIZE), np.uint8)
+    for number in range(2):
+        rows[number] = np.frombuffer(content_of(number), np.uint8)
+    made = FileSystemTierManager(PrimaryTier(rows, IDENTITY), root_dir=tmp_path, n_read_threads=2)
     yield made
-    made.close()
+    made.shutdown()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_the_bytes_of_a_block_are_those_of_its_cpu_blocks(dtype: torch.dtype) -> None:
-    """All of them, once each, and of no other block."""
-    spec = KVCacheSpec(num_kv_heads=2, key_dim=4, value_dim=6)
-    caches = [spec.allocate(3, 8, dtype, torch.device("cpu")) for _ in range(2)]
-    buffers = block_buffers(caches, 1)
-    assert sum(map(len, buffers)) == 2 * spec.num_bytes(8, dtype)
-    for buffer in buffers:
-        buffer[:] = b"\x01" * len(buffer)
-    for part in (part for layer in caches for part in layer):
-        written = part.view(torch.uint8).float().flatten(1).mean(1)
-        assert written.tolist() == [0, 1, 0]
+def finished(tier: FileSystemTierManager) -> dict[int, set[bytes]]:
+    """job_id -> what was moved, of the jobs that have ended."""
+    tier.drain_jobs(WAIT)
+    results = list(tier.get_finished_jobs())
+    assert len({each.job_id for each in results}) == len(results)
+    assert all(each.transfer_bytes == SIZE * len(each.successful_keys) for each in results)
+    return {each.job_id: set(each.successful_keys) for each in results}
 
 
-def results(tier: FileSystemTier) -> list[tuple[bool, int, bool]]:
-    """What has ended: (is it a load, first byte of the key, success)."""
-    assert tier.drain_jobs(WAIT)
-    return sorted((each.is_load, each.key[0], each.success) for each in tier.get_finished())
+def look_up(tier: FileSystemTierManager, keys: list[bytes]) -> list[LookupResult]:
+    """What the tier knows when its threads have looked."""
+    for key in keys:
+        tier.lookup(key)
+    assert tier._readers.wait_idle(WAIT)
+    return [tier.lookup(key) for key in keys]
 
 
-def test_blocks_go_to_the_disk_and_come_back_to_other_blocks(tier: FileSystemTier) -> None:
-    keys = [bytes([number]) * 32 for number in range(3)]
-    for part in (part for layer in tier.caches for part in layer):
-        part[:2] = torch.rand_like(part[:2])
-    tier.submit_store(keys[0], 0)
-    tier.submit_store(keys[1], 1)
-    assert results(tier) == [(False, 0, True), (False, 1, True)]
-    assert tier.get_finished() == []
-    for key, block_id in zip(keys, (3, 2, 1), strict=True):
-        tier.submit_load(key, block_id)
-    assert results(tier) == [(True, 0, True), (True, 1, True), (True, 2, False)]
-    for part in (part for layer in tier.caches for part in layer):
-        assert torch.equal(part[0], part[3])
-        assert torch.equal(part[1], part[2])
-    lookups = [tier.submit_lookup(some) for some in (keys, keys[1:], keys[2:], [])]
-    assert tier.drain_jobs(WAIT)
-    assert [each.num_found for each in lookups] == [2, 1, 0, 0]
+def test_blocks_go_to_the_disk_and_come_back_to_other_rows(tier: FileSystemTierManager) -> None:
+    """A job tells which of its blocks were moved: a load is good as far as it goes."""
+    keys = [key_of(number) for number in range(3)]
+    hit, miss = LookupResult.HIT, LookupResult.MISS
+    assert tier.lookup(keys[0]) is LookupResult.RETRY
+    assert look_up(tier, keys) == [miss, miss, miss]
+    tier.submit_store(TransferJob(1, (keys[0], keys[1]), (0, 1)))
+    assert finished(tier) == {1: {keys[0], keys[1]}}
+    assert finished(tier) == {}
+    assert look_up(tier, keys) == [hit, hit, miss]
+    tier.submit_load(TransferJob(2, (keys[1], keys[2]), (2, 0)))
+    tier.submit_load(TransferJob(3, (keys[0],), (3,)))
+    tier.submit_load(TransferJob(4, (), ()))
+    assert finished(tier) == {2: {keys[1]}, 3: {keys[0]}, 4: set()}
+    assert bytes(tier.rows[2]) == content_of(1)
+    assert bytes(tier.rows[3]) == content_of(0)
+    tier.files.mapper.get_file_name(keys[0]).unlink()  # another process has evicted it
+    tier.submit_load(TransferJob(5, (keys[0],), (3,)))
+    assert finished(tier) == {5: set()}
+    assert look_up(tier, keys) == [miss, hit, miss]
 
 
-def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTier) -> None:
+def test_old_answers_are_asked_again(
+    tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may have stored the block meanwhile. Who keeps asking gets the same answer:
+    of many questions, the first must not be forgotten before the last is answered."""
+    now, key = 100.0, key_of(5)
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.time.monotonic", lambda: now)
+    assert look_up(tier, [key]) == [LookupResult.MISS]
+    assert store(open_files(tier.files.mapper.root_dir), 5)
+    for _ in range(5):
+        now += BELIEVED * 0.9
+        assert tier.lookup(key) is LookupResult.MISS
+    now += BELIEVED * 1.1
+    assert tier.lookup(key) is LookupResult.RETRY
+    monkeypatch.undo()
+    assert look_up(tier, [key]) == [LookupResult.HIT]
+
+
+def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTierManager) -> None:
     """Stores that hang hold up no load, and neither holds up the caller."""
-    hang, key = threading.Event(), bytes(32)
-    tier.submit_store(key, 0)
-    assert results(tier) == [(False, 0, True)]
+    hang, key = threading.Event(), key_of(0)
+    tier.submit_store(TransferJob(1, (key,), (0,)))
+    assert finished(tier) == {1: {key}}
 
-    def never(*_: Any) -> bool:
+    def never(*_: object) -> bool:
         return hang.wait(WAIT)
 
     tier.files.store = never  # type: ignore[assignment]
-    for number in range(1, 9):
-        tier.submit_store(bytes([number]) * 32, 0)
-    tier.submit_load(key, 1)
+    for number in range(2, 9):
+        tier.submit_store(TransferJob(number, (key_of(number),), (0,)))
+    tier.submit_load(TransferJob(9, (key,), (1,)))
     assert tier._readers.wait_idle(WAIT)
-    [loaded] = tier.get_finished()
-    assert (loaded.is_load, loaded.success) == (True, True)
-    assert loaded.num_bytes == tier.files.block_bytes
-    assert not tier.drain_jobs(0.01)
+    [loaded] = tier.get_finished_jobs()
+    assert (loaded.job_id, set(loaded.successful_keys)) == (9, {key})
+    tier.drain_jobs(0.01)
+    assert tier.get_finished_jobs() == []
     hang.set()
-    assert len(results(tier)) == 8
+    assert len(finished(tier)) == 7
 
 
 def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
-    """Closed or forgotten; also after a task that failed, which the log tells."""
+    """What was submitted is stored before; a tier that is forgotten ends, too."""
 
-    def make() -> FileSystemTier:
-        return FileSystemTier(open_files(tmp_path), [])
+    def make(name: str) -> FileSystemTierManager:
+        primary = PrimaryTier(np.ones((4, SIZE), np.uint8), IDENTITY)
+        return FileSystemTierManager(primary, root_dir=str(tmp_path / name))
 
-    def threads_of(tier: FileSystemTier) -> list[threading.Thread]:
-        return [*tier._readers._threads, *tier._writers._threads]
-
-    tier, forgotten = make(), make()
-    tier.submit_load(key_of(1), 0)  # no buffers: fails as a file that is too long would
-    assert tier.drain_jobs(WAIT)
-    threads = threads_of(tier) + threads_of(forgotten)
-    tier.close()
+    tier, forgotten = make("a"), make("b")
+    keys = tuple(key_of(number) for number in range(4))
+    tier.submit_store(TransferJob(1, keys, (0, 1, 2, 3)))
+    pools = [tier._readers, tier._writers, forgotten._readers, forgotten._writers]
+    tier.shutdown()
     del forgotten
-    for thread in threads:
+    for thread in (thread for threads in pools for thread in threads.threads):
         thread.join(WAIT)
         assert not thread.is_alive()
+    assert all(tier.files.contains(key) for key in keys)
 
 
-def test_a_thread_survives_its_tasks(caplog: pytest.LogCaptureFixture) -> None:
-    threads, done = IOThreads(1, "test"), []
-
-    def fail() -> None:
+def test_a_task_that_fails_is_reported(
+    tier: FileSystemTierManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> bool:
         raise RuntimeError("a mistake")
 
-    tasks: list[Callable[[], object]] = [fail, lambda: done.append(1)]
-    for task in tasks:
-        threads.submit(task)
-    assert threads.wait_idle(WAIT)
-    threads.close()
-    assert done == [1]
-    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    tier.files.load = fail  # type: ignore[assignment]
+    for number in range(1, 9):  # more than threads
+        tier.submit_load(TransferJob(number, (key_of(1),), (0,)))
+    assert finished(tier) == {number: set() for number in range(1, 9)}
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
     assert "a mistake" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, TypeError, "root_dir of a tier of type 'fs' must be a folder"),
+        ({"root_dir": 3}, TypeError, "root_dir of a tier of type 'fs' must be a folder"),
+        ({"root_dir": "x", "max_bytes": 0}, ValueError, "max_bytes is 0; allowed"),
+        ({"root_dir": "x", "max_bytes": 100}, ValueError, "less than the file of one block"),
+        ({"root_dir": "x", "n_read_threads": 0}, ValueError, "n_read_threads is 0; allowed"),
+        ({"root_dir": "x", "n_write_threads": "2"}, TypeError, "n_write_threads must be an int"),
+        ({"root_dir": "x", "root": "y"}, TypeError, "unknown key 'root'. Did you mean 'root_dir'"),
+        ({"root_dir": "x", "locality": "REMOTE"}, ValueError, "locality .* is 'REMOTE'"),
+    ],
+)
+def test_bad_options_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    num_threads = threading.active_count()
+    with pytest.raises(error, match=message):
+        FileSystemTierManager(PrimaryTier(np.zeros((1, SIZE), np.uint8), IDENTITY), **options)
+    assert threading.active_count() == num_threads
+
+
+def test_vllms_other_options_are_accepted_where_they_change_nothing(tmp_path: Path) -> None:
+    primary = PrimaryTier(np.zeros((1, SIZE), np.uint8), IDENTITY)
+    options = {"root_dir": tmp_path, "enable_kv_events": False, "locality": "LOCAL"}
+    tier = FileSystemTierManager(primary, **options)
+    tier.shutdown()
+    assert tier.files.max_bytes == shutil.disk_usage(tmp_path).total // 10

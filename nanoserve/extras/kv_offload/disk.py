@@ -1,7 +1,7 @@
 """Who waits for the disk?
 
-No step. The disk is a tier below the CPU tier: threads move blocks between rows and files (files.py)
-while steps run, and a sequence that waits for its blocks holds no KV blocks.
+No step. The disk is a tier below the CPU tier: while steps run, threads move blocks between rows
+and files (files.py). A sequence that waits for its blocks holds no KV blocks.
 
     KV block  --- a step --->  row  --- submit_store, thread --->  file
     KV block  <-- a step ----  row  <-- submit_load, thread -----  file
@@ -14,14 +14,13 @@ while steps run, and a sequence that waits for its blocks holds no KV blocks.
     n_write_threads   threads for stores, for which nobody waits
 
 Each kind has threads of its own, so that many stores on a slow disk hold up no load. They are
-daemons: a disk that hangs holds up neither a step nor the exit. A row that is being written to the
-disk keeps its block, so a disk that is too slow finds fewer rows to write, and never a queue without
-end.
+daemons: a disk that hangs holds up neither a step nor the exit. A row keeps its block while it is
+written, so no more is queued for a slow disk than there are rows.
 
 *Lookups.* Even to ask whether a file is there may take long. So the first answer is RETRY, and a
 thread finds out. An answer is believed as long as somebody asks for it, and a second more: another
-process may store or delete a block at any time. If the block is gone when it is loaded, the load has
-failed, and the block is computed.
+process may store or delete a block at any time. If a block is gone when it is to be loaded, the
+load has failed, and the block is computed.
 
 vLLM: vllm/v1/kv_offload/tiering/: fs/manager.py FileSystemTierManager, fs/thread_pool.py,
 async_lookup.py (V1). max_bytes is ours.
@@ -30,16 +29,16 @@ async_lookup.py (V1). max_bytes is ours.
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from nanoserve.config import INT64, check_number
-from nanoserve.distributed.process import EXIT_TIMEOUT
+from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
 from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     Digest,
@@ -62,7 +61,6 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "locality": (None, "LOCAL"),
     "backpressure": (None,),
 }
-DISK_SHARE = 10  # max_bytes is 1 / DISK_SHARE of the disk, if it is not given
 BELIEVED = 1.0  # seconds since somebody last asked
 MOST_ANSWERS = 10_000  # then old ones are dropped
 
@@ -115,14 +113,18 @@ class _Answer:
         self.result = LookupResult.RETRY
         self.asked_at = 0.0  # time.monotonic()
 
+    def is_believed(self, now: float) -> bool:
+        return self.result is LookupResult.RETRY or now - self.asked_at < BELIEVED
+
 
 class _Job:
-    """A TransferJob on its way: its blocks are tasks of several threads."""
+    """A TransferJob on its way. Its blocks are the tasks of several threads."""
 
     def __init__(self, job: TransferJob) -> None:
         self.job_id, self.num_left = job.job_id, len(job.keys)
         self.successful: list[Digest] = []
-        self.seconds = 0.0
+        self.seconds = 0.0  # of all threads
+        self.lock = threading.Lock()
 
 
 class FileSystemTierManager(SecondaryTierManager):
@@ -142,16 +144,89 @@ class FileSystemTierManager(SecondaryTierManager):
         for name, default in num_threads.items():
             num_threads[name] = options.get(name, default)
             check_number(name, num_threads[name], int, 1, 1024, "1 to 1024")
-        self.rows = primary.rows
-        mapper = FileMapper(Path(root_dir).expanduser(), primary.identity)
         max_bytes = options.get("max_bytes")
         if max_bytes is not None:
             check_number("max_bytes", max_bytes, int, 1, INT64, "1 to 2**63 - 1")
-        self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes or 
-                                shutil.disk_usage(mapper.root_dir).total // DISK_SHARE)
+        mapper = FileMapper(Path(root_dir).expanduser(), primary.identity)
+        self.rows = primary.rows
+        self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes)
         self._answers: dict[Digest, _Answer] = {}
-        self._unanswered: list[Digest] = []  # what no thread looks for yet
-        self._lock = threading.Lock()  # of all _Job
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._readers = IOThreads(num_threads["n_read_threads"], "kv-load")
         self._writers = IOThreads(num_threads["n_write_threads"], "kv-store")
+        self._end = weakref.finalize(self, in_this_process(_close), self._readers, self._writers)
+
+    def lookup(self, key: Digest) -> LookupResult:
+        now, answer = time.monotonic(), self._answers.get(key)
+        if answer is None or not answer.is_believed(now):
+            if len(self._answers) >= MOST_ANSWERS:
+                believed = {k: each for k, each in self._answers.items() if each.is_believed(now)}
+                self._answers = believed
+            answer = self._answers[key] = _Answer()
+            self._readers.submit(partial(_look_up, self.files, key, answer))
+        answer.asked_at = now
+        return answer.result
+
+    def submit_store(self, job: TransferJob) -> None:
+        self._submit(job, self._writers, self.files.store)
+
+    def submit_load(self, job: TransferJob) -> None:
+        self._submit(job, self._readers, self.files.load)
+
+    def _submit(
+        self, job: TransferJob, threads: IOThreads, move: Callable[[Digest, memoryview], bool]
+    ) -> None:
+        """Let threads move the job's blocks. (Their tasks hold no tier: it may end before.)"""
+        if not job.keys:
+            self._finished.put(JobResult(job.job_id, ()))
+        on_its_way = _Job(job)
+        for key in job.keys:
+            self._answers.pop(key, None)  # what is there changes
+        for key, row in zip(job.keys, job.block_ids, strict=True):
+            task = partial(_move, on_its_way, move, key, memoryview(self.rows[row]), self._finished)
+            threads.submit(task)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._finished.get_nowait() for _ in range(self._finished.qsize())]
+
+    def drain_jobs(self, timeout: float) -> None:
+        end = time.monotonic() + timeout
+        for threads in (self._readers, self._writers):
+            threads.wait_idle(max(0.0, end - time.monotonic()))
+
+    def shutdown(self) -> None:
+        """Give what was submitted EXIT_TIMEOUT to end. A disk that hangs is left alone then: its
+        threads may still touch rows, whose memory they hold."""
+        self.drain_jobs(EXIT_TIMEOUT)
+        self._end()
+
+
+def _look_up(files: BlockFiles, key: Digest, answer: _Answer) -> None:
+    """In a thread: is there a file?"""
+    answer.result = LookupResult.HIT if files.contains(key) else LookupResult.MISS
+
+
+def _move(
+    job: _Job,
+    move: Callable[[Digest, memoryview], bool],
+    key: Digest,
+    row: memoryview,
+    finished: queue.SimpleQueue[JobResult],
+) -> None:
+    """In a thread: store or load one block of a job. The last one reports the job."""
+    start, success = time.perf_counter(), False
+    try:
+        success = move(key, row)
+    finally:
+        with job.lock:
+            job.num_left -= 1
+            job.seconds += time.perf_counter() - start
+            job.successful += [key] if success else []
+            if not job.num_left:
+                num_bytes = len(job.successful) * len(row)
+                finished.put(JobResult(job.job_id, job.successful, num_bytes, job.seconds))
+
+
+def _close(*pools: IOThreads) -> None:
+    for threads in pools:
+        threads.close()

@@ -4,7 +4,7 @@ As a file for each block, under the digest of the block's content (digests.py). 
 what is in the file, and nobody keeps a list: the folder is the list, also after a restart, and for
 several processes at once.
 
-    root_dir/lock                                      held for moments; says how many bytes are used
+    root_dir/lock                                      held for moments; has the bytes in use
     root_dir/Qwen3-0.6B_5f0c2a9be1d7/config.json       what the 12 digits stand for
     root_dir/Qwen3-0.6B_5f0c2a9be1d7/9e/9e41...c7.bin  one block: keys and values of all layers
 
@@ -41,6 +41,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import struct
 import threading
@@ -66,6 +67,7 @@ logger = init_logger(__name__)
 HEADER = struct.Struct("<8s32s32sI")
 MAGIC = b"nanokv 1"
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.bin(\.[0-9a-f]{16}\.tmp)?")  # others are left alone
+DISK_SHARE = 10
 FREE_SHARE = 8  # when there is no room, 1 / FREE_SHARE of it is made
 
 
@@ -113,27 +115,29 @@ class BlockFiles:
     to `store` under the same key.
     """
 
-    def __init__(self, mapper: FileMapper, block_bytes: int, max_bytes: int) -> None:
-        """Raises ValueError if max_bytes holds no block, or
-        if the folder is neither there nor can be made."""
-        self.mapper, self.max_bytes = mapper, max_bytes
+    def __init__(self, mapper: FileMapper, block_bytes: int, max_bytes: int | None = None) -> None:
+        """max_bytes None: 1 / DISK_SHARE of the disk. Raises ValueError if it holds no block, or if
+        the folder is neither there nor can be made."""
+        self.mapper = mapper
         self.block_bytes, self.file_size = block_bytes, HEADER.size + block_bytes
-        if max_bytes < self.file_size:
-            raise ValueError(
-                f"max_bytes is {max_bytes}, less than the file of one block, {self.file_size} "
-                "bytes. Raise it, or leave the disk tier out."
-            )
         self._mutex = threading.Lock()  # the lock of this process, before that of all processes
         self._is_counted = False  # has this process counted the bytes in use?
         self._skipped: set[bytes] = set()  # keys whose file is bad and could not be deleted
         self._store_error = ""  # of the last store: the log has it
         try:
             mapper.root_dir.mkdir(parents=True, exist_ok=True)
+            disk_bytes = shutil.disk_usage(mapper.root_dir).total
         except OSError as error:
             raise ValueError(
                 f"root_dir {str(mapper.root_dir)!r} of the disk tier cannot be made ({error}). "
                 "Give a folder that exists or can be made."
             ) from error
+        self.max_bytes = disk_bytes // DISK_SHARE if max_bytes is None else max_bytes
+        if self.max_bytes < self.file_size:
+            raise ValueError(
+                f"max_bytes is {self.max_bytes}, less than the file of one block, "
+                f"{self.file_size} bytes. Raise it, or leave the disk tier out."
+            )
 
     # -- one block --
 
