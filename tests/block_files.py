@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from nanoserve.extras.kv_offload.files import HEADER, BlockFiles, FileMapper
 IDENTITY = {"model": "org/model", "block_size": 16, "ranks": 2}
 SIZE = 1000  # bytes of a block
 FILE_SIZE = HEADER.size + SIZE
+BAD = b"?" * FILE_SIZE
 
 
 def key_of(number: int) -> bytes:
@@ -83,31 +85,42 @@ def store_under_limit(root: Path) -> None:
 def be_killed(root: Path) -> None:
     """For each line that a store, an eviction and the reading of a bad file run: fork a child that
     is killed before this line, and look what it has left. Prints the number of lines."""
-    limit = 3 * FILE_SIZE
-    survivor = open_files(root, limit)  # a process that lives on: it does not count again
-    store(survivor, 10**6)
-    moment, status = 0, -1
-    while status:
-        if not (pid := os.fork()):
-            _die_at(moment, root, limit)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status in (0, -signal.SIGKILL), status
-        assert bytes_in_use(root) <= recorded(root) <= limit, moment
-        for files in (survivor, open_files(root, limit)):
-            for number in range(max(0, moment - 3), moment + 2):
-                if files.contains(key_of(number)):
-                    assert load(files, number) in (None, content_of(number)), (moment, number)
-        if moment % 7 == 0:  # there is room, or it is made
-            assert store(survivor, 10**6 + moment), moment
-        if moment % 3 == 0:  # a process that starts cleans up
-            assert store(open_files(root, limit), 2 * 10**6 + moment), moment
-            assert not list(root.glob("*/*/*.tmp")), moment
+    for num_files in (0, 3):  # 3: there is no room for another
+        status, moment, limit = -1, 0, 3 * FILE_SIZE
+        while status:
+            _fill(root, num_files, limit)
+            survivor = open_files(root, limit)  # a process that lives on: it does not count again
+            assert store(survivor, 0)
+            if not (pid := os.fork()):
+                _die_at(moment, open_files(root, limit))
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            assert status in (0, -signal.SIGKILL), status
+            assert bytes_in_use(root) <= recorded(root) <= limit, moment
+            names = [name for name in root.glob("*/*/*") if name.suffix != ".tmp"]
+            for number in range(5):
+                name = survivor.mapper.get_file_name(key_of(number))
+                if name in names and name.read_bytes() != BAD:
+                    assert load(survivor, number) == content_of(number), (moment, number)
+            assert store(survivor, 5), moment  # there is room, or it is made
+            starting = open_files(root, limit)
+            assert store(starting, 6), moment
+            assert load(starting, 6) == content_of(6), moment
+            assert not list(root.glob("*/*/*.tmp")), moment  # cleaned up
             assert recorded(root) == bytes_in_use(root), moment
-        moment += 1
-    print(moment)
+            moment += 1
+        print(moment)
 
 
-def _die_at(moment: int, root: Path, limit: int) -> None:
+def _fill(root: Path, num_files: int, limit: int) -> None:
+    """Begin with so many blocks, and the right number of bytes in the lock file."""
+    shutil.rmtree(root)
+    root.mkdir()
+    files = open_files(root, limit)
+    for number in range(num_files):
+        store(files, number)
+
+
+def _die_at(moment: int, files: BlockFiles) -> None:
     """The child. It ends with status 0 if it is through before the line number `moment`."""
     num_left = moment
 
@@ -121,12 +134,10 @@ def _die_at(moment: int, root: Path, limit: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
-    files = open_files(root, limit)
     sys.settrace(trace)
-    store(files, moment)
-    store(files, moment + 1)
-    name = files.mapper.get_file_name(key_of(moment))
-    if name.exists():
-        name.write_bytes(b"?" * FILE_SIZE)
-    load(files, moment)
+    store(files, 4)
+    files.contains = lambda key: False  # type: ignore[method-assign]
+    store(files, 4)  # as if another process had stored it meanwhile
+    files.mapper.get_file_name(key_of(4)).write_bytes(BAD)
+    load(files, 4)
     os._exit(0)
