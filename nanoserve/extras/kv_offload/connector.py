@@ -47,11 +47,10 @@ from nanoserve.extras.kv_offload.base import (
     SecondaryTierManager,
 )
 from nanoserve.extras.kv_offload.config import (
-    CONNECTORS,
-    TIERS,
     KVTransferConfig,
     OffloadingConfig,
-    load_class,
+    load_connector,
+    load_tier,
 )
 from nanoserve.extras.kv_offload.digests import BlockDigests, describe_files
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
@@ -75,7 +74,7 @@ def connect(engine: LLMEngine) -> KVConnectorBase:
             )
     transfer = engine.config.kv_transfer_config or KVTransferConfig()
     name = transfer.kv_connector or "OffloadingConnector"
-    connector: KVConnectorBase = load_class(CONNECTORS, "kv_transfer_config", name)(engine, worker)
+    connector: KVConnectorBase = load_connector(name)(engine, worker)
     return connector
 
 
@@ -278,8 +277,9 @@ def make_tiers(engine: LLMEngine, connector: OffloadingConnector) -> list[Second
     primary = PrimaryTier(rows, describe_rows(engine, rows.shape[1]))
     tiers = []
     for each in wanted:
-        options = {key: value for key, value in each.items() if key != "type"}
-        tiers.append(load_class(TIERS, "secondary_tiers", each["type"])(primary, **options))
+        options = dict(each)
+        cls = load_tier(options.pop("type"), options.pop("module_path", None))
+        tiers.append(cls(primary, **options))
     return tiers
 
 
