@@ -144,8 +144,10 @@ class LLMEngine(OwnedByProcess):
         )
         args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
+        self.kv_connector: Any = None  # keeps what the prefix cache evicts
         if self.config.has_kv_connector:
-            load_chapter("kv_offloading_size", "kv_offload.connector").connect(self)
+            chapter = load_chapter("kv_offloading_size", "kv_offload.connector")
+            self.kv_connector = self.scheduler.connector = chapter.connect(self)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
@@ -533,7 +535,8 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            for part in (getattr(self.tokenizer, "guard", None), self.structured_output_manager):
+            guard, connector = getattr(self.tokenizer, "guard", None), self.kv_connector
+            for part in (guard, self.structured_output_manager, connector):
                 if part is not None:
                     part.close()
             if has_lock:

@@ -13,7 +13,8 @@ With both, kv_offloading_size is cpu_bytes_to_use. The keys of kv_connector_extr
 
     cpu_bytes_to_use   bytes of the CPU tier, over all ranks
     eviction_policy    "lru" or "arc" (policies.py)
-    secondary_tiers    tiers below it: dicts with "type", and the options of this type of tier
+    secondary_tiers    tiers below it: dicts with "type", and the options of this type of tier;
+                       with "module_path" the type is a class of yours (base.SecondaryTierManager)
     block_size         tokens of an offloaded block; here always the engine's
     spec_name          CPUOffloadingSpec, or TieringOffloadingSpec for tiers below; not needed
 
@@ -29,6 +30,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import INT64, check_number, load_chapter
@@ -156,14 +158,30 @@ def read_tiers(given: Any) -> tuple[Mapping[str, Any], ...]:
     for tier in given:
         if not isinstance(tier, Mapping) or "type" not in tier:
             raise TypeError(f"secondary_tiers must have dicts with a 'type', got {brief(tier)}.")
-        check_choice("type of secondary_tiers", tier["type"], TIERS)
+        if "module_path" not in tier:
+            check_choice("type of secondary_tiers", tier["type"], TIERS)
     return tuple(dict(tier) for tier in given)
 
 
-def load_class(table: Mapping[str, tuple[str, str]], option: str, name: str) -> Any:
-    """The class of a connector or tier of this folder."""
-    module, cls = table[name]
-    return getattr(load_chapter(option, f"kv_offload.{module}"), cls)
+def load_connector(name: str) -> Any:
+    """The class of a connector of this folder."""
+    module, cls = CONNECTORS[name]
+    return getattr(load_chapter("kv_transfer_config", f"kv_offload.{module}"), cls)
+
+
+def load_tier(kind: str, module_path: str | None) -> Any:
+    """The class of a type of tier; with module_path, your own of this name there. Raises ValueError
+    if there is none."""
+    if module_path is None:
+        module, cls = TIERS[kind]
+        return getattr(load_chapter("secondary_tiers", f"kv_offload.{module}"), cls)
+    try:
+        return getattr(import_module(module_path), kind)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"secondary_tiers: {brief(module_path)} has no class {brief(kind)} that can be "
+            f"imported ({error})."
+        ) from error
 
 
 def check_choice(name: str, value: Any, allowed: Any) -> None:

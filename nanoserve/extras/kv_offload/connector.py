@@ -29,7 +29,7 @@ vllm/v1/kv_offload/tiering/manager.py (V1).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
@@ -43,22 +43,26 @@ from nanoserve.extras.kv_offload.base import (
     KVConnectorWorker,
     LookupResult,
     OffloadKey,
+    PrimaryTier,
+    SecondaryTierManager,
 )
 from nanoserve.extras.kv_offload.config import (
-    CONNECTORS,
     KVTransferConfig,
     OffloadingConfig,
-    load_class,
+    load_connector,
+    load_tier,
 )
+from nanoserve.extras.kv_offload.digests import BlockDigests, describe_files
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
+from nanoserve.extras.kv_offload.tiering import RemoteKVs, TieringOffloadingManager
 from nanoserve.sequence import BlockPair, SchedulerOutput, Sequence
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
 
 
-def connect(engine: LLMEngine) -> None:
-    """Give the engine's scheduler its connector. Raises ValueError if the engine's own classes have
+def connect(engine: LLMEngine) -> KVConnectorBase:
+    """The connector for the engine's scheduler. Raises ValueError if the engine's own classes have
     no place for one."""
     worker = getattr(engine.executor, "kv_connector", None)
     for what, seam in (("scheduler_cls", engine.scheduler), ("executor_cls", engine.executor)):
@@ -70,8 +74,8 @@ def connect(engine: LLMEngine) -> None:
             )
     transfer = engine.config.kv_transfer_config or KVTransferConfig()
     name = transfer.kv_connector or "OffloadingConnector"
-    cls = load_class(CONNECTORS, "kv_transfer_config", name)
-    engine.scheduler.connector = cls(engine, worker)
+    connector: KVConnectorBase = load_connector(name)(engine, worker)
+    return connector
 
 
 class Transfers:
@@ -101,9 +105,12 @@ class OffloadingConnector(KVConnectorBase):
         self.scheduler, self.block_manager = engine.scheduler, engine.block_manager
         self.worker = worker
         self.manager = CPUOffloadingManager(worker.num_blocks, self.config.eviction_policy)
+        self.digests = BlockDigests()
+        self.tiers = TieringOffloadingManager(self.manager, make_tiers(engine, self), self.digests)
         self.next_step = Transfers(1)  # of the step that is being decided
         self.unread: deque[Transfers] = deque()  # steps whose copies may not be made yet
         self._num_read = 0  # the number of the last step that was read
+        self._num_saved: dict[int, int] = {}  # seq_id -> its first blocks that were looked at
         self._matched: tuple[OffloadKey, ...] = ()  # the last answer: not evicted now
         self._bind()
 
@@ -114,15 +121,35 @@ class OffloadingConnector(KVConnectorBase):
     # -- sequences --
 
     def on_new_request(self, seq: Sequence) -> None:
-        """No tiers below: nothing to wait for."""
+        if not self.tiers.tiers:
+            return  # nothing to wait for
+        self.digests.note_adapter(seq)
+        for tier in self.tiers.tiers:
+            tier.on_new_request(seq)
+        others = [gate for gate in seq.gates if not isinstance(gate, RemoteKVs)]  # of its parent
+        seq.gates = (*others, RemoteKVs(seq, self.is_ready))
+
+    def is_ready(self, seq: Sequence) -> bool:
+        """Is all that a waiting sequence can get from below in rows?"""
+        return self.tiers.is_ready(seq, lambda: self._keys_behind_prefix_cache(seq))
+
+    def _keys_behind_prefix_cache(self, seq: Sequence) -> list[OffloadKey]:
+        if seq.sampling_params.skip_reading_prefix_cache:
+            return []
+        num_cached = len(self.block_manager.get_cached_blocks(seq))
+        return self._keys(seq, num_cached)
+
+    def _keys(self, seq: Sequence, start: int) -> list[OffloadKey]:
+        """The hashes of its full blocks from `start` on, without the one that has the last token.
+        get_cached_blocks has just computed them."""
+        return seq.block_hashes[start : (seq.num_tokens - 1) // self.block_manager.block_size]
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int:
         size, self._matched = self.block_manager.block_size, ()
         if seq.sampling_params.skip_reading_prefix_cache:
             return 0
-        # The block manager has just looked for these hashes; the last token is computed.
-        hashes = seq.block_hashes[num_computed_tokens // size : (seq.num_tokens - 1) // size]
-        self._matched = tuple(takewhile(self.is_loadable, hashes))
+        keys = self._keys(seq, num_computed_tokens // size)
+        self._matched = tuple(takewhile(self.is_loadable, keys))
         return len(self._matched) * size
 
     def update_state_after_alloc(
@@ -134,10 +161,20 @@ class OffloadingConnector(KVConnectorBase):
         pairs = zip(rows, block_ids, strict=True)
         self.next_step.loads += zip(keys, pairs, strict=True)
         num_found = (seq.num_computed_tokens + num_external_tokens) // self.block_manager.block_size
-        self.manager.touch(seq.block_hashes[:num_found])
+        used = seq.block_hashes[:num_found]
+        self.manager.touch(used)
+        for tier in self.tiers.tiers:
+            tier.touch([self.digests.get(key) for key in used])
+        self.tiers.release(seq.seq_id)
 
     def request_finished(self, seq: Sequence, block_ids: Seq[int]) -> None:
-        """Nothing: its blocks stay in the prefix cache, and are stored when they leave it."""
+        self.tiers.release(seq.seq_id)
+        self._num_saved.pop(seq.seq_id, None)
+        if self.tiers.tiers:
+            keys = seq.block_hashes[: len(block_ids)]
+            keys = list(takewhile(lambda key: self.manager.lookup(key) is LookupResult.HIT, keys))
+            for tier in self.tiers.tiers:
+                tier.request_finished(seq, [self.digests.get(key) for key in keys])
 
     def is_loadable(self, key: OffloadKey) -> bool:
         """Is the block in a row, or will a step have put it there before the next one?"""
@@ -158,11 +195,29 @@ class OffloadingConnector(KVConnectorBase):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
         step = self.next_step
+        if self.tiers.tiers:
+            for item in scheduler_output.scheduled:
+                self._save(self.scheduler.sequences[item.seq_id])
         if not step:
             return None
         self.unread.append(step)
         self.next_step = Transfers(step.number + 1)
         return step.as_metadata()
+
+    def _save(self, seq: Sequence) -> None:
+        """Put the blocks that are new since the last step, and whole after this one, into rows."""
+        start = self._num_saved.get(seq.seq_id, 0)
+        cached_blocks = self.block_manager.pool.cached_blocks
+        for key in seq.block_hashes[start:]:
+            block_id = cached_blocks.get(key)
+            if block_id is None:
+                break
+            start += 1
+            if self.manager.lookup(key) is LookupResult.MISS:
+                row = self.manager.prepare_store(key)
+                if row is not None:
+                    self.next_step.saves[key] = (block_id, row)
+        self._num_saved[seq.seq_id] = start
 
     def update_connector_output(self, metadata: KVConnectorMetadata | None) -> None:
         self.manager.end_quarantine()  # this step came after all that failed
@@ -177,6 +232,8 @@ class OffloadingConnector(KVConnectorBase):
             step = self.unread.popleft()
             self.manager.complete_load(key for key, _ in step.loads)
             self.manager.complete_store([*step.stores, *step.saves])
+            self.tiers.cascade([*step.stores, *step.saves])
+        self.tiers.poll()
 
     def reset(self) -> None:
         steps = [*self.unread, self.next_step]
@@ -187,13 +244,14 @@ class OffloadingConnector(KVConnectorBase):
         self.unread.clear()
         self.next_step = Transfers(self.next_step.number + 1)
         self._matched = ()
+        self._num_saved.clear()
         self._bind()
 
     def reset_cache(self) -> None:
         self.manager.reset_cache()
 
     def check(self) -> None:
-        used: Counter[OffloadKey] = Counter()
+        used = self.tiers.count_transfers()
         for step in (*self.unread, self.next_step):
             used.update([*step.stores, *step.saves, *(key for key, _ in step.loads)])
         self.manager.check(used)
@@ -201,4 +259,43 @@ class OffloadingConnector(KVConnectorBase):
         assert on_evict == self.store_evicted, "nobody hears of evictions"
 
     def close(self) -> None:
-        """Nothing is below the CPU tier, whose memory goes with the executor."""
+        self.poll()
+        self.tiers.close()
+
+
+def make_tiers(engine: LLMEngine, connector: OffloadingConnector) -> list[SecondaryTierManager]:
+    """The tiers below the CPU tier. Raises ValueError if they cannot be here."""
+    wanted = connector.config.secondary_tiers
+    rows = connector.worker.rows
+    if not wanted:
+        return []
+    if rows is None:
+        raise ValueError(
+            "secondary_tiers need all ranks in memory that they share: on one machine, with Linux. "
+            "Leave secondary_tiers out, or set tensor_parallel_size=1."
+        )
+    primary = PrimaryTier(rows, describe_rows(engine, rows.shape[1]))
+    tiers = []
+    for each in wanted:
+        options = dict(each)
+        cls = load_tier(options.pop("type"), options.pop("module_path", None))
+        tiers.append(cls(primary, **options))
+    return tiers
+
+
+def describe_rows(engine: LLMEngine, row_bytes: int) -> dict[str, str | int]:
+    """What must be equal in two engines so that a row means the same (PrimaryTier.identity)."""
+    config, model = engine.config, engine.model_config
+    rope_length = config.max_model_len or 0  # some kinds of RoPE depend on it
+    return {
+        "model": describe_files(model.path),
+        "load_format": config.load_format,
+        "dtype": config.dtype if config.dtype != "auto" else f"auto on {config.device}",
+        "kv_cache_dtype": config.kv_cache_dtype,
+        "quantization": str(config.quantization),
+        "speculative_config": str(config.speculative_config),  # a drafter has a KV cache, too
+        "max_model_len": rope_length,
+        "block_size": config.block_size,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "row_bytes": row_bytes,
+    }

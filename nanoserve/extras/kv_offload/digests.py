@@ -61,7 +61,7 @@ class BlockDigests:
 
 
 def describe_files(folder: Path) -> str:
-    """Name, size and time of change of each file: another adapter differs in one of them."""
-    files = sorted(each for each in folder.rglob("*") if each.is_file())
-    stats = [(str(each.relative_to(folder)), each.stat()) for each in files]
+    """Name, size and time of change of each file of a checkpoint: another one differs in those."""
+    files = sorted(each for each in folder.iterdir() if each.suffix in (".json", ".safetensors"))
+    stats = [(each.name, each.stat()) for each in files]
     return repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
