@@ -27,6 +27,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from nanoserve.extras.kv_offload.base import (
@@ -39,6 +40,7 @@ from nanoserve.extras.kv_offload.digests import BlockDigests
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
 from nanoserve.sequence import Sequence, SequenceStatus
 
+LOOK_AHEAD = 16  # blocks that a tier is asked for at once; the more of them are there, the more
 LOAD_TIMEOUT = 30.0  # seconds that a sequence waits for its blocks
 CLOSE_TIMEOUT = 10.0  # seconds that close() waits for what is on its way down
 
@@ -102,6 +104,9 @@ class TieringOffloadingManager:
         """Find out where the next blocks are, and begin to read those that are below."""
         found: defaultdict[SecondaryTierManager, list[OffloadKey]] = defaultdict(list)
         rows: dict[OffloadKey, int] = {}
+        num_known = len(promotion.held) + len(promotion.pending)
+        for key in islice(promotion.unknown, LOOK_AHEAD + num_known):
+            self._find(key)  # its threads look for all of these at once
         while promotion.unknown:
             key = promotion.unknown[0]
             result, tier = self._find(key)
