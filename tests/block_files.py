@@ -18,7 +18,7 @@ from typing import Any
 from nanoserve.extras.kv_offload import files as module
 from nanoserve.extras.kv_offload.files import HEADER, BlockFiles, FileMapper
 
-IDENTITY = {"model": "org/model", "block_size": 16, "ranks": 2}
+IDENTITY = {"model_name": "org/model", "block_size": 16, "ranks": 2}
 SIZE = 1000  # bytes of a block
 FILE_SIZE = HEADER.size + SIZE
 BAD = b"?" * FILE_SIZE

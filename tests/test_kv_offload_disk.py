@@ -194,7 +194,7 @@ def test_a_block_that_two_store_at_once_is_counted_once(
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
     """A load counts as a use, and blocks of other models give way as well."""
     room = 8 * FILE_SIZE
-    files, other = open_files(tmp_path, room), open_files(tmp_path, room, {"model": "other"})
+    files, other = open_files(tmp_path, room), open_files(tmp_path, room, {"model_name": "other"})
     for number in range(8):
         assert store(other if number % 2 else files, number)
         os.utime((other if number % 2 else files).mapper.get_file_name(key_of(number)), (1e9, 1e9))

@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.block_manager import BlockHash
@@ -287,9 +288,11 @@ def describe_rows(engine: LLMEngine, row_bytes: int) -> dict[str, str | int]:
     """What must be equal in two engines so that a row means the same (PrimaryTier.identity)."""
     config, model = engine.config, engine.model_config
     rope_length = config.max_model_len or 0  # some kinds of RoPE depend on it
+    is_dummy = config.load_format == "dummy"
     return {
+        "model_name": Path(config.model or model.path).name,
         "model": describe_files(model.path),
-        "load_format": config.load_format,
+        "weights": f"dummy {config.seed}" if is_dummy else "of its files",
         "dtype": config.dtype if config.dtype != "auto" else f"auto on {config.device}",
         "kv_cache_dtype": config.kv_cache_dtype,
         "quantization": str(config.quantization),

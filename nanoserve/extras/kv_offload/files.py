@@ -93,12 +93,13 @@ class FileMapper:
     """The name of a block's file: where it is, and what must be written in it."""
 
     def __init__(self, root_dir: str | Path, identity: Mapping[str, Any]) -> None:
-        """`identity`: all that decides what the bytes of a block mean, for json; "model" among
-        them. Two FileMapper of one root_dir share files exactly if their identities are equal."""
+        """`identity`: all that decides what the bytes of a block mean, for json; its "model_name"
+        begins the folder's name. Two FileMapper of one root_dir share files exactly if their
+        identities are equal."""
         self.root_dir, self.identity = Path(root_dir), dict(identity)
         content = json.dumps(self.identity, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).digest()
-        model = re.sub(r"[^\w.-]", "_", str(identity["model"]))[-64:]
+        model = re.sub(r"[^\w.-]", "_", str(identity.get("model_name", "model")))[:64]
         self.folder = self.root_dir / f"{model}_{self.fingerprint.hex()[:12]}"
 
     def get_file_name(self, key: bytes) -> Path:
