@@ -396,11 +396,11 @@ class Scheduler:
             self.swapped.remove(seq)
         else:
             self.waiting.remove(seq)
+        seq.status = status
         if self.connector is not None:
             block_ids = self.block_manager.block_tables.get(seq_id, ())
             self.connector.request_finished(seq, block_ids)
         self.block_manager.free(seq)
-        seq.status = status
         if stop_reason is not None:
             seq.stop_reason = stop_reason
         seq.metrics.finished_ts = time.monotonic()

@@ -50,6 +50,11 @@ class KVConnectorBase(ABC):
     steps calls it."""
 
     @abstractmethod
+    def attach(self, seq: Sequence, params: Any) -> None:
+        """A request is about to be added whose kv_transfer_params are `params`. Raises ValueError
+        or TypeError if they are not allowed. Any thread may call this."""
+
+    @abstractmethod
     def on_new_request(self, seq: Sequence) -> None:
         """A sequence was queued. It may get a gate, and waits until that is open (V1's status
         WAITING_FOR_REMOTE_KVS)."""
@@ -169,6 +174,7 @@ class TransferJob(NamedTuple):
     job_id: int
     keys: tuple[Digest, ...]
     block_ids: tuple[int, ...]  # their rows
+    seq_id: int | None = None  # for whom; None: blocks of any sequences
 
 
 class JobResult(NamedTuple):
@@ -187,6 +193,7 @@ class PrimaryTier(NamedTuple):
     # What must be equal in two engines so that a row of one means the same in the other: model,
     # dtype, block size, layers, ranks. Strings and numbers only.
     identity: Mapping[str, Any]
+    kv_role: str = "kv_both"
 
 
 class SecondaryTierManager(ABC):
@@ -220,14 +227,25 @@ class SecondaryTierManager(ABC):
         """A request uses these blocks, first block first."""
         return
 
+    def attach(self, seq: Sequence, params: Mapping[str, Any]) -> bool:
+        """A request is about to be added whose kv_transfer_params are `params`. It may get a gate.
+        False if they say nothing to this tier; raises ValueError if they are not allowed. Any
+        thread may call this."""
+        return False
+
     def on_new_request(self, seq: Sequence) -> None:
-        """A sequence was queued: what it says about the tier is in its kv_transfer_params."""
+        """A sequence was queued."""
         return
 
-    def request_finished(self, seq: Sequence, keys: Seq[Digest]) -> None:
-        """`seq` has ended; `keys` are its computed blocks that have a row. May set
-        seq.kv_transfer_params."""
-        return
+    def wants(self, seq: Sequence) -> bool:
+        """Should the blocks of `seq` go down as soon as they are computed?"""
+        return True
+
+    def request_finished(self, seq: Sequence, keys: Seq[Digest]) -> bool:
+        """`seq` has ended; `keys` are its first blocks, as far as they have a row. May set
+        seq.kv_transfer_params. True (vLLM's delay_free): a submit_store of all of these with its
+        seq_id follows now, and their rows keep them until that job has ended."""
+        return False
 
     @abstractmethod
     def drain_jobs(self, timeout: float) -> None:

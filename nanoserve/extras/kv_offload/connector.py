@@ -29,14 +29,16 @@ vllm/v1/kv_offload/tiering/manager.py (V1).
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.block_manager import BlockHash
+from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     KVConnectorBase,
     KVConnectorMetadata,
@@ -55,10 +57,13 @@ from nanoserve.extras.kv_offload.config import (
 from nanoserve.extras.kv_offload.digests import BlockDigests, describe_files
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
 from nanoserve.extras.kv_offload.tiering import RemoteKVs, TieringOffloadingManager
+from nanoserve.inputs import refuse_transfer
 from nanoserve.sequence import BlockPair, SchedulerOutput, Sequence
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
+
+RANK_TIMEOUT = 1.0  # seconds that other ranks get for a step's copies
 
 
 def connect(engine: LLMEngine) -> KVConnectorBase:
@@ -119,6 +124,12 @@ class OffloadingConnector(KVConnectorBase):
 
     # -- sequences --
 
+    def attach(self, seq: Sequence, params: Any) -> None:
+        if not isinstance(params, Mapping):
+            raise TypeError(f"kv_transfer_params must be a dict, got {brief(params)}.")
+        if not any(tier.attach(seq, params) for tier in self.tiers.tiers):
+            raise refuse_transfer(params)
+
     def on_new_request(self, seq: Sequence) -> None:
         if not self.tiers.tiers:
             return  # nothing to wait for
@@ -170,10 +181,22 @@ class OffloadingConnector(KVConnectorBase):
         self.tiers.release(seq.seq_id)
         self._num_saved.pop(seq.seq_id, None)
         if self.tiers.tiers:
+            if seq.status.finish_reason in ("stop", "length"):
+                self._wait_for_ranks()
             keys = seq.block_hashes[: len(block_ids)]
             keys = list(takewhile(lambda key: self.manager.lookup(key) is LookupResult.HIT, keys))
+            digests = [self.digests.get(key) for key in keys]
             for tier in self.tiers.tiers:
-                tier.request_finished(seq, [self.digests.get(key) for key in keys])
+                if tier.request_finished(seq, digests):
+                    self.tiers.store(tier, keys, seq.seq_id)
+
+    def _wait_for_ranks(self) -> None:
+        """Until all ranks have made the copies of the last step that was read. (Rank 0 has its
+        tokens, so the others are about to.)"""
+        deadline = time.monotonic() + RANK_TIMEOUT
+        while self.worker.num_done() < self._num_read and time.monotonic() < deadline:
+            time.sleep(0.0001)
+        self.poll()
 
     def is_loadable(self, key: OffloadKey) -> bool:
         """Is the block in a row, or will a step have put it there before the next one?"""
@@ -194,9 +217,10 @@ class OffloadingConnector(KVConnectorBase):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
         step = self.next_step
-        if self.tiers.tiers:
-            for item in scheduler_output.scheduled:
-                self._save(self.scheduler.sequences[item.seq_id])
+        for item in scheduler_output.scheduled if self.tiers.tiers else ():
+            seq = self.scheduler.sequences[item.seq_id]
+            if any(tier.wants(seq) for tier in self.tiers.tiers):
+                self._save(seq)
         if not step:
             return None
         self.unread.append(step)
@@ -273,7 +297,8 @@ def make_tiers(engine: LLMEngine, connector: OffloadingConnector) -> list[Second
             "secondary_tiers need all ranks in memory that they share: on one machine, with Linux. "
             "Leave secondary_tiers out, or set tensor_parallel_size=1."
         )
-    primary = PrimaryTier(rows, describe_rows(engine, rows.shape[1]))
+    identity = describe_rows(engine, rows.shape[1])
+    primary = PrimaryTier(rows, identity, connector.config.kv_role)
     tiers = []
     for each in wanted:
         options = dict(each)

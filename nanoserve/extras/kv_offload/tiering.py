@@ -60,7 +60,8 @@ class Job(NamedTuple):
 
     tier: SecondaryTierManager
     keys: dict[bytes, OffloadKey]  # by digest
-    seq_id: int | None  # for whom: up. None: down
+    is_load: bool  # up
+    seq_id: int | None  # for whom; None: blocks of any sequences
 
 
 class TieringOffloadingManager:
@@ -84,7 +85,13 @@ class TieringOffloadingManager:
         """Send blocks, whose rows are whole, to every tier."""
         keys = list(keys)
         for tier in self.tiers if keys else ():
-            self._submit(tier, tier.submit_store, keys, self.manager.prepare_load(keys))
+            self.store(tier, keys)
+
+    def store(
+        self, tier: SecondaryTierManager, keys: list[OffloadKey], seq_id: int | None = None
+    ) -> None:
+        """Send blocks, whose rows are whole, to a tier: those of any sequences, or of one."""
+        self._submit(tier, False, keys, self.manager.prepare_load(keys), seq_id)
 
     # -- up --
 
@@ -128,7 +135,7 @@ class TieringOffloadingManager:
             else:
                 promotion.unknown.popleft()
         for tier, keys in found.items():
-            self._submit(tier, tier.submit_load, keys, [rows[key] for key in keys], seq_id)
+            self._submit(tier, True, keys, [rows[key] for key in keys], seq_id)
 
     def _find(self, key: OffloadKey) -> tuple[LookupResult, SecondaryTierManager | None]:
         """HIT (and the tier, if it is below), MISS, or RETRY."""
@@ -154,29 +161,30 @@ class TieringOffloadingManager:
     def _submit(
         self,
         tier: SecondaryTierManager,
-        submit: Callable[[TransferJob], None],
+        is_load: bool,
         keys: list[OffloadKey],
         rows: list[int],
-        seq_id: int | None = None,
+        seq_id: int | None,
     ) -> None:
         self._num_jobs += 1
         by_digest = {self.digests.get(key): key for key in keys}
-        self.jobs[self._num_jobs] = Job(tier, by_digest, seq_id)
-        submit(TransferJob(self._num_jobs, tuple(by_digest), tuple(rows)))
+        self.jobs[self._num_jobs] = Job(tier, by_digest, is_load, seq_id)
+        submit = tier.submit_load if is_load else tier.submit_store
+        submit(TransferJob(self._num_jobs, tuple(by_digest), tuple(rows), seq_id))
 
     def poll(self) -> None:
         """Take note of the transfers that have ended."""
         for tier in self.tiers:
             for result in tier.get_finished_jobs():
                 job = self.jobs.pop(result.job_id)
-                if job.seq_id is None:
+                if not job.is_load:
                     self.manager.complete_load(job.keys.values())
                     continue
                 good = [job.keys[digest] for digest in result.successful_keys]
                 bad = [key for key in job.keys.values() if key not in good]
                 self.manager.complete_store(good)
                 self.manager.complete_store(bad, success=False)
-                promotion = self.promotions.get(job.seq_id)
+                promotion = self.promotions.get(job.seq_id) if job.seq_id is not None else None
                 if promotion is not None:
                     promotion.pending.difference_update(job.keys.values())
                     self.manager.prepare_load(good)
