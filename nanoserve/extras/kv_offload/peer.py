@@ -119,8 +119,9 @@ class P2PSecondaryTierManager(SecondaryTierManager):
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self.held = HeldBlocks(self._finished, float(seconds))
         self._finishing: dict[int, str] = {}  # seq_id -> kv_request_id: a job for it comes
-        self._offered: dict[Digest, Source] = {}  # what other engines hold for us
-        self._offers: dict[int, list[Digest]] = {}  # seq_id -> of these, what was found for it
+        self._asking: dict[int, RemotePrefill] = {}  # seq_id -> what it waits for
+        self._offered: dict[Digest, Source] = {}  # what other engines hold for sequences here
+        self._offers: dict[int, list[Digest]] = {}  # seq_id -> of these, those for this sequence
         self._transport = Transport(primary.rows, primary.identity)
         self._end = weakref.finalize(self, in_this_process(self._transport.close))
         if self.role != "kv_consumer":
@@ -143,13 +144,19 @@ class P2PSecondaryTierManager(SecondaryTierManager):
             if self.role == "kv_producer":
                 raise _error("remote_prefiller", params, "this engine is a kv_producer")
             source = Source(self._path(prefiller["remote_port"]), prefiller["kv_request_id"])
-            seq.gates = (*seq.gates, RemotePrefill(self, seq.seq_id, source))
+            seq.gates = (*seq.gates, RemotePrefill(self._transport, seq.seq_id, source))
         return True
+
+    def on_new_request(self, seq: Sequence) -> None:
+        for gate in seq.gates:
+            if isinstance(gate, RemotePrefill) and gate.seq_id == seq.seq_id:
+                self._asking[seq.seq_id] = gate
 
     def wants(self, seq: Sequence) -> bool:
         return kv_request_id(seq) is not None
 
     def request_finished(self, seq: Sequence, keys: Seq[Digest]) -> bool:
+        self._asking.pop(seq.seq_id, None)
         for key in self._offers.pop(seq.seq_id, ()):
             self._offered.pop(key, None)
         name = kv_request_id(seq)
@@ -162,11 +169,6 @@ class P2PSecondaryTierManager(SecondaryTierManager):
         return bool(keys)
 
     # -- blocks --
-
-    def offer(self, seq_id: int, source: Source, keys: list[Digest]) -> None:
-        """These blocks can be loaded for this sequence (and for others)."""
-        self._offers[seq_id] = keys
-        self._offered.update(dict.fromkeys(keys, source))
 
     def lookup(self, key: Digest) -> LookupResult:
         return LookupResult.HIT if key in self._offered else LookupResult.MISS
@@ -204,6 +206,10 @@ class P2PSecondaryTierManager(SecondaryTierManager):
             warn(source, error)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        for seq_id, gate in [item for item in self._asking.items() if item[1].is_open()]:
+            del self._asking[seq_id]
+            self._offers[seq_id] = gate.answer or []
+            self._offered.update(dict.fromkeys(self._offers[seq_id], gate.source))
         self.held.expire(time.monotonic())
         return [self._finished.get_nowait() for _ in range(self._finished.qsize())]
 
@@ -296,30 +302,24 @@ class RemotePrefill:
     """The gate of a sequence (sequence.Gate): closed until it is known which blocks of its prompt
     another engine holds."""
 
-    reason = "it waits for the engine that has computed its prompt"
-
-    def __init__(self, tier: P2PSecondaryTierManager, seq_id: int, source: Source) -> None:
-        self.tier, self.seq_id, self.source = tier, seq_id, source
-        self._answer: list[Digest] | None = None
-        self._is_open = False
+    def __init__(self, transport: Transport, seq_id: int, source: Source) -> None:
+        self._transport, self.seq_id, self.source = transport, seq_id, source
+        self.answer: list[Digest] | None = None  # None: not known yet
 
     def start(self, fail: Callable[[BaseException], object]) -> None:
-        self.tier._transport.submit(self._ask(fail))
+        self._transport.submit(self._ask(fail))
 
     async def _ask(self, fail: Callable[[BaseException], object]) -> None:
         try:
-            self._answer = await self.tier._transport.list_blocks(self.source)
+            self.answer = await self._transport.list_blocks(self.source)
         except BROKEN as error:
             warn(self.source, error)
-            self._answer = []
+            self.answer = []
         except Exception as error:
             fail(error)
 
     def is_open(self) -> bool:
-        if not self._is_open and self._answer is not None:
-            self.tier.offer(self.seq_id, self.source, self._answer)
-            self._is_open = True
-        return self._is_open
+        return self.answer is not None
 
 
 def warn(source: Source, error: BaseException) -> None:
