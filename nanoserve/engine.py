@@ -507,11 +507,19 @@ class LLMEngine(OwnedByProcess):
 
     # -- the rest --
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running. Raises
-        RuntimeError if another thread is inside a step, or if the engine is closed."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache; with reset_connector the CPU tier of extras/kv_offload, too.
+        False, and no change, while requests are running. Raises RuntimeError if another thread is
+        inside a step, or if the engine is closed."""
+
+        def reset() -> bool:
+            is_reset = self.block_manager.reset_prefix_cache()
+            if is_reset and reset_connector and self.kv_connector is not None:
+                self.kv_connector.reset_cache()
+            return is_reset
+
         self._check_open()
-        return self._call_alone(self.block_manager.reset_prefix_cache)
+        return bool(self._call_alone(reset))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""

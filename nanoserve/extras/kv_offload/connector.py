@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoserve.block_manager import BlockHash
-from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     KVConnectorBase,
     KVConnectorMetadata,
@@ -66,13 +65,12 @@ def connect(engine: LLMEngine) -> KVConnectorBase:
     """The connector for the engine's scheduler. Raises ValueError if the engine's own classes have
     no place for one."""
     worker = getattr(engine.executor, "kv_connector", None)
-    for what, seam in (("scheduler_cls", engine.scheduler), ("executor_cls", engine.executor)):
-        has_seam = hasattr(seam, "connector") or (seam is engine.executor and worker)
-        if not has_seam:
-            raise ValueError(
-                f"kv_offloading_size or kv_transfer_config is set, and {what} "
-                f"{brief(type(seam).__name__)} cannot copy blocks to another tier. Leave one out."
-            )
+    has_seams = {"scheduler_cls": hasattr(engine.scheduler, "connector"), "executor_cls": worker}
+    if missing := [name for name, has_seam in has_seams.items() if not has_seam]:
+        raise ValueError(
+            f"kv_offloading_size (or kv_transfer_config) is set, and {missing[0]} is a class of "
+            "yours that cannot copy blocks to another tier. Leave one of the two out."
+        )
     transfer = engine.config.kv_transfer_config or KVTransferConfig()
     name = transfer.kv_connector or "OffloadingConnector"
     connector: KVConnectorBase = load_connector(name)(engine, worker)

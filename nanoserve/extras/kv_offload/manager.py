@@ -54,14 +54,16 @@ class CPUOffloadingManager(OffloadingManager):
 
     def prepare_store(self, key: OffloadKey, protected: Collection[OffloadKey] = ()) -> int | None:
         assert self.policy.get(key) is None, "this block is here"
-        if not self.free_rows:
+        self.policy.miss(key)
+        if self.free_rows:
+            row = self.free_rows.pop()
+        else:
             evicted = self.policy.evict(
-                lambda other, block: block.ref_cnt == 0 and other not in protected
+                key, lambda other, block: block.ref_cnt == 0 and other not in protected
             )
             if evicted is None:
                 return None
-            self.free_rows.append(evicted[1].block_id)
-        row = self.free_rows.pop()
+            row = evicted.block_id
         self.policy.insert(key, Block(row, ref_cnt=1))
         return row
 

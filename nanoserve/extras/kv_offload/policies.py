@@ -27,11 +27,11 @@ Three rows, eight accesses: a and b are used twice, then c, d and e are scanned,
     e        c d e         e               a b      c d      again: the scan drives out itself
     a        d e a         e               b a *    c d      LRU has just lost a: computed again
 
-LRU has two hits, ARC three. (If b1 and b2 forget, is bounded as in the paper: t1 + b1 and t2 + b2
-together are at most twice the rows.)
+LRU has two hits, ARC three. What the ghosts remember is bounded: t1 and b1 together have at most as
+many blocks as there are rows, all four lists twice as many.
 
-An access is a request that uses the block: of a block that is here `touch`, of one that is not here
-`insert`, when it was computed and is stored.
+An access is a request that uses a block. If the block is here, that is `touch`. If it is not, the
+request computes it, and it comes here later: `miss` and `insert`.
 
 Left out: policies of one's own by name (vLLM's cache_policy_module_path): subclass CachePolicy.
 
@@ -69,9 +69,18 @@ class CachePolicy(ABC, Generic[Key]):
     def get(self, key: Key) -> Block | None:
         """The block, if it is here. No access: the order stays."""
 
+    def miss(self, key: Key) -> None:
+        """A block is to come that is not here. Called before `evict`, if there is no free row."""
+        return
+
+    @abstractmethod
+    def evict(self, key: Key, may_go: Callable[[Key, Block], bool]) -> Block | None:
+        """Make room for the block `key`: evict one that may go. None, and no change, if there is
+        none."""
+
     @abstractmethod
     def insert(self, key: Key, block: Block) -> None:
-        """A block that is not here was computed, and comes."""
+        """The block comes."""
 
     @abstractmethod
     def remove(self, key: Key) -> None:
@@ -79,11 +88,7 @@ class CachePolicy(ABC, Generic[Key]):
 
     @abstractmethod
     def touch(self, key: Key) -> None:
-        """A request uses the block, which may be here or not."""
-
-    @abstractmethod
-    def evict(self, may_go: Callable[[Key, Block], bool]) -> tuple[Key, Block] | None:
-        """Evict one block that may go; None, and no change, if there is none."""
+        """A request uses the block, if it is here."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Key]:
@@ -117,9 +122,9 @@ class LRUPolicy(CachePolicy[Key]):
         if key in self.blocks:
             self.blocks.move_to_end(key)
 
-    def evict(self, may_go: Callable[[Key, Block], bool]) -> tuple[Key, Block] | None:
-        key = first(self.blocks, may_go)
-        return None if key is None else (key, self.blocks.pop(key))
+    def evict(self, key: Key, may_go: Callable[[Key, Block], bool]) -> Block | None:
+        victim = first(self.blocks, may_go)
+        return None if victim is None else self.blocks.pop(victim)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.blocks)
@@ -130,7 +135,70 @@ def first(blocks: OrderedDict[Key, Block], may_go: Callable[[Key, Block], bool])
     return next((key for key, block in blocks.items() if may_go(key, block)), None)
 
 
-POLICIES = {"lru": LRUPolicy}
+class ARCPolicy(CachePolicy[Key]):
+    """Adaptive Replacement Cache. (vLLM: ARCCachePolicy)
+
+    Invariant: no key is in two lists; len(t1) + len(b1) <= capacity; all four have at most
+    2 * capacity keys; 0 <= target_t1_size <= capacity.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self.target_t1_size = 0.0  # p
+        # The next to be evicted, or forgotten, first.
+        self.t1: OrderedDict[Key, Block] = OrderedDict()
+        self.t2: OrderedDict[Key, Block] = OrderedDict()
+        self.b1: OrderedDict[Key, None] = OrderedDict()
+        self.b2: OrderedDict[Key, None] = OrderedDict()
+
+    def get(self, key: Key) -> Block | None:
+        return self.t1.get(key) or self.t2.get(key)
+
+    def miss(self, key: Key) -> None:
+        """Learn from a ghost. The rarer a kind of ghost is, the more one of it counts."""
+        b1, b2, target = len(self.b1), len(self.b2), self.target_t1_size
+        if key in self.b1:
+            self.target_t1_size = min(target + max(1.0, b2 / b1), float(self.capacity))
+        elif key in self.b2:
+            self.target_t1_size = max(target - max(1.0, b1 / b2), 0.0)
+
+    def evict(self, key: Key, may_go: Callable[[Key, Block], bool]) -> Block | None:
+        """REPLACE in the paper."""
+        size, target = len(self.t1), self.target_t1_size
+        from_t1 = size > target or (size == target and key in self.b2)
+        lists = [(self.t1, self.b1), (self.t2, self.b2)]
+        for blocks, ghosts in lists if from_t1 else reversed(lists):
+            victim = first(blocks, may_go)
+            if victim is not None:
+                ghosts[victim] = None
+                return blocks.pop(victim)
+        return None
+
+    def insert(self, key: Key, block: Block) -> None:
+        is_ghost = key in self.b1 or key in self.b2  # then this is its second use
+        self.b1.pop(key, None)
+        self.b2.pop(key, None)
+        (self.t2 if is_ghost else self.t1)[key] = block
+        if len(self.t1) + len(self.b1) > self.capacity and self.b1:
+            self.b1.popitem(last=False)
+        lists = (self.t1, self.t2, self.b1, self.b2)
+        if sum(len(each) for each in lists) > 2 * self.capacity and self.b2:
+            self.b2.popitem(last=False)
+
+    def remove(self, key: Key) -> None:
+        del (self.t1 if key in self.t1 else self.t2)[key]
+
+    def touch(self, key: Key) -> None:
+        block = self.t1.pop(key, None) or self.t2.pop(key, None)
+        if block is not None:
+            self.t2[key] = block
+
+    def __iter__(self) -> Iterator[Key]:
+        yield from self.t1
+        yield from self.t2
+
+
+POLICIES = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 def touch_prefix(policy: CachePolicy[Key], keys: Iterable[Key]) -> None:
