@@ -253,10 +253,10 @@ def test_the_system_itself_refuses_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    """kill -9 before each line: what is left is whole or ignored, the bound holds, and the number
-    of bytes in use is never too low."""
+    """kill -9 after each change on the disk: what is left is whole or ignored, the bound holds, and
+    the number of bytes in use is never too low."""
     output, _ = run_python("be_killed(Path(sys.argv[1]))", tmp_path)
-    assert all(int(number) > 100 for number in output.split())
+    assert all(int(number) > 12 for number in output.split())
 
 
 def test_processes_share_a_folder_and_its_bound(tmp_path: Path) -> None:
