@@ -376,7 +376,7 @@ def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTierManager) -> None
 
 
 def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
-    """What was submitted is stored before; a tier that is forgotten ends, too."""
+    """Those of a tier that is forgotten, too."""
 
     def make(name: str) -> FileSystemTierManager:
         primary = PrimaryTier(np.ones((4, SIZE), np.uint8), IDENTITY)
@@ -385,6 +385,7 @@ def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
     tier, forgotten = make("a"), make("b")
     keys = tuple(key_of(number) for number in range(4))
     tier.submit_store(TransferJob(1, keys, (0, 1, 2, 3)))
+    tier.drain_jobs(WAIT)
     pools = [tier._readers, tier._writers, forgotten._readers, forgotten._writers]
     tier.shutdown()
     del forgotten

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nanoserve.config import INT64, check_number
-from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
+from nanoserve.distributed.process import in_this_process
 from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     Digest,
@@ -50,6 +50,7 @@ from nanoserve.extras.kv_offload.base import (
 )
 from nanoserve.extras.kv_offload.config import drop_accepted
 from nanoserve.extras.kv_offload.files import BlockFiles, FileMapper
+from nanoserve.interrupts import suppress
 from nanoserve.logger import init_logger
 
 logger = init_logger(__name__)
@@ -91,7 +92,10 @@ class IOThreads:
             return self._idle.wait_for(lambda: not self._num_unfinished, timeout)
 
     def close(self) -> None:
-        """Let each thread end when all that was submitted is done. Does not wait."""
+        """Drop what no thread has begun, and let each thread end. Does not wait."""
+        with suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
         for _ in self.threads:
             self._tasks.put(None)
 
@@ -195,9 +199,8 @@ class FileSystemTierManager(SecondaryTierManager):
             threads.wait_idle(max(0.0, end - time.monotonic()))
 
     def shutdown(self) -> None:
-        """Give what was submitted EXIT_TIMEOUT to end. A disk that hangs is left alone then: its
-        threads may still touch rows, whose memory they hold."""
-        self.drain_jobs(EXIT_TIMEOUT)
+        """Drop what no thread has begun. (Whoever has called drain_jobs loses nothing, unless the
+        disk hangs: its threads are left alone. They hold the memory of their rows.)"""
         self._end()
 
 
