@@ -146,8 +146,7 @@ class LLMEngine(OwnedByProcess):
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
         self.kv_connector: Any = None  # keeps what the prefix cache evicts
         if self.config.has_kv_connector:
-            chapter = load_chapter("kv_offloading_size", "kv_offload.connector")
-            self.kv_connector = self.scheduler.connector = chapter.connect(self)
+            load_chapter("kv_offloading_size", "kv_offload.connector").connect(self)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
@@ -511,15 +510,11 @@ class LLMEngine(OwnedByProcess):
         """Empty the prefix cache; with reset_connector the CPU tier of extras/kv_offload, too.
         False, and no change, while requests are running. Raises RuntimeError if another thread is
         inside a step, or if the engine is closed."""
-
-        def reset() -> bool:
-            is_reset = self.block_manager.reset_prefix_cache()
-            if is_reset and reset_connector and self.kv_connector is not None:
-                self.kv_connector.reset_cache()
-            return is_reset
-
         self._check_open()
-        return bool(self._call_alone(reset))
+        reset = self.block_manager.reset_prefix_cache
+        if reset_connector and self.kv_connector is not None:
+            reset = self.kv_connector.reset_cache
+        return self._call_alone(reset)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -543,8 +538,8 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            guard, connector = getattr(self.tokenizer, "guard", None), self.kv_connector
-            for part in (guard, self.structured_output_manager, connector):
+            guard = getattr(self.tokenizer, "guard", None)
+            for part in (guard, self.structured_output_manager, self.kv_connector):
                 if part is not None:
                     part.close()
             if has_lock:

@@ -63,12 +63,7 @@ from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.prompt_logprobs import PromptLogprobsTensors, gather_prompt_logprobs
 from nanoserve.sampler import SampledTokens
-from nanoserve.sequence import (
-    ForkSample,
-    ModelOutput,
-    ScheduledSequence,
-    SchedulerOutput,
-)
+from nanoserve.sequence import ForkSample, ModelOutput, ScheduledSequence, SchedulerOutput
 from nanoserve.staging import StagingBuffer, copy_to_host, record_event, staging_bytes
 
 NO_DRAFT = -1
@@ -186,8 +181,7 @@ class ModelRunner:
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
         self.kv_connector: Any = None  # copies blocks from and to another tier
         if config.has_kv_connector:
-            worker = load_chapter("kv_offloading_size", "kv_offload.worker")
-            self.kv_connector = worker.OffloadingWorker(self)
+            load_chapter("kv_offloading_size", "kv_offload.worker").connect(self)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its tokens."""

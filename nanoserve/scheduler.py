@@ -200,8 +200,7 @@ class Scheduler:
         num_cached, num_external = len(cached_blocks) * self.block_manager.block_size, 0
         if self.connector is not None:
             num_external = self.connector.get_num_new_matched_tokens(seq, num_cached)
-        num_uncomputed = seq.num_tokens - num_cached - num_external
-        num_tokens = self._num_tokens_to_admit(num_uncomputed, step)
+        num_tokens = self._num_tokens_to_admit(seq.num_tokens - num_cached - num_external, step)
         if not num_tokens or not self.block_manager.can_allocate(seq, cached_blocks):
             return False
         self.waiting.remove(seq)
@@ -287,15 +286,14 @@ class Scheduler:
         now, known = time.monotonic(), self.sequences
         errors = {known[i].request_id: e for i, e in model_output.errors.items() if i in known}
         for item in scheduler_output.scheduled:
-            seq = known.get(item.seq_id)
-            if seq is not None and (error := errors.get(seq.request_id)) is not None:
+            if (seq := known.get(item.seq_id)) is None:
+                continue
+            if (error := errors.get(seq.request_id)) is not None:
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, describe_error(error)
                 updates.append(SequenceUpdate(seq, (), (), error=error))
                 continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
-            if seq is None:
-                continue
             forks = model_output.forks.get(item.seq_id, ())
             is_last = item.num_computed_tokens + item.num_scheduled_tokens >= seq.num_tokens
             if is_last and not (sampled and len(forks) == seq.num_pending_forks):
@@ -397,8 +395,7 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         if self.connector is not None:
-            block_ids = self.block_manager.block_tables.get(seq_id, ())
-            self.connector.request_finished(seq, block_ids)
+            self.connector.request_finished(seq, self.block_manager.block_tables.get(seq_id, ()))
         self.block_manager.free(seq)
         seq.status = status
         if stop_reason is not None:

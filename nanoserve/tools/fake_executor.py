@@ -219,6 +219,8 @@ class FakeExecutor:
         that the step writes, if `fail_next_step` is set."""
         if scheduler_output.is_restart:
             self.unread.clear()  # the engine dropped these steps
+            if self.kv_connector:
+                self.kv_connector.written.clear()
         assert len(self.unread) < 2, "two launched steps were not read"
         number, self.num_launched = self.num_launched, self.num_launched + 1
         self.calls.append(("launch", number))

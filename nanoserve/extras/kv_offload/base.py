@@ -90,8 +90,9 @@ class KVConnectorBase(ABC):
         that were not read."""
 
     @abstractmethod
-    def reset_cache(self) -> None:
-        """Empty the tier, except for what a transfer uses."""
+    def reset_cache(self) -> bool:
+        """Empty the prefix cache and the CPU tier, except for what a transfer uses. False, and no
+        change, while a sequence holds blocks."""
 
     @abstractmethod
     def check(self) -> None:

@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
 
 
-def connect(engine: LLMEngine) -> KVConnectorBase:
-    """The connector for the engine's scheduler. Raises ValueError if the engine's own classes have
-    no place for one."""
+def connect(engine: LLMEngine) -> None:
+    """Give the engine and its scheduler their connector. Raises ValueError if a class of the user's
+    has no place for one."""
     worker = getattr(engine.executor, "kv_connector", None)
     has_seams = {"scheduler_cls": hasattr(engine.scheduler, "connector"), "executor_cls": worker}
     if missing := [name for name, has_seam in has_seams.items() if not has_seam]:
@@ -73,8 +73,7 @@ def connect(engine: LLMEngine) -> KVConnectorBase:
         )
     transfer = engine.config.kv_transfer_config or KVTransferConfig()
     name = transfer.kv_connector or "OffloadingConnector"
-    connector: KVConnectorBase = load_connector(name)(engine, worker)
-    return connector
+    engine.kv_connector = engine.scheduler.connector = load_connector(name)(engine, worker)
 
 
 class Transfers:
@@ -246,8 +245,11 @@ class OffloadingConnector(KVConnectorBase):
         self._num_saved.clear()
         self._bind()
 
-    def reset_cache(self) -> None:
+    def reset_cache(self) -> bool:
+        if not self.block_manager.reset_prefix_cache():
+            return False
         self.manager.reset_cache()
+        return True
 
     def check(self) -> None:
         used = self.tiers.count_transfers()

@@ -198,7 +198,7 @@ class ARCPolicy(CachePolicy[Key]):
         yield from self.t2
 
 
-POLICIES = {"lru": LRUPolicy, "arc": ARCPolicy}
+POLICIES: dict[str, type[CachePolicy]] = {"lru": LRUPolicy, "arc": ARCPolicy}
 
 
 def touch_prefix(policy: CachePolicy[Key], keys: Iterable[Key]) -> None:

@@ -47,6 +47,11 @@ HEADER = mmap.PAGESIZE  # bytes before the rows: 8 for each rank
 CHUNK = 64 * 2**20  # bytes that are gathered on a GPU at once
 
 
+def connect(runner: ModelRunner) -> None:
+    """Give the runner its side of the tiers. Raises ValueError as OffloadingWorker does."""
+    runner.kv_connector = OffloadingWorker(runner)
+
+
 class OffloadingWorker(KVConnectorWorker):
     """One rank's part of the rows, and the copies of its steps."""
 
