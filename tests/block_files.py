@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from nanoserve.extras.kv_offload import files as module
-from nanoserve.extras.kv_offload.files import HEADER, BlockFiles, FileMapper
+from nanoserve.extras.kv_offload.files import HEADER, LOCK_NAME, BlockFiles, FileMapper
 
 IDENTITY = {"model_name": "org/model", "block_size": 16, "ranks": 2}
 SIZE = 1000  # bytes of a block
@@ -55,7 +55,7 @@ def bytes_in_use(root: Path) -> int:
 
 def recorded(root: Path) -> int:
     """What the lock file says."""
-    return int((root / "lock").read_text())
+    return int((root / LOCK_NAME).read_text())
 
 
 # -- in other processes --
@@ -149,4 +149,4 @@ def _state(root: Path) -> list[object]:
     """All that a killed process leaves."""
     stats = [(name, name.stat()) for name in root.glob("*/*/*")]
     found = [(str(name), info.st_size, info.st_mtime_ns) for name, info in stats]
-    return [sorted(found), (root / "lock").read_text()]
+    return [sorted(found), (root / LOCK_NAME).read_text()]

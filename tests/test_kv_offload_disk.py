@@ -153,7 +153,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     """Neither counted, nor deleted, nor served; a folder with a block's name is no block."""
     room = 2 * FILE_SIZE
     files = open_files(tmp_path, room)
-    foreign = [tmp_path / "notes.txt", tmp_path / "other" / "ab" / "big.bin"]
+    foreign = [tmp_path / "lock", tmp_path / "other" / "ab" / "big.bin"]
     foreign += [files.mapper.folder / "ab" / "0123.bin.tmp"]
     for name in foreign:
         name.parent.mkdir(parents=True, exist_ok=True)
@@ -213,6 +213,16 @@ def test_a_smaller_bound_holds_after_a_restart(tmp_path: Path) -> None:
     small = 3 * FILE_SIZE
     assert store(open_files(tmp_path, small), 8)
     assert recorded(tmp_path) == bytes_in_use(tmp_path) <= small
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="this system has no such permissions")
+def test_a_new_folder_is_private(tmp_path: Path) -> None:
+    """One that is there stays as it is."""
+    for name, mode in (("new", 0o700), ("old", 0o755)):
+        if name == "old":
+            (tmp_path / name).mkdir(mode)
+        open_files(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -106,6 +106,15 @@ def test_whatever_the_steps_are(root: Path, options: dict[str, Any], expected: l
         assert tokens_of(outputs[0]) == tokens_of(outputs[2]) == expected
 
 
+def test_running_engines_share_a_folder(tmp_path: Path, expected: list[int]) -> None:
+    with engine(tmp_path) as one, engine(tmp_path) as other:
+        assert ask(one).num_cached_tokens == 0
+        one.engine.scheduler.connector.tiers.tiers[0].drain_jobs(WAIT)
+        output = ask(other)
+        assert output.num_cached_tokens == CACHED
+        assert tokens_of(output) == expected
+
+
 def test_ranks_share_a_file_and_no_other_number_of_ranks_reads_it(
     root: Path, expected: list[int]
 ) -> None:
