@@ -189,6 +189,8 @@ class Scheduler:
                 return
             elif waiting.is_held or not waiting.is_ready():
                 position += 1
+            elif self.connector is not None and not self.connector.is_ready(waiting):
+                position += 1  # its blocks are on their way from another tier
             elif not self._admit(waiting, step):
                 return
 

@@ -12,12 +12,13 @@ another engine. A later request with the same beginning gets it back, and comput
     manager.py     CPUOffloadingManager: which block is in which row of the CPU tier
     policies.py    LRUPolicy, ARCPolicy: which block leaves the CPU tier
     worker.py      OffloadingWorker: the copies, on each rank
+    tiering.py     TieringOffloadingManager: to the tiers below the CPU tier, and back
     digests.py     the name of a block outside of this process
 
 On the way of a request through the engine:
 
-    add_request    connector.on_new_request: a gate, if there are tiers below the CPU tier
-    schedule       an admitted sequence gets what the rows have; evicted blocks get rows
+    schedule       connector.is_ready: what is below the CPU tier is read into rows first. An
+                   admitted sequence gets what the rows have; evicted blocks get rows
     runner         worker: copies at the head and at the end of the step
     update         the step was read: its rows are whole, and may go down
 

@@ -51,8 +51,16 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def on_new_request(self, seq: Sequence) -> None:
-        """A sequence was queued. It may get a gate, and waits until that is open (V1's status
-        WAITING_FOR_REMOTE_KVS)."""
+        """A sequence was queued."""
+
+    @abstractmethod
+    def is_ready(self, seq: Sequence) -> bool:
+        """Asked before a waiting sequence is admitted: is all there that it can get? False: it is
+        on its way, and the sequence is passed over (V1's status WAITING_FOR_REMOTE_KVS)."""
+
+    @abstractmethod
+    def is_loading(self, seq: Sequence) -> bool:
+        """Was False the last answer of `is_ready`? Any thread may ask."""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int:
@@ -60,7 +68,7 @@ class KVConnectorBase(ABC):
         be loaded now. A multiple of block_size; the last token is never loaded.
 
         (vLLM's may also answer None, to be asked again, and says whether the load is asynchronous.
-        Here a gate is closed until the answer is known, and a step makes its own loads.)
+        Here `is_ready` comes before, and a step makes its own loads.)
         """
 
     @abstractmethod

@@ -15,10 +15,9 @@ computed. It gets KV blocks and runs in the same step, whose head copies the row
 If a step fails, the stores of all steps that were not read are forgotten. A row that a step in
 flight reads or writes keeps its block until this step is read.
 
-*Tiers below* (a disk, a peer) have blocks that are not in rows. A waiting sequence then has a gate
-(V1's status WAITING_FOR_REMOTE_KVS): threads read the blocks into rows first, and the sequence
-holds no KV blocks meanwhile. What cannot be read is computed. Blocks go down as soon as a step has
-computed them (`saves`), and not only when they are evicted: so they outlive a process.
+*Tiers below* (a disk, a peer) have blocks that are not in rows. Before a sequence that wants some
+is admitted, threads read them into rows (tiering.py). Blocks go down as soon as a step has computed
+them (`saves`), and not only when they are evicted: so they outlive a process.
 
 What this is not: attention over more than fits the device. Swap (preemption_mode) is for sequences
 that are preempted, offloading for prefixes that nobody uses just now.
@@ -54,7 +53,7 @@ from nanoserve.extras.kv_offload.config import (
 )
 from nanoserve.extras.kv_offload.digests import BlockDigests, describe_files
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
-from nanoserve.extras.kv_offload.tiering import RemoteKVs, TieringOffloadingManager
+from nanoserve.extras.kv_offload.tiering import TieringOffloadingManager
 from nanoserve.sequence import BlockPair, SchedulerOutput, Sequence
 
 if TYPE_CHECKING:
@@ -120,16 +119,18 @@ class OffloadingConnector(KVConnectorBase):
 
     def on_new_request(self, seq: Sequence) -> None:
         if not self.tiers.tiers:
-            return  # nothing to wait for
+            return
         self.digests.note_adapter(seq)
         for tier in self.tiers.tiers:
             tier.on_new_request(seq)
-        others = [gate for gate in seq.gates if not isinstance(gate, RemoteKVs)]  # of its parent
-        seq.gates = (*others, RemoteKVs(seq, self.is_ready))
 
     def is_ready(self, seq: Sequence) -> bool:
-        """Is all that a waiting sequence can get from below in rows?"""
+        if not self.tiers.tiers:
+            return True
         return self.tiers.is_ready(seq, lambda: self._keys_behind_prefix_cache(seq))
+
+    def is_loading(self, seq: Sequence) -> bool:
+        return self.tiers.is_loading(seq)
 
     def _keys_behind_prefix_cache(self, seq: Sequence) -> list[OffloadKey]:
         if seq.sampling_params.skip_reading_prefix_cache:

@@ -2,17 +2,17 @@
 
 Down: as soon as a step's copies are made, its rows go to every tier below (`cascade`).
 
-Up: a waiting sequence asks its gate before each step. The gate looks for the blocks of its prompt,
-first block first, until one is nowhere:
+Up: before the scheduler admits a waiting sequence it asks `is_ready`, which looks for the blocks of
+its prompt, first block first, until one is nowhere:
 
     the prefix cache   b0 b1
     rows               .  .  b2 .  .  .         held: they keep their rows until it is admitted
     a disk             .  .  b2 b3 b4 .         b3 and b4 are read into rows, by threads
     to be computed     .  .  .  .  .  b5
 
-While anything of that is on its way, the gate is closed, and the sequence holds no KV blocks. Then
-it is open, and the sequence is admitted as any other: what is in rows is loaded. A block that could
-not be read, or does not come within LOAD_TIMEOUT, is computed; so is all behind it.
+While anything of that is on its way, the sequence is passed over, and holds no KV blocks (V1's
+status WAITING_FOR_REMOTE_KVS). Then it is admitted as any other: what is in rows is loaded. A block
+that could not be read, or does not come within LOAD_TIMEOUT, is computed; so is all behind it.
 
 Two sequences that want the same blocks wait for one transfer. A row that a transfer uses keeps its
 block. If there is no row for a block, it is not read (up), or not kept (down): nobody waits.
@@ -38,7 +38,7 @@ from nanoserve.extras.kv_offload.base import (
 )
 from nanoserve.extras.kv_offload.digests import BlockDigests
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
-from nanoserve.sequence import Sequence, SequenceStatus
+from nanoserve.sequence import Sequence
 
 LOOK_AHEAD = 16  # blocks that a tier is asked for at once; the more of them are there, the more
 LOAD_TIMEOUT = 30.0  # seconds that a sequence waits for its blocks
@@ -46,13 +46,14 @@ CLOSE_TIMEOUT = 10.0  # seconds that close() waits for what is on its way down
 
 
 class Promotion:
-    """What a waiting sequence gets from below (V1: WAITING_FOR_REMOTE_KVS)."""
+    """What a waiting sequence gets from below."""
 
     def __init__(self, keys: Iterable[OffloadKey]) -> None:
         self.unknown = deque(keys)  # nobody has looked for them yet, first block first
         self.pending: set[OffloadKey] = set()  # on their way to a row
         self.held: list[OffloadKey] = []  # in a row, which keeps them
         self.deadline = time.monotonic() + LOAD_TIMEOUT
+        self.is_over = False  # nothing is on its way any more, or it is too late
 
 
 class Job(NamedTuple):
@@ -98,7 +99,13 @@ class TieringOffloadingManager:
         if promotion.unknown:
             self._look_up(seq.seq_id, promotion)
         is_late = time.monotonic() > promotion.deadline
-        return is_late or not (promotion.unknown or promotion.pending)
+        promotion.is_over = is_late or not (promotion.unknown or promotion.pending)
+        return promotion.is_over
+
+    def is_loading(self, seq: Sequence) -> bool:
+        """Did `is_ready` last say no? Changes nothing: any thread may ask."""
+        promotion = self.promotions.get(seq.seq_id)
+        return promotion is not None and not promotion.is_over
 
     def _look_up(self, seq_id: int, promotion: Promotion) -> None:
         """Find out where the next blocks are, and begin to read those that are below."""
@@ -197,19 +204,3 @@ class TieringOffloadingManager:
         for tier in self.tiers:
             tier.drain_jobs(max(0.0, deadline - time.monotonic()))
             tier.shutdown()
-
-
-class RemoteKVs:
-    """The gate of a sequence (sequence.Gate): closed while blocks are read for it."""
-
-    reason = "its keys and values are on their way from another tier"
-
-    def __init__(self, seq: Sequence, is_ready: Callable[[Sequence], bool]) -> None:
-        self.seq = seq
-        self._is_ready = is_ready
-
-    def start(self, fail: Callable[[BaseException], object]) -> None:
-        """See Gate. Nothing: it is asked before each step."""
-
-    def is_open(self) -> bool:
-        return self.seq.status is not SequenceStatus.WAITING or self._is_ready(self.seq)

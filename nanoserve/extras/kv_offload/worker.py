@@ -80,14 +80,17 @@ class OffloadingWorker(KVConnectorWorker):
         rows = np.frombuffer(memory, np.uint8, offset=HEADER).reshape(self.num_blocks, row_bytes)
         self.rows = rows if is_shared else None
         own = slice(parallel.rank * num_bytes, parallel.rank * num_bytes + ends[-1])
-        self.own = torch.from_numpy(rows[:, own])
+        self.own_rows = rows[:, own]
+        self.own = torch.from_numpy(self.own_rows)
         self._own_done = torch.from_numpy(self._done[parallel.rank : parallel.rank + 1])
         if not is_shared:
             self._done = self._done[parallel.rank : parallel.rank + 1]
-        self.device = runner.device
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        if self.stream is not None:
+        self.device, self.stream = runner.device, None
+        if self.device.type == "cuda":
+            self.stream = torch.cuda.Stream(self.device)
             pin(memory)
+        else:  # NumPy copies a block in a microsecond, PyTorch in twenty
+            self.arrays = [part.numpy() for part in self.parts]
         self.metadata = KVConnectorMetadata(0)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
@@ -107,12 +110,14 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _copy_out(self, pairs: tuple[BlockPair, ...]) -> None:
         """(KV block, row)"""
+        if self.stream is None:
+            for array, span in zip(self.arrays, self.spans, strict=True):
+                for block, row in pairs:
+                    self.own_rows[row, span] = array[block]
+            return
         for some in self._chunks(pairs):
             blocks = index_on([block for block, _ in some], self.device)
             gathered = torch.cat([part.index_select(0, blocks) for part in self.parts], dim=1)
-            if self.stream is None:
-                self.own.index_copy_(0, torch.tensor([row for _, row in some]), gathered)
-                continue
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 for i, (_, row) in enumerate(some):
@@ -121,17 +126,19 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _copy_in(self, pairs: tuple[BlockPair, ...]) -> None:
         """(row, KV block)"""
-        if pairs and self.stream is not None:
+        if self.stream is None:
+            for array, span in zip(self.arrays, self.spans, strict=True):
+                for row, block in pairs:
+                    array[block] = self.own_rows[row, span]
+            return
+        if pairs:
             torch.cuda.current_stream().wait_stream(self.stream)
         for some in self._chunks(pairs):
             blocks = index_on([block for _, block in some], self.device)
-            if self.stream is None:
-                gathered = self.own.index_select(0, torch.tensor([row for row, _ in some]))
-            else:
-                shape = (len(some), self.own.shape[1])
-                gathered = torch.empty(shape, dtype=torch.uint8, device=self.device)
-                for i, (row, _) in enumerate(some):
-                    gathered[i].copy_(self.own[row], non_blocking=True)
+            shape = (len(some), self.own.shape[1])
+            gathered = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            for i, (row, _) in enumerate(some):
+                gathered[i].copy_(self.own[row], non_blocking=True)
             for part, span in zip(self.parts, self.spans, strict=True):
                 part.index_copy_(0, blocks, gathered[:, span])
 

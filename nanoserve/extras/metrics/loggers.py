@@ -170,7 +170,11 @@ class EngineState:
         waiting = [*scheduler.waiting, *scheduler.swapped]
         self.num_running = len(scheduler.running)
         self.num_waiting = len(waiting)
-        self.num_deferred = sum(1 for seq in waiting if seq.is_held or not seq.is_ready())
+        connector = scheduler.connector
+        self.num_deferred = sum(
+            seq.is_held or not seq.is_ready() or bool(connector and connector.is_loading(seq))
+            for seq in waiting
+        )
         self.kv_cache_usage = 1 - manager.num_free_blocks / manager.num_blocks
         self.cache_config = {
             "block_size": str(config.block_size),
