@@ -359,7 +359,6 @@ def test_old_answers_are_asked_again(
         assert tier.lookup(key) is LookupResult.MISS
     now += BELIEVED * 1.1
     assert tier.lookup(key) is LookupResult.RETRY
-    monkeypatch.undo()
     assert look_up(tier, [key]) == [LookupResult.HIT]
 
 
@@ -383,6 +382,23 @@ def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTierManager) -> None
     assert tier.get_finished_jobs() == []
     hang.set()
     assert len(finished(tier)) == 7
+
+
+def test_a_disk_that_hangs_is_empty_until_it_answers(
+    tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise every request would wait for it, one after the other."""
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", 0.0)
+    hang, key = threading.Event(), key_of(0)
+    tier.submit_store(TransferJob(1, (key,), (0,)))
+    assert finished(tier) == {1: {key}}
+    contains = tier.files.contains
+    tier.files.contains = lambda key: hang.wait(WAIT) and contains(key)  # type: ignore[assignment]
+    assert tier.lookup(key) is LookupResult.RETRY
+    assert [tier.lookup(key_of(number)) for number in range(9)] == [LookupResult.MISS] * 9
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    hang.set()
+    assert look_up(tier, [key]) == [LookupResult.HIT]
 
 
 def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
