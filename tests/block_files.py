@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from nanoserve.extras.kv_offload import files as module
-from nanoserve.extras.kv_offload.files import HEADER, BlockFiles, FileMapper
+from nanoserve.extras.kv_offload.files import HEADER, LOCK_NAME, BlockFiles, FileMapper
 
 IDENTITY = {"model_name": "org/model", "block_size": 16, "ranks": 2}
 SIZE = 1000  # bytes of a block
@@ -55,7 +55,7 @@ def bytes_in_use(root: Path) -> int:
 
 def recorded(root: Path) -> int:
     """What the lock file says."""
-    return int((root / "lock").read_text())
+    return int((root / LOCK_NAME).read_text())
 
 
 # -- in other processes --
@@ -83,8 +83,9 @@ def store_under_limit(root: Path) -> None:
 
 
 def be_killed(root: Path) -> None:
-    """For each line that a store, an eviction and the reading of a bad file run: fork a child that
-    is killed before this line, and look what it has left. Prints the number of lines."""
+    """For each change that a store, an eviction and the reading of a bad file make in the folder:
+    fork a child that is killed right after it, and look what it has left. Prints the numbers of
+    changes."""
     for num_files in (0, 3):  # 3: there is no room for another
         status, moment, limit = -1, 0, 3 * FILE_SIZE
         while status:
@@ -92,7 +93,7 @@ def be_killed(root: Path) -> None:
             survivor = open_files(root, limit)  # a process that lives on: it does not count again
             assert store(survivor, 0)
             if not (pid := os.fork()):
-                _die_at(moment, open_files(root, limit))
+                _die_at(moment, open_files(root, limit), root)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             assert status in (0, -signal.SIGKILL), status
             assert bytes_in_use(root) <= recorded(root) <= limit, moment
@@ -120,18 +121,19 @@ def _fill(root: Path, num_files: int, limit: int) -> None:
         store(files, number)
 
 
-def _die_at(moment: int, files: BlockFiles) -> None:
-    """The child. It ends with status 0 if it is through before the line number `moment`."""
-    num_left = moment
+def _die_at(moment: int, files: BlockFiles, root: Path) -> None:
+    """The child is killed before the line that follows the change number `moment`. It ends with
+    status 0 if there are not so many."""
+    last, num_left = _state(root), moment
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal num_left
+        nonlocal last, num_left
         if frame.f_code.co_filename != module.__file__:
             return None
-        if event == "line":
-            num_left -= 1
-            if num_left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event == "line" and (state := _state(root)) != last:
+            last, num_left = state, num_left - 1
+        if num_left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         return trace
 
     sys.settrace(trace)
@@ -141,3 +143,10 @@ def _die_at(moment: int, files: BlockFiles) -> None:
     files.mapper.get_file_name(key_of(4)).write_bytes(BAD)
     load(files, 4)
     os._exit(0)
+
+
+def _state(root: Path) -> list[object]:
+    """All that a killed process leaves."""
+    stats = [(name, name.stat()) for name in root.glob("*/*/*")]
+    found = [(str(name), info.st_size, info.st_mtime_ns) for name, info in stats]
+    return [sorted(found), (root / LOCK_NAME).read_text()]

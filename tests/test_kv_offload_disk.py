@@ -153,7 +153,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
     """Neither counted, nor deleted, nor served; a folder with a block's name is no block."""
     room = 2 * FILE_SIZE
     files = open_files(tmp_path, room)
-    foreign = [tmp_path / "notes.txt", tmp_path / "other" / "ab" / "big.bin"]
+    foreign = [tmp_path / "lock", tmp_path / "other" / "ab" / "big.bin"]
     foreign += [files.mapper.folder / "ab" / "0123.bin.tmp"]
     for name in foreign:
         name.parent.mkdir(parents=True, exist_ok=True)
@@ -215,6 +215,16 @@ def test_a_smaller_bound_holds_after_a_restart(tmp_path: Path) -> None:
     assert recorded(tmp_path) == bytes_in_use(tmp_path) <= small
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="this system has no such permissions")
+def test_a_new_folder_is_private(tmp_path: Path) -> None:
+    """One that is there stays as it is."""
+    for name, mode in (("new", 0o700), ("old", 0o755)):
+        if name == "old":
+            (tmp_path / name).mkdir(mode)
+        open_files(tmp_path / name)
+        assert (tmp_path / name).stat().st_mode & 0o777 == mode
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"root_dir .*cannot be made.*Give a folder"):
@@ -253,10 +263,10 @@ def test_the_system_itself_refuses_to_write(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
-    """kill -9 before each line: what is left is whole or ignored, the bound holds, and the number
-    of bytes in use is never too low."""
+    """kill -9 after each change on the disk: what is left is whole or ignored, the bound holds, and
+    the number of bytes in use is never too low."""
     output, _ = run_python("be_killed(Path(sys.argv[1]))", tmp_path)
-    assert all(int(number) > 100 for number in output.split())
+    assert all(int(number) > 12 for number in output.split())
 
 
 def test_processes_share_a_folder_and_its_bound(tmp_path: Path) -> None:
@@ -349,7 +359,6 @@ def test_old_answers_are_asked_again(
         assert tier.lookup(key) is LookupResult.MISS
     now += BELIEVED * 1.1
     assert tier.lookup(key) is LookupResult.RETRY
-    monkeypatch.undo()
     assert look_up(tier, [key]) == [LookupResult.HIT]
 
 
@@ -375,8 +384,25 @@ def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTierManager) -> None
     assert len(finished(tier)) == 7
 
 
+def test_a_disk_that_hangs_is_empty_until_it_answers(
+    tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise every request would wait for it, one after the other."""
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", 0.0)
+    hang, key = threading.Event(), key_of(0)
+    tier.submit_store(TransferJob(1, (key,), (0,)))
+    assert finished(tier) == {1: {key}}
+    contains = tier.files.contains
+    tier.files.contains = lambda key: hang.wait(WAIT) and contains(key)  # type: ignore[assignment]
+    assert tier.lookup(key) is LookupResult.RETRY
+    assert [tier.lookup(key_of(number)) for number in range(9)] == [LookupResult.MISS] * 9
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    hang.set()
+    assert look_up(tier, [key]) == [LookupResult.HIT]
+
+
 def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
-    """What was submitted is stored before; a tier that is forgotten ends, too."""
+    """Those of a tier that is forgotten, too."""
 
     def make(name: str) -> FileSystemTierManager:
         primary = PrimaryTier(np.ones((4, SIZE), np.uint8), IDENTITY)
@@ -385,6 +411,7 @@ def test_the_threads_end_with_their_tier(tmp_path: Path) -> None:
     tier, forgotten = make("a"), make("b")
     keys = tuple(key_of(number) for number in range(4))
     tier.submit_store(TransferJob(1, keys, (0, 1, 2, 3)))
+    tier.drain_jobs(WAIT)
     pools = [tier._readers, tier._writers, forgotten._readers, forgotten._writers]
     tier.shutdown()
     del forgotten

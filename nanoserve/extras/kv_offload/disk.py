@@ -20,7 +20,8 @@ written, so no more is queued for a slow disk than there are rows.
 *Lookups.* Even to ask whether a file is there may take long. So the first answer is RETRY, and a
 thread finds out. An answer is believed as long as somebody asks for it, and a second more: another
 process may store or delete a block at any time. If a block is gone when it is to be loaded, the
-load has failed, and the block is computed.
+load has failed, and the block is computed. From a disk that hangs, everything is a MISS, until a
+thread comes back.
 
 vLLM: vllm/v1/kv_offload/tiering/: fs/manager.py FileSystemTierManager, fs/thread_pool.py,
 async_lookup.py (V1). max_bytes is ours.
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nanoserve.config import INT64, check_number
-from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
+from nanoserve.distributed.process import in_this_process
 from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     Digest,
@@ -50,6 +51,7 @@ from nanoserve.extras.kv_offload.base import (
 )
 from nanoserve.extras.kv_offload.config import drop_accepted
 from nanoserve.extras.kv_offload.files import BlockFiles, FileMapper
+from nanoserve.interrupts import suppress
 from nanoserve.logger import init_logger
 
 logger = init_logger(__name__)
@@ -62,6 +64,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "backpressure": (None,),
 }
 BELIEVED = 1.0  # seconds since somebody last asked
+HANGS_AFTER = 5.0  # seconds without an answer
 MOST_ANSWERS = 10_000  # then old ones are dropped
 
 
@@ -72,6 +75,7 @@ class IOThreads:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
         self._num_unfinished = 0
+        self._last_progress = 0.0  # time.monotonic()
         self.threads = [
             threading.Thread(target=self._run, name=f"nanoserve-{name}-{i}", daemon=True)
             for i in range(number)
@@ -82,6 +86,8 @@ class IOThreads:
     def submit(self, task: Callable[[], object]) -> None:
         """Queue a task. What it raises is logged."""
         with self._idle:
+            if not self._num_unfinished:
+                self._last_progress = time.monotonic()
             self._num_unfinished += 1
         self._tasks.put(task)
 
@@ -90,8 +96,17 @@ class IOThreads:
         with self._idle:
             return self._idle.wait_for(lambda: not self._num_unfinished, timeout)
 
+    def is_stuck(self) -> bool:
+        """Has no task ended for HANGS_AFTER seconds, though there are some?"""
+        with self._idle:
+            waited = time.monotonic() - self._last_progress
+            return self._num_unfinished > 0 and waited > HANGS_AFTER
+
     def close(self) -> None:
-        """Let each thread end when all that was submitted is done. Does not wait."""
+        """Drop what no thread has begun, and let each thread end. Does not wait."""
+        with suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
         for _ in self.threads:
             self._tasks.put(None)
 
@@ -103,6 +118,7 @@ class IOThreads:
                 logger.exception("a task of the disk tier failed")
             with self._idle:
                 self._num_unfinished -= 1
+                self._last_progress = time.monotonic()
                 self._idle.notify_all()
 
 
@@ -151,12 +167,15 @@ class FileSystemTierManager(SecondaryTierManager):
         self.rows = primary.rows
         self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes)
         self._answers: dict[Digest, _Answer] = {}
+        self._did_hang = False  # at the last lookup
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._readers = IOThreads(num_threads["n_read_threads"], "kv-load")
         self._writers = IOThreads(num_threads["n_write_threads"], "kv-store")
         self._end = weakref.finalize(self, in_this_process(_close), self._readers, self._writers)
 
     def lookup(self, key: Digest) -> LookupResult:
+        if self._hangs():
+            return LookupResult.MISS
         now, answer = time.monotonic(), self._answers.get(key)
         if answer is None or not answer.is_believed(now):
             if len(self._answers) >= MOST_ANSWERS:
@@ -166,6 +185,14 @@ class FileSystemTierManager(SecondaryTierManager):
             self._readers.submit(partial(_look_up, self.files, key, answer))
         answer.asked_at = now
         return answer.result
+
+    def _hangs(self) -> bool:
+        """Is the disk of no use now? The log says when it begins to hang."""
+        before, self._did_hang = self._did_hang, self._readers.is_stuck()
+        if self._did_hang and not before:
+            root_dir = self.files.mapper.root_dir
+            logger.warning("%s does not answer: until it does, its blocks are computed.", root_dir)
+        return self._did_hang
 
     def submit_store(self, job: TransferJob) -> None:
         self._submit(job, self._writers, self.files.store)
@@ -195,9 +222,8 @@ class FileSystemTierManager(SecondaryTierManager):
             threads.wait_idle(max(0.0, end - time.monotonic()))
 
     def shutdown(self) -> None:
-        """Give what was submitted EXIT_TIMEOUT to end. A disk that hangs is left alone then: its
-        threads may still touch rows, whose memory they hold."""
-        self.drain_jobs(EXIT_TIMEOUT)
+        """Drop what no thread has begun. (Whoever has called drain_jobs loses nothing, unless the
+        disk hangs: its threads are left alone. They hold the memory of their rows.)"""
         self._end()
 
 

@@ -4,7 +4,7 @@ As a file for each block, under the digest of the block's content (digests.py). 
 what is in the file, and nobody keeps a list: the folder is the list, also after a restart, and for
 several processes at once.
 
-    root_dir/lock                                      held for moments; has the bytes in use
+    root_dir/nanoserve-kv.lock                         held for moments; has the bytes in use
     root_dir/Qwen3-0.6B_5f0c2a9be1d7/config.json       what the 12 digits stand for
     root_dir/Qwen3-0.6B_5f0c2a9be1d7/9e/9e41...c7.bin  one block: keys and values of all layers
 
@@ -27,6 +27,9 @@ when it says that there is no room, the files are counted. Then those that were 
 
 *Skipped.* A file of the wrong size, or with a wrong byte, is a block that is not there. A full or
 read-only disk is one line in the log: nothing is stored, and the engine goes on.
+
+*Private.* The bytes of a block tell much about its tokens, and whoever can write files decides what
+the model reads. So a root_dir that is made here is open to its user alone.
 
 Left out: fsync, O_DIRECT; a use of a file's block in a faster tier is no use of the file.
 
@@ -66,6 +69,7 @@ logger = init_logger(__name__)
 
 HEADER = struct.Struct("<8s32s32sI")
 MAGIC = b"nanokv 1"
+LOCK_NAME = "nanoserve-kv.lock"
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.bin(\.[0-9a-f]{16}\.tmp)?")  # others are left alone
 DISK_SHARE = 10
 FREE_SHARE = 8  # when there is no room, 1 / FREE_SHARE of it is made
@@ -126,7 +130,7 @@ class BlockFiles:
         self._skipped: set[bytes] = set()  # keys whose file is bad and could not be deleted
         self._store_error = ""  # of the last store: the log has it
         try:
-            mapper.root_dir.mkdir(parents=True, exist_ok=True)
+            mapper.root_dir.mkdir(0o700, parents=True, exist_ok=True)
             disk_bytes = shutil.disk_usage(mapper.root_dir).total
         except OSError as error:
             raise ValueError(
@@ -262,7 +266,7 @@ class BlockFiles:
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
         """Hold the lock of root_dir. The open lock file holds the number of bytes in use."""
-        name = self.mapper.root_dir / "lock"
+        name = self.mapper.root_dir / LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
         with self._mutex, os.fdopen(os.open(name, flags, 0o666), "r+b", buffering=0) as ledger:
             lock_file(ledger)
