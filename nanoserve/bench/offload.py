@@ -207,7 +207,7 @@ def compare_policy(
             for output in engine.step():
                 found[kind].append(output.num_cached_tokens or 0)
 
-    with closing(engine):  # type: ignore[type-var]
+    with closing(engine):
         for scan in range(num_scans):
             for number in [*range(num_chats)] * 2:  # two turns each
                 ask("chat", number)

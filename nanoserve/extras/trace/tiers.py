@@ -64,11 +64,10 @@ class TierStep(NamedTuple):
     kv_blocks: dict[int, Name]
     rows: dict[int, Name]
     files: tuple[Name, ...]
+    sizes: tuple[int, int]  # how many KV blocks there are, and how many rows
     stores: tuple[tuple[int, int], ...] = ()  # (KV block, row), at the head of the step
     loads: tuple[tuple[int, int], ...] = ()  # (row, KV block), behind them
     saves: tuple[tuple[int, int], ...] = ()  # (KV block, row), at its end
-    num_kv_blocks: int = 0
-    num_rows: int = 0
 
 
 @contextmanager
@@ -129,25 +128,24 @@ def look(
             tier.drain_jobs(10.0)
             found = {path.stem for path in tier.files.mapper.folder.glob("*/*.bin")}
             stored += [name for file, name in files.items() if file in found]
-    copies = (metadata.stores, metadata.loads, metadata.saves) if metadata else ((), (), ())
+    copies: Any = (metadata.stores, metadata.loads, metadata.saves) if metadata else ((), (), ())
     sizes = engine.executor.num_kv_blocks, connector.worker.num_blocks
-    return TierStep(running, kv_blocks, rows, tuple(stored), *copies, *sizes)
+    return TierStep(running, kv_blocks, rows, tuple(stored), sizes, *copies)
 
 
-def name_block(block_hash: BlockHash, names: Mapping[tuple[int, ...], str]) -> Name:
+def name_block(block_hash: BlockHash, names: Mapping[Any, str]) -> Name:
     """The prompt that begins as this block's chain, and the block's place in the chain."""
     number, first = -1, block_hash
     node: BlockHash | None = block_hash
     while node is not None and node.parent is not None:
         number, first, node = number + 1, node, node.parent
-    return names.get(tuple(first.token_ids), "?"), number
+    return names.get(first.token_ids, "?"), number
 
 
 def tier_map(title: str, steps: Seq[TierStep]) -> None:
     """A line for each step. All tiers with their blocks, and the copies as arrows."""
-    last = steps[-1]
     num_files = max(len(step.files) for step in steps)
-    sizes = {"KV blocks": last.num_kv_blocks, "rows in main memory": last.num_rows}
+    sizes = dict(zip(("KV blocks", "rows in main memory"), steps[-1].sizes, strict=True))
     sizes |= {"files": num_files} if num_files else {}
     cell = min(CELL, (WIDTH - LEFT - GAP * len(sizes)) / sum(sizes.values()))
     height = 0.95 + BETWEEN * len(steps)
@@ -218,7 +216,7 @@ def _draw_arrow(
     """`bend`: how far to the right of its way the arrow goes, as a share of its length."""
     from matplotlib.patches import FancyArrowPatch
 
-    style = {"arrowstyle": "-|>", "mutation_scale": 8, "color": shade, "linewidth": 0.9}
+    style: Any = {"arrowstyle": "-|>", "mutation_scale": 8, "color": shade, "linewidth": 0.9}
     connection = f"arc3,rad={bend}"
     ax.add_patch(FancyArrowPatch(start, end, connectionstyle=connection, **style))
 
