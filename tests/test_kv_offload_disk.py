@@ -388,7 +388,7 @@ def test_a_disk_that_hangs_is_empty_until_it_answers(
     tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise every request would wait for it, one after the other."""
-    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", 0.0)
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", -1.0)
     hang, key = threading.Event(), key_of(0)
     tier.submit_store(TransferJob(1, (key,), (0,)))
     assert finished(tier) == {1: {key}}
