@@ -13,6 +13,7 @@ another engine. A later request with the same beginning gets it back, and comput
     policies.py    LRUPolicy, ARCPolicy: which block leaves the CPU tier
     worker.py      OffloadingWorker: the copies, on each rank
     tiering.py     TieringOffloadingManager: to the tiers below the CPU tier, and back
+    stats.py       OffloadingConnectorStats: how much went where
     digests.py     the name of a block outside of this process
 
 On the way of a request through the engine:

@@ -31,6 +31,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from nanoserve.extras.kv_offload.base import (
+    JobResult,
     LookupResult,
     OffloadKey,
     SecondaryTierManager,
@@ -38,6 +39,7 @@ from nanoserve.extras.kv_offload.base import (
 )
 from nanoserve.extras.kv_offload.digests import BlockDigests
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
+from nanoserve.extras.kv_offload.stats import OffloadingConnectorStats
 from nanoserve.sequence import Sequence
 
 LOOK_AHEAD = 16  # blocks that a tier is asked for at once; the more of them are there, the more
@@ -51,7 +53,7 @@ class Promotion:
     def __init__(self, keys: Iterable[OffloadKey]) -> None:
         self.unknown = deque(keys)  # nobody has looked for them yet, first block first
         self.pending: set[OffloadKey] = set()  # on their way to a row
-        self.held: list[OffloadKey] = []  # in a row, which keeps them
+        self.held: dict[OffloadKey, str] = {}  # in a row, which keeps it: where it came from
         self.deadline = time.monotonic() + LOAD_TIMEOUT
         self.is_over = False  # nothing is on its way any more, or it is too late
 
@@ -75,6 +77,8 @@ class TieringOffloadingManager:
     ) -> None:
         """`tiers`: the next one first."""
         self.manager, self.tiers, self.digests = manager, tiers, digests
+        sources = ["host", *(tier.cache_hit_source for tier in tiers)]
+        self.stats = OffloadingConnectorStats([tier.tier_type for tier in tiers], sources)
         self.promotions: dict[int, Promotion] = {}  # by seq_id
         self.jobs: dict[int, Job] = {}
         self._num_jobs = 0
@@ -122,6 +126,7 @@ class TieringOffloadingManager:
             if tier is not None:
                 row = self.manager.prepare_store(key)
                 if row is None:
+                    self.stats.add("kv_offload_allocation_failure", 1)
                     result = LookupResult.MISS
                 else:
                     rows[key] = row
@@ -129,7 +134,7 @@ class TieringOffloadingManager:
                     promotion.pending.add(key)
             elif result is LookupResult.HIT:
                 self.manager.prepare_load([key])
-                promotion.held.append(key)
+                promotion.held[key] = "host"
             if result is LookupResult.MISS:
                 promotion.unknown.clear()
             else:
@@ -144,17 +149,22 @@ class TieringOffloadingManager:
             return (LookupResult.RETRY if result is LookupResult.HIT_PENDING else result), None
         for tier in self.tiers:
             result = tier.lookup(self.digests.get(key))
-            if result is LookupResult.HIT:
-                return result, tier
-            if result is not LookupResult.MISS:
+            if result not in (LookupResult.HIT, LookupResult.MISS):
                 return LookupResult.RETRY, None
+            self.stats.add("kv_offload_tiering_chunk_queries", 1, tier.tier_type)
+            if result is LookupResult.HIT:
+                self.stats.add("kv_offload_tiering_chunk_hits", 1, tier.tier_type)
+                return result, tier
         return LookupResult.MISS, None
 
-    def release(self, seq_id: int) -> None:
-        """The sequence is admitted, or has ended: its rows are held no longer."""
+    def release(self, seq_id: int) -> dict[OffloadKey, str]:
+        """The sequence is admitted, or has ended: its rows are held no longer. Returns where its
+        blocks came from, as far as that is known."""
         promotion = self.promotions.pop(seq_id, None)
-        if promotion is not None:
-            self.manager.complete_load(promotion.held)
+        if promotion is None:
+            return {}
+        self.manager.complete_load(promotion.held)
+        return promotion.held
 
     # -- both --
 
@@ -176,6 +186,7 @@ class TieringOffloadingManager:
         for tier in self.tiers:
             for result in tier.get_finished_jobs():
                 job = self.jobs.pop(result.job_id)
+                self._count(job, result)
                 if job.seq_id is None:
                     self.manager.complete_load(job.keys.values())
                     continue
@@ -187,7 +198,15 @@ class TieringOffloadingManager:
                 if promotion is not None:
                     promotion.pending.difference_update(job.keys.values())
                     self.manager.prepare_load(good)
-                    promotion.held += good
+                    promotion.held |= dict.fromkeys(good, tier.cache_hit_source)
+
+    def _count(self, job: Job, result: JobResult) -> None:
+        way, failure = ("write", "cascade") if job.seq_id is None else ("read", "promotion")
+        kind, add = job.tier.tier_type, self.stats.add
+        add(f"kv_offload_tiering_{way}_bytes", result.transfer_bytes, kind)
+        add(f"kv_offload_tiering_{way}_time", result.transfer_time, kind)
+        is_whole = len(result.successful_keys) == len(job.keys)
+        add(f"kv_offload_tiering_{failure}_job_failures", not is_whole, kind)
 
     def count_transfers(self) -> Counter[OffloadKey]:
         """How many transfers use each block's row."""
@@ -195,7 +214,7 @@ class TieringOffloadingManager:
         for job in self.jobs.values():
             used.update(job.keys.values())
         for promotion in self.promotions.values():
-            used.update(promotion.held)
+            used.update(promotion.held.keys())
         return used
 
     def close(self) -> None:
