@@ -88,9 +88,13 @@ def test_a_restarted_engine_does_not_compute_a_known_prompt(
 ) -> None:
     """As far as the rows of the CPU tier reach, through which the blocks come."""
     with engine(root, num_rows) as llm:
-        output = ask(llm)
-        assert output.num_cached_tokens == min(num_rows, NUM_BLOCKS) * BLOCK
+        output, num_loaded = ask(llm), min(num_rows, NUM_BLOCKS)
+        assert output.num_cached_tokens == num_loaded * BLOCK
         assert tokens_of(output) == expected
+        counters = llm.engine.scheduler.connector.stats.counters
+        assert counters["vllm:kv_offload_tiering_read_bytes", "fs"] == num_loaded * ROW
+        assert counters["vllm:prompt_tokens_cached_by_source", "disk"] == num_loaded * BLOCK
+        assert counters["vllm:kv_offload_tiering_chunk_hits", "fs"] <= NUM_BLOCKS
         assert ask(llm, PROMPT[:70]).num_cached_tokens == 64
         assert ask(llm, [7, *PROMPT]).num_cached_tokens == 0
 
