@@ -254,6 +254,23 @@ def test_a_full_disk_is_one_line_in_the_log(
     assert load(files, 2) == content_of(2)
 
 
+def test_a_read_only_folder_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(open_files(tmp_path), 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refuse)  # of the lock
+    monkeypatch.setattr(os, "utime", refuse)
+    files = open_files(tmp_path)
+    assert load(files, 1) == content_of(1)
+    assert not any(store(files, number) for number in range(2, 6))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Read-only file system" in caplog.text
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="this system has no resource limits")
 def test_the_system_itself_refuses_to_write(tmp_path: Path) -> None:
     _, log = run_python("store_under_limit(Path(sys.argv[1]))", tmp_path)
