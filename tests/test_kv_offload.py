@@ -7,7 +7,9 @@ tier below is StepTier, which ends its transfers when it is asked for the n-th t
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -372,6 +374,37 @@ def test_what_does_not_come_in_time_is_computed(monkeypatch: pytest.MonkeyPatch)
     engine.kv_connector.tiers.tiers[0].drain_jobs(0)
     engine.kv_connector.poll()
     engine.kv_connector.check()
+
+
+def test_a_closed_engine_keeps_no_memory() -> None:
+    engine = make_engine(kv_transfer_config=offload(30, store={}))
+    run(engine, prompt(1))
+    worker = weakref.ref(engine.executor.kv_connector)
+    engine.close()
+    engine.executor.kv_connector = None
+    gc.collect()
+    assert worker() is None
+
+
+def test_the_search_for_a_guilty_request_waits_for_no_tier() -> None:
+    """A suspect whose blocks are on their way would be skipped, and never be found."""
+    store: dict[bytes, Any] = {}
+    run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1), prompt(2))
+    engine = make_engine(kv_transfer_config=offload(30, store=store, delay=4))
+    for name in ("x", "y"):
+        engine.add_request(name, prompt(1 + (name == "y")), params())
+    launch = engine.executor.launch
+
+    def fail_with_x(scheduler_output: Any) -> Any:
+        sequences = engine.scheduler.sequences
+        if any(sequences[item.seq_id].request_id == "x" for item in scheduler_output.scheduled):
+            raise ZeroDivisionError
+        return launch(scheduler_output)
+
+    engine.executor.launch = fail_with_x
+    outputs = finish(engine)
+    assert outputs["x"].outputs[0].finish_reason == "error"
+    assert outputs["y"].outputs[0].token_ids == expect(prompt(2))
 
 
 def test_an_aborted_request_gives_its_rows_back() -> None:
