@@ -366,7 +366,7 @@ def test_a_sequence_waits_for_its_blocks_without_holding_any() -> None:
     run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1))
     engine = make_engine(kv_transfer_config=offload(30, store=store, delay=5))
     engine.add_request("waits", prompt(1), params(max_tokens=2))
-    engine.add_request("runs", prompt(2), params(max_tokens=2))
+    engine.add_request("runs", prompt(2), params(max_tokens=1))
     reasons, outlived = set(), False
     while engine.has_unfinished_requests():
         step(engine)

@@ -130,6 +130,8 @@ class TieringOffloadingManager:
             result, tier = self._find(key)
             if result is LookupResult.RETRY:
                 break
+            if tier is not None or result is LookupResult.MISS:
+                self._count_lookup(tier)
             if tier is not None:
                 row = self.manager.prepare_store(key)
                 if row is None:
@@ -156,13 +158,19 @@ class TieringOffloadingManager:
             return (LookupResult.RETRY if result is LookupResult.HIT_PENDING else result), None
         for tier in self.tiers:
             result = tier.lookup(self.digests.get(key))
-            if result not in (LookupResult.HIT, LookupResult.MISS):
-                return LookupResult.RETRY, None
-            self.stats.add("kv_offload_tiering_chunk_queries", 1, tier.tier_type)
             if result is LookupResult.HIT:
-                self.stats.add("kv_offload_tiering_chunk_hits", 1, tier.tier_type)
                 return result, tier
+            if result is not LookupResult.MISS:
+                return LookupResult.RETRY, None
         return LookupResult.MISS, None
+
+    def _count_lookup(self, found_in: SecondaryTierManager | None) -> None:
+        """A block is in this tier, or in none: this one and those above it were asked."""
+        for tier in self.tiers:
+            self.stats.add("kv_offload_tiering_chunk_queries", 1, tier.tier_type)
+            if tier is found_in:
+                self.stats.add("kv_offload_tiering_chunk_hits", 1, tier.tier_type)
+                return
 
     def release(self, seq_id: int) -> dict[OffloadKey, str]:
         """The sequence is admitted, or has ended: its rows are held no longer. Returns where its
