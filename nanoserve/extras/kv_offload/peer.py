@@ -251,7 +251,8 @@ class HeldBlocks:
             with self._changed:
                 for each in held:
                     each.num_readers -= 1
-                    each.is_over |= any(key in each.rows for key in reading.sent)
+                    # A prompt's last block is no other's, however many have its first ones.
+                    each.is_over |= bool(reading.sent) and reading.sent[-1] in each.rows
                 self._release(name)
 
     def expire(self, now: float = float("inf")) -> None:

@@ -34,7 +34,7 @@ import struct
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Awaitable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from functools import partial
@@ -82,7 +82,7 @@ class Reading:
 
     def __init__(self, rows: Mapping[Digest, int]) -> None:
         self.rows = rows
-        self.sent: Collection[Digest] = ()  # what the asker has got, and has confirmed
+        self.sent: tuple[Digest, ...] = ()  # what the asker has got, and has confirmed, in order
 
 
 class Holder(Protocol):
@@ -249,7 +249,7 @@ class Transport:
                     writer.write(data)
                     await _wait(writer.drain())
             _check(await _wait(reader.readexactly(1)) == DONE, "no confirmation")
-            reading.sent = wanted
+            reading.sent = tuple(wanted)
 
 
 def _check(is_good: bool, what: str) -> None:
@@ -289,11 +289,11 @@ def describe_difference(source: Source, ours: bytes, theirs: bytes) -> str:
     except (ValueError, TypeError, RecursionError):
         there = {}
     differ = [
-        f"{brief(str(name))} is {brief(there.get(name))} there and {brief(here.get(name))} here"
-        for name in sorted({*here, *there}, key=str)
-        if here.get(name) != there.get(name)
+        f"{name} is {brief(there.get(name))} there and {brief(here[name])} here"
+        for name in here
+        if here[name] != there.get(name)
     ]
-    shown = "; ".join(differ[:4]) + ("; ..." if len(differ) > 4 else "")
+    shown = "; ".join(differ) or "it describes them in other words"
     return (
         f"the engine at {source.path} has other keys and values: {shown}. Start both engines with "
         "the same model and the same options for it."
