@@ -114,6 +114,7 @@ class Sequence:
     num_output_placeholders: int = 0  # tokens that steps in flight will bring, or at most bring
     spec_token_ids: tuple[int, ...] = ()  # drafts: guesses at its next tokens, to be verified
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    num_external_computed_tokens: int = 0  # of these, loaded from another tier (extras/kv_offload)
     is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     cleared_at: int = 0  # the num_tokens with which the search finds it innocent; forks inherit it
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own

@@ -346,7 +346,7 @@ def test_a_sequence_waits_for_its_blocks_without_holding_any() -> None:
     run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1))
     engine = make_engine(kv_transfer_config=offload(30, store=store, delay=5))
     engine.add_request("waits", prompt(1), params(max_tokens=2))
-    engine.add_request("runs", prompt(2), params(max_tokens=2))
+    engine.add_request("runs", prompt(2), params(max_tokens=1))
     reasons, outlived = set(), False
     while engine.has_unfinished_requests():
         step(engine)
@@ -385,6 +385,37 @@ def test_an_aborted_request_gives_its_rows_back() -> None:
             step(engine)
         engine.abort_request("x")
         assert finish(engine)["y"].outputs[0].token_ids == expect(prompt(1))
+
+
+# -- how much went where --
+
+
+def test_metrics_tell_where_prompt_tokens_came_from() -> None:
+    """A prompt from the disk, one from a row, one from the device; bytes of each way."""
+    metrics = pytest.importorskip("nanoserve.extras.metrics")
+    store: dict[bytes, Any] = {}
+    run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1))
+    engine = make_engine(num_kv_blocks=8, kv_transfer_config=offload(30, store=store))
+    counting = metrics.CountingStatLogger(engine)
+    metrics.collect_metrics(engine, counting)
+    assert run(engine, prompt(1), prompt(2), prompt(1), prompt(1)) == [12, 0, 12, 12]
+    found = {
+        (metric.name.removeprefix("vllm:"), *list(metric.labels.values())[2:]): metric.value
+        for metric in counting.get_metrics()
+        if hasattr(metric, "value")
+    }
+    by_source = {key[1]: number for key, number in found.items() if key[0].endswith("d_by_source")}
+    assert by_source["disk"] == 12
+    assert by_source["host"] + by_source["device"] == 24 and by_source["host"] >= 4
+    external = by_source["disk"] + by_source["host"]
+    assert found[("external_prefix_cache_hits",)] == external
+    assert found[("prefix_cache_hits",)] == by_source["device"]
+    assert found[("prompt_tokens_by_source", "external_kv_transfer")] == external
+    assert found[("prompt_tokens_by_source", "local_cache_hit")] == by_source["device"]
+    assert found[("prompt_tokens_by_source", "local_compute")] == 4 * 16 - 36
+    assert found[("kv_offload_load_bytes",)] == external // 4 * 8
+    assert found[("kv_offload_tiering_chunk_hits", "step")] == 3
+    assert found[("kv_offload_tiering_promotion_job_failures", "step")] == 0
 
 
 # -- whatever comes, whenever --

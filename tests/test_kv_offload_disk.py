@@ -254,6 +254,23 @@ def test_a_full_disk_is_one_line_in_the_log(
     assert load(files, 2) == content_of(2)
 
 
+def test_a_read_only_folder_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(open_files(tmp_path), 1)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", refuse)  # of the lock
+    monkeypatch.setattr(os, "utime", refuse)
+    files = open_files(tmp_path)
+    assert load(files, 1) == content_of(1)
+    assert not any(store(files, number) for number in range(2, 6))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Read-only file system" in caplog.text
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="this system has no resource limits")
 def test_the_system_itself_refuses_to_write(tmp_path: Path) -> None:
     _, log = run_python("store_under_limit(Path(sys.argv[1]))", tmp_path)
@@ -388,7 +405,7 @@ def test_a_disk_that_hangs_is_empty_until_it_answers(
     tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise every request would wait for it, one after the other."""
-    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", 0.0)
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.HANGS_AFTER", -1.0)
     hang, key = threading.Event(), key_of(0)
     tier.submit_store(TransferJob(1, (key,), (0,)))
     assert finished(tier) == {1: {key}}

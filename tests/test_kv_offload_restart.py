@@ -20,6 +20,7 @@ from ranks import ThreadExecutor
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.extras.kv_offload.files import BlockFiles
+from nanoserve.extras.lora import LoRARequest
 
 BLOCK = 16  # tokens
 PROMPT = [5 + i * i % 400 for i in range(150)]
@@ -87,9 +88,13 @@ def test_a_restarted_engine_does_not_compute_a_known_prompt(
 ) -> None:
     """As far as the rows of the CPU tier reach, through which the blocks come."""
     with engine(root, num_rows) as llm:
-        output = ask(llm)
-        assert output.num_cached_tokens == min(num_rows, NUM_BLOCKS) * BLOCK
+        output, num_loaded = ask(llm), min(num_rows, NUM_BLOCKS)
+        assert output.num_cached_tokens == num_loaded * BLOCK
         assert tokens_of(output) == expected
+        counters = llm.engine.scheduler.connector.stats.counters
+        assert counters["vllm:kv_offload_tiering_read_bytes", "fs"] == num_loaded * ROW
+        assert counters["vllm:prompt_tokens_cached_by_source", "disk"] == num_loaded * BLOCK
+        assert counters["vllm:kv_offload_tiering_chunk_hits", "fs"] <= NUM_BLOCKS
         assert ask(llm, PROMPT[:70]).num_cached_tokens == 64
         assert ask(llm, [7, *PROMPT]).num_cached_tokens == 0
 
@@ -228,6 +233,21 @@ def test_salts_keep_apart_what_is_on_the_disk(root: Path) -> None:
         assert ask_with(llm, "b") == 0
         assert ask_with(llm, "a") == CACHED
         assert ask(llm).num_cached_tokens == CACHED
+
+
+def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
+    """Not by its name or number, which mean nothing to the next engine."""
+    folder = shutil.copytree(Path("nanoserve/demo/lora"), tmp_path / "adapter")
+
+    def ask_twice(number: int) -> list[int | None]:
+        with engine(tmp_path / "kv", enable_lora=True, max_lora_rank=64) as llm:
+            adapter = LoRARequest(f"adapter {number}", number, folder)
+            return [ask(llm, lora_request=each).num_cached_tokens for each in (adapter, None)]
+
+    assert ask_twice(1) == [0, 0]
+    assert ask_twice(2) == [CACHED, CACHED]
+    os.utime(folder / "adapter_model.safetensors")
+    assert ask_twice(2) == [0, CACHED]
 
 
 def test_new_weights_under_an_old_name_meet_no_old_blocks(tmp_path: Path) -> None:

@@ -415,7 +415,8 @@ class FakeKVConnector:
 
         self.executor, self.size = executor, config.block_size
         num_bytes = OffloadingConfig.from_config(config).cpu_bytes_to_use
-        self.num_blocks = num_bytes // (len(executor.layers) * self.size)
+        self.row_bytes = len(executor.layers) * self.size
+        self.num_blocks = num_bytes // self.row_bytes
         self.layers = executor._make_layers(self.num_blocks)
         self.metadata: Any = None
         self.written: dict[int, list[int]] = {}  # rows that steps wrote which were not read
@@ -424,10 +425,6 @@ class FakeKVConnector:
     def rows(self) -> FakeKVConnector:
         """What a tier below reads and writes: rows[i]."""
         return self
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_blocks, len(self.layers) * self.size
 
     def __getitem__(self, row: int) -> Layers:
         return [layer[row * self.size : (row + 1) * self.size] for layer in self.layers]

@@ -13,6 +13,9 @@ another engine. A later request with the same beginning gets it back, and comput
     policies.py    LRUPolicy, ARCPolicy: which block leaves the CPU tier
     worker.py      OffloadingWorker: the copies, on each rank
     tiering.py     TieringOffloadingManager: to the tiers below the CPU tier, and back
+    disk.py        FileSystemTierManager: the disk, and who waits for it (no step)
+    files.py       BlockFiles: a file for each block, whole or not there
+    stats.py       OffloadingConnectorStats: how much went where
     digests.py     the name of a block outside of this process
 
 On the way of a request through the engine:

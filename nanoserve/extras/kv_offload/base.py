@@ -121,6 +121,7 @@ class KVConnectorWorker(ABC):
     that has KVConnectorMetadata."""
 
     num_blocks: int  # rows
+    row_bytes: int  # of all ranks
     # [num_blocks, bytes] uint8: all ranks' rows, in rank 0's process. None: not all are here.
     rows: np.ndarray | None
 
@@ -215,6 +216,7 @@ class SecondaryTierManager(ABC):
     """
 
     tier_type: ClassVar[str]  # "fs", say: the label of its metrics
+    cache_hit_source: ClassVar[str] = "disk"  # or "p2p": what requests find there is counted so
 
     @abstractmethod
     def lookup(self, key: Digest) -> LookupResult:

@@ -109,6 +109,7 @@ class OffloadingConnector(KVConnectorBase):
         self.manager = CPUOffloadingManager(worker.num_blocks, self.config.eviction_policy)
         self.digests = BlockDigests()
         self.tiers = TieringOffloadingManager(self.manager, make_tiers(engine, self), self.digests)
+        self.stats = self.tiers.stats
         self.next_step = Transfers(1)  # of the step that is being decided
         self.unread: deque[Transfers] = deque()  # steps whose copies may not be made yet
         self._num_read = 0  # the number of the last step that was read
@@ -175,7 +176,20 @@ class OffloadingConnector(KVConnectorBase):
         self.manager.touch(used)
         for tier in self.tiers.tiers:
             tier.touch([self.digests.get(key) for key in used])
-        self.tiers.release(seq.seq_id)
+        sources = self.tiers.release(seq.seq_id)
+        if seq.metrics.scheduled_ts is None:  # its first admission
+            self._count_hits(seq, num_external_tokens, [sources.get(key, "host") for key in keys])
+
+    def _count_hits(self, seq: Sequence, num_external_tokens: int, sources: list[str]) -> None:
+        """What a request has found outside of the device; `sources`: of each block."""
+        seq.num_external_computed_tokens = num_external_tokens
+        if not seq.sampling_params.skip_reading_prefix_cache:
+            num_queried = seq.num_tokens - seq.num_computed_tokens
+            self.stats.add("external_prefix_cache_queries", num_queried)
+            self.stats.add("external_prefix_cache_hits", num_external_tokens)
+        for source in sources:
+            size = self.block_manager.block_size
+            self.stats.add("prompt_tokens_cached_by_source", size, source)
 
     def request_finished(self, seq: Sequence, block_ids: Seq[int]) -> None:
         self.tiers.release(seq.seq_id)
@@ -211,7 +225,9 @@ class OffloadingConnector(KVConnectorBase):
         """The prefix cache evicts a block (BlockPool.on_evict): keep it, if there is a row."""
         if self.manager.lookup(block_hash) is LookupResult.MISS:
             row = self.manager.prepare_store(block_hash, protected=self._matched)
-            if row is not None:
+            if row is None:
+                self.stats.add("kv_offload_allocation_failure", 1)
+            else:
                 self.next_step.stores[block_hash] = (block_id, row)
 
     # -- steps --
@@ -239,7 +255,9 @@ class OffloadingConnector(KVConnectorBase):
             start += 1
             if self.manager.lookup(key) is LookupResult.MISS:
                 row = self.manager.prepare_store(key)
-                if row is not None:
+                if row is None:
+                    self.stats.add("kv_offload_allocation_failure", 1)
+                else:
                     self.next_step.saves[key] = (block_id, row)
         self._num_saved[seq.seq_id] = start
 
@@ -254,9 +272,12 @@ class OffloadingConnector(KVConnectorBase):
         num_done = min(self._num_read, self.worker.num_done()) if self.unread else 0
         while self.unread and self.unread[0].number <= num_done:
             step = self.unread.popleft()
+            stored = [*step.stores, *step.saves]
             self.manager.complete_load(key for key, _ in step.loads)
-            self.manager.complete_store([*step.stores, *step.saves])
-            self.tiers.cascade([*step.stores, *step.saves])
+            self.manager.complete_store(stored)
+            self.tiers.cascade(stored)
+            self.stats.add("kv_offload_load_bytes", len(step.loads) * self.worker.row_bytes)
+            self.stats.add("kv_offload_store_bytes", len(stored) * self.worker.row_bytes)
         self.tiers.poll()
 
     def reset(self) -> None:
@@ -301,7 +322,7 @@ def make_tiers(engine: LLMEngine, connector: OffloadingConnector) -> list[Second
             "secondary_tiers need all ranks in memory that they share: on one machine, with Linux. "
             "Leave secondary_tiers out, or set tensor_parallel_size=1."
         )
-    identity = describe_rows(engine, rows.shape[1])
+    identity = describe_rows(engine, connector.worker.row_bytes)
     primary = PrimaryTier(rows, identity, connector.config.kv_role)
     tiers = []
     for each in wanted:

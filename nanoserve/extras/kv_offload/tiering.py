@@ -31,6 +31,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from nanoserve.extras.kv_offload.base import (
+    JobResult,
     LookupResult,
     OffloadKey,
     SecondaryTierManager,
@@ -38,6 +39,7 @@ from nanoserve.extras.kv_offload.base import (
 )
 from nanoserve.extras.kv_offload.digests import BlockDigests
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
+from nanoserve.extras.kv_offload.stats import OffloadingConnectorStats
 from nanoserve.sequence import Sequence
 
 LOOK_AHEAD = 16  # blocks that a tier is asked for at once; the more of them are there, the more
@@ -51,7 +53,7 @@ class Promotion:
     def __init__(self, keys: Iterable[OffloadKey]) -> None:
         self.unknown = deque(keys)  # nobody has looked for them yet, first block first
         self.pending: set[OffloadKey] = set()  # on their way to a row
-        self.held: list[OffloadKey] = []  # in a row, which keeps them
+        self.held: dict[OffloadKey, str] = {}  # in a row, which keeps it: where it came from
         self.deadline = time.monotonic() + LOAD_TIMEOUT
         self.is_over = False  # nothing is on its way any more, or it is too late
 
@@ -76,6 +78,8 @@ class TieringOffloadingManager:
     ) -> None:
         """`tiers`: the next one first."""
         self.manager, self.tiers, self.digests = manager, tiers, digests
+        sources = ["host", *(tier.cache_hit_source for tier in tiers)]
+        self.stats = OffloadingConnectorStats([tier.tier_type for tier in tiers], sources)
         self.promotions: dict[int, Promotion] = {}  # by seq_id
         self.jobs: dict[int, Job] = {}
         self._num_jobs = 0
@@ -126,9 +130,12 @@ class TieringOffloadingManager:
             result, tier = self._find(key)
             if result is LookupResult.RETRY:
                 break
+            if tier is not None or result is LookupResult.MISS:
+                self._count_lookup(tier)
             if tier is not None:
                 row = self.manager.prepare_store(key)
                 if row is None:
+                    self.stats.add("kv_offload_allocation_failure", 1)
                     result = LookupResult.MISS
                 else:
                     rows[key] = row
@@ -136,7 +143,7 @@ class TieringOffloadingManager:
                     promotion.pending.add(key)
             elif result is LookupResult.HIT:
                 self.manager.prepare_load([key])
-                promotion.held.append(key)
+                promotion.held[key] = "host"
             if result is LookupResult.MISS:
                 promotion.unknown.clear()
             else:
@@ -157,11 +164,22 @@ class TieringOffloadingManager:
                 return LookupResult.RETRY, None
         return LookupResult.MISS, None
 
-    def release(self, seq_id: int) -> None:
-        """The sequence is admitted, or has ended: its rows are held no longer."""
+    def _count_lookup(self, found_in: SecondaryTierManager | None) -> None:
+        """A block is in this tier, or in none: this one and those above it were asked."""
+        for tier in self.tiers:
+            self.stats.add("kv_offload_tiering_chunk_queries", 1, tier.tier_type)
+            if tier is found_in:
+                self.stats.add("kv_offload_tiering_chunk_hits", 1, tier.tier_type)
+                return
+
+    def release(self, seq_id: int) -> dict[OffloadKey, str]:
+        """The sequence is admitted, or has ended: its rows are held no longer. Returns where its
+        blocks came from, as far as that is known."""
         promotion = self.promotions.pop(seq_id, None)
-        if promotion is not None:
-            self.manager.complete_load(promotion.held)
+        if promotion is None:
+            return {}
+        self.manager.complete_load(promotion.held)
+        return promotion.held
 
     # -- both --
 
@@ -184,6 +202,7 @@ class TieringOffloadingManager:
         for tier in self.tiers:
             for result in tier.get_finished_jobs():
                 job = self.jobs.pop(result.job_id)
+                self._count(job, result)
                 if not job.is_load:
                     self.manager.complete_load(job.keys.values())
                     continue
@@ -195,7 +214,15 @@ class TieringOffloadingManager:
                 if promotion is not None:
                     promotion.pending.difference_update(job.keys.values())
                     self.manager.prepare_load(good)
-                    promotion.held += good
+                    promotion.held |= dict.fromkeys(good, tier.cache_hit_source)
+
+    def _count(self, job: Job, result: JobResult) -> None:
+        way, failure = ("write", "cascade") if job.seq_id is None else ("read", "promotion")
+        kind, add = job.tier.tier_type, self.stats.add
+        add(f"kv_offload_tiering_{way}_bytes", result.transfer_bytes, kind)
+        add(f"kv_offload_tiering_{way}_time", result.transfer_time, kind)
+        is_whole = len(result.successful_keys) == len(job.keys)
+        add(f"kv_offload_tiering_{failure}_job_failures", not is_whole, kind)
 
     def count_transfers(self) -> Counter[OffloadKey]:
         """How many transfers use each block's row."""
@@ -203,7 +230,7 @@ class TieringOffloadingManager:
         for job in self.jobs.values():
             used.update(job.keys.values())
         for promotion in self.promotions.values():
-            used.update(promotion.held)
+            used.update(promotion.held.keys())
         return used
 
     def close(self) -> None:

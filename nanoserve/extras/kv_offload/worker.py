@@ -78,7 +78,7 @@ class OffloadingWorker(KVConnectorWorker):
         memory, is_shared = map_memory(HEADER + self.num_blocks * row_bytes, parallel)
         self._done = np.frombuffer(memory, np.int64, parallel.world_size)
         rows = np.frombuffer(memory, np.uint8, offset=HEADER).reshape(self.num_blocks, row_bytes)
-        self.rows = rows if is_shared else None
+        self.rows, self.row_bytes = (rows if is_shared else None), row_bytes
         own = slice(parallel.rank * num_bytes, parallel.rank * num_bytes + ends[-1])
         self.own_rows = rows[:, own]
         self.own = torch.from_numpy(self.own_rows)
