@@ -41,7 +41,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.sequence import (
     BlockPair,
     ForkSample,
@@ -411,10 +411,9 @@ class FakeKVConnector:
     the slots of a block hold, and counts as a byte for each."""
 
     def __init__(self, executor: FakeExecutor, config: EngineConfig) -> None:
-        from nanoserve.extras.kv_offload.config import OffloadingConfig
-
         self.executor, self.size = executor, config.block_size
-        num_bytes = OffloadingConfig.from_config(config).cpu_bytes_to_use
+        chapter = load_chapter("kv_offloading_size", "kv_offload.config")
+        num_bytes = chapter.OffloadingConfig.from_config(config).cpu_bytes_to_use
         self.row_bytes = len(executor.layers) * self.size
         self.num_blocks = num_bytes // self.row_bytes
         self.layers = executor._make_layers(self.num_blocks)
