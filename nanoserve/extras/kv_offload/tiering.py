@@ -217,7 +217,7 @@ class TieringOffloadingManager:
                     promotion.held |= dict.fromkeys(good, tier.cache_hit_source)
 
     def _count(self, job: Job, result: JobResult) -> None:
-        way, failure = ("write", "cascade") if job.seq_id is None else ("read", "promotion")
+        way, failure = ("read", "promotion") if job.is_load else ("write", "cascade")
         kind, add = job.tier.tier_type, self.stats.add
         add(f"kv_offload_tiering_{way}_bytes", result.transfer_bytes, kind)
         add(f"kv_offload_tiering_{way}_time", result.transfer_time, kind)
