@@ -488,6 +488,7 @@ def test_a_producer_that_hangs_delays_its_requests_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "PATIENCE", 0.3)
+    monkeypatch.setattr(transport, "CHUNK", 1)
     prompt, listing, rows = genuine
     answers = [listing, rows[:-1]] if num_answers else [listing[:-1]]
     fake = FakePeer(folder, answers, hangs=True)
