@@ -7,7 +7,9 @@ tier below is StepTier, which ends its transfers when it is asked for the n-th t
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
@@ -277,6 +279,24 @@ def test_the_example_of_the_connector() -> None:
     assert len(metadata[0].loads) >= 1
 
 
+def test_blocks_that_are_about_to_be_loaded_keep_their_rows() -> None:
+    """Two rows hold a's blocks. KV blocks for them evict some of b, which find no row."""
+    engine = make_engine(num_kv_blocks=4, kv_transfer_config=offload(2))
+    assert run(engine, prompt(1, 11), prompt(2, 15), prompt(1, 11), max_tokens=1) == [0, 0, 8]
+
+
+def test_what_skips_the_cache_loads_nothing_after_a_preemption() -> None:
+    """The hashes of its blocks are known then."""
+    engine = make_engine(num_kv_blocks=8, kv_transfer_config=offload(100))
+    run(engine, prompt(1), prompt(2), prompt(3))
+    engine.add_request("x", prompt(1), params(prompt_logprobs=1))
+    step(engine)
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    seq = engine.scheduler.waiting[0]
+    assert seq.block_hashes and engine.kv_connector.get_num_new_matched_tokens(seq, 0) == 0
+    assert finish(engine)["x"].outputs[0].token_ids == expect(prompt(1))
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_without_room_on_the_device_the_rows_keep_everything(is_async: bool) -> None:
     """Twelve prompts of 16 tokens, by turns: with rows for all, the second round computes one block
@@ -372,6 +392,58 @@ def test_what_does_not_come_in_time_is_computed(monkeypatch: pytest.MonkeyPatch)
     engine.kv_connector.tiers.tiers[0].drain_jobs(0)
     engine.kv_connector.poll()
     engine.kv_connector.check()
+
+
+def test_a_closed_engine_keeps_no_memory() -> None:
+    engine = make_engine(kv_transfer_config=offload(30, store={}))
+    run(engine, prompt(1))
+    worker = weakref.ref(engine.executor.kv_connector)
+    engine.close()
+    engine.executor.kv_connector = None
+    gc.collect()
+    assert worker() is None
+
+
+def test_the_search_for_a_guilty_request_waits_for_no_tier() -> None:
+    """A suspect whose blocks are on their way would be skipped, and never be found."""
+    store: dict[bytes, Any] = {}
+    run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1), prompt(2))
+    engine = make_engine(kv_transfer_config=offload(30, store=store, delay=4))
+    for name in ("x", "y"):
+        engine.add_request(name, prompt(1 + (name == "y")), params())
+    launch = engine.executor.launch
+
+    def fail_with_x(scheduler_output: Any) -> Any:
+        sequences = engine.scheduler.sequences
+        if any(sequences[item.seq_id].request_id == "x" for item in scheduler_output.scheduled):
+            raise ZeroDivisionError
+        return launch(scheduler_output)
+
+    reset = engine.kv_connector.reset
+
+    def reset_and_empty() -> None:
+        """From now on, nothing is in a row, and nobody knows what is below."""
+        reset()
+        engine.kv_connector.manager.reset_cache()
+        engine.kv_connector.tiers.tiers[0].lookup = lambda key: LookupResult.RETRY
+
+    engine.kv_connector.reset = reset_and_empty
+    engine.executor.launch = fail_with_x
+    outputs = finish(engine)
+    assert outputs["x"].outputs[0].finish_reason == "error"
+    assert outputs["y"].outputs[0].token_ids == expect(prompt(2))
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_what_cannot_be_read_is_computed(fails: int) -> None:
+    """Every block, every second, every third one; and all behind it."""
+    store: dict[bytes, Any] = {}
+    run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1, 30))
+    engine = make_engine(kv_transfer_config=offload(30, store=store, fails=fails))
+    engine.add_request("x", prompt(1, 30), params())
+    [output] = finish(engine).values()
+    assert output.outputs[0].token_ids == expect(prompt(1, 30))
+    assert output.num_cached_tokens == 4 * (fails - 1)
 
 
 def test_an_aborted_request_gives_its_rows_back() -> None:

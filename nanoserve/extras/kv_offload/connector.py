@@ -69,7 +69,12 @@ def connect(engine: LLMEngine) -> None:
     """Give the engine and its scheduler their connector. Raises ValueError if a class of the user's
     has no place for one."""
     worker = getattr(engine.executor, "kv_connector", None)
-    has_seams = {"scheduler_cls": hasattr(engine.scheduler, "connector"), "executor_cls": worker}
+    pool = getattr(engine.block_manager, "pool", None)
+    has_seams = {
+        "scheduler_cls": hasattr(engine.scheduler, "connector"),
+        "block_manager_cls": hasattr(pool, "on_evict"),
+        "executor_cls": worker is not None,
+    }
     if missing := [name for name, has_seam in has_seams.items() if not has_seam]:
         raise ValueError(
             f"kv_offloading_size (or kv_transfer_config) is set, and {missing[0]} is a class of "
@@ -104,7 +109,8 @@ class OffloadingConnector(KVConnectorBase):
 
     def __init__(self, engine: LLMEngine, worker: KVConnectorWorker) -> None:
         self.config = OffloadingConfig.from_config(engine.config)
-        self.scheduler, self.block_manager = engine.scheduler, engine.block_manager
+        self.engine, self.scheduler = engine, engine.scheduler
+        self.block_manager = engine.block_manager
         self.worker = worker
         self.manager = CPUOffloadingManager(worker.num_blocks, self.config.eviction_policy)
         self.digests = BlockDigests()
@@ -137,8 +143,8 @@ class OffloadingConnector(KVConnectorBase):
             tier.on_new_request(seq)
 
     def is_ready(self, seq: Sequence) -> bool:
-        if not self.tiers.tiers:
-            return True
+        if not self.tiers.tiers or self.engine._search.is_on:
+            return True  # a search for the cause of a failed step skips who is not ready
         return self.tiers.is_ready(seq, lambda: self._keys_behind_prefix_cache(seq))
 
     def is_loading(self, seq: Sequence) -> bool:
@@ -309,6 +315,8 @@ class OffloadingConnector(KVConnectorBase):
     def close(self) -> None:
         self.poll()
         self.tiers.close()
+        self.tiers.tiers.clear()  # they and the worker keep the rows in memory
+        del self.worker
 
 
 def make_tiers(engine: LLMEngine, connector: OffloadingConnector) -> list[SecondaryTierManager]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,6 +90,8 @@ class OffloadingWorker(KVConnectorWorker):
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
             pin(memory)
+            finalizer = weakref.finalize(self, unpin, memory)
+            finalizer.atexit = False  # then CUDA ends by itself
         else:  # NumPy copies a block in a microsecond, PyTorch in twenty
             self.arrays = [part.numpy() for part in self.parts]
         self.metadata = KVConnectorMetadata(0)
@@ -175,8 +178,8 @@ def map_memory(num_bytes: int, parallel: ParallelState) -> tuple[mmap.mmap, bool
 
 
 def pin(memory: mmap.mmap) -> None:
-    """Let a GPU copy from and to this memory directly. Raises ValueError if the system forbids it.
-    (The end of the process, or of the mapping, ends it.)"""
+    """Let a GPU copy from and to this memory directly. Raises ValueError if the system forbids
+    it."""
     array = np.frombuffer(memory, np.uint8)
     error = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)
     if int(error) != 0:
@@ -184,3 +187,8 @@ def pin(memory: mmap.mmap) -> None:
             f"kv_offloading_size: {array.nbytes} bytes of main memory cannot be pinned (CUDA error "
             f"{int(error)}). Lower it."
         )
+
+
+def unpin(memory: mmap.mmap) -> None:
+    """Before the memory is given back: another engine may get the same addresses."""
+    torch.cuda.cudart().cudaHostUnregister(np.frombuffer(memory, np.uint8).ctypes.data)
