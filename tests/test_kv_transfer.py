@@ -724,3 +724,15 @@ def test_the_consumer_is_killed_while_it_reads(
     assert output.num_cached_tokens == CACHED
     assert tokens_of(output) == expect(alone, prompt)
     assert_idle(producer)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes(folder: Path, alone: LLM) -> None:
+    """A row has the parts of all ranks as soon as the producer answers, though rank 1 may be
+    behind."""
+    with pair(folder, tensor_parallel_size=2) as (producer, consumer):
+        for number in range(10):
+            prompt = new_prompt()
+            output = ask(consumer, prompt, params(8, prefill(producer, prompt, f"{number}")))
+            assert output.num_cached_tokens == CACHED
+            assert tokens_of(output) == expect(alone, prompt)
