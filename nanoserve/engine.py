@@ -52,14 +52,7 @@ from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import (
-    PromptType,
-    as_arrival_time,
-    as_request_ids,
-    refuse_missing,
-    set_kv_transfer,
-    set_lora,
-)
+from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, attach, refuse_missing
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -232,8 +225,7 @@ class LLMEngine(OwnedByProcess):
         if root.sampling_params.structured_outputs is not None:
             chapter = load_chapter("structured_outputs", "structured_output.manager")
             chapter.get_manager(self).grammar_init(root)
-        set_lora(self.lora_manager, root, lora_request)
-        set_kv_transfer(self.kv_connector, root)
+        attach(self, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 

@@ -148,6 +148,13 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     return [items] if is_ids and not any(isinstance(x, (str, Mapping)) for x in items) else items
 
 
+def attach(engine: Any, root: Any, lora_request: Any) -> None:
+    """Give a request, whose first sequence is `root`, what it needs of the engine's chapters: an
+    adapter, another engine's keys and values. Raises ValueError or TypeError if it cannot."""
+    set_lora(engine.lora_manager, root, lora_request)
+    set_kv_transfer(engine.kv_connector, root)
+
+
 def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
     """Let a request, whose first sequence is `root`, run with an adapter. `manager` is the engine's
     LoRAManager; None: it has none. Raises ValueError or TypeError if it cannot."""

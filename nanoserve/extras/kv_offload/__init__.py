@@ -15,6 +15,9 @@ another engine. A later request with the same beginning gets it back, and comput
     tiering.py     TieringOffloadingManager: to the tiers below the CPU tier, and back
     disk.py        FileSystemTierManager: the disk, and who waits for it (no step)
     files.py       BlockFiles: a file for each block, whole or not there
+    peer.py        P2PSecondaryTierManager: one engine computes a prompt, another goes on from it
+    transport.py   Transport: how one engine asks another for blocks
+    proxy.py       one address in front of two such servers
     stats.py       OffloadingConnectorStats: how much went where
     digests.py     the name of a block outside of this process
 

@@ -13,8 +13,9 @@ With both, kv_offloading_size is cpu_bytes_to_use. The keys of kv_connector_extr
 
     cpu_bytes_to_use   bytes of the CPU tier, over all ranks
     eviction_policy    "lru" or "arc" (policies.py)
-    secondary_tiers    tiers below it: dicts with "type", and the options of this type of tier;
-                       with "module_path" the type is a class of yours (base.SecondaryTierManager)
+    secondary_tiers    tiers below it: dicts with "type" ("fs": disk.py, "p2p": peer.py), and the
+                       options of this type; with "module_path" the type is a class of yours
+                       (base.SecondaryTierManager)
     block_size         tokens of an offloaded block; here always the engine's
     spec_name          CPUOffloadingSpec, or TieringOffloadingSpec for tiers below; not needed
 

@@ -213,10 +213,11 @@ class OffloadingConnector(KVConnectorBase):
     def _wait_for_ranks(self) -> None:
         """Until all ranks have made the copies of the last step that was read. (Rank 0 has its
         tokens, so the others are about to.)"""
-        if self.worker.num_done() < self._num_read:
-            deadline = time.monotonic() + RANK_TIMEOUT
-            while self.worker.num_done() < self._num_read and time.monotonic() < deadline:
-                time.sleep(0.0001)
+        deadline = time.monotonic() + RANK_TIMEOUT
+        while (
+            self.unread and self.unread[0].number <= self._num_read and time.monotonic() < deadline
+        ):
+            time.sleep(0.0001)
             self.poll()
 
     def is_loadable(self, key: OffloadKey) -> bool:

@@ -101,6 +101,7 @@ class P2PSecondaryTierManager(SecondaryTierManager):
     by get_finished_jobs, and a row of a job is touched only before that."""
 
     tier_type: ClassVar[str] = "p2p"
+    cache_hit_source: ClassVar[str] = "p2p"
 
     def __init__(self, primary: PrimaryTier, **options: Any) -> None:
         """Starts a thread; a producer listens. Raises ValueError or TypeError for a bad option, or
@@ -117,7 +118,7 @@ class P2PSecondaryTierManager(SecondaryTierManager):
         check_number("unbound_store_timeout_s", seconds, float, ABOVE_ZERO, 1e9, "more than 0")
         self.role = primary.kv_role
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self.held = HeldBlocks(self._finished, float(seconds))
+        self.held = HeldBlocks(self._finished, float(seconds), primary.rows.shape[1])
         self._finishing: dict[int, str] = {}  # seq_id -> kv_request_id: a job for it comes
         self._asking: dict[int, RemotePrefill] = {}  # seq_id -> what it waits for
         self._offered: dict[Digest, Source] = {}  # what other engines hold for sequences here
@@ -176,7 +177,7 @@ class P2PSecondaryTierManager(SecondaryTierManager):
     def submit_store(self, job: TransferJob) -> None:
         name = self._finishing.pop(job.seq_id, None) if job.seq_id is not None else None
         if name is None:
-            self._finished.put(JobResult(job.job_id, ()))  # of no request that goes elsewhere
+            self._finished.put(JobResult(job.job_id, job.keys))  # of no request that goes elsewhere
         else:
             self.held.hold(name, job)
 
@@ -225,9 +226,11 @@ class P2PSecondaryTierManager(SecondaryTierManager):
 class HeldBlocks:
     """The rows that are held for other engines. Any thread may call."""
 
-    def __init__(self, finished: queue.SimpleQueue[JobResult], seconds: float) -> None:
+    def __init__(
+        self, finished: queue.SimpleQueue[JobResult], seconds: float, row_bytes: int
+    ) -> None:
         """`finished`: gets the jobs whose rows are held no longer, `seconds` later at most."""
-        self._finished, self._seconds = finished, seconds
+        self._finished, self._seconds, self._row_bytes = finished, seconds, row_bytes
         self._changed = threading.Condition()
         self._held: dict[str, list[Held]] = {}  # by kv_request_id: one for each of its prompts
         self._num_loads = 0
@@ -251,7 +254,9 @@ class HeldBlocks:
             with self._changed:
                 for each in held:
                     each.num_readers -= 1
-                    each.is_over |= any(key in each.rows for key in reading.sent)
+                    # A prompt's last block is no other's, however many have its first ones.
+                    if reading.sent and reading.sent[-1] in each.rows:
+                        each.is_over, each.sent = True, reading.sent
                 self._release(name)
 
     def expire(self, now: float = float("inf")) -> None:
@@ -268,7 +273,9 @@ class HeldBlocks:
             if each.num_readers or not each.is_over:
                 kept.append(each)
             else:
-                self._finished.put(JobResult(each.job_id, tuple(each.rows)))
+                keys = tuple(each.rows) if each.sent else ()
+                num_bytes = len(each.sent) * self._row_bytes
+                self._finished.put(JobResult(each.job_id, keys, num_bytes))
         if kept:
             self._held[name] = kept
         self._changed.notify_all()
@@ -296,6 +303,7 @@ class Held:
         self.job_id, self.rows, self.deadline = job_id, rows, deadline
         self.num_readers = 0  # answers that are being sent
         self.is_over = False  # nobody may begin to read
+        self.sent: tuple[Digest, ...] = ()  # what has gone to another engine
 
 
 class RemotePrefill:

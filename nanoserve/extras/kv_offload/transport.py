@@ -34,7 +34,7 @@ import struct
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Awaitable, Collection, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager, closing
 from functools import partial
@@ -62,6 +62,7 @@ ROW = struct.Struct("<II")
 DIGEST_SIZE = 32
 DONE = b"!"
 MAX_IDENTITY, MAX_NAME, MAX_KEYS = 2**16, 256, 2**20  # bytes, bytes, keys
+CHUNK = 2**20  # bytes that are on their way at once, if rows are smaller
 PATIENCE = 5.0  # seconds without a byte, after which the other side counts as dead
 MAX_QUESTIONS = 32  # at once, to one peer
 
@@ -82,7 +83,7 @@ class Reading:
 
     def __init__(self, rows: Mapping[Digest, int]) -> None:
         self.rows = rows
-        self.sent: Collection[Digest] = ()  # what the asker has got, and has confirmed
+        self.sent: tuple[Digest, ...] = ()  # what the asker has got, and has confirmed, in order
 
 
 class Holder(Protocol):
@@ -156,13 +157,16 @@ class Transport:
         keys, size = tuple(rows), self.rows.shape[1]
         async with self._ask(source, keys) as (reader, writer, number):
             _check(number <= len(keys), "more rows than keys")
-            for _ in range(number):
-                index, checksum = ROW.unpack(await _wait(reader.readexactly(ROW.size)))
-                data = await _wait(reader.readexactly(size))
-                _check(index < len(keys), "a row that nobody has asked for")
-                _check(zlib.crc32(data) == checksum, "a row with a wrong CRC-32")
-                memoryview(self.rows[rows[keys[index]]])[:] = data
-                good.append(keys[index])
+            for start in range(0, number, self._num_rows):
+                num_rows = min(self._num_rows, number - start)
+                data = memoryview(await _wait(reader.readexactly(num_rows * (ROW.size + size))))
+                for place in range(0, len(data), ROW.size + size):
+                    index, checksum = ROW.unpack_from(data, place)
+                    row = data[place + ROW.size :][:size]
+                    _check(index < len(keys), "a row that nobody has asked for")
+                    _check(zlib.crc32(row) == checksum, "a row with a wrong CRC-32")
+                    memoryview(self.rows[rows[keys[index]]])[:] = row
+                    good.append(keys[index])
             writer.write(DONE)
 
     @asynccontextmanager
@@ -187,9 +191,14 @@ class Transport:
                 yield reader, writer, number
 
     @property
+    def _num_rows(self) -> int:
+        """Rows that are waited for at once."""
+        return max(1, CHUNK // int(self.rows.shape[1]))
+
+    @property
     def _limit(self) -> int:
         """Bytes that wait in this process for who reads them."""
-        return max(2**16, int(self.rows.shape[1]))
+        return max(CHUNK, int(self.rows.shape[1]))
 
     # -- the side that answers --
 
@@ -247,9 +256,10 @@ class Transport:
                     data = memoryview(self.rows[wanted[key]])
                     writer.write(ROW.pack(index, zlib.crc32(data)))
                     writer.write(data)
-                    await _wait(writer.drain())
+                    if writer.transport.get_write_buffer_size() > CHUNK:
+                        await _wait(writer.drain())
             _check(await _wait(reader.readexactly(1)) == DONE, "no confirmation")
-            reading.sent = wanted
+            reading.sent = tuple(wanted)
 
 
 def _check(is_good: bool, what: str) -> None:
@@ -289,11 +299,11 @@ def describe_difference(source: Source, ours: bytes, theirs: bytes) -> str:
     except (ValueError, TypeError, RecursionError):
         there = {}
     differ = [
-        f"{brief(str(name))} is {brief(there.get(name))} there and {brief(here.get(name))} here"
-        for name in sorted({*here, *there}, key=str)
-        if here.get(name) != there.get(name)
+        f"{name} is {brief(there.get(name))} there and {brief(here[name])} here"
+        for name in here
+        if here[name] != there.get(name)
     ]
-    shown = "; ".join(differ[:4]) + ("; ..." if len(differ) > 4 else "")
+    shown = "; ".join(differ) or "it describes them in other words"
     return (
         f"the engine at {source.path} has other keys and values: {shown}. Start both engines with "
         "the same model and the same options for it."
