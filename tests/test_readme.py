@@ -296,7 +296,6 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
     folders = (
         "bench",
         "tools.soak",
-        "extras.kv_offload",
         "extras.metrics",
         "extras.quantization",
         "extras.server",
