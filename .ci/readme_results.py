@@ -59,6 +59,21 @@ def triton(case: str) -> Getter:
     return at("share_of_bandwidth", case=case, implementation="triton")
 
 
+def server_to(key: str, peer: str) -> Getter:
+    """nanoserve's server against a peer's, or against LLM.generate."""
+
+    def get(suite: Suite) -> Any:
+        found = {row["engine"]: row.get(key) for row in suite["servers"]}
+        ours, theirs = found.get("nanoserve"), found.get(peer)
+        return ours / theirs if ours and theirs else None
+
+    return get
+
+
+def constrained(backend: str, constraint: str) -> Getter:
+    return at("of_unconstrained", backend=backend, constraint=constraint, constrained=1.0)
+
+
 OURS = {"engine": "nanoserve"}
 Machine = tuple[str, str, str]  # model, device, dtype
 SMALL, DEMO = ("qwen3-29m", "cpu", "float32"), ("demo", "cpu", "float32")
@@ -110,6 +125,46 @@ FIGURES: dict[str, Figure] = {
         TIMES,
         ratio_to("hf"),
     ),
+    "CPU, 29M parameters, 32 HTTP streams: against `LLM.generate`": (
+        SMALL,
+        "serve",
+        TIMES,
+        server_to("tokens_per_second", "LLM.generate"),
+    ),
+    "CPU, 29M parameters, 32 HTTP streams: against vLLM's server": (
+        SMALL,
+        "serve",
+        TIMES,
+        server_to("tokens_per_second", "vllm"),
+    ),
+    "CPU, 29M parameters, most goodput: against vLLM's server": (
+        SMALL,
+        "serve",
+        TIMES,
+        server_to("most_goodput", "vllm"),
+    ),
+    **{
+        f"CPU, 29M parameters, 32 requests under a grammar ({name}): against none": (
+            SMALL,
+            "structured",
+            TIMES,
+            constrained(backend, constraint),
+        )
+        for name, backend, constraint in (
+            ("our own, regex", "nano", "regex"),
+            ("xgrammar, JSON schema", "xgrammar", "json"),
+            ("llguidance, JSON schema", "guidance", "json"),
+        )
+    },
+    **{
+        f"CPU, 0.6B parameters, {kind}, one request at a time: against float32": (
+            EXACT,
+            "quantization",
+            TIMES,
+            at("speed_up_1", engine=kind),
+        )
+        for kind in ("int8", "int4")
+    },
     "prefix of 512 tokens: shared tokens never computed again": (
         DEMO,
         "prefix",
@@ -196,6 +251,16 @@ FRONT = {
     "KV slots wasted: maximum length reserved": "浪费的 KV 槽位：按最大长度预留",
 }
 TARGETS = {
+    "CPU, 29M parameters, 32 HTTP streams: against `LLM.generate`": "0.90 x",
+    "CPU, 29M parameters, most goodput: against vLLM's server": "1.00 x",
+    **{
+        f"CPU, 29M parameters, 32 requests under a grammar ({name}): against none": "0.95 x"
+        for name in ("our own, regex", "xgrammar, JSON schema", "llguidance, JSON schema")
+    },
+    **{
+        f"CPU, 0.6B parameters, {kind}, one request at a time: against float32": "1.80 x"
+        for kind in ("int8", "int4")
+    },
     "CPU, 29M parameters: against vLLM's CPU build": "1.30 x",
     "CPU, 29M parameters: against transformers' best": "4.00 x",
     "CPU, 29M parameters, one request at a time: against `transformers.generate`": "1.50 x",

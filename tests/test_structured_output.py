@@ -183,7 +183,8 @@ def test_drafts_are_checked_by_the_grammar_first(
     request = llm.engine.make_request("0", "x", constrained(regex="abab?"))
     grammar = request.root.structured_output_request
     monkeypatch.setattr(grammar.manager, "rejects_drafts", rejects)
-    grammar._future.result(TIMEOUT)
+    grammar.start(pytest.fail)
+    grammar.manager.compile_or_find(grammar).result(TIMEOUT)
     assert grammar.validate_drafts((a, b, a)) == (a, b, a)
     assert grammar.validate_drafts((a, z, b, a)) == (a, z)[: 1 + rejects]
     assert grammar.accept_tokens((a, b)) is None and grammar.accept_tokens((b,)) is not None

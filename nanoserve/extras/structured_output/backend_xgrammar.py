@@ -110,7 +110,8 @@ class XgrammarGrammar(StructuredOutputGrammar):
         self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        return all(self.is_terminated() or self.matcher.accept_token(token) for token in tokens)
+        matcher = self.matcher
+        return all(matcher.is_terminated() or matcher.accept_token(token) for token in tokens)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         accepted = 0

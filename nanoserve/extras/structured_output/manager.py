@@ -37,9 +37,8 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,8 +211,11 @@ class StructuredOutputManager:
             bitmask = self._bitmask = self.allocate_token_bitmask(len(rows))
             if device.type == "cuda":
                 bitmask = self._bitmask = bitmask.pin_memory()
+        before = time.thread_time()  # of the CPU: a machine that is busy elsewhere does not count
         for index, (request, drafts) in enumerate(rows):
             request.fill_bitmask(bitmask, index, drafts)
+            now = time.thread_time()
+            request.seconds, before = request.seconds + now - before, now
         return self.unpack(bitmask[: len(rows)].to(device, non_blocking=True))
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
@@ -278,7 +280,7 @@ class StructuredOutputRequest:
         self.num_tokens = 0  # that the grammar has accepted
         self._future: Future[StructuredOutputGrammar] | None = None  # of the root, from start() on
         self._grammar: StructuredOutputGrammar | None = None
-        self._seconds = 0.0  # that masks and tokens have taken
+        self.seconds = 0.0  # that masks and tokens have taken
 
     def fork(self) -> StructuredOutputRequest:
         """For another completion: at the beginning of the same rules."""
@@ -322,19 +324,22 @@ class StructuredOutputRequest:
         """The sequence has these new tokens; those behind a stop token are dropped. If it must end
         with an error: why. (The grammar forbids a token that a logits processor has chosen, or it
         has taken too long.)"""
-        with Caught() as caught, self._timed():
+        before = time.thread_time()
+        with Caught() as caught:
+            grammar = self.grammar
             for token in tokens:
-                if self.grammar.is_terminated():
+                if grammar.is_terminated():
                     break
-                if not self.grammar.accept_tokens(self.request_id, [token]):
+                if not grammar.accept_tokens(self.request_id, [token]):
                     return f"structured_outputs: the grammar does not allow token {token}"
                 self.num_tokens += 1
+        self.seconds += time.thread_time() - before
         if caught.error is not None:
             logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
             return f"structured_outputs: the grammar failed: {describe_error(caught.error)}"
-        if self._seconds > SECONDS + TOKEN_SECONDS * self.num_tokens:
+        if self.seconds > SECONDS + TOKEN_SECONDS * self.num_tokens:
             return (
-                f"structured_outputs: masks have taken {self._seconds:.1f} s. Nest and repeat less."
+                f"structured_outputs: masks have taken {self.seconds:.1f} s. Nest and repeat less."
             )
         return None
 
@@ -344,17 +349,10 @@ class StructuredOutputRequest:
         (see the condition in extras/speculative/rejection.py)."""
         if not drafts or self.grammar.is_terminated():
             return ()
-        with self._timed():
-            num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        before = time.thread_time()
+        num_valid = len(self.grammar.validate_tokens(list(drafts)))
+        self.seconds += time.thread_time() - before
         return drafts[: num_valid + self.manager.rejects_drafts]
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = time.thread_time()  # of the CPU: a machine that is busy elsewhere does not count
-        try:
-            yield
-        finally:
-            self._seconds += time.thread_time() - start
 
     def rollback_to(self, num_tokens: int) -> None:
         """Take back all accepted tokens but the first `num_tokens`."""
@@ -374,15 +372,14 @@ class StructuredOutputRequest:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind
         a draft that ends the text, or is not allowed, no token counts: any row will do.)"""
         grammar, num_accepted = self.grammar, 0
-        with self._timed():
-            for draft in drafts:
-                if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
-                    break
-                num_accepted += 1
-            if not grammar.is_terminated():
-                grammar.fill_bitmask(bitmask, index)
-            if num_accepted:
-                grammar.rollback(num_accepted)
+        for draft in drafts:
+            if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
+                break
+            num_accepted += 1
+        if not grammar.is_terminated():
+            grammar.fill_bitmask(bitmask, index)
+        if num_accepted:
+            grammar.rollback(num_accepted)
         if not self.stop_token_ids:
             row = bitmask[index].view(torch.uint8)
             for token_id in self.manager.vocabulary.eos_token_ids:
