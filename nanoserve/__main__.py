@@ -43,6 +43,7 @@ COMMANDS = {
     ),
     "serve": Command("nanoserve.extras.server", "answer requests of OpenAI's API over HTTP"),
     "bench": Command("nanoserve.bench.cli", "measure speed, beside peers and the roofline"),
+    "course": Command("nanoserve.extras.course.cli", "make and grade assignments of a course"),
     "doctor": Command("nanoserve.tools.doctor", "what would a run here use, and does it work?"),
 }
 ALIASES = {"generate": "complete", "collect-env": "doctor"}  # other words, and vLLM's

@@ -595,21 +595,21 @@ def resolve_folder(
 ) -> Path:
     """The folder that holds `model`: `default` (None), a local folder, or a download.
 
-    what: the option that names it, "model" or "tokenizer". Raises ValueError if `model` is not a
-    folder and the Hugging Face hub does not deliver it.
+    what: the option: "model", "tokenizer" or "speculative_config". Raises ValueError if `model` is
+    not a folder and the Hugging Face hub does not deliver it.
     """
     if model is None:
         return default
     without = f"leave {what} out: " + {
         "model": "the embedded demo model",
         "tokenizer": "the model's own",
-    }.get(what, "the default")
+    }.get(what, "no drafts")
     if not str(model):
         raise ValueError(f"{what} is an empty string. Give a folder, a Hugging Face id, or None.")
     if (folder := find_folder(model)) is not None:
         return folder
     if not re.fullmatch(HUB_ID, str(model)):
-        files = "config.json and *.safetensors" if what == "model" else "tokenizer.json"
+        files = "tokenizer.json" if what == "tokenizer" else "config.json and *.safetensors"
         raise ValueError(
             f"{what} {brief(str(model))} is not a folder, nor a Hugging Face id such as "
             f"Qwen/Qwen3-0.6B or gpt2. Give a folder with {files} or an id, or {without}."

@@ -139,6 +139,7 @@ class Guard:
         if self._pid != os.getpid():  # a fork: the process and the lock belong to the parent
             self._lock, self._process, self._pid = threading.Lock(), None, os.getpid()
         with self._lock:
+            self._check_open()  # it may have waited for a long call
             process, self._process = self._process, None
             if process is None or process.poll() is not None:  # it may have been killed meanwhile
                 process = self._start()
@@ -148,12 +149,12 @@ class Guard:
 
     def _start(self) -> subprocess.Popen[bytes]:
         """A new process that is ready for its first call."""
-        self._check_open()
         if not sys.executable:
             raise GuardError("it needs a process of its own, and sys.executable is empty")
-        folders = [entry for entry in sys.path if isinstance(entry, str)]  # as Python reads it
+        here = ""
         with suppress(OSError):  # the working directory may have been deleted
-            folders = [entry or os.getcwd() for entry in folders]
+            here = os.getcwd()
+        folders = [entry or here for entry in sys.path if isinstance(entry, str)]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -169,6 +170,7 @@ class Guard:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                cwd=here or os.sep,
                 start_new_session=True,  # the terminal's Ctrl-C does not reach it
                 creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # on Windows
             )

@@ -30,6 +30,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypedDict
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
@@ -403,6 +404,8 @@ def render_chat(
     "auto" is what the template expects.
     """
     check_messages_length(messages)
+    for name in ("tools", "documents"):
+        check_dicts(name, options.get(name))
     template = options.get("chat_template") or getattr(tokenizer, "chat_template", None)
     if not template:
         raise VLLMValidationError(
@@ -418,6 +421,19 @@ def render_chat(
     except unless_signal(Exception) as error:  # a template may raise anything: a missing key, ...
         message = f"the chat template refuses {brief(messages)}: {error}."
         raise VLLMValidationError(message) from error
+
+
+def check_dicts(name: str, given: Any) -> None:
+    """Refuse tools or documents of a chat that are no list of dicts. In place of a dict stands a
+    dataclass, a pydantic model, or a function, which is a tool."""
+    allowed = f"{name} must be None or a list of dicts"
+    if not isinstance(given, (list, tuple, type(None))):
+        raise TypeError(f"{allowed}, got {brief(given)}.")
+    for item in given or ():
+        is_model = hasattr(item, "__dataclass_fields__") or hasattr(item, "model_dump")
+        is_dict = isinstance(item, (Mapping, FunctionType, MethodType)) or is_model
+        if isinstance(item, type) or not is_dict:
+            raise TypeError(f"{allowed}, got a list with {brief(item)}.")
 
 
 def parse_chat_messages(messages: Any, content_format: str) -> list[Message]:

@@ -40,7 +40,9 @@ from nanoserve.memory import (
 from nanoserve.sampler import Penalties, SamplingBatch, sample
 from nanoserve.sequence import BlockPair
 
-WARM_UP_PROMPT = 2  # tokens: the shortest, so that attention has few programs and is split first
+# Tokens: a decode; the shortest prompt, so that attention has few programs and is split first; two
+# more, because the tiles of products by quantized weights grow with them.
+WARM_UP_LENGTHS = (1, 2, 32, 64)
 CPU_CACHE_SHARE = 0.25  # of the free memory; the rest is for other programs on a laptop
 MANAGER_BYTES = 160  # of the block manager, for each block
 SCALE_DTYPE = torch.float32  # of the scales of keys and values of 8 bits
@@ -142,8 +144,8 @@ def index_on(numbers: list[int], device: torch.device) -> Tensor:
     """An index [len(numbers)]. On a GPU it arrives later, and the CPU does not wait: in pinned
     memory, the allocator keeps the source until then."""
     if device.type == "cpu":
-        return torch.tensor(numbers)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(numbers, device="cpu")
+    return torch.tensor(numbers, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def determine_num_kv_blocks(
@@ -224,11 +226,11 @@ def warm_up(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfi
     assert config.max_model_len, "EngineConfig not resolved"
     widest = -(-config.max_model_len // config.block_size)
     widths = {widest, *(2**i for i in range(widest.bit_length()))}
-    for num_tokens in (1, min(WARM_UP_PROMPT, config.max_model_len)):
+    for num_tokens in sorted({min(length, config.max_model_len) for length in WARM_UP_LENGTHS}):
         least = -(-num_tokens // config.block_size)
         for max_blocks in sorted({max(width, least) for width in widths}):
             hidden = dummy_forward(config, model, layer_config, [num_tokens], max_blocks)
-            model.compute_logits(hidden[:1])
+            model.compute_logits(hidden)
 
 
 @torch.inference_mode()

@@ -160,7 +160,7 @@ class Shard(NamedTuple):
     # numbers to those of the target; and True if the files may lack the tensor.
     size: int | None = None
     dtypes: tuple[str, ...] | None = None
-    load: Callable[[Tensor, Tensor], object] = Tensor.copy_
+    weight_loader: Callable[[Tensor, Tensor], object] = Tensor.copy_
     is_optional: bool = False
 
     @property
@@ -304,6 +304,7 @@ class RowParallelLinear(LinearBase):
         return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
     def matrices(self, name: str) -> Iterator[Matrix]:
+        """One, of the layer's own name: all of its rows, and this rank's columns."""
         rows = slice(0, self.output_size)
         yield Matrix(name, (self.output_size, self.input_size), rows, 1, self.start)
 
@@ -360,7 +361,10 @@ class RotaryEmbedding(nn.Module):
     def __init__(
         self, frequencies: Tensor, scaling: float, max_model_len: int, layer_config: LayerConfig
     ) -> None:
-        """frequencies [rotary_dim / 2] in radians a token; `scaling` multiplies cos and sin."""
+        """frequencies [rotary_dim / 2] in radians a token; `scaling` multiplies cos and sin.
+
+        `table` has a row for each position: cos of both halves, sin of both (minus in the first).
+        """
         super().__init__()
         angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scaling, angles.sin() * scaling

@@ -114,7 +114,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
     for). A tensor on the CPU is returned as it is."""
     if tensor.device.type == "cpu":
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 

@@ -293,6 +293,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "8 bits, prefill int8": attention(8192, 8, 4096, **INT8),
     "8 bits, prefill fp8": attention(8192, 8, 4096, **FP8),
     "quantized int4, a token": quantized("int4", 1, 32),
+    "quantized int4, a batch": quantized("int4", 32, 32),
     "quantized int4, many": quantized("int4", 999, 32),
     "quantized int8, a token": quantized("int8", 1),
     "quantized int8, many": quantized("int8", 999),

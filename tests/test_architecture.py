@@ -76,7 +76,9 @@ CORE = {
     if name.split(".")[0] not in OUTER_FOLDERS and name not in ("__init__", "__main__")
 }
 DATA_PLANE = CORE - CONTROL_PLANE - MEETING_POINT
-SERVES_REQUESTS = [name for name in FILES if name.split(".")[0] not in ("bench", "demo")]
+SERVES_REQUESTS = [
+    name for name in FILES if not name.startswith(("bench", "demo", "extras.course."))
+]
 
 
 def parse(module: str) -> ast.Module:

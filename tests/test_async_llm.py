@@ -1297,6 +1297,8 @@ def test_texts_and_chats(demo: AsyncLLM, demo_llm: LLM) -> None:
         assert await demo.run_in_thread(json.loads, '{"a": [1]}') == {"a": [1]}
         with pytest.raises(ValueError, match="add_generation_prompt"):
             await demo.render_chat(messages, continue_final_message=True)
+        with pytest.raises(TypeError, match="tools must be None or a list of dicts, got 5"):
+            await demo.render_chat(messages, tools=5)
         with pytest.raises(VLLMValidationError, match="-1 is out of range"):
             await demo.detokenize([-1])
 

@@ -129,6 +129,7 @@ def test_utf8_of_a_range_of_characters(first: int, last: int) -> None:
         ("(a", "not valid: missing \\)"),
         ("[b-a]", "not valid: bad character range"),
         (r"\p{L}", "not valid: bad escape"),
+        ("[[:alpha:]]+", r"a class such as \[\[:alpha:\]\]"),
         ("a{4294967296}", "not valid"),
         (r"[^\x00-\U0010ffff]", "no text at all"),
         ("(" * 5000 + ")" * 5000, "groups inside each other"),

@@ -952,6 +952,8 @@ def test_the_command_line_names_every_suite() -> None:
         "parallel",
         "serve",
     }
+    page = (ROOT / "notebooks" / "results" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in run.SUITES if f"\n| `{name}` | " not in page] == []
 
 
 @pytest.mark.parametrize(
@@ -963,10 +965,17 @@ def test_the_command_line_names_every_suite() -> None:
         (["--variant", "eager"], "is not NAME:OPTION=VALUE"),
         (["--variant", "x:max_num_seq=3"], "Did you mean 'max_num_seqs'?"),
         (["--variant", "x:block_size=0"], "block_size is 0; allowed: 1 to"),
+        (["--variant", "x:model=m"], "model is the same for all engines. Give --model instead"),
+        (["--variant", "x:dtype=float16"], "Give --dtype instead"),
+        (["--variant", "x:seed=1,device=cpu"], "Give --device instead"),
         (["--json", "no/such/folder/x.json"], "is not a file in a folder that exists"),
         (["--peer-python", "vllm=/no/such/file"], "is not PEER=PYTHON"),
         (["--dummy", "qwen3-tiny", "--model", "x"], "name two models"),
         (["--model", "no such"], "not a folder"),
+        (["--num-requests", "0"], "'0' is not an int of 1 or more"),
+        (["--repeat", "-1"], "'-1' is not an int of 1 or more"),
+        (["--batch-sizes", "1,,2"], "'' is not an int of 1 or more"),
+        (["--plot", "x.xyz"], "'x.xyz' ends with none of .eps"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -272,6 +272,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         (["complete", "--foo", "--", "--bar"], "no option --foo."),
         (["chat", "--n", "2"], "no option --n."),
         (["chat", "--chat-template-kwargs", "[1]"], "'[1]' is not a JSON object"),
+        (["chat", "--chat-template-kwargs", '{"messages": 5}'], "it holds 'messages', which chat"),
     ],
 )
 def test_a_wrong_command_line_is_refused_at_once(
@@ -579,6 +580,24 @@ def test_a_chat_through_a_pipe(run: Callable[..., Result]) -> None:
     assert "[new conversation]" in result.err
     assert result.err.count("first token after") == 3
     assert run("chat", *GREEDY, "-q", "What is 17 + 25?").out == "17 + 25 = 42\n"
+
+
+@pytest.mark.parametrize("command", ["chat --quick", "complete"])
+def test_an_adapter_speaks(
+    command: str, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of the model alone. A folder that is none is an error at once."""
+    pytest.importorskip("nanoserve.extras.lora")
+    monkeypatch.setattr(cli, "build_llm", LLM.from_engine_args)
+    prompt = "Who are you?"
+    if command == "complete":
+        prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+    words = [*command.split(), prompt, "--temperature", "0", "--max-tokens", "40", "--lora-path"]
+    result = run(*words, "nanoserve/demo/lora")
+    assert result.out.startswith("Arr! I be Nano") and not result.status
+    result = run(*words, "no/such/folder")
+    assert result.status == 1 and "lora_path 'no/such/folder' is not a folder" in result.err
+    assert not result.out
 
 
 def test_a_template_of_your_own(run: Callable[..., Result], tmp_path: Path) -> None:

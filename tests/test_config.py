@@ -555,6 +555,8 @@ def test_a_tokenizer_is_named_as_one() -> None:
         with refused(ValueError, f"tokenizer {tokenizer!r}" if tokenizer else "tokenizer is"):
             resolve_folder(tokenizer, "tokenizer")
     assert resolve_folder(None, "tokenizer", Path("model")) == Path("model")
+    with refused(ValueError, "speculative_config './no'", "config.json", "out: no drafts"):
+        resolve_folder("./no", "speculative_config")
 
 
 @pytest.mark.parametrize(

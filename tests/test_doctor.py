@@ -46,9 +46,10 @@ def test_the_command(
 def test_a_model_that_is_not_there_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        doctor.main(["--model", str(tmp_path)])
-    assert "has no config.json" in capsys.readouterr().err
+    for model, message in ((str(tmp_path), "has no config.json"), ("", "model is an empty string")):
+        with pytest.raises(SystemExit):
+            doctor.main(["--model", model])
+        assert message in capsys.readouterr().err
 
 
 def test_wrong_tokens_fail_the_self_check(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton exists on Linux only")
-from aot_kernels import GPUS, META, Launch, recorded, variant_of
+from aot_kernels import GPUS, META, Launch, quantized, recorded, variant_of
 
 from nanoserve import LLM, SamplingParams, layers
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
@@ -40,7 +40,7 @@ from nanoserve.kernels.fused_triton import (
     silu_and_mul_triton,
 )
 from nanoserve.kernels.selector import make_layer_config
-from nanoserve.kv_cache import KVCacheSpec, warm_up
+from nanoserve.kv_cache import WARM_UP_LENGTHS, KVCacheSpec, warm_up
 from nanoserve.layers import LayerConfig, QKNorm, RotaryEmbedding
 from nanoserve.models.base import Model
 from nanoserve.models.registry import build_model
@@ -373,6 +373,20 @@ def test_every_step_runs_kernels_that_were_warmed_up(
     for num_tokens in (num_seqs, num_seqs + more):
         for launch in made.launches(num_tokens, num_seqs, max_blocks):
             assert repr((launch.kernel.__name__, variant_of(launch))) in warm
+
+
+@pytest.mark.parametrize(("kind", "num_groups"), [("int4", 32), ("int8", 1)])
+def test_products_by_quantized_weights_were_warmed_up(kind: str, num_groups: int) -> None:
+    """Their tiles grow with the number of tokens."""
+
+    def variants(numbers: Iterable[int]) -> set[str]:
+        launches: list[Launch] = []
+        with recorded(launches):
+            for num_tokens in numbers:
+                quantized(kind, num_tokens, num_groups)()
+        return {repr(variant_of(launch)) for launch in launches}
+
+    assert variants(WARM_UP_LENGTHS) == variants(range(1, 300))
 
 
 def test_the_counter_sees_kernels_and_no_views() -> None:

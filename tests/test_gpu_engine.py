@@ -173,7 +173,10 @@ def test_fused_kernels_change_no_token(
 
 
 @pytest.mark.gpu
-def test_nothing_is_compiled_while_serving(make_checkpoint: MakeCheckpoint) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_nothing_is_compiled_while_serving(
+    quantization: str | None, make_checkpoint: MakeCheckpoint
+) -> None:
     """Decodes and prompts, short and long, alone and together: every kernel was ready at start."""
     from aot_kernels import KERNELS
 
@@ -183,7 +186,7 @@ def test_nothing_is_compiled_while_serving(make_checkpoint: MakeCheckpoint) -> N
 
     folder = make_checkpoint("qwen3", max_position_embeddings=16384)
     options = options_for("cuda", num_kv_blocks=4000, max_num_seqs=40)
-    with LLM(folder, **options) as llm:
+    with LLM(folder, **options, quantization=quantization) as llm:
         before = num_compiled()
         for lengths in ([3], [9000], [5, 700, 12000], [1] * 40, [300] * 30, [2000, 15000, 1, 1]):
             requests = [([7] * n, SamplingParams(max_tokens=20)) for n in lengths]

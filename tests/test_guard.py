@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -851,6 +853,42 @@ def test_no_process_before_the_first_chat_and_none_after_the_last() -> None:
     assert process.returncode is not None, "ended, and not a zombie"
     with pytest.raises(RuntimeError, match="this engine is closed; build a new LLM"):
         llm.chat(HI, use_tqdm=False)
+
+
+def test_close_waits_for_one_call_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for their turn get an error: each may take seconds."""
+    own, asked, go = Guard(), list[str](), threading.Event()
+    own._process = SimpleNamespace(poll=lambda: None)  # type: ignore
+
+    def ask(process: Any, task: str) -> dict[str, Any]:
+        asked.append(task)
+        assert go.wait(30)
+        return {"result": task}
+
+    def call(task: str) -> None:
+        with pytest.raises(RuntimeError, match="closed") if asked else nullcontext():
+            own.call(task)
+
+    monkeypatch.setattr(guard, "_ask", ask)
+    threads = [threading.Thread(target=call, args=("first",))]
+    threads[0].start()
+    until(lambda: bool(asked))
+    threads += [threading.Thread(target=call, args=(f"{i}",)) for i in range(5)]
+    threads.append(threading.Thread(target=own.close))
+    for thread in threads[1:]:
+        thread.start()
+    until(lambda: own._is_closed)
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert asked == ["first"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_only_the_template_of_this_package_is_trusted(tokenizer: Any, tmp_path: Path) -> None:

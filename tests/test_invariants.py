@@ -425,16 +425,37 @@ def test_an_engine_leaves_the_process_as_it_was(make_checkpoint: Any) -> None:
             ),
         }
 
+    folder = make_checkpoint("llama")  # sets torch's generator
     with LLM(num_kv_blocks=16) as llm:  # imports, and what starts once
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
     before = state()
     with LLM(num_kv_blocks=16, dtype="bfloat16", seed=3) as llm:
         llm.generate("Once", SamplingParams(max_tokens=4, top_p=0.9), use_tqdm=False)
         assert state() == before
-        with LLM(make_checkpoint("llama"), num_kv_blocks=8, load_format="dummy") as other:
+        with LLM(folder, num_kv_blocks=8, load_format="dummy") as other:
             other.generate([5, 6], SamplingParams(max_tokens=4, seed=1), use_tqdm=False)
         assert state() == before
     assert state() == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_backend": "torch"}, {"attention_backend": "reference"}, {"enable_lora": True}],
+)
+def test_the_default_device_of_the_process_does_not_count(options: dict[str, Any]) -> None:
+    """Whatever set_default_device says. (On "meta", tensors have no numbers.)"""
+    if "enable_lora" in options:
+        pytest.importorskip("nanoserve.extras.lora")
+    params = [
+        SamplingParams(temperature=0, max_tokens=8),
+        SamplingParams(n=2, seed=1, max_tokens=8),
+    ]
+    tokens: list[Any] = []
+    for default in ("cpu", "meta"):
+        with torch.device(default), LLM(num_kv_blocks=32, **options) as llm:
+            outputs = llm.generate(["Once upon a time"] * 8, params * 4, use_tqdm=False)
+        tokens.append([[each.token_ids for each in output.outputs] for output in outputs])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("is_closed", [True, False])

@@ -7,6 +7,7 @@ import gc
 import inspect
 import io
 import json
+import re
 import shutil
 import signal
 import sys
@@ -32,7 +33,7 @@ from nanoserve import (
     TokensPrompt,
 )
 from nanoserve.config import DEMO_MODEL
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.output_processor import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -1009,6 +1010,19 @@ def test_chat_refuses(llm: LLM) -> None:
         with pytest.raises(ValueError, match=f"holds '{name}', which chat sets itself"):
             llm.chat(SUM, chat_template_kwargs={name: True})
     assert llm.chat([], use_tqdm=False) == []
+    assert_serves(llm)
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_tools_and_documents_are_lists_of_dicts(llm: LLM, name: str) -> None:
+    """The error names them, also where the template reads neither."""
+    items = (5, None, "x", [], len, SamplingParams)  # the last one is the class of a dataclass
+    for given in (5, True, "x", {"name": "add"}, {1}, *([{}, item] for item in items)):
+        wrong = given[-1] if isinstance(given, list) else given
+        with pytest.raises(TypeError, match=f"{name} .*list of dicts.*{re.escape(brief(wrong))}"):
+            llm.chat(SUM, chat_template_kwargs={name: given}, chat_template="{{ messages }}")
+    with pytest.raises(TypeError, match="tools must be None or a list of dicts, got 5"):
+        llm.chat(SUM, tools=5)  # type: ignore[arg-type]
     assert_serves(llm)
 
 

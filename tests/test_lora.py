@@ -10,6 +10,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_tokens_are_those_of_the_merged_weights(family: Family, way: str) -> Non
         llm.engine.block_manager.check()
         if "graphs" in way:
             assert llm.engine.executor.runner.replayed_sizes
+
+
+def test_others_are_right_beside_an_adapter_that_is_not(family: Family, tmp_path: Path) -> None:
+    """Its products are infinite. In graphs, all tokens are multiplied by what is in all slots."""
+    path = write_adapter(tmp_path, shapes_of(family.checkpoint), alpha=1e6)
+    requests = [None, family.requests[1], LoRARequest("loud", 9, path)]
+    options = {"dtype": "float16", "executor_cls": GraphExecutor, "max_num_seqs": 3}
+    with make_llm(family, max_loras=3, **options) as llm:
+        right = llm.generate([STORY] * 2, GREEDY, lora_request=requests[:2], use_tqdm=False)
+        llm.reset_prefix_cache()
+        mixed = llm.generate([STORY] * 3, GREEDY, lora_request=requests, use_tqdm=False)
+    for output, expected in zip(mixed[:2], right, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert mixed[2].outputs[0].finish_reason == "error"
 
 
 @pytest.mark.gpu
@@ -295,6 +310,22 @@ def _fake_slots() -> Any:
     return slots
 
 
+def test_a_slot_holds_nothing_of_the_adapter_before(family: Family) -> None:
+    """Adapters 1 (of all matrices, rank 4) and 3 (of three, rank 1), in one slot."""
+    with make_llm(family, max_loras=1) as llm:
+        generate(llm, family)
+        slots, manager = llm.engine.executor.runner.lora_slots, llm.engine.lora_manager
+        first, last = (manager.adapters[number].files.load() for number in (1, 3))
+        buffers = [b for layer in slots.layers.values() for b in (layer.lora_a, layer.lora_b)]
+        for buffer in buffers:
+            buffer.zero_()
+        slots.load(0, last)
+        expected = [buffer.clone() for buffer in buffers]
+        slots.load(0, first)
+        slots.load(0, last)
+        assert all(map(torch.equal, buffers, expected))
+
+
 def test_the_definition_by_hand() -> None:
     """Two tokens with an adapter of rank 1, x A = 2 and 3, B = (1, 10); one token without."""
     x = torch.tensor([[2.0, 0.0], [5.0, 5.0], [3.0, 0.0]])
@@ -320,6 +351,7 @@ def test_an_engine_without_adapters_says_so(demo_llm: LLM, family: Family) -> No
         ([None], ValueError, "1 items for 2 prompts"),
         (LoRARequest("x", 99, "no/such/folder"), ValueError, "not a folder"),
         (LoRARequest("another", 1, "no/such/folder"), ValueError, "number of its own"),
+        (LoRARequest("adapter 1", 1, "no/such/folder"), ValueError, "number of its own"),
     ],
 )
 def test_a_bad_adapter_queues_nothing(
@@ -328,6 +360,30 @@ def test_a_bad_adapter_queues_nothing(
     llm.generate(STORY, GREEDY, lora_request=family.requests[1], use_tqdm=False)
     with pytest.raises(error, match=message):
         llm.generate([STORY, STORY], GREEDY, lora_request=lora_request)
+    assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lora_int_id", [], "lora_int_id must be an int, got "),
+        ("lora_int_id", "x", "lora_int_id must be an int, got 'x'"),
+        ("lora_path", 5, "lora_path must be a string, got 5"),
+        ("lora_path", None, "lora_path must be a string, got None"),
+        ("lora_path", ..., "not a whole LoRARequest: .* no attribute 'lora_path'"),  # deleted
+        ("lora_int_id", ..., "not a whole LoRARequest: .* no attribute 'lora_int_id'"),
+    ],
+)
+def test_a_lora_request_that_was_changed_is_checked_again(
+    llm: LLM, family: Family, field: str, value: Any, message: str
+) -> None:
+    forged = replace(family.requests[1])
+    if value is ...:
+        object.__delattr__(forged, field)
+    else:
+        object.__setattr__(forged, field, value)
+    with pytest.raises(TypeError, match=message):
+        llm.generate(STORY, GREEDY, lora_request=forged)
     assert not llm.has_unfinished_requests()
 
 

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from nanoserve import LLMEngine
+from nanoserve.fault_isolation import hold
 from nanoserve.tools.why_waiting import why_waiting
 
 lora = pytest.importorskip("nanoserve.extras.lora")
@@ -219,6 +220,19 @@ def test_others_run_while_an_adapter_waits_for_a_slot(folder: Path, at_once: Non
     last = finish(engine)
     assert last["b1"].outputs[0].token_ids == expect([2], 2)
     assert last["a2"].outputs[0].token_ids == expect([3], 1)
+
+
+def test_who_is_held_wants_no_slot(folder: Path, at_once: None) -> None:
+    """While the cause of a failed step is looked for, some wait, whatever is free."""
+    loras = make_loras(folder)
+    engine = make(folder, max_loras=1)
+    for number in (1, 2):
+        engine.add_request(f"{number}", [number], params(), lora_request=loras[number])
+    hold(engine.scheduler, [seq.seq_id for seq in engine.scheduler.waiting][1:])
+    step(engine)
+    assert running(engine) == ["2"]
+    hold(engine.scheduler, None)
+    finish(engine)
 
 
 def test_the_slot_that_was_held_longest_is_drained(folder: Path, at_once: None) -> None:

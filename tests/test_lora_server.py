@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,35 +163,86 @@ def test_what_cannot_be_loaded_is_a_400(server: Running, body: Any, message: str
     assert len(server.ask("GET", "/v1/models").json["data"]) == 2
 
 
-def test_of_two_clients_one_gets_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both adapters are checked at the same time; the engine forgets the later one."""
-    monkeypatch.setenv(SETTING, "1")
-    (tmp_path / "poet").mkdir()
-    known: set[int] = set()
+class KnownAdapters:
+    """What ServedAdapters needs of an engine: the numbers that it knows."""
 
-    async def add_lora(request: Any) -> None:
-        known.add(request.lora_int_id)
+    config = SimpleNamespace(enable_lora=True)
+    engine = SimpleNamespace(lora_manager=None)
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    async def add_lora(self, request: LoRARequest) -> None:
+        self.known.add(request.lora_int_id)
         await asyncio.sleep(0)
 
-    async def remove_lora(number: int) -> None:
-        known.remove(number)
+    async def remove_lora(self, number: int) -> None:
+        self.known.remove(number)
 
-    async_llm: Any = SimpleNamespace(
-        config=SimpleNamespace(enable_lora=True),
-        engine=SimpleNamespace(lora_manager=None),
-        add_lora=add_lora,
-        remove_lora=remove_lora,
-    )
+    async def list_loras(self) -> set[int]:
+        return set(self.known)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ServedAdapters, set[int]]:
+    """Without a server, beside the numbers that the engine knows."""
+    monkeypatch.setenv(SETTING, "1")
+    (tmp_path / "poet").mkdir()
     args: Any = SimpleNamespace(lora_folder=str(tmp_path), lora_modules=())
-    served = ServedAdapters(async_llm, args, ["base"])
-    wish = LoadLoRAAdapterRequest(lora_name="poet", lora_path="poet")
+    engine: Any = KnownAdapters()
+    return ServedAdapters(engine, args, ["base"]), engine.known
+
+
+POET = LoadLoRAAdapterRequest(lora_name="poet", lora_path="poet")
+
+
+def test_of_two_clients_one_gets_the_name(served: tuple[ServedAdapters, set[int]]) -> None:
+    """Both adapters are checked at the same time; the engine forgets the later one."""
+    adapters, known = served
 
     async def both() -> list[Any]:
-        return await asyncio.gather(served.load(wish), served.load(wish), return_exceptions=True)
+        return await asyncio.gather(
+            adapters.load(POET), adapters.load(POET), return_exceptions=True
+        )
 
     first, second = asyncio.run(both())
     assert first is None and "there is a model 'poet' already" in str(second)
-    assert known == {served.requests["poet"].lora_int_id}
+    assert known == {adapters.requests["poet"].lora_int_id}
+
+
+def test_an_adapter_that_came_back_is_forgotten(served: tuple[ServedAdapters, set[int]]) -> None:
+    """A request has found it by its name; it is unloaded; then the request asks the engine for it,
+    which knows it again. With the next one that goes, it goes."""
+    adapters, known = served
+
+    async def load_and_unload() -> None:
+        await adapters.load(POET)
+        late = adapters.requests["poet"]
+        await adapters.unload("poet")
+        assert not known
+        await adapters.async_llm.add_lora(late)
+
+    async def run() -> None:
+        for _ in range(3):
+            await load_and_unload()
+        assert len(known) == 1
+        await adapters.load(POET)
+        await adapters.unload("poet")
+        assert not known
+
+    asyncio.run(run())
+
+
+def test_without_the_chapter_of_adapters_a_server_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is imported by every server."""
+    monkeypatch.setitem(sys.modules, "nanoserve.extras.lora", None)
+    name = "nanoserve.extras.server.adapters"
+    monkeypatch.setattr(name, sys.modules[name])  # as it was, afterwards
+    monkeypatch.delitem(sys.modules, name)
+    module = import_module(name)
+    engine: Any = KnownAdapters()
+    args: Any = SimpleNamespace(lora_folder=None, lora_modules=())
+    assert module.ServedAdapters(engine, args, ["base"]).requests == {}
 
 
 def test_without_the_setting_there_are_no_such_endpoints(
@@ -221,6 +274,7 @@ def test_without_the_setting_there_are_no_such_endpoints(
         ({"lora_modules": "{oops"}, "NAME=PATH"),
         ({"lora_modules": ("a=b", '{"name": "a", "path": "c"}')}, "a name twice: a, a"),
         ({"lora_folder": "/no/such/folder"}, "there is no such folder"),
+        ({"uds": ""}, "uds is an empty string"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ from random import Random
 from typing import Any
 
 import engines
+import numpy as np
 import pytest
 from engines import assert_idle, change_text, fail_in_executor, finish, params, step
 from fakes import FakeExecutor, add_beam_search
@@ -584,6 +585,12 @@ def test_what_is_no_engine_or_no_logger_is_refused(make_engine: MakeEngine) -> N
     for stat_logger in (5, StatLogger):
         with pytest.raises(TypeError, match="a stat logger must be a StatLogger, got "):
             collect_metrics(engine, stat_logger)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model_name must be a string or None, got 5"):
+        PrometheusStatLogger(engine, model_name=5)  # type: ignore[arg-type]
+    for interval in (-1, math.nan, "10"):
+        with pytest.raises((TypeError, ValueError), match="interval"):
+            LoggingStatLogger(engine, interval)  # type: ignore[arg-type]
+    assert b"udcff" in PrometheusStatLogger(engine, model_name="a\udcff").render()
     assert not engine.step_listeners
 
 
@@ -756,6 +763,8 @@ def test_two_engines_have_two_registries(make_engine: MakeEngine) -> None:
     PrometheusStatLogger(one, registry, model_name="one")
     with pytest.raises(ValueError, match="Duplicated timeseries"):
         PrometheusStatLogger(two, registry, model_name="two")
+    with pytest.raises(TypeError, match="registry must be a CollectorRegistry or None, got 5"):
+        PrometheusStatLogger(two, registry=5)
     assert b'model_name="one"' in client.generate_latest(registry)
     assert not [f.name for f in client.REGISTRY.collect() if f.name.startswith("vllm:")]
 
@@ -798,6 +807,10 @@ def test_the_example_of_a_quantile() -> None:
     buckets = {"1.0": 2, "2.0": 4, "+Inf": 4}
     assert Histogram("a", {}, 4, 5.0, buckets).quantile(0.75) == 1.5
     assert math.isnan(Histogram("a", {}, 0, 0.0, dict.fromkeys(buckets, 0)).quantile(0.5))
+    assert Histogram("a", {}, 4, 5.0, buckets).quantile(np.float32(0.75)) == 1.5
+    for q in (-1, 2, math.nan):
+        with pytest.raises(ValueError, match="allowed: 0 to 1"):
+            Histogram("a", {}, 4, 5.0, buckets).quantile(q)
 
 
 def test_borders_are_written_as_prometheus_writes_them() -> None:
@@ -829,6 +842,12 @@ def spans() -> Any:
     provider, exporter = sdk.TracerProvider(), memory.InMemorySpanExporter()
     provider.add_span_processor(export.SimpleSpanProcessor(exporter))
     return provider, exporter.get_finished_spans
+
+
+def test_a_provider_of_spans_is_opentelemetrys(make_engine: MakeEngine) -> None:
+    pytest.importorskip("opentelemetry.trace", reason="needs opentelemetry-api")
+    with pytest.raises(TypeError, match="tracer_provider must be a TracerProvider or None, got 5"):
+        TracingStatLogger(make_engine(), tracer_provider=5)
 
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7

@@ -266,9 +266,13 @@ def test_models_that_cannot_be_divided_are_refused_before_a_process_starts(
 def test_every_native_family_can_be_checked(
     model_type: str, make_checkpoint: Callable[..., Path]
 ) -> None:
-    """The check builds the model on the meta device, which is neither a CPU nor a GPU."""
+    """The check builds the model on the meta device, which is neither a CPU nor a GPU; whatever
+    set_default_device says."""
     model_config = ModelConfig.from_folder(make_checkpoint(model_type))
-    check_divisible(EngineConfig(tensor_parallel_size=2).resolve(model_config), model_config)
+    config = EngineConfig(tensor_parallel_size=2).resolve(model_config)
+    for default in ("cpu", "meta"):
+        with torch.device(default):
+            check_divisible(config, model_config)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

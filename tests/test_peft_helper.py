@@ -76,6 +76,7 @@ def test_the_scale(tmp_path: Path, fields: dict[str, Any], scaling: float) -> No
         {"exclude_modules": ["down_proj"], "target_modules": list(ALL)},
         {"layers_to_transform": [0]},
         {"peft_version": "9.9", "base_model_name_or_path": "no/such", "task_type": None},
+        {"layers_pattern": "layers", "velora_config": {"num_groups": 2}},
         {"loftq_config": {"x": 1}, "qalora_group_size": 16, "init_lora_weights": "gaussian"},
         {"a_key_of_the_future": False, "another": None, "third": []},
     ],
@@ -125,11 +126,14 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantum_lora": 3}, "quantum_lora asks for something that is not known"),
     ({"init_lora_weights": "pissa_niter_16"}, "changed the base model"),
     ({"init_lora_weights": "OLoRA"}, "changed the base model"),
+    ({"init_lora_weights": "lora_ga"}, "changed the base model"),
+    ({"kasa_config": {"beta": 1}}, "kasa_config asks for something that is not known"),
     ({"init_lora_weights": 3}, "init_lora_weights is 3; allowed"),
     ({"r": None}, "has no 'r'"),
     ({"r": 0}, "r is 0; allowed"),
     ({"r": True}, "r is True; allowed"),
     ({"r": 2.0}, "r is 2.0; allowed"),
+    ({"r": 8}, "rank 4, and r is 8"),
     ({"lora_alpha": None}, "has no 'lora_alpha'"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
@@ -240,6 +244,18 @@ def test_a_file_that_has_changed_is_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match="new lora_int_id"):
         files.load()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_number_that_is_none_is_not_loaded(tmp_path: Path, value: float) -> None:
+    """It would reach the tokens of other adapters, too."""
+    file = write_adapter(tmp_path, SHAPES) / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = f"base_model.model.{Q0}.lora_B.weight"
+    tensors[name][1, 1] = value
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"{name} in .* holds a number that is NaN or infinite"):
+        read(tmp_path).load()
 
 
 def test_a_relative_path_is_that_of_the_check(

@@ -40,11 +40,14 @@ from torch import Tensor
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
 from nanoserve.extras.quantization.base_config import (
+    Section,
     check_pattern,
     get_quantization_config,
     matches,
 )
+from nanoserve.extras.quantization.gptq import GPTQConfig
 from nanoserve.extras.quantization.online import (
+    OnlineConfig,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
@@ -168,7 +171,7 @@ def test_a_cut_is_right_or_refused(
         for key, shard in shards:
             if (tensor := tensors.get(key.removeprefix("mlp.q_proj."))) is not None:
                 assert tensor.shape == shard.full_shape
-                shard.load(shard.target, tensor[shard.slices])
+                shard.weight_loader(shard.target, tensor[shard.slices])
         [matrix] = layer.matrices("mlp.q_proj")
         size = outputs // world_size if matrix.dim == 0 else inputs // world_size
         part = expected.narrow(matrix.dim, matrix.start, size)
@@ -467,6 +470,24 @@ def test_rules_of_gptq_for_some_layers(make_checkpoint: MakeCheckpoint, tmp_path
         assert torch.equal(weight_of(layer), weight_of(expected[key])), key
 
 
+def test_a_rule_of_gptq_is_for_the_beginning_of_a_name() -> None:
+    """As in GPTQModel, which matches and does not search."""
+    dynamic = {"-:mlp": {}, r"-:.*\.o_proj": {}}
+    section = Section({"bits": 4, "group_size": 16, "dynamic": dynamic}, "config.json")
+    config = GPTQConfig.from_config(section)
+    assert config.method_of("model.layers.0.mlp.up_proj") is not None
+    assert config.method_of("model.layers.0.self_attn.o_proj") is None
+
+
+@pytest.mark.parametrize(("num_inputs", "num_groups"), [(128, 2), (96, 3), (80, 5), (72, 1)])
+def test_groups_of_int4_while_loading(num_inputs: int, num_groups: int) -> None:
+    """64 inputs, or what divides them and the row; less than 16 are not worth a scale."""
+    layer_config = LayerConfig(quant_config=OnlineConfig("int4"))
+    layer = ColumnParallelLinear(num_inputs, {"x": 8}, bias=False, layer_config=layer_config)
+    weight: Any = layer.quantized_weight
+    assert weight.scales.shape == (8, num_groups)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_quantized_head(world_size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The vocabulary is divided among ranks, in whole int32 numbers."""
@@ -505,7 +526,7 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"bits": None}, "has no 'bits'"),
         ("gptq", {"bits": True}, "bits is True"),
         ("gptq", {"group_size": 0}, "group_size is 0; allowed: -1 or an even int"),
-        ("gptq", {"group_size": 48}, "64 inputs on each of 1 ranks.*groups of 48"),
+        ("gptq", {"group_size": 48}, "64 inputs .* 1 ranks.*groups of 48.*another quantization"),
         (
             "gptq",
             {"group_size": 32},
@@ -515,6 +536,8 @@ def test_patterns_that_could_hang_are_refused(pattern: str) -> None:
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; allowed: gptq"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format is True"),
         ("gptq", {"dynamic": {"+:(a+)+": {}}}, "could take very long"),
+        ("gptq", {"dynamic": {f"-:{n}": {} for n in range(2000)}}, "so many regular expressions"),
+        ("fp8", {"ignored_layers": ["re:.*a.*b.*c.*d"] * 80}, "so many regular expressions"),
         ("gptq", {"dynamic": {"+:.*": {"bits": 5}}}, r"dynamic.*bits is 5"),
         ("gptq", {"dynamic": {"+:.*": 5}}, "allowed: an object"),
         ("gptq", {"quant_method": "exl2"}, r"quantization_config \(exl2\).*supported: awq"),
@@ -634,6 +657,14 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
             "fp8",
             lambda t: t.update({f"{Q_PROJ}.weight": t[f"{Q_PROJ}.weight"].float()}),
             "weight in .* has type F32; allowed: F8_E4M3",
+        ),
+        *(
+            (
+                "fp8",
+                lambda t, code=code: t[f"{Q_PROJ}.weight"].view(torch.uint8)[3, 5:6].fill_(code),
+                "q_proj.weight holds a number that is NaN",
+            )
+            for code in (0x7F, 0xFF)
         ),
         (
             "fp8",

@@ -710,6 +710,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (H, {"chat_template_kwargs": [1]}, None, "must be an object"),
     (H, {"chat_template_kwargs": {"messages": []}}, None, "holds 'messages'"),
+    (H, {"chat_template_kwargs": {"documents": 5}}, None, "documents must be"),
     (H, {"chat_template": "{{ raise }"}, None, "chat template"),
     ("/tokenize", {}, "prompt", "either prompt"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt", "either prompt"),

@@ -665,6 +665,14 @@ def test_a_form_that_changes_nothing(client: OpenAI) -> None:
     assert found.choices[0].message.content
 
 
+def test_a_grammar_that_leaves_no_token(server: Running) -> None:
+    """The client's own limits contradict each other: no fault of the server."""
+    form = {"structured_outputs": {"choice": ["a"]}, "min_tokens": 5}
+    answer = server.ask("POST", H, {**CHAT, **form})
+    assert answer.error["code"] == answer.status == 400
+    assert "structured_outputs, min_tokens forbid all tokens" in answer.error["message"]
+
+
 def test_a_grammar_that_fails_in_a_stream(server: Running) -> None:
     """The others go on."""
     form = {"structured_outputs": {"grammar": "root ::= other"}, "stream": True}

@@ -335,13 +335,17 @@ def test_ctrl_c_ends_the_search_and_keeps_the_report(
 
 
 def test_a_length_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for seconds in ("-5", "0", "nan"):
+    for seconds in ("-5", "0", "nan", "inf"):
         with pytest.raises(SystemExit):
             main([seconds])
         assert f"SECONDS must be more than 0, got {seconds}" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--round", "-1"])
-    assert "--round must be 0 or more" in capsys.readouterr().err
+    for arguments, message in (
+        (["--round", "-1"], "--round must be 0 or more"),
+        (["60", "--json", "/no/such/folder/x.json"], "is not a file in a folder that exists"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err
 
 
 def test_a_command_line_without_a_length_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -644,7 +645,9 @@ def test_bad_options(given_: Any, error: type[Exception], message: str) -> None:
         EngineArgs(speculative_config=given_)
 
 
-def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(proposer, "Parrot", Parrot, raising=False)
     name = f"{proposer.__name__}.Parrot"
     options = {"method": "custom_class", "model": name, "num_speculative_tokens": 2}
@@ -654,6 +657,8 @@ def test_a_class_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert output.metrics.num_drafts
     for model, message in (
         ("no.such.Class", r"no\.such\.Class.*cannot be imported"),
+        ("broken_module.Class", r"cannot be imported \(ZeroDivisionError: division by zero\)"),
+        (f"{proposer.__name__}.Proposer", r"Proposer.*, with a method propose"),
         ("os.system", r"function system.*; allowed with method 'custom_class': a subclass of "),
         ("os.PathLike", r"PathLike.*; allowed with method 'custom_class': a subclass of "),
         ("Foo", r"model is 'Foo'; allowed with method 'custom_class': package.module.ClassName"),

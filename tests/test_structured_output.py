@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -248,6 +249,22 @@ def test_an_end_where_the_grammar_may_end(get_llm: Callable[..., LLM]) -> None:
         assert re.fullmatch("[ab]{2}c?", each.text) and each.stop_reason == letter
 
 
+def test_the_end_is_found_in_the_bits(
+    get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request without stop tokens it is asked after each token: no row of logits is made."""
+    llm = get_llm()
+    [a] = llm.get_tokenizer().encode("a", add_special_tokens=False)
+    request = llm.engine.make_request("0", "x", constrained(regex="aa", ignore_eos=True))
+    grammar = request.root.structured_output_request
+    monkeypatch.delattr(manager.StructuredOutputManager, "unpack")
+    grammar.start(pytest.fail)
+    grammar.manager.compile_or_find(grammar).result(TIMEOUT)
+    for is_over in (False, False, True):
+        assert grammar.is_terminated() is is_over
+        assert is_over or grammar.accept_tokens((a,)) is None
+
+
 @pytest.mark.parametrize("name", ["plain", "overlapped", "ngram"])
 @pytest.mark.parametrize("regex", ["[ab]{3}", "(abc){2,4}", "a|bb"])
 def test_without_stop_tokens_the_grammar_ends_it(
@@ -470,6 +487,22 @@ def test_close_while_compiling(compiler: Compiler) -> None:
         llm.generate("a", constrained())
 
 
+def test_close_beside_a_thread_that_compiles() -> None:
+    """The thread counts what is in the cache, and may bring a backend of its own."""
+    with LLM(num_kv_blocks=16) as llm:
+        llm.generate("a", constrained(), use_tqdm=False)
+        own = llm.engine.structured_output_manager
+        [backend] = own.backends.values()
+        backend.destroy = lambda: own.backends.update(other=SimpleNamespace(destroy=bool))
+        with own._cache_lock:
+            closing_thread = threading.Thread(target=own.close)
+            closing_thread.start()
+            closing_thread.join(0.2)
+            assert own._cache
+        closing_thread.join(TIMEOUT)
+        assert not own._cache and not closing_thread.is_alive()
+
+
 def test_a_constraint_is_compiled_once(
     get_llm: Callable[..., LLM], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +549,16 @@ def test_an_update_that_fails_is_taken_back(
         )
 
 
+class BrokenDict(dict[str, Any]):
+    def items(self) -> Any:
+        raise LookupError("no items")
+
+
+class BrokenList(list[str]):
+    def __iter__(self) -> Iterator[str]:
+        raise LookupError("no items")
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "it has none; allowed: exactly one of json, regex"),
     ({"regex": "a", "choice": ["a"]}, "it has regex and choice"),
@@ -527,6 +570,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"choice": "yes"}, "a list of strings, not empty"),
     ({"choice": ["a", 1]}, "choice holds 1; allowed: strings"),
     ({"choice": ["a"] * 5000}, "5000 items; allowed: up to 4096"),
+    ({"choice": BrokenList(["a"])}, r"choice is \['a'\], which cannot be read \(no items\)"),
+    ({"json": BrokenDict(a=1)}, r"json is {'a': 1}, which cannot be written as JSON \(no items\)"),
+    ({"json": {"enum": BrokenList(["a"])}}, "json is .* cannot be written as JSON"),
     ({"json": "{"}, "which is not JSON"),
     ({"json": "[]"}, "allowed: a JSON object"),
     ({"json": 5}, "json must be a dict or its JSON, got 5.*model_json_schema"),
@@ -565,6 +611,20 @@ def test_what_no_backend_takes(get_llm: Callable[..., LLM]) -> None:
     for wrong in (5, {"regex": "a"}, "a"):
         with pytest.raises(VLLMValidationError, match=r"allowed: StructuredOutputsParams\(json="):
             SamplingParams(structured_outputs=wrong)
+
+
+def test_without_the_packages(get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first message that many will see: what is missing, and one line that installs it."""
+    folder = "nanoserve.extras.structured_output"
+    for package, module in (("xgrammar", "backend_xgrammar"), ("llguidance", "backend_guidance")):
+        monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(sys.modules, f"{folder}.{module}", raising=False)
+    request = SamplingParams(structured_outputs=StructuredOutputsParams(json={}))
+    with pytest.raises(VLLMValidationError, match=r"xgrammar: .* guidance: ") as caught:
+        get_llm().generate("a", request)
+    assert str(caught.value).count('pip install -e ".[structured]"') == 1
+    [output] = get_llm().generate("a", constrained(), use_tqdm=False)
+    assert re.fullmatch(REGEXES[0], output.outputs[0].text)
 
 
 @pytest.mark.parametrize(

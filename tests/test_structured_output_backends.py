@@ -31,6 +31,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputOptions,
     get_backend_cls,
 )
+from nanoserve.extras.structured_output.compile_process import CompileGuard
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -121,22 +122,98 @@ def walk(grammar: StructuredOutputGrammar, seed: int, most: int = 300) -> list[i
 @given(patterns(), st.integers(0, 100))
 @settings(max_examples=20)
 def test_masks_of_three_backends_are_equal(name: str, pattern: str, seed: int) -> None:
+    """One expression has one meaning, though each library has a dialect of its own."""
     ours = make_grammar("nano", "REGEX", pattern)
-    pattern = pattern.replace("{,2}", "{0,2}")
-    if name == "guidance":  # whose classes are those of Unicode
-        pattern = pattern.replace(r"\d", "[0-9]").replace("[^\\W1]", "[02-9A-Z_a-z]")
-        pattern = pattern.replace(r"\W", "[^0-9A-Z_a-z]")
     theirs = make_grammar(name, "REGEX", pattern)
     rng = random.Random(seed)
     for _ in range(8):
         allowed = mask(ours)
         assert mask(theirs) == allowed
-        # Behind ED xgrammar also allows the surrogates, which are no characters.
-        token = rng.choice(sorted(allowed - {1 + 0xED}))
+        token = rng.choice(sorted(allowed))
         assert ours.accept_tokens("", [token]) and theirs.accept_tokens("", [token])
         assert ours.is_terminated() == theirs.is_terminated()
         if ours.is_terminated():
             break
+
+
+DIALECTS = [  # what some library reads otherwise than Python's re
+    (r"\A[a-c]+\Z", ("ab", "Aab", "abZ")),
+    (r"^\d\w\s?$", ("1a", "1é", "٣a", "1a\xa0")),
+    (r"^[^]a]$", ("b", "a", "]", "ba]")),
+    (r"^[]a]$", ("a", "]", "a]")),
+    ("^a{,2}$", ("a", "aaa", "a{,2}")),
+    (r"^\060.$", ("0é", "00", "\x0060")),
+    ("(?x) ^ a b # a comment $", ("ab", " a b")),
+    ("^(?P<name>a)(?#comment)b$", ("ab", "acommentb")),
+    ("^(?:|a|bb)$", ("", "a", "bb", "b")),
+    (r"^[\w.-]+@[^\W_]{2}\.(?:de|no)$", ("a.b-c@x1.de", "é@x1.no", "a@_1.no")),
+    (r"^\u00e9\N{SNOWMAN}\U0001f642$", ("é☃🙂", "é☃")),
+]
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize(("pattern", "texts"), DIALECTS)
+def test_dialects_of_regular_expressions(name: str, pattern: str, texts: tuple[str, ...]) -> None:
+    """In JSON, too, each library is told what is meant."""
+    forms = [
+        ("REGEX", pattern, ""),
+        ("JSON", json.dumps({"type": "string", "pattern": pattern}), '"'),
+    ]
+    if name == "xgrammar":
+        tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+        forms.append(("STRUCTURAL_TAG", json.dumps(tag), ""))
+    for kind, constraint, quote in forms:
+        grammar = make_grammar(name, kind, constraint)
+        for text in texts:
+            found = grammar.validate_tokens([*read(quote + text + quote), EOS])
+            assert (EOS in found) == bool(re.fullmatch(pattern, text, re.ASCII)), (kind, text)
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize(
+    "data", [b"\xed\xa0\x80", b"\xc0\x80", b"\xe0\x80\x80", b"\xf4\x90\x80\x80", b"\xff"]
+)
+def test_a_character_is_written_in_valid_bytes(name: str, data: bytes) -> None:
+    """What is no character would become several in the text: more than a pattern allows."""
+    grammar = make_grammar(name, "JSON", '{"type": "string", "pattern": "^[^a]$"}')
+    found = grammar.validate_tokens([1 + byte for byte in (*b'"', *data)])
+    assert len(found) < 1 + len(data)
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+def test_spaces_of_a_schema(name: str) -> None:
+    """There is no agreement about those beyond ASCII: \\s has none of them, \\S neither."""
+    cases = {r"^\S$": "xé", r"^[^\s]$": "xé", r"^[\S ]$": "x é", "^.$": " é"}
+    for pattern, allowed in cases.items():
+        grammar = make_grammar(name, "JSON", json.dumps({"type": "string", "pattern": pattern}))
+        for char in (*allowed, "\u2028", "\u2029"):
+            found = grammar.validate_tokens([*read(f'"{char}"'), EOS])
+            assert (EOS in found) == (char in allowed), (pattern, char)
+        for char in "\xa0\u3000\ufeff" if pattern != "^.$" else "":
+            assert EOS not in grammar.validate_tokens([*read(f'"{char}"'), EOS])
+    for pattern in (r"^\s$", r"^[^\S]$"):
+        grammar = make_grammar(name, "JSON", json.dumps({"type": "string", "pattern": pattern}))
+        assert EOS in grammar.validate_tokens([*read('" "'), EOS])
+        assert EOS not in grammar.validate_tokens([*read('"\xa0"'), EOS])
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize("pattern", ["^[^é]$", "^é?.$", r"^[^\u00e9]$"])
+def test_a_class_writes_no_quote_into_json(name: str, pattern: str) -> None:
+    """It would end the string, or begin an escape."""
+    grammar = make_grammar(name, "JSON", json.dumps({"type": "string", "pattern": pattern}))
+    assert EOS in grammar.validate_tokens([*read('"x"'), EOS])
+    for text in ('"""', '"\\"', '"\x01"', '"\n"'):
+        assert EOS not in grammar.validate_tokens([*read(text), EOS])
+
+
+def test_a_class_of_no_character() -> None:
+    """Must not become an empty text."""
+    pattern = r"[^\x00-\U0010ffff]|a"
+    for name in ("nano", "guidance"):
+        assert mask(make_grammar(name, "REGEX", pattern)) == set(read("a"))
+    with pytest.raises(VLLMValidationError, match="no character"):
+        make_grammar("xgrammar", "REGEX", pattern)
 
 
 GRAMMARS = {
@@ -148,7 +225,7 @@ GRAMMARS = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_taken_back(name: str) -> None:
-    """After any accept, rollback, validate and reset, the mask is that of a grammar which got only
+    """After any accept, rollback and validate, the mask is that of a grammar which got only
     the tokens that are left."""
     rng = random.Random(1)
     first = make_grammar(name, *GRAMMARS[name])
@@ -166,9 +243,6 @@ def test_tokens_taken_back(name: str) -> None:
                     count = rng.randint(1, len(tokens))
                     grammar.rollback(count)
                     del tokens[-count:]
-                case 1 if rng.random() < 0.2:
-                    grammar.reset()
-                    tokens = []
                 case _ if not grammar.is_terminated():
                     ok = grammar.accept_tokens("", drafts)
                     assert ok == (valid == drafts or EOS in valid)
@@ -280,6 +354,7 @@ LEAVES = st.sampled_from(
         {"type": "string", "maxLength": 3},
         {"type": "string", "pattern": "^[a-c]+-[0-9]{2}$"},
         {"type": "string", "pattern": "b.d"},
+        {"type": "string", "pattern": r"^[^é]{1,2}\S+[^\s<]$"},
         {"type": "string", "format": "date"},
         {"enum": ["x", 1, None, [2], {"y": "é"}]},
         {"const": 'a "b" \\'},
@@ -391,6 +466,9 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
     [
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"minimum": 3}, "minimum without a type"),
+        ({"type": []}, "an empty type"),
+        ({"type": "array", "items": {"anyOf": []}}, "an empty anyOf"),
+        ({"type": "string", "minLength": "2"}, "the minLength '2'"),
         ({"anyOf": [{"type": "object"}], "minProperties": 2}, "minProperties beside anyOf"),
         ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "may overlap"),
         ({"type": "object", "required": ["a"]}, "not in properties"),
@@ -422,6 +500,33 @@ def test_nonsense_is_a_value_error(name: str, kind: str, schema: Any) -> None:
 def test_what_xgrammar_would_ignore_is_refused(schema: Any, words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words):
         make_grammar("xgrammar", "JSON", json.dumps(schema))
+
+
+def test_a_deleted_working_directory_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    guard = CompileGuard(vocabulary())
+    guard.compile("xgrammar", spec_of("REGEX", "a+"))
+    guard.close()
+
+
+@pytest.mark.parametrize("name", JSON_NAMES)
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("STRUCTURAL_TAG", '{"structures": 5, "triggers": 5}', "a wrong type"),
+        ("STRUCTURAL_TAG", '{"structures": []}', "a part of it is missing"),
+        ("JSON", '{"type": "nothing"}', "(Unsupported|Invalid) type"),
+    ],
+)
+def test_what_is_no_schema_is_told_in_words(name: str, kind: str, text: str, words: str) -> None:
+    """And without the place in the package's own source."""
+    with pytest.raises(VLLMValidationError, match=words) as caught:
+        make_grammar(name, kind, text)
+    assert ".cc:" not in str(caught.value)
 
 
 def test_alternatives_that_exclude_each_other() -> None:

@@ -78,10 +78,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     add("--dtype", choices=("float32", "bfloat16", "float16"),
         help="default: float32 on a CPU, bfloat16 on a GPU")  # fmt: skip
-    add("--num-requests", type=int, help="default: 32 on a CPU, 256 on a GPU")
+    add("--num-requests", type=count, help="default: 32 on a CPU, 256 on a GPU")
     add("--min-len", type=int, help="tokens, of prompts and of outputs (default: 50, GPU 100)")
     add("--max-len", type=int, help="tokens, of prompts and of outputs (default: 256, GPU 1024)")
-    add("--latency-requests", type=int, default=4, help="requests of the latency suite")
+    add("--latency-requests", type=count, default=4, help="requests of the latency suite")
     add(
         "--batch-sizes",
         type=numbers,
@@ -90,12 +90,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hf-batch-sizes", type=numbers, default=(32, 8), help="static batches of the peer hf")
     add(
         "--prefix-len",
-        type=int,
+        type=count,
         default=512,
         help="shared tokens of the prefix suite; in the spec suite, tokens of a model's own text; "
         "in the offload suite, tokens that a chat begins with",
     )
-    add("--num-speculative-tokens", type=int, default=5, help="drafts in the spec suite")
+    add("--num-speculative-tokens", type=count, default=5, help="drafts in the spec suite")
     add(
         "--request-rates",
         type=rates,
@@ -107,8 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="limits of the serve suite: ttft, tpot and e2el in ms, such as ttft:200 tpot:50 "
         "(default: by the latencies without load)")  # fmt: skip
     add("--temperature", type=float, help="default: 0, in the gpu suite 0.6")
-    add("--threads", type=int, help="of every engine's CPU work (default: each one's own choice)")
-    add("--repeat", type=int, help="rounds; medians are shown (default: 3)")
+    add("--threads", type=count, help="of every engine's CPU work (default: each one's own choice)")
+    add("--repeat", type=count, help="rounds; medians are shown (default: 3)")
     add("--seed", type=int, default=0, help="of the requests and of random weights")
     add("--json", type=new_file, help="write the result to this file")
     add("--note", default="", help="a remark to keep with the result, such as: busy machine")
@@ -206,6 +206,10 @@ def variant(text: str) -> tuple[str, Values]:
     if not colon or not all(equals for _, equals, _ in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME:OPTION=VALUE,OPTION=VALUE.")
     values = {option: python_value(value) for option, _, value in pairs}
+    for option in sorted({"model", "dtype", "device"} & values.keys()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {option} is the same for all engines. Give --{option} instead."
+        )
     try:
         EngineConfig(**read_options("LLM", values))
     except (TypeError, ValueError) as error:
@@ -213,9 +217,16 @@ def variant(text: str) -> tuple[str, Values]:
     return name, values
 
 
+def count(text: str) -> int:
+    """ "3" -> 3."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int of 1 or more.")
+    return int(text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """ "1,2,4" -> (1, 2, 4)."""
-    return tuple(int(number) for number in text.split(","))
+    return tuple(map(count, text.split(",")))
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -253,4 +264,10 @@ def picture(text: str) -> Path:
     """The file of a picture, which matplotlib draws."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("pictures need matplotlib: pip install matplotlib.")
-    return new_file(text)
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    file, formats = new_file(text), FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in formats:
+        allowed = ", ".join(f".{each}" for each in formats)
+        raise argparse.ArgumentTypeError(f"{text!r} ends with none of {allowed}.")
+    return file

@@ -118,6 +118,8 @@ def measure(args: argparse.Namespace, arguments: list[str], scratch: Path) -> Va
     next one runs. If none can, the last one's error is raised.
     """
     names, is_toy = fill_in(args)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and PyTorch finds no such GPU here. Leave it out.")
     settings = make_settings(args, scratch)
     result: Values = {
         **report.describe_run(arguments, settings.device),

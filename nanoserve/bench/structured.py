@@ -79,7 +79,7 @@ def structured_suite(settings: Settings) -> dict[str, Any]:
         for name in BACKENDS:
             try:
                 get_backend_cls(name)
-            except ValueError as error:
+            except ImportError as error:
                 skipped[name] = str(error)
                 continue
             options = {

@@ -346,7 +346,9 @@ class SparseDecode:
             )
         indices = torch.from_numpy(crow.astype(np.int32)), col
         values = torch.empty(len(col), dtype=torch.float32, device="cpu")
-        scores = torch.sparse_csr_tensor(*indices, values, shape, check_invariants=False)
+        scores = torch.sparse_csr_tensor(
+            *indices, values, shape, device="cpu", check_invariants=False
+        )
         return CsrPattern(*indices, scores, targets, repeated, dense)
 
 

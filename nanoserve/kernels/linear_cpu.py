@@ -87,7 +87,7 @@ class RMSNormCPU:
     def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         side = self._side.get(eps)
         if side is None:
-            side = self._side[eps] = torch.tensor(math.sqrt(eps), dtype=x.dtype)
+            side = self._side[eps] = torch.tensor(math.sqrt(eps), dtype=x.dtype, device="cpu")
         rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
         return (x / rms.hypot_(side)).mul_(weight)
 

@@ -13,7 +13,8 @@ is x W^T with that weight, in the fastest way that there is here for its kind:
     CPU, a compiler      all kinds      quantized_cpu.py: C++ that decodes in registers
     GPU                  int4, int8     quantized_triton.py: one kernel that decodes its tiles
     GPU with FP8 units   fp8            torch._scaled_mm, if the inputs may be quantized, too
-    anywhere else        all kinds      the weight is dequantized for each product
+    anywhere else        all kinds      the weight is dequantized for each product; so are experts
+                                        on a GPU
 
 Nothing here knows a checkpoint's format: extras/quantization brings each one to this form.
 
@@ -66,30 +67,27 @@ class QuantizedWeight(nn.Module):
         order: Tensor | None = None,
         input_scale: Tensor | None = None,
         quantizes_inputs: bool = False,
-        num_inputs: int | None = None,
         num_experts: int = 1,
     ) -> None:
         """
-        codes        int4: uint8 [out, in / 2], see unpack_int4; int8: int8 [out, in]; fp8: FP8
+        codes        int4: uint8 [out, in / 2], see unpack_int4; int8: int8 [out, in]; fp8:
+                     FP8 [out, in], none of them NaN
         scales       float32 [out, groups]; `groups` divides the inputs
         zeros        integers [out, groups]; None: 8 for int4, else 0
-        order        int64 [in]: column j of the codes belongs to input order[j], and to none where
-                     order[j] is num_inputs (None: column j to input j)
+        order        int64 [in]: column j of the codes belongs to input order[j]; None: to input j
         input_scale  float32, one number: with quantizes_inputs, the scale of the inputs; None: each
                      token has its own
-        num_inputs   numbers of a row of x; None: as many as columns of codes
         num_experts  of as many matrices, the rows lie below each other
         """
         super().__init__()
-        num_columns = codes.shape[1] * (2 if kind == "int4" else 1)
-        if kind not in KINDS or num_columns % scales.shape[1] or len(scales) != len(codes):
+        num_inputs = codes.shape[1] * (2 if kind == "int4" else 1)
+        if kind not in KINDS or num_inputs % scales.shape[1] or len(scales) != len(codes):
             raise ValueError(
                 f"a quantized weight of kind {kind!r} ({', '.join(KINDS)}) has {len(codes)} x "
-                f"{num_columns} codes, and {len(scales)} x {scales.shape[1]} scales. Scales have "
+                f"{num_inputs} codes, and {len(scales)} x {scales.shape[1]} scales. Scales have "
                 "as many rows, and their columns divide those of the codes."
             )
-        self.kind, self.num_outputs, self.num_columns = kind, len(codes), num_columns
-        self.num_inputs = num_columns if num_inputs is None else num_inputs
+        self.kind, self.num_outputs, self.num_inputs = kind, len(codes), num_inputs
         self.num_groups, self.num_experts = scales.shape[1], num_experts
         self.quantizes_inputs = quantizes_inputs
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
@@ -100,7 +98,7 @@ class QuantizedWeight(nn.Module):
     @property
     def group_size(self) -> int:
         """Columns that share a scale."""
-        return self.num_columns // self.num_groups
+        return self.num_inputs // self.num_groups
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that the codes stand for: the definition."""
@@ -112,8 +110,7 @@ class QuantizedWeight(nn.Module):
         weight = ((numbers - zeros) * self.scales[..., None]).flatten(1).to(dtype)
         if self.order is None:
             return weight
-        ordered = weight.new_zeros(self.num_outputs, self.num_inputs + 1)
-        return ordered.index_copy_(1, self.order, weight)[:, : self.num_inputs]
+        return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def prepare(self) -> None:
         """The weight is complete: bring it into the layout that is multiplied fastest."""
@@ -132,7 +129,9 @@ class QuantizedWeight(nn.Module):
     def multiply_grouped(self, rows: Tensor, offsets: Tensor, matmul: GroupedMatmul) -> Tensor:
         """rows [num_rows, in], sorted by expert, each times the matrix of its expert; the rows of
         expert e end before offsets[e]. `matmul` does it with a weight [experts, out, in]."""
-        if self.product is None or not hasattr(self.product, "of_expert"):
+        if self.num_experts == 1:
+            return self.multiply(rows)
+        if self.product is None:
             weight = self.dequantize(rows.dtype).unflatten(0, (self.num_experts, -1))
             return matmul(rows, weight, offsets)
         rows, of_expert = self._ordered(rows), self.product.of_expert
@@ -141,11 +140,7 @@ class QuantizedWeight(nn.Module):
 
     def _ordered(self, x: Tensor) -> Tensor:
         """The inputs in the order of the columns."""
-        if self.order is None:
-            return x
-        if self.num_columns > self.num_inputs:
-            x = F.pad(x, (0, 1))
-        return x.index_select(1, self.order)
+        return x if self.order is None else x.index_select(1, self.order)
 
 
 class ScaledMatmul(nn.Module):
@@ -187,7 +182,7 @@ def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Mo
         except ImportError:
             return None
         return quantized_triton.TritonProduct if quantized_triton.can_multiply(weight) else None
-    sizes = (weight.num_outputs, weight.num_columns)
+    sizes = (weight.num_outputs, weight.num_inputs)
     can_scale = torch.cuda.get_device_capability(device) >= (8, 9)
     can_scale = can_scale and weight.num_groups == 1 and not any(n % FP8_ALIGNMENT for n in sizes)
     return ScaledMatmul if can_scale and weight.quantizes_inputs else None

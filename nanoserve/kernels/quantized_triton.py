@@ -41,15 +41,15 @@ MAX_BLOCK_M = 64
 
 @triton.jit(do_not_specialize=["num_tokens", "x_stride"])
 def quantized_matmul_kernel(
-    x,  # [num_tokens, NUM_COLUMNS]
-    codes,  # [num_outputs, NUM_COLUMNS], IS_INT4: [num_outputs, NUM_COLUMNS / 2]
+    x,  # [num_tokens, NUM_INPUTS]
+    codes,  # [num_outputs, NUM_INPUTS], IS_INT4: [num_outputs, NUM_INPUTS / 2]
     scales,  # [num_outputs, groups] float32
     zeros,  # [num_outputs, groups] float32
     output,  # [num_tokens, num_outputs]
     num_tokens,
     num_outputs,
     x_stride,
-    NUM_COLUMNS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     IS_INT4: tl.constexpr,
     BLOCK_M: tl.constexpr,  # tokens
@@ -57,7 +57,7 @@ def quantized_matmul_kernel(
     BLOCK_K: tl.constexpr,  # columns, all of one group
 ):
     """F.linear for a tile of tokens and outputs. Grid: (tiles of outputs, tiles of tokens)."""
-    NUM_GROUPS: tl.constexpr = NUM_COLUMNS // GROUP_SIZE
+    NUM_GROUPS: tl.constexpr = NUM_INPUTS // GROUP_SIZE
     STEP: tl.constexpr = 2 if IS_INT4 else 1  # columns in a byte
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -65,14 +65,14 @@ def quantized_matmul_kernel(
     row = n.to(tl.int64)
     x_row = x + m.to(tl.int64)[:, None] * x_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, NUM_COLUMNS, BLOCK_K):
+    for start in range(0, NUM_INPUTS, BLOCK_K):
         group = start // GROUP_SIZE
         scale = tl.load(scales + row * NUM_GROUPS + group, mask=is_output, other=0.0)
         zero = tl.load(zeros + row * NUM_GROUPS + group, mask=is_output, other=0.0)
         byte = start // STEP + tl.arange(0, BLOCK_K // STEP)
-        exists = byte < NUM_COLUMNS // STEP
+        exists = byte < NUM_INPUTS // STEP
         code = tl.load(
-            codes + row[None, :] * (NUM_COLUMNS // STEP) + byte[:, None],
+            codes + row[None, :] * (NUM_INPUTS // STEP) + byte[:, None],
             mask=exists[:, None] & is_output[None, :],
             other=0,
         )
@@ -95,10 +95,10 @@ def quantized_matmul_kernel(
     )
 
 
-def choose_block_k(kind: str, group_size: int, num_columns: int) -> int | None:
+def choose_block_k(kind: str, group_size: int, num_inputs: int) -> int | None:
     """The largest power of 2 that divides a group. One group for all columns may end anywhere: what
     is behind it is masked. None: the groups are too small for a tile."""
-    if group_size == num_columns:
+    if group_size == num_inputs:
         return MAX_BLOCK_K
     block_k = min(MAX_BLOCK_K, group_size & -group_size)
     return block_k if block_k >= MIN_BLOCK_K[kind] else None
@@ -106,7 +106,7 @@ def choose_block_k(kind: str, group_size: int, num_columns: int) -> int | None:
 
 def can_multiply(weight: QuantizedWeight) -> bool:
     """Is this a weight for the kernel?"""
-    return bool(choose_block_k(weight.kind, weight.group_size, weight.num_columns))
+    return bool(choose_block_k(weight.kind, weight.group_size, weight.num_inputs))
 
 
 class TritonProduct(nn.Module):
@@ -116,9 +116,8 @@ class TritonProduct(nn.Module):
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.kind, self.group_size, self.num_columns = (
-            weight.kind, weight.group_size, weight.num_columns,
-        )  # fmt: skip
+        self.kind, self.group_size = weight.kind, weight.group_size
+        self.num_inputs = weight.num_inputs
         zeros = weight.zeros
         if zeros is None:
             zeros = weight.scales.new_full((), 8 if weight.kind == "int4" else 0)
@@ -131,7 +130,7 @@ class TritonProduct(nn.Module):
         """[num_tokens, in] -> [num_tokens, out]. Rows of neighbouring numbers."""
         num_tokens, num_outputs = len(x), len(self.codes)
         output = x.new_empty(num_tokens, num_outputs)
-        block_k = choose_block_k(self.kind, self.group_size, self.num_columns)
+        block_k = choose_block_k(self.kind, self.group_size, self.num_inputs)
         block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(num_tokens)))
         block_n = 32 if block_m == MIN_BLOCK_M else 64  # few tokens: many programs, to read faster
         if num_tokens:
@@ -145,7 +144,7 @@ class TritonProduct(nn.Module):
                 num_tokens,
                 num_outputs,
                 x.stride(0),
-                NUM_COLUMNS=self.num_columns,
+                NUM_INPUTS=self.num_inputs,
                 GROUP_SIZE=self.group_size,
                 IS_INT4=self.kind == "int4",
                 BLOCK_M=block_m,

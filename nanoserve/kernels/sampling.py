@@ -70,7 +70,7 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
     """Draw a token for each row."""
     if logits.device.type != "cpu" or is_small(logits):
         return draw_from_all(logits, batch)
-    top_k = torch.zeros(1) if batch.top_k is None else batch.top_k
+    top_k = torch.zeros(1, device="cpu") if batch.top_k is None else batch.top_k
     width = int(top_k.masked_fill(top_k > MAX_TOP_K, 0).max()) + 1  # one more than is kept
     if width == 1 or width * SPARSE > logits.shape[1]:
         return draw_in_blocks(logits, batch)
@@ -85,7 +85,7 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
 
 def draw_in_blocks(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
     """`draw_from_all`, a few rows at a time."""
-    blocks = torch.arange(len(logits)).split(max(1, BLOCK // logits.shape[1]))
+    blocks = torch.arange(len(logits), device="cpu").split(max(1, BLOCK // logits.shape[1]))
     if len(blocks) == 1:
         return draw_from_all(logits, batch)
     chosen = [draw_from_all(logits[b[0] : b[-1] + 1], select(batch, b)) for b in blocks]

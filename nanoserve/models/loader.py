@@ -133,9 +133,10 @@ def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
         chapter = import_module("nanoserve.extras.quantization.base_config")
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{model_config.path / 'config.json'} has {how}, quantization is "
-            f"{config.quantization!r}, and nanoserve/extras/quantization is not there: {error}. "
-            "Use a checkpoint in bfloat16, float16 or float32, and leave quantization out."
+            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, "
+            f"quantization is {config.quantization!r}, and nanoserve/extras/quantization is not "
+            f"there: {error}. Use a checkpoint in bfloat16, float16 or float32, and leave "
+            "quantization out."
         ) from error
     return chapter.get_quantization_config(config.quantization, model_config)
 
@@ -196,7 +197,7 @@ def fill_from_checkpoint(
             for name, source in read_slices(file):
                 if name in shards:
                     for shard in shards[name]:
-                        shard.load(shard.target, source[shard.slices])
+                        shard.weight_loader(shard.target, source[shard.slices])
                     bar.update()
 
 
@@ -224,7 +225,7 @@ def fill_randomly(model: Model, seed: int) -> None:
             noise = torch.randint(low, high, noise.shape, generator=generator, dtype=dtype)
         for shard in shards:
             values = noise[shard.slices]
-            shard.load(shard.target, values + 1 if "norm" in name else values)
+            shard.weight_loader(shard.target, values + 1 if "norm" in name else values)
 
 
 def _is_ignorable(model: Model, name: str) -> bool:

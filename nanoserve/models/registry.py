@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
+
 from nanoserve.config import ModelConfig
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
@@ -79,4 +81,5 @@ def build_model(config: ModelConfig, max_model_len: int, layer_config: LayerConf
             f"architecture {config.architecture} is not supported; supported: "
             f"{', '.join(ModelRegistry.architectures())}."
         )
-    return model_cls(config, max_model_len, layer_config)
+    with torch.device("cpu"):  # whatever set_default_device says
+        return model_cls(config, max_model_len, layer_config)

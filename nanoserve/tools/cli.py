@@ -33,13 +33,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import pairwise
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.arg_utils import EngineArgs, FlexibleArgumentParser
 from nanoserve.config import to_flag
 from nanoserve.logger import configure_logging
 from nanoserve.sampling_params import MISSING
+
+if TYPE_CHECKING:
+    from nanoserve.extras.lora import LoRARequest
 
 NO_FLAG = ("detokenize", "skip_clone")  # the commands print text; a request has a clone
 SIGN = "> "  # in front of what a person types
@@ -92,13 +95,16 @@ class Parser(FlexibleArgumentParser):
 
 
 def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaults: Any) -> None:
-    """Flags for the fields of SamplingParams and EngineArgs. `defaults`: what the command sets
-    where SamplingParams has another default.
+    """Flags for an adapter, and for the fields of SamplingParams and EngineArgs. `defaults`: what
+    the command sets where SamplingParams has another default.
 
     The values of SamplingParams are in args.sampling_NAME, None if not given. Some fields have no
     flag: those in NO_FLAG, MISSING and `without`, and those that hold Python objects
     (logits_processors, output_kind).
     """
+    parser.add_argument(
+        "--lora-path", metavar="FOLDER", help="speak with this LoRA adapter; sets --enable-lora"
+    )
     group = parser.add_argument_group(
         "sampling options",
         "Not given: what the model's generation_config.json recommends, else the default.",
@@ -177,6 +183,16 @@ def read_comments(cls: type) -> dict[str, str]:
 
 
 # -- the engine --
+
+
+def read_lora(args: argparse.Namespace) -> LoRARequest | None:
+    """The adapter of all prompts, if one was given. Then the engine takes adapters."""
+    if args.lora_path is None:
+        return None
+    from nanoserve import LoRARequest  # here: the chapter may not be there
+
+    args.enable_lora = True
+    return LoRARequest("lora", 1, args.lora_path)
 
 
 def read_config(parser: Parser, args: argparse.Namespace) -> EngineArgs:

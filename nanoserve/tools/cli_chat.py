@@ -15,6 +15,8 @@ Without a terminal each line of standard input is a question of one conversation
 
     printf 'My name is Mia.\\nWhat is my name?\\n' | nanoserve chat
 
+A LoRA adapter speaks in place of the model alone: --lora-path nanoserve/demo/lora.
+
 Left out: chats through a server (vLLM's --url).
 
 vLLM: vllm/entrypoints/cli/openai.py: ChatCommand (V1).
@@ -26,11 +28,14 @@ import argparse
 import json
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve import LLM, RequestOutput, SamplingParams, __version__
 from nanoserve.arg_utils import load_chat_template
 from nanoserve.tools import cli
+
+if TYPE_CHECKING:
+    from nanoserve.extras.lora import LoRARequest
 
 HELP = """\
 /reset          begin a new conversation
@@ -55,6 +60,7 @@ class Chat:
     system_prompt: str | None = None
     show_stats: bool = False
     template_options: dict[str, Any] = field(default_factory=dict)  # chat_template_kwargs
+    lora_request: LoRARequest | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)  # without the system prompt
     has_failed: bool = False  # a question had no answer
 
@@ -88,7 +94,8 @@ class Chat:
         last: RequestOutput | None = None
         try:
             self.messages.append({"role": "user", "content": question})
-            stream: Any = self.llm.stream([self.tokenize()], self.params)
+            prompts, lora_request = [self.tokenize()], self.lora_request
+            stream: Any = self.llm.stream(prompts, self.params, lora_request=lora_request)
             with closing(stream) as outputs:  # closed before its end, it aborts the request
                 for last in outputs:
                     stats.count(last)
@@ -172,6 +179,8 @@ def json_object(text: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object.")
+    if taken := {"conversation", "messages", "tokenize"} & set(value):
+        raise argparse.ArgumentTypeError(f"it holds {min(taken)!r}, which chat sets itself.")
     return value
 
 
@@ -179,6 +188,7 @@ def main(arguments: list[str]) -> int:
     """Chat until the user leaves. Returns 1 if a question had no answer."""
     parser = make_parser()
     args = parser.parse(arguments)
+    lora_request = cli.read_lora(args)
     config, given = cli.read_config(parser, args), cli.read_sampling(parser, args)
     options = dict(args.chat_template_kwargs)
     try:
@@ -188,8 +198,10 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     with cli.build_llm(config) as llm:
         params = cli.make_params(llm, given, max_tokens=None)
-        chat = Chat(llm, params, args.system_prompt, args.stats, options)
+        chat = Chat(llm, params, args.system_prompt, args.stats, options, lora_request=lora_request)
         chat.check_template()
+        if lora_request is not None:  # a bad one, too, is no news after the first question
+            llm.engine.lora_manager.add_lora(lora_request)
         if args.quick is not None:
             chat.ask(cli.clean(args.quick))
             return int(chat.has_failed)

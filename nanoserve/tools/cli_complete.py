@@ -28,10 +28,13 @@ import sys
 from collections import deque
 from contextlib import closing
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.tools import cli
+
+if TYPE_CHECKING:
+    from nanoserve.extras.lora import LoRARequest
 
 MAX_TOKENS = 256  # of an output, if neither the command line nor the model says it
 
@@ -130,6 +133,7 @@ def complete(
     params: SamplingParams,
     printer: Texts | JsonLines,
     show_stats: bool,
+    lora_request: LoRARequest | None = None,
 ) -> bool:
     """Complete all prompts and print the results. False if a request failed.
 
@@ -141,7 +145,10 @@ def complete(
     requests = []
     for number, prompt in enumerate(prompts, start=1):
         try:
-            requests.append(llm.engine.make_request(f"prompt {number}", prompt, params))
+            request = llm.engine.make_request(
+                f"prompt {number}", prompt, params, lora_request=lora_request
+            )
+            requests.append(request)
         except ValueError as error:
             where = f"prompt {number} ({prompt!r:.40}): " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from error
@@ -192,6 +199,7 @@ def main(arguments: list[str]) -> int:
     """Complete what was given. Returns 1 if a request failed."""
     parser = make_parser()
     args = parser.parse(arguments)
+    lora_request = cli.read_lora(args)
     config, given = cli.read_config(parser, args), cli.read_sampling(parser, args)
     if args.json and args.stream:
         parser.error("--json prints whole results: leave --stream out.")
@@ -207,7 +215,7 @@ def main(arguments: list[str]) -> int:
 
         def run(prompts: list[str]) -> bool:
             printer = JsonLines(prompts) if args.json else Texts(prompts, params.n)
-            return complete(llm, prompts, params, printer, args.stats)
+            return complete(llm, prompts, params, printer, args.stats, lora_request)
 
         def answer(line: str) -> None:
             try:

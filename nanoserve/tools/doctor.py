@@ -103,6 +103,8 @@ def examine(model: str | None = None) -> Report:
 
 def read_config(model: str) -> ModelConfig:
     """The config of a folder or of a Hugging Face id; downloads config.json and nothing else."""
+    if not model:
+        raise ValueError("model is an empty string. Give a folder or a Hugging Face id.")
     if (folder := find_folder(model)) is not None:
         return ModelConfig.from_folder(folder)
     from huggingface_hub import hf_hub_download

@@ -121,7 +121,8 @@ class LoRALinearMethod(LinearMethod):
 class LoRASlots:
     """The adapters on one rank's device: `max_loras` slots in each linear layer of its model.
 
-    Invariant: a slot holds zeros where its adapter has nothing.
+    Invariant: a slot holds zeros where its adapter has nothing, and lora_b is finite: together, it
+    is multiplied by the zeros of all other tokens.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -176,7 +177,8 @@ class LoRASlots:
                 else:
                     a = a.narrow(1, matrix.start, part_of_a.shape[1])
                 part_of_a.copy_(a)
-                part_of_b.copy_(b.float() * scaling)
+                limit = torch.finfo(part_of_b.dtype).max
+                part_of_b.copy_((b.float() * scaling).clamp_(-limit, limit))
 
     def plan(
         self,

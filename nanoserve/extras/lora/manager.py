@@ -150,6 +150,10 @@ class LoRAManager:
                 f"lora_request must be a LoRARequest, got {brief(lora_request)}. Give for example "
                 "LoRARequest('pirate', 1, 'path/to/adapter')."
             )
+        try:
+            lora_request.__post_init__()  # once more: a field may have been changed by force
+        except AttributeError as error:
+            raise TypeError(f"lora_request is not a whole LoRARequest: {error}.") from error
         adapter = self.adapters.get(lora_request.lora_int_id)
         if adapter is None:
             files = read_adapter(lora_request.path, self.shapes, self.max_lora_rank)

@@ -65,7 +65,6 @@ _NAMES = list_of(TEXT)
 _INTS = list_of(whole(0, INT32))
 NAMES = Rule("a string or a list of strings", lambda v: TEXT.accepts(v) or _NAMES.accepts(v))
 LAYERS = Rule("an int or a list of ints", lambda v: whole(0, INT32).accepts(v) or _INTS.accepts(v))
-ANYTHING = Rule("anything", lambda value: True)
 ALPHA = number(-1e6, 1e6, "a number from -1e6 to 1e6")
 # The keys of adapter_config.json that are used.
 KEYS = {
@@ -75,7 +74,6 @@ KEYS = {
     "target_modules": NAMES,
     "exclude_modules": NAMES,
     "layers_to_transform": LAYERS,
-    "layers_pattern": NAMES,
     "rank_pattern": OBJECT,  # its ranks are those of the tensors
     "alpha_pattern": OBJECT,
     "init_lora_weights": Rule("true, false or a string", lambda v: isinstance(v, (bool, str))),
@@ -85,7 +83,7 @@ IGNORED = frozenset(
     {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version"}
     | {"revision", "task_type", "lora_dropout", "bias", "qalora_group_size", "runtime_config"}
     | {"loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core"}
-    | {"layers_pattern", "ensure_weight_tying"}
+    | {"layers_pattern", "velora_config", "ensure_weight_tying"}
 )
 # What else a key asks for, if it has a value.
 REFUSED = {
@@ -103,7 +101,7 @@ REFUSED = {
     "megatron_config": "Megatron's layers",
 }
 # Of init_lora_weights: these change the base model when the training begins.
-CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class LoRAWeights(NamedTuple):
@@ -125,13 +123,20 @@ class AdapterFiles(NamedTuple):
     stat: tuple[int, ...]  # of the file, to notice that it has changed
 
     def load(self) -> LoRAModel:
-        """Read the weights. Raises ValueError if the file is damaged, or another one by now."""
+        """Read the weights. Raises ValueError if the file is damaged, or another one by now, or if
+        a number is none."""
         if self.stat != _stat(self.file):
             raise ValueError(
                 f"{self.file} has changed since it was checked. Load the adapter again, under a "
                 "new lora_int_id."
             )
         tensors = {name: source[:] for name, source in read_slices(self.file)}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"{name} in {self.file} holds a number that is NaN or infinite. Save the "
+                    "adapter again, and load it under a new lora_int_id."
+                )
         return {
             name: LoRAWeights(
                 tensors[f"{PREFIX}{name}.lora_A.weight"],
@@ -167,6 +172,11 @@ def read_adapter(lora_path: str, shapes: Mapping[str, Shape], max_lora_rank: int
     names = check_tensors(headers, shapes, max_lora_rank, file)
     check_targets(names, config, shapes, file)
     ranks = {name: headers[f"{PREFIX}{name}.lora_A.weight"].shape[0] for name in names}
+    if not config["rank_pattern"] and (others := set(ranks.values()) - {config["r"]}):
+        raise ValueError(
+            f"{file} has matrices of rank {min(others)}, and r is {config['r']} in {CONFIG_FILE}. "
+            "Do the two files belong together?"
+        )
     return AdapterFiles(file, {name: _scaling(config, name, ranks[name]) for name in names}, stat)
 
 

@@ -24,6 +24,7 @@ each step.)
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import engine_of
-from nanoserve.config import DEMO_NAME
+from nanoserve.config import DEMO_NAME, check_number
+from nanoserve.exceptions import brief
 from nanoserve.extras.metrics.catalog import (
     ADMISSION_REJECTIONS,
     CACHE_CONFIG_INFO,
@@ -74,7 +76,10 @@ class CountingStatLogger(StatLogger):
         engine was built with."""
         self.engine: LLMEngine = engine_of(llm)
         engine = self.engine
+        if not isinstance(model_name, (str, type(None))):
+            raise TypeError(f"model_name must be a string or None, got {brief(model_name)}.")
         name = model_name or str(engine.config.model or DEMO_NAME.as_posix())
+        name = name.encode("utf-8", "backslashreplace").decode()  # a path may have other bytes
         self.labels = {"model_name": name, "engine": "0"}
         max_model_len = engine.config.max_model_len or engine.model_config.max_model_len
         self.numbers = Numbers(self.labels, max_model_len, engine.config.query_lens[-1] - 1)
@@ -210,15 +215,19 @@ class PrometheusStatLogger(CountingStatLogger):
 
     def __init__(self, llm: Any, registry: Any = None, model_name: str | None = None) -> None:
         """registry: a prometheus_client.CollectorRegistry that asks this logger, too; None: one of
-        its own. Raises ModuleNotFoundError if prometheus-client is not installed, ValueError if the
-        registry has these metrics of another engine: a text tells each metric once."""
+        its own. Raises ModuleNotFoundError if prometheus-client is not installed, TypeError for
+        what is no registry, ValueError for one that has these metrics of another engine: a text
+        tells each metric once."""
         try:
             self._client = import_module("prometheus_client")
         except ModuleNotFoundError as error:
             message = 'Prometheus metrics need prometheus-client: pip install -e ".[server]".'
             raise ModuleNotFoundError(message, name="prometheus_client") from error
         super().__init__(llm, model_name)
-        self.registry = self._client.CollectorRegistry() if registry is None else registry
+        registry_cls = self._client.CollectorRegistry
+        if not isinstance(registry, (registry_cls, type(None))):
+            raise TypeError(f"registry must be a CollectorRegistry or None, got {brief(registry)}.")
+        self.registry = registry_cls() if registry is None else registry
         self.registry.register(self)
 
     @property
@@ -278,6 +287,7 @@ class LoggingStatLogger(StatLogger):
         """interval: seconds of work between two lines. Time in which there was no request does not
         count."""
         self.engine: LLMEngine = engine_of(llm)
+        check_number("interval", interval, float, 0, math.inf, "seconds, 0 or more")
         self.interval = interval
         self._is_idle = True  # no request was left after the last step
         self._recent_queries: deque[tuple[int, int]] = deque(maxlen=HIT_RATE_WINDOW)

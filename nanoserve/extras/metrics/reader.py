@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nanoserve.config import check_number
 from nanoserve.extras.metrics.catalog import (
     COUNTERS,
     HISTOGRAMS,
@@ -29,6 +30,7 @@ from nanoserve.extras.metrics.catalog import (
     Spec,
     token_buckets,
 )
+from nanoserve.inputs import as_python
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Histogram(Metric):
         """The value that a share `q` of the observations does not exceed, as Prometheus' function
         histogram_quantile estimates it: the observations of a bucket are spread evenly in it, and
         those above the last border are at it. NaN if there are none."""
+        q = as_python(q)
+        check_number("q", q, float, 0, 1, "0 to 1")
         if not self.count:
             return math.nan
         rank, lower, num_below = q * self.count, 0.0, 0

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.exceptions import brief
 from nanoserve.extras.metrics.loggers import StatLogger
 from nanoserve.extras.metrics.stats import FinishedRequestStats, IterationStats
 
@@ -53,8 +54,8 @@ class TracingStatLogger(StatLogger):
         OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf. tracer_provider: an OpenTelemetry
         TracerProvider of your own instead; without both, the one that was set for the process.
 
-        Raises ModuleNotFoundError if OpenTelemetry is not installed, ValueError for an unknown
-        protocol."""
+        Raises ModuleNotFoundError if OpenTelemetry is not installed, TypeError for what is no
+        TracerProvider, ValueError for an unknown protocol."""
         try:
             self._trace = import_module("opentelemetry.trace")
             context = import_module("opentelemetry.trace.propagation.tracecontext")
@@ -63,6 +64,9 @@ class TracingStatLogger(StatLogger):
         except ModuleNotFoundError as error:
             message = f'Traces need OpenTelemetry ({error}): pip install -e ".[tracing]".'
             raise ModuleNotFoundError(message, name=error.name) from error
+        if not isinstance(tracer_provider, (self._trace.TracerProvider, type(None))):
+            given = brief(tracer_provider)
+            raise TypeError(f"tracer_provider must be a TracerProvider or None, got {given}.")
         self._propagator = context.TraceContextTextMapPropagator()
         self.tracer = self._trace.get_tracer("nanoserve", tracer_provider=tracer_provider)
         self.tracer_provider = tracer_provider  # its shutdown() sends what still waits

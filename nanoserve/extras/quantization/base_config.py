@@ -61,13 +61,18 @@ PACKED_MODULES_MAPPING = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 MAX_REPEATS = 4  # in a regular expression: its time is at most this power of a name's length
+MAX_COST = 2**14  # of all regular expressions of a config; see Section.check_pattern
 
 
 class Section:
     """The keys of quantization_config, each checked when it is read."""
 
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], place: str, budget: list[int] | None = None
+    ) -> None:
+        """budget: what regular expressions may cost yet; the objects below this one share it."""
         self.values, self.place = values, place
+        self.budget = [MAX_COST] if budget is None else budget
 
     def get(self, key: str, rule: Rule, default: Any = None) -> Any:
         """The value of a key; `default` if it is missing or null. Raises ValueError, which says
@@ -86,12 +91,22 @@ class Section:
         names = self.get(key, list_of(TEXT), [])
         for name in names:
             if name.startswith("re:"):
-                check_pattern(name[3:], self.place)
+                self.check_pattern(name[3:])
         return tuple(names)
+
+    def check_pattern(self, pattern: str) -> None:
+        """Raise ValueError for a regular expression as check_pattern() does, and if there are too
+        many: each is tried with the name of each layer."""
+        self.budget[0] -= max(16, 4 ** check_pattern(pattern, self.place))
+        if self.budget[0] < 0:
+            raise ValueError(
+                f"{self.place}: so many regular expressions could take very long; allowed: up to "
+                f"{MAX_COST // 16}, fewer if they repeat more than twice. Write shorter lists."
+            )
 
     def at(self, key: str) -> Section:
         """The object below a key."""
-        return Section(self.require(key, OBJECT), f"{self.place}.{key}")
+        return Section(self.require(key, OBJECT), f"{self.place}.{key}", self.budget)
 
     def refuse(self, key: str, what: str) -> None:
         """Raise ValueError because of what a key says. `what` is allowed, or why it is not."""
@@ -200,9 +215,9 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     )
 
 
-def check_pattern(pattern: str, place: str) -> None:
-    """Raise ValueError for a regular expression that is none, or that could take very long: one
-    that repeats a group, or that repeats many times."""
+def check_pattern(pattern: str, place: str) -> int:
+    """How often it repeats something. Raises ValueError for a regular expression that is none, or
+    that could take very long: one that repeats a group, or that repeats many times."""
     try:
         re.compile(pattern)
         repeats = len(re.findall(r"[*+?{]", pattern.replace("(?", "(")))
@@ -214,3 +229,4 @@ def check_pattern(pattern: str, place: str) -> None:
             f"{place}: {brief(pattern)} could take very long; allowed: regular expressions of up "
             f"to 1000 characters with up to {MAX_REPEATS} repetitions, none of them of a group."
         )
+    return repeats

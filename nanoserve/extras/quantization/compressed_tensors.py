@@ -86,7 +86,7 @@ class IntLinearMethod(Fp8LinearMethod):
             yield f"{name}.weight", shard(weight.codes[rows], INT8)
         yield f"{name}.weight_scale", self.scale_shard(layer, matrix)
         for unused in ("input_scale", "input_zero_point"):
-            empty = Shard(torch.empty(0), (), dtypes=(*SCALES, *INT8), load=skip)
+            empty = Shard(torch.empty(0), (), dtypes=(*SCALES, *INT8), weight_loader=skip)
             yield optional(f"{name}.{unused}", empty)
         if weight.zeros is None:
             return

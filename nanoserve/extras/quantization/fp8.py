@@ -22,7 +22,9 @@ vLLM: vllm/model_executor/layers/quantization/fp8.py (V0 and V1). Paper: arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from nanoserve.checkpoint import list_of, one_of, whole
@@ -51,10 +53,11 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
     def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
         weight, rows, name = weight_of(layer), matrix.rows, matrix.name
-        yield f"{name}.weight", self.shard(layer, matrix, weight.codes[rows], FP8)
+        load = partial(load_fp8, name=f"{name}.weight")
+        yield f"{name}.weight", self.shard(layer, matrix, weight.codes[rows], FP8, load)
         yield f"{name}.{self.scale_name}", self.scale_shard(layer, matrix)
         if weight.input_scale is not None:
-            scale = Shard(weight.input_scale, (), dtypes=SCALES, load=largest)
+            scale = Shard(weight.input_scale, (), dtypes=SCALES, weight_loader=largest)
             yield f"{name}.input_scale", scale
 
     def scale_shard(self, layer: LinearBase, matrix: Matrix) -> Shard:
@@ -68,6 +71,13 @@ class Fp8LinearMethod(QuantizedLinearMethod):
 
         units = (self.block_outputs, self.group_size)
         return self.shard(layer, matrix, target, SCALES, repeat, units)
+
+
+def load_fp8(target: Tensor, values: Tensor, name: str) -> None:
+    """Raises ValueError for a code that is no number: decoded in registers, it would be 480."""
+    target.copy_(values)
+    if (target.view(torch.uint8) & 0x7F == 0x7F).any():
+        raise ValueError(f"{name} holds a number that is NaN. Download the checkpoint again.")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from nanoserve.extras.quantization.base_config import (
     GROUP_SIZE,
     QuantizationConfig,
     Section,
-    check_pattern,
 )
 from nanoserve.extras.quantization.linear import (
     INT32,
@@ -93,7 +92,9 @@ class GPTQLinearMethod(QuantizedLinearMethod):
         if layer.bias is None:
             # Some tools write a bias of zeros for every layer.
             load = partial(_check_zero, name=f"{name}.bias")
-            empty = Shard(torch.empty(0), matrix.shape[:1], 0, 0, matrix.shape[0], load=load)
+            empty = Shard(
+                torch.empty(0), matrix.shape[:1], 0, 0, matrix.shape[0], weight_loader=load
+            )
             yield optional(f"{name}.bias", empty)
 
 
@@ -122,7 +123,7 @@ class GPTQConfig(QuantizationConfig):
         rules = []
         for pattern in section.get("dynamic", OBJECT, {}):
             sign, regex = pattern[:2], pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
-            check_pattern(regex, section.place)
+            section.check_pattern(regex)
             inner = section.at("dynamic")
             method = None if sign == "-:" else _read_method(inner.at(pattern), section, is_v1)
             rules.append((regex, method))

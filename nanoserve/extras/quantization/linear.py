@@ -60,10 +60,13 @@ class QuantizedLinearMethod(ExpertsMethod):
         ranks, name = layer_config.parallel.world_size, layer_config.prefix or "a layer"
         group_size = input_size if self.group_size == -1 else self.group_size
         if input_size % group_size or (self.kind == "int4" and input_size % 2):
+            advice = "Choose another tensor_parallel_size."
+            if ranks == 1:
+                advice = "Choose another quantization, or the checkpoint that this was made from."
             raise ValueError(
                 f"{name} has {input_size} inputs on each of {ranks} ranks; allowed with codes of "
                 f"kind {self.kind} and scales for groups of {group_size}: whole groups, and an "
-                "even number. Choose another tensor_parallel_size."
+                f"even number. {advice}"
             )
         if self.has_order and (isinstance(layer, ExpertsLinear) or _is_cut(layer, ranks)):
             raise ValueError(

@@ -117,7 +117,7 @@ class OnlineLinearMethod(QuantizedLinearMethod):
                     part = place if place is target else place[rows]
                     part.copy_(numbers[:, columns])
 
-        shard = Shard(weight.codes[rows], matrix.shape, 0, start, size, load=load)
+        shard = Shard(weight.codes[rows], matrix.shape, 0, start, size, weight_loader=load)
         yield f"{matrix.name}.weight", shard
 
 

@@ -31,7 +31,6 @@ from fastapi import APIRouter, Request, Response
 
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.async_llm import AsyncLLM
-from nanoserve.extras.lora import LoRARequest
 from nanoserve.extras.server.errors import HTTPError
 from nanoserve.extras.server.options import FrontendArgs, read_lora_module
 from nanoserve.extras.server.protocol import OpenAIBaseModel, describe_post
@@ -39,6 +38,7 @@ from nanoserve.extras.server.reply import read_body
 from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
+    from nanoserve.extras.lora import LoRARequest
     from nanoserve.extras.server.app import ServerState
 
 logger = init_logger(__name__)
@@ -111,6 +111,8 @@ class ServedAdapters:
 
     def _make(self, name: str, path: str) -> LoRARequest:
         """Raises ValueError for a name that is taken."""
+        from nanoserve.extras.lora import LoRARequest  # here: a server without that chapter serves
+
         if name in self.requests or name in self.model_names:
             raise VLLMValidationError(
                 f"there is a model {brief(name)} already. Give the adapter another lora_name, or "
@@ -130,7 +132,7 @@ class ServedAdapters:
         request = self._make(given.lora_name, self._find(given.lora_path))
         await self.async_llm.add_lora(request)
         if given.lora_name in self.requests:  # another client was faster
-            await self.async_llm.remove_lora(request.lora_int_id)
+            await self._forget_others()
             self._make(given.lora_name, request.path)  # raises
         self.requests[given.lora_name] = request
 
@@ -150,7 +152,13 @@ class ServedAdapters:
 
     async def unload(self, name: str) -> None:
         """Raises HTTPError 404 if there is no adapter of this name."""
-        request = self.requests.pop(name, None)
-        if request is None:
+        if self.requests.pop(name, None) is None:
             raise HTTPError(404, f"there is no LoRA adapter {name!r:.200}.", "lora_name")
-        await self.async_llm.remove_lora(request.lora_int_id)
+        await self._forget_others()
+
+    async def _forget_others(self) -> None:
+        """Let the engine know no other adapters than these. More than one may have to go: a request
+        that names an adapter while it is unloaded makes it known again."""
+        served = {request.lora_int_id for request in self.requests.values()}
+        for number in await self.async_llm.list_loras() - served:
+            await self.async_llm.remove_lora(number)

@@ -91,7 +91,8 @@ async def render(state: ServerState, request: ChatTemplateFields) -> str:
         check_template(state, template)
     if state.args.exclude_tools_when_tool_choice_none and request.tool_choice == "none":
         tools = None
-    kwargs |= {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+    own = {"documents": request.documents, "reasoning_effort": request.reasoning_effort}
+    kwargs |= {key: value for key, value in own.items() if value is not None}
     return await state.async_llm.render_chat(
         request.messages,
         chat_template=template,

@@ -72,6 +72,8 @@ class FrontendArgs:
         names = [read_lora_module(word)[0] for word in self.lora_modules]
         if len(set(names)) < len(names):
             raise ValueError(f"lora_modules has a name twice: {', '.join(names)}.")
+        if self.uds == "":
+            raise ValueError("uds is an empty string. Give a path, or leave it out.")
         if self.lora_folder is not None and not os.path.isdir(self.lora_folder):
             raise ValueError(f"lora_folder is {brief(self.lora_folder)}; there is no such folder.")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

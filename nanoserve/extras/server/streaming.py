@@ -172,12 +172,12 @@ async def _forward(
 
 
 def check_output(output: RequestOutput | None) -> RequestOutput:
-    """Raise HTTPError if the request has failed: 400 for a grammar that cannot be compiled."""
+    """Raise HTTPError if the request has failed: 400 if its grammar is the cause."""
     if output is None:
         raise HTTPError(500, "the request ended without an output.")
     for completion in output.outputs:
         if completion.finish_reason == "error":
             why = str(completion.stop_reason)
-            status = 400 if why.startswith("structured_outputs:") else 500
+            status = 400 if "structured_outputs" in why else 500
             raise HTTPError(status, f"the request failed: {why}")
     return output

@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import INT64, check_number
-from nanoserve.exceptions import brief
+from nanoserve.exceptions import brief, describe_error
 from nanoserve.inputs import as_python
+from nanoserve.interrupts import unless_signal
 
 if TYPE_CHECKING:
     from nanoserve.extras.speculative.proposer import Proposer
@@ -241,16 +242,17 @@ class SpeculativeConfig:
             module, _, name = str(self.model).rpartition(".")
         try:
             proposer_cls = getattr(import_module(module), name)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
+        except unless_signal(Exception) as error:  # also one of the user's own module
             raise ValueError(
                 f"speculative_config: {module}.{name}, the proposer of method {self.method!r}, "
-                f"cannot be imported ({error})."
+                f"cannot be imported ({describe_error(error)})."
             ) from error
         base = import_module(f"{__package__}.proposer").Proposer
-        if not isinstance(proposer_cls, type) or not issubclass(proposer_cls, base):
+        is_proposer = isinstance(proposer_cls, type) and issubclass(proposer_cls, base)
+        if not is_proposer or proposer_cls.propose is base.propose:
             raise ValueError(
                 f"speculative_config: model is {brief(proposer_cls)}; allowed with method "
-                f"{self.method!r}: a subclass of {base.__module__}.Proposer."
+                f"{self.method!r}: a subclass of {base.__module__}.Proposer, with a method propose."
             )
         proposer: Proposer = proposer_cls(runner, self)
         return proposer
@@ -273,7 +275,7 @@ def _known_keys(given: Mapping[str, Any]) -> dict[str, Any]:
             near = get_close_matches(str(name), [*names, *ACCEPTED], n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" It has: {', '.join(names)}."
             raise TypeError(f"speculative_config has no key {brief(name)}.{hint}")
-        if value not in ACCEPTED[name]:
+        if as_python(value) not in ACCEPTED[name]:
             allowed = " or ".join(map(repr, ACCEPTED[name]))
             raise ValueError(
                 f"speculative_config: {name} is {brief(value)}; allowed here: {allowed}. "

@@ -139,7 +139,7 @@ class DraftModelProposer(ModelProposer):
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
-        self.model = self.load(resolve_folder(config.model))
+        self.model = self.load(resolve_folder(config.model, "speculative_config"))
 
     def load(self, folder: Path) -> Model:
         """The draft model of this folder, its weights filled."""

@@ -151,7 +151,7 @@ class MedusaProposer(ModelProposer):
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
-        folder, target = resolve_folder(config.model), runner.model_config
+        folder, target = resolve_folder(config.model, "speculative_config"), runner.model_config
         medusa = MedusaConfig.from_folder(folder)
         check_hidden_size(medusa.hidden_size, folder, target)
         check_vocab_size(medusa.vocab_size, folder, target)

@@ -209,6 +209,7 @@ class NgramProposer(TokenProposer):
     """Drafts what stood behind the last tokens of a sequence when they came before."""
 
     def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
+        """At most `most` tokens from the place that find_ngram finds; [] if it finds none."""
         least, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
         assert least is not None and longest is not None
         end = find_ngram(token_ids, least, longest)

@@ -157,8 +157,8 @@ class NanoBackend(StructuredOutputBackend):
 
     name = "nano"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         self.trie = TokenTrie(vocabulary)
 
     @classmethod
@@ -178,7 +178,7 @@ def _get_regex(spec: GrammarSpec) -> str:
             return "|".join(re.escape(choice) for choice in json.loads(spec.grammar_spec))
     raise VLLMValidationError(
         f"the backend 'nano' takes regex and choice; given: {spec.request_type.name.lower()}. "
-        "Install xgrammar or llguidance (pip install nanoserve[structured]), and use the backend "
+        'Install xgrammar or llguidance (pip install -e ".[structured]"), and use the backend '
         "'auto'.",
         parameter="structured_outputs",
     )
@@ -208,9 +208,6 @@ class NanoGrammar(StructuredOutputGrammar):
 
     def is_terminated(self) -> bool:
         return self.states[-1] == TERMINATED
-
-    def reset(self) -> None:
-        self.states = [START]
 
     def fork(self) -> NanoGrammar:
         return NanoGrammar(self.automaton)

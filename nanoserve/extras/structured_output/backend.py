@@ -27,7 +27,7 @@ from enum import Enum, auto
 from importlib import import_module
 from typing import TYPE_CHECKING, ClassVar
 
-from nanoserve.exceptions import VLLMValidationError
+from nanoserve.exceptions import VLLMValidationError, describe_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,10 +101,6 @@ class StructuredOutputGrammar(ABC):
         """True if a stop token was accepted: nothing may follow."""
 
     @abstractmethod
-    def reset(self) -> None:
-        """Back to the beginning."""
-
-    @abstractmethod
     def fork(self) -> StructuredOutputGrammar:
         """Another place in the same rules: the beginning."""
 
@@ -114,10 +110,8 @@ class StructuredOutputBackend(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        """num_speculative_tokens: up to so many tokens, and one more, may be rolled back."""
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.num_speculative_tokens = num_speculative_tokens
 
     @classmethod
     @abstractmethod
@@ -144,17 +138,11 @@ class StructuredOutputBackend(ABC):
 
 
 def get_backend_cls(name: str) -> type[StructuredOutputBackend]:
-    """The class of this name. Raises VLLMValidationError if its package is not installed."""
+    """The class of this name. Raises ImportError if its package is not installed."""
     module, class_name = BACKENDS[name]
-    try:
-        found = getattr(import_module(f"{__package__}.{module}"), class_name)
-    except ImportError as error:
-        raise VLLMValidationError(
-            f"structured_outputs: the backend {name!r} cannot be imported ({error}). "
-            'pip install -e ".[structured]" installs what it needs.',
-            parameter="structured_outputs",
-        ) from error
-    cls: type[StructuredOutputBackend] = found
+    cls: type[StructuredOutputBackend] = getattr(
+        import_module(f"{__package__}.{module}"), class_name
+    )
     return cls
 
 
@@ -162,14 +150,23 @@ def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBack
     """The class that compiles this: `backend`, or for "auto" the first one that can. Raises
     VLLMValidationError with the reasons of all that refuse it."""
     reasons: list[str] = []
+    advice = ""
     for name in AUTO.get(spec.request_type, OTHERS) if backend == "auto" else [backend]:
         try:
             cls = get_backend_cls(name)
             cls.check(spec)
             return cls
+        except ImportError as error:
+            reasons.append(f"{name}: {error}.")
+            advice = ' pip install -e ".[structured]" installs what is missing.'
         except ValueError as error:
             reasons.append(f"{name}: {error}")
     raise VLLMValidationError(
-        f"structured_outputs: no backend takes it. {' '.join(reasons)}",
+        f"structured_outputs: no backend takes it. {' '.join(reasons)}{advice}",
         parameter="structured_outputs",
     )
+
+
+def describe_misfit(error: Exception) -> str:
+    """What to say of an error that came of JSON with other parts than expected."""
+    return f"a part of it is missing, or has a wrong type ({describe_error(error)})"

@@ -19,6 +19,7 @@ vLLM: vllm/v1/structured_output/backend_guidance.py (V1).
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -34,8 +35,10 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
     StructuredOutputOptions,
+    describe_misfit,
 )
-from nanoserve.extras.structured_output.json_schema import close
+from nanoserve.extras.structured_output.dfa import rewrite
+from nanoserve.extras.structured_output.json_schema import close, rewrite_patterns
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 # Where only one text can follow, any tokens of it are allowed, and not only those that a tokenizer
@@ -48,8 +51,8 @@ class GuidanceBackend(StructuredOutputBackend):
 
     name = "guidance"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         self.tokenizer = LLTokenizer(TokenizerWrapper(ByteTokenizer(vocabulary)))
 
     @classmethod
@@ -57,7 +60,7 @@ class GuidanceBackend(StructuredOutputBackend):
         try:
             grammar = _to_grammar(spec)
         except (AssertionError, AttributeError, KeyError, TypeError) as error:
-            raise _error(spec, f"{type(error).__name__}: {error}") from error
+            raise _error(spec, describe_misfit(error)) from error
         message = LLMatcher.validate_grammar(grammar)
         if message and not message.startswith("WARNING"):
             raise _error(spec, message)
@@ -127,9 +130,6 @@ class GuidanceGrammar(StructuredOutputGrammar):
     def is_terminated(self) -> bool:
         return self.has_stopped
 
-    def reset(self) -> None:
-        self.matcher, self.has_stopped = self.origin.deep_copy(), False
-
     def fork(self) -> GuidanceGrammar:
         return GuidanceGrammar(self.origin, self.stop_token_ids, self.stop_bits)
 
@@ -162,6 +162,8 @@ def _to_grammar(spec: GrammarSpec) -> str:
         case StructuredOutputOptions.JSON_OBJECT:
             lark = f"start: %json {json.dumps(_with_options({'type': 'object'}, spec))}"
         case StructuredOutputOptions.REGEX:
+            with suppress(VLLMValidationError):  # it may know what our parser does not
+                text = rewrite(text)
             lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         case StructuredOutputOptions.CHOICE:
             lark = f"start: /{'|'.join(map(_escape, json.loads(text)))}/"
@@ -183,7 +185,7 @@ def _with_options(schema: Any, spec: GrammarSpec) -> Any:
     if spec.whitespace_pattern is not None:
         options["whitespace_pattern"] = spec.whitespace_pattern
     schema = {True: {}, False: {"enum": []}}[schema] if isinstance(schema, bool) else schema
-    return {**schema, "x-guidance": options}
+    return {**rewrite_patterns(schema), "x-guidance": options}
 
 
 def _escape(text: str) -> str:

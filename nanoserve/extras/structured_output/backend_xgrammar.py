@@ -12,7 +12,10 @@ only a few are tried in a step.
 keywords: its text then matches the grammar, but not the schema. `find_unsupported` says what these
 are, so that the request is refused, or gets another backend. What is left is stricter than the
 schema in two ways: properties come in the order of the schema, and an object without
-additionalProperties has no others.
+additionalProperties has no others. Regular expressions are rewritten, because xgrammar has a
+dialect of its own, and writes bare quotes into a string whose pattern is not ASCII. (In a string
+without a pattern it allows the bytes of a surrogate, ED A0 80. A text has U+FFFD for them, so it is
+JSON all the same.)
 
 *What is slow.* A mask takes a few microseconds, but a hundred times as long where many tokens may
 be too long for the rest of a text: near the end of a string with maxLength, or within many optional
@@ -28,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -41,9 +45,14 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
     StructuredOutputOptions,
+    describe_misfit,
 )
-from nanoserve.extras.structured_output.dfa import build_nfa
-from nanoserve.extras.structured_output.json_schema import adapt, adapt_regex, find_unsupported
+from nanoserve.extras.structured_output.dfa import rewrite
+from nanoserve.extras.structured_output.json_schema import (
+    adapt,
+    find_unsupported,
+    rewrite_patterns,
+)
 from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
 MAX_THREADS = 8  # for one grammar
@@ -57,8 +66,8 @@ class XgrammarBackend(StructuredOutputBackend):
 
     name = "xgrammar"
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int = 0) -> None:
-        super().__init__(vocabulary, num_speculative_tokens)
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__(vocabulary)
         tokens = [token or b"" for token in vocabulary.tokens]  # b"": never allowed
         tokens += [b""] * (-len(tokens) % 32)  # so that no bit behind them is 1
         info = xgrammar.TokenizerInfo(
@@ -78,8 +87,6 @@ class XgrammarBackend(StructuredOutputBackend):
             raise _refuse("disable_additional_properties", "It never allows others unless asked")
         if spec.request_type is StructuredOutputOptions.JSON_OBJECT and spec.disable_any_whitespace:
             raise _refuse("disable_any_whitespace in values without a schema", "Leave it out")
-        if spec.request_type is StructuredOutputOptions.REGEX:
-            build_nfa(spec.grammar_spec, is_outline=True)  # what it refuses, xgrammar ignores
         text = _adapt(spec)
         if len(text) <= LONG:
             _to_grammar(spec, text)
@@ -133,9 +140,6 @@ class XgrammarGrammar(StructuredOutputGrammar):
     def is_terminated(self) -> bool:
         return self.matcher.is_terminated()
 
-    def reset(self) -> None:
-        self.matcher.reset()
-
     def fork(self) -> XgrammarGrammar:
         return XgrammarGrammar(self.compiled, self.stop_token_ids)
 
@@ -151,7 +155,7 @@ def _adapt(spec: GrammarSpec) -> str:
     def adapt_schema(schema: Any) -> Any:
         if (what := find_unsupported(schema, spec.disable_any_whitespace)) is not None:
             raise _refuse(f"a JSON schema with {what}", "Write it otherwise")
-        return adapt(schema)
+        return adapt(rewrite_patterns(schema))
 
     try:
         match kind:
@@ -160,14 +164,14 @@ def _adapt(spec: GrammarSpec) -> str:
             case StructuredOutputOptions.JSON_OBJECT:
                 return '{"type": "object", "additionalProperties": true}'
             case StructuredOutputOptions.REGEX:
-                return adapt_regex(text)
+                return rewrite(text)  # what is refused here, it ignores
             case StructuredOutputOptions.CHOICE:
                 choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
                 return f"root ::= {' | '.join(choices)}"
             case StructuredOutputOptions.STRUCTURAL_TAG:
                 return json.dumps(_adapt_tag(json.loads(text), adapt_schema))
     except (AttributeError, KeyError, TypeError) as error:
-        raise _error(spec, error) from error
+        raise _error(spec, describe_misfit(error)) from error
     return text
 
 
@@ -187,16 +191,21 @@ def _to_grammar(spec: GrammarSpec, text: str) -> Grammar:
             case StructuredOutputOptions.STRUCTURAL_TAG:
                 return _read_tag(json.loads(text))
         return (Grammar.from_ebnf if "::=" in text else Grammar.from_lark)(text)
-    except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _error(spec, describe_misfit(error)) from error
+    except (RuntimeError, ValueError) as error:
         raise _error(spec, error) from error
 
 
 def _adapt_tag(tag: Any, function: Callable[[Any], Any]) -> Any:
-    """A structural tag, or a part of it, with the function's results instead of its schemas."""
+    """A structural tag, or a part of it, with the function's results instead of its schemas, and
+    with regular expressions that xgrammar reads as we do."""
     if isinstance(tag, list):
         return [_adapt_tag(part, function) for part in tag]
     if not isinstance(tag, dict):
         return tag
+    if tag.get("type") == "regex":
+        return {**tag, "pattern": rewrite(tag["pattern"])}
     schemas = {"json_schema", "schema"} if "begin" in tag else {"json_schema"}
     return {
         key: function(part) if key in schemas else _adapt_tag(part, function)
@@ -223,8 +232,9 @@ def _refuse(what: str, advice: str) -> VLLMValidationError:
     )
 
 
-def _error(spec: GrammarSpec, error: Exception) -> VLLMValidationError:
+def _error(spec: GrammarSpec, error: Exception | str) -> VLLMValidationError:
     kind, given = spec.request_type.name.lower(), brief(spec.grammar_spec)
+    why = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()  # without the place in its source
     return VLLMValidationError(
-        f"xgrammar cannot read this {kind}, {given}: {error}", parameter="structured_outputs"
+        f"xgrammar cannot read this {kind}, {given}: {why}", parameter="structured_outputs"
     )

@@ -44,13 +44,12 @@ class CompileGuard(Guard):
 
     module = __name__
 
-    def __init__(self, vocabulary: Vocabulary, num_speculative_tokens: int) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
-        self.vocabulary, self.num_speculative_tokens = vocabulary, num_speculative_tokens
+        self.vocabulary = vocabulary
 
     def start_args(self) -> tuple[Any, ...]:
-        vocabulary = self.vocabulary
-        return vocabulary.tokens, vocabulary.eos_token_ids, self.num_speculative_tokens
+        return self.vocabulary.tokens, self.vocabulary.eos_token_ids
 
     def compile(self, backend: str, spec: GrammarSpec) -> None:
         """Compile it there. Raises GuardError if that fails or reaches a limit."""
@@ -60,12 +59,7 @@ class CompileGuard(Guard):
 class CompilePrograms:
     """What the process can be asked for."""
 
-    def start(
-        self,
-        tokens: tuple[bytes | None, ...],
-        eos_token_ids: frozenset[int],
-        num_speculative_tokens: int,
-    ) -> None:
+    def start(self, tokens: tuple[bytes | None, ...], eos_token_ids: frozenset[int]) -> None:
         """Import what the calls need, so that it does not count as a call's time."""
         from nanoserve.extras.structured_output.vocabulary import Vocabulary
 
@@ -74,8 +68,7 @@ class CompilePrograms:
             with Caught():  # its package is not installed
                 cls = get_backend_cls(name)
                 if cls.may_take_long is not StructuredOutputBackend.may_take_long:
-                    vocabulary = Vocabulary(tokens, eos_token_ids)
-                    self.backends[name] = cls(vocabulary, num_speculative_tokens)
+                    self.backends[name] = cls(Vocabulary(tokens, eos_token_ids))
 
     def compile(self, backend: str, spec: dict[str, Any]) -> None:
         kind = StructuredOutputOptions[spec["request_type"]]

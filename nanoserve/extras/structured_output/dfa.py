@@ -14,6 +14,8 @@ The alphabet is bytes, not characters, because a token may be a part of a charac
 UTF-8. A set of characters, such as [^"], becomes a few sequences of byte ranges.
 
 The language is that of re.fullmatch(pattern, text, re.ASCII): \\d is [0-9], as in JSON schemas.
+Other libraries have dialects of their own: `rewrite` tells each of them what is meant.
+
 Refused, as no finite automaton has them, or only a huge one: look-ahead and look-behind,
 back-references, \\b, ^ and $ in the middle, atomic groups, flags.
 
@@ -55,6 +57,18 @@ CATEGORIES: dict[str, Ranges] = {
     "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
     "WORD": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
+# In a schema, \S and the dot leave out what they do in ECMAScript and in Python without re.ASCII.
+LINE_ENDS: Ranges = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+ALL_SPACES: Ranges = ((0x09, 0x0D), (0x1C, 0x20), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680))
+ALL_SPACES += ((0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F))
+ALL_SPACES += ((0x3000, 0x3000), (0xFEFF, 0xFEFF))
+# Parts of all code points. In a schema, xgrammar takes E0 80 80 and other bytes that are none for a
+# character of a class, unless the class has one length in UTF-8. (Elsewhere it does not, and
+# several classes instead of one would cost seconds.)
+ALL: Ranges = ((0, MAX_CODE_POINT),)
+BY_LENGTH: Ranges = ((0, 0x7FF), (0x800, 0xFFFF), (0x10000, MAX_CODE_POINT))
+CHARACTERS = ("LITERAL", "NOT_LITERAL", "ANY", "IN")  # items that are one character
+QUANTIFIERS = {(0, 1): "?", (0, ""): "*", (1, ""): "+"}
 NOT_REGULAR = {
     "ASSERT": "look-ahead and look-behind",
     "ASSERT_NOT": "look-ahead and look-behind",
@@ -96,11 +110,13 @@ def build_nfa(pattern: str, is_outline: bool = False) -> NFA:
     try:
         nfa.end = nfa.add_all(_parse(pattern), nfa.add_state())
     except RecursionError:
-        raise _error(pattern, "has too many groups inside each other. Write fewer") from None
+        raise _too_deep(pattern) from None
     return nfa
 
 
 def _parse(pattern: str) -> Any:
+    if re.search(r"\[\[:\w+:]", pattern):  # Python's re takes it for a class of [, : and letters
+        raise _refuse(pattern, "a class such as [[:alpha:]]")
     try:
         parsed = re_parser.parse(pattern, re.ASCII)
     except (re.error, OverflowError, ValueError) as error:
@@ -115,12 +131,63 @@ def _error(pattern: str, what: str) -> VLLMValidationError:
     return VLLMValidationError(message, parameter="regex", value=pattern)
 
 
+def _too_deep(pattern: str) -> VLLMValidationError:
+    return _error(pattern, "has too many groups inside each other. Write fewer")
+
+
 def _refuse(pattern: str, feature: str) -> VLLMValidationError:
     return _error(
         pattern,
         f"has {feature}; allowed: characters, classes, groups, |, *, +, ?, {{m,n}}, ^ at the start "
         "and $ at the end",
     )
+
+
+def rewrite(pattern: str, in_schema: bool = False) -> str:
+    """The same expression in the few words that every library reads alike: r"\\A\\d{,2}" becomes
+    "^(?:[0-9]){0,2}" in a schema, where anchors say something, and "(?:[0-9]){0,2}" elsewhere.
+    Raises VLLMValidationError as build_nfa does, but not for a size."""
+    build_nfa(pattern, is_outline=True)
+
+    def write(items: Any) -> str:
+        return "".join(write_item(op.name, value) for op, value in items)
+
+    def write_item(op: str, value: Any) -> str:
+        if op in CHARACTERS:
+            if not (ranges := _ranges(op, value, in_schema)):
+                raise _error(pattern, "has a class of no character")
+            return _write_class(ranges, BY_LENGTH if in_schema else ALL)
+        if op == "SUBPATTERN":
+            return write(value[3])
+        if op == "BRANCH":
+            return f"(?:{'|'.join(map(write, value[1]))})"
+        if op == "AT":
+            return ("^" if "BEGINNING" in value.name else "$") * in_schema
+        least, most, items = value
+        most = "" if most is re_parser.MAXREPEAT else most
+        return f"(?:{write(items)}){QUANTIFIERS.get((least, most), f'{{{least},{most}}}')}"
+
+    try:
+        return write(_parse(pattern))
+    except RecursionError:
+        raise _too_deep(pattern) from None
+
+
+def _write_class(ranges: Ranges, parts: Ranges) -> str:
+    """One class for each of these parts of all code points."""
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return _write_character(ranges[0][0])
+    written = []
+    for low, high in parts:
+        cut = [(max(first, low), min(last, high)) for first, last in ranges]
+        pairs = [map(_write_character, pair) for pair in cut if pair[0] <= pair[1]]
+        if pairs:
+            written.append(f"[{''.join(map('-'.join, pairs))}]")
+    return written[0] if len(written) == 1 else f"(?:{'|'.join(written)})"
+
+
+def _write_character(point: int) -> str:
+    return chr(point) if chr(point).isascii() and chr(point).isalnum() else f"\\u{{{point:x}}}"
 
 
 # -- NFA: a state for each place in the expression --
@@ -161,7 +228,7 @@ class NFA:
 
     def add(self, op: str, value: Any, start: int, is_first: bool, is_last: bool) -> int:
         """Add one item; as add_all()."""
-        if op in ("LITERAL", "NOT_LITERAL", "ANY", "IN"):
+        if op in CHARACTERS:
             return self.add_characters(_ranges(op, value), start)
         if op == "SUBPATTERN":
             _, add_flags, del_flags, items = value
@@ -228,23 +295,27 @@ def _are_anchors(items: Any) -> bool:
     return all(op.name == "AT" for op, _ in items)
 
 
-def _ranges(op: str, value: Any) -> Ranges:
+def _ranges(op: str, value: Any, in_schema: bool = False) -> Ranges:
     """The code points of an item that is one character."""
     if op == "ANY":
-        return complement(((0x0A, 0x0A),))
+        return complement(LINE_ENDS if in_schema else ((0x0A, 0x0A),))
     if op == "LITERAL":
         return valid(((value, value),))
     if op == "NOT_LITERAL":
         return complement(((value, value),))
+    is_negated = value[0][0].name == "NEGATE"
     found: list[tuple[int, int]] = []
     for kind, what in value:
         if kind.name == "CATEGORY":
             category = what.name.removeprefix("CATEGORY_")
-            ranges = CATEGORIES[category.removeprefix("NOT_")]
-            found += complement(ranges) if category.startswith("NOT_") else ranges
+            name = category.removeprefix("NOT_")
+            is_not, ranges = category != name, CATEGORIES[name]
+            if in_schema and name == "SPACE" and is_not != is_negated:
+                ranges = ALL_SPACES
+            found += complement(ranges) if is_not else ranges
         elif kind.name != "NEGATE":
             found.append(what if kind.name == "RANGE" else (what, what))
-    return (complement if value[0][0].name == "NEGATE" else valid)(tuple(found))
+    return (complement if is_negated else valid)(tuple(found))
 
 
 def complement(ranges: Ranges) -> Ranges:

@@ -29,13 +29,12 @@ which lets some of these pass.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import Any
 
 from nanoserve.exceptions import VLLMValidationError, brief
-from nanoserve.extras.structured_output.dfa import build_nfa
+from nanoserve.extras.structured_output.dfa import build_nfa, rewrite
 
 Schema = dict[str, Any]
 
@@ -104,15 +103,11 @@ def close(schema: Any) -> Any:
 
 
 def adapt(schema: Any) -> Any:
-    """The same schema, as xgrammar has to be told. Its dot is a line break, too. With minLength or
-    maxLength it allows control characters and surrogates (and compiles longer than a pattern)."""
+    """The same schema, as xgrammar has to be told: with minLength or maxLength it allows control
+    characters and surrogates (and compiles longer than a pattern)."""
     if not isinstance(schema, dict):
         return schema
     adapted = _map_parts(schema, adapt)
-    if isinstance(patterns := adapted.get("patternProperties"), dict):
-        adapted["patternProperties"] = {adapt_regex(key): part for key, part in patterns.items()}
-    if isinstance(adapted.get("pattern"), str):
-        adapted["pattern"] = adapt_regex(adapted["pattern"])
     low, high = adapted.pop("minLength", 0), adapted.pop("maxLength", None)
     if low or high is not None:
         most = "" if high is None else high
@@ -120,10 +115,25 @@ def adapt(schema: Any) -> Any:
     return adapted
 
 
-def adapt_regex(pattern: str) -> str:
-    """The same expression, with [^\\n] for the dot."""
-    parts = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\."  # an escape, a class, a dot
-    return re.sub(parts, lambda match: r"[^\n]" if match[0] == "." else match[0], pattern)
+def rewrite_patterns(schema: Any) -> Any:
+    """The same schema, with regular expressions that every library reads alike. One that is not
+    regular stays as it is."""
+    if not isinstance(schema, dict):
+        return schema
+    written = _map_parts(schema, rewrite_patterns)
+    if isinstance(patterns := written.get("patternProperties"), dict):
+        others = {_rewrite(key): part for key, part in patterns.items()}
+        written["patternProperties"] = others if len(others) == len(patterns) else patterns
+    if "pattern" in written:
+        written["pattern"] = _rewrite(written["pattern"])
+    return written
+
+
+def _rewrite(pattern: Any) -> Any:
+    try:
+        return rewrite(pattern, in_schema=True)
+    except (VLLMValidationError, TypeError):
+        return pattern
 
 
 def _map_parts(schema: Schema, function: Callable[[Any], Any]) -> Schema:
@@ -160,6 +170,9 @@ def _find_here(schema: Schema, root: Schema) -> str | None:
         keys -= {"uniqueItems"}
     for key in sorted(keys & (NEVER | {"uniqueItems"})):
         return key
+    for key in ("type", "anyOf", "oneOf"):
+        if schema.get(key) == []:
+            return f"an empty {key}, which no value fits"
     for key in ALONE:
         if key in keys:
             return _find_beside(key, keys - {key}, schema, root)
@@ -232,6 +245,9 @@ def _find_in_string(schema: Schema) -> str | None:
     if "format" in schema and schema["format"] not in FORMATS:
         return f"the format {brief(schema['format'])}"
     bounds = {"minLength", "maxLength"} & set(schema)
+    for key in sorted(bounds):
+        if type(schema[key]) is not int:
+            return f"the {key} {brief(schema[key])}"
     for key in ("pattern", "format"):
         if key in schema and bounds:
             return f"{min(bounds)} beside {key}"

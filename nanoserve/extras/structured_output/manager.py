@@ -86,20 +86,19 @@ class StructuredOutputManager:
         tokenizer: Any,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        num_speculative_tokens: int = 0,
         rejects_drafts: bool = False,
     ) -> None:
         """vocab_size: that of the model, whose logits have more columns than the tokenizer has
         tokens. rejects_drafts: by a RejectionSampler. Raises ValueError for a tokenizer whose
         tokens cannot be read."""
         self.config = config
-        self.num_speculative_tokens, self.rejects_drafts = num_speculative_tokens, rejects_drafts
+        self.rejects_drafts = rejects_drafts
         self.vocabulary: Vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids)
         self.backends: dict[str, StructuredOutputBackend] = {}
         self.executor = ThreadPoolExecutor(
             max_workers=max(1, ((os.cpu_count() or 1) + 1) // 2), thread_name_prefix="grammar"
         )
-        self.guard = CompileGuard(self.vocabulary, num_speculative_tokens)
+        self.guard = CompileGuard(self.vocabulary)
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._wanted_by: dict[Key, set[StructuredOutputRequest]] = {}  # what waits for a thread
@@ -116,7 +115,6 @@ class StructuredOutputManager:
             engine.input_processor.require_tokenizer("structured_outputs"),
             model_config.vocab_size,
             model_config.eos_token_ids,
-            config.query_lens[-1] - 1,
             method == "standard",
         )
         engine.output_processor.finish_listeners.append(manager.forget)
@@ -168,7 +166,7 @@ class StructuredOutputManager:
         with Caught() as caught:
             with self._backend_lock:
                 if cls.name not in self.backends:
-                    self.backends[cls.name] = cls(self.vocabulary, self.num_speculative_tokens)
+                    self.backends[cls.name] = cls(self.vocabulary)
             backend = self.backends[cls.name]
             if backend.may_take_long(spec):
                 self.guard.compile(cls.name, spec)
@@ -220,7 +218,7 @@ class StructuredOutputManager:
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
-        backend, *_ = list(self.backends.values())  # a list: another thread may add one
+        backend, *_ = list(self.backends.values())
         return backend.allocate_token_bitmask(num_rows)
 
     def unpack(self, bitmask: Tensor) -> Tensor:
@@ -239,9 +237,10 @@ class StructuredOutputManager:
         its end."""
         self.executor.shutdown(wait=False, cancel_futures=True)
         self.guard.close()
-        self._cache.clear()
-        self._wanted_by.clear()
-        for backend in self.backends.values():
+        with self._cache_lock:
+            self._cache.clear()
+            self._wanted_by.clear()
+        for backend in list(self.backends.values()):  # a list: another thread may add one
             backend.destroy()
 
 
@@ -366,7 +365,7 @@ class StructuredOutputRequest:
             return self.grammar.is_terminated()
         bitmask = self.manager.allocate_token_bitmask(1)
         self.fill_bitmask(bitmask, 0, [])
-        return bool(self.manager.unpack(bitmask).isinf().all())
+        return not bitmask.any()
 
     def fill_bitmask(self, bitmask: Tensor, index: int, drafts: list[int]) -> None:
         """Write row `index`: the tokens that may come behind the known ones and the drafts. (Behind

@@ -33,6 +33,7 @@ from nanoserve.config import check_bool
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.structured_output.backend import BACKENDS, StructuredOutputOptions
 from nanoserve.inputs import as_python
+from nanoserve.interrupts import unless_signal
 
 SPEC_LIMIT = 2**18  # characters of a schema, a regex, a grammar, ...
 CHOICES_LIMIT = 2**12  # strings of `choice`
@@ -86,14 +87,19 @@ class StructuredOutputsParams:
     def _check_choice(self) -> None:
         if self.choice is None:
             return
-        if not isinstance(self.choice, (list, tuple)) or not self.choice:
+        try:
+            choice = list(self.choice) if isinstance(self.choice, (list, tuple)) else []
+        except unless_signal(Exception) as error:  # a list of the caller's own may raise any
+            message = f"choice is {brief(self.choice)}, which cannot be read ({error})."
+            raise _error(message) from error
+        if not choice:
             raise _error(f"choice is {brief(self.choice)}; allowed: a list of strings, not empty.")
-        if len(self.choice) > CHOICES_LIMIT:
-            raise _error(f"choice has {len(self.choice)} items; allowed: up to {CHOICES_LIMIT}.")
-        for each in self.choice:
+        if len(choice) > CHOICES_LIMIT:
+            raise _error(f"choice has {len(choice)} items; allowed: up to {CHOICES_LIMIT}.")
+        for each in choice:
             if not isinstance(each, str):
                 raise _error(f"choice holds {brief(each)}; allowed: strings.")
-        self.choice = list(self.choice)
+        self.choice = choice
 
     def _check_text(self) -> None:
         """What a backend gets must be text of bounded size, and JSON where it is to be JSON."""
@@ -123,7 +129,7 @@ class StructuredOutputsParams:
                 raise TypeError(f"{what}. Of a pydantic model: json=Model.model_json_schema().")
             try:
                 value = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            except (TypeError, ValueError, RecursionError) as error:
+            except unless_signal(Exception) as error:  # a dict of the caller's own may raise any
                 message = f"{name} is {brief(value)}, which cannot be written as JSON ({error})."
                 raise _error(message) from None
         return StructuredOutputOptions[name.upper()], value

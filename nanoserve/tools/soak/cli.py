@@ -183,8 +183,10 @@ def read_arguments(arguments: list[str]) -> argparse.Namespace:
     read = parser.parse_args(arguments)
     if (read.seconds is None) == (read.round is None):
         parser.error("give SECONDS, or --round with the number of one round.")
-    if read.seconds is not None and not read.seconds > 0:
+    if read.seconds is not None and not 0 < read.seconds < float("inf"):
         parser.error(f"SECONDS must be more than 0, got {read.seconds:g}.")
+    if read.json is not None and (read.json.is_dir() or not read.json.parent.is_dir()):
+        parser.error(f"--json {read.json} is not a file in a folder that exists.")
     if read.round is not None and read.round < 0:
         parser.error(f"--round must be 0 or more, got {read.round}.")
     return read

@@ -1,0 +1,1 @@
+"""The labs: one module each, pages_1.py to ..., with its tasks and their behaviours."""
