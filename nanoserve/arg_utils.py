@@ -254,11 +254,10 @@ GROUPS = (
     ),
     Group(
         "not there yet",
-        "KV cache in other memory",
-        "The KV cache stays on its device; preemption_mode='swap' with swap_space (GiB) or "
-        "num_cpu_blocks moves preempted sequences to the CPU.",
-        """kv_offloading_size kv_offloading_backend=native kv_transfer_config
-        kv_sharing_fast_prefill=False prefix_cache_retention_interval=0 prefix_match_unit
+        "further options of the KV cache",
+        "Not there yet. kv_offloading_size and kv_transfer_config keep blocks in other memory; "
+        "preemption_mode='swap' moves preempted sequences to the CPU.",
+        """kv_sharing_fast_prefill=False prefix_cache_retention_interval=0 prefix_match_unit
         ec_transfer_config ec_manager_config""",
     ),
     Group(

@@ -40,7 +40,7 @@ kv_cache_manager.py, block_pool.py, kv_cache_utils.py (V1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -113,6 +113,8 @@ class BlockPool:
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached_blocks: dict[BlockHash, int] = {}
         self.block_hashes: list[BlockHash | None] = [None] * num_blocks
+        # Called with a block that can be found, before it is overwritten (extras/kv_offload).
+        self.on_evict: Callable[[int, BlockHash], object] | None = None
 
     @property
     def num_free_blocks(self) -> int:
@@ -124,7 +126,10 @@ class BlockPool:
     def allocate(self) -> int:
         """Take the least recently used free block; its old content can no longer be found."""
         block_id, _ = self.free_queue.popitem(last=False)
-        self.uncache(block_id)
+        if (block_hash := self.block_hashes[block_id]) is not None:
+            self.uncache(block_id)
+            if self.on_evict is not None:
+                self.on_evict(block_id, block_hash)
         self.ref_counts[block_id] = 1
         return block_id
 

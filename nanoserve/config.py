@@ -160,6 +160,7 @@ BLOCKS = (1, INT32, "1 to 2**31 - 1")  # ids of blocks are 32-bit numbers
 RANGES = {
     "block_size": BLOCKS,
     "gpu_memory_utilization": (ABOVE_ZERO, 1, "more than 0, up to 1"),
+    "kv_offloading_size": (ABOVE_ZERO, 2**33, "more than 0, up to 2**33"),
     "long_prefill_token_threshold": (0, INT64, "0 to 2**63 - 1"),
     "max_logprobs": (-1, INT64, "-1 to 2**63 - 1"),
     "num_cpu_blocks": BLOCKS,
@@ -178,6 +179,7 @@ CHAPTER_CONFIGS = {
     "speculative_config": ("speculative.config", "SpeculativeConfig"),
     "pooler_config": ("pooling.config", "PoolerConfig"),
     "structured_outputs_config": ("structured_output.params", "StructuredOutputsConfig"),
+    "kv_transfer_config": ("kv_offload.config", "KVTransferConfig"),
 }
 SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
@@ -267,6 +269,14 @@ class EngineConfig:
     """CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none."""
     swap_space: float | None = None
     """GiB of CPU memory for preemption_mode swap, of each rank; None: see num_cpu_blocks."""
+    kv_offloading_size: float | None = None
+    """GiB of CPU memory, over all ranks, for blocks that the prefix cache would forget; None: it
+    forgets them."""
+    kv_offloading_backend: Literal["native"] = "native"
+    """Whose code keeps them."""
+    kv_transfer_config: Any = None
+    """Where else keys and values go to and come from, such as a disk: a dict, or its JSON; None:
+    nowhere. The keys are in extras/kv_offload/config.py."""
     seed: int = 0
     """Source of the seeds of requests that have none of their own."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -344,12 +354,21 @@ class EngineConfig:
                 "adapters on the device are kept on the CPU, too. Raise the first or lower the "
                 "second."
             )
+        if self.has_kv_connector:
+            chapter = load_chapter("kv_offloading_size", "kv_offload.config")
+            chapter.OffloadingConfig.from_config(self)
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {budget}, less than max_num_seqs {seqs}: each running "
                 "sequence needs a token a step. Raise the first or lower the second."
             )
+
+    @property
+    def has_kv_connector(self) -> bool:
+        """Do blocks of the prefix cache go anywhere else than to the device?"""
+        transfer = self.kv_transfer_config
+        return self.kv_offloading_size is not None or bool(transfer and transfer.kv_connector)
 
     @property
     def query_lens(self) -> tuple[int, ...]:

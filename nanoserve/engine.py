@@ -52,7 +52,7 @@ from nanoserve.distributed.process import EXIT_TIMEOUT, OwnedByProcess
 from nanoserve.exceptions import Caught, QueueOverflowError, as_validation_error, brief
 from nanoserve.fault_isolation import FaultSearch, IdleWatch
 from nanoserve.input_processor import InputProcessor, load_tokenizer
-from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, refuse_missing, set_lora
+from nanoserve.inputs import PromptType, as_arrival_time, as_request_ids, attach, refuse_missing
 from nanoserve.interrupts import delayed_interrupt, is_from_signal
 from nanoserve.kernels.threads import load_torch
 from nanoserve.logger import configure_logging, describe_engine, init_logger, log_startup
@@ -145,6 +145,9 @@ class LLMEngine(OwnedByProcess):
         self.block_manager: BlockManager = build_seam("block_manager_cls", manager_cls, *sizes)
         args, cls = (self.config, self.block_manager), scheduler_cls or Scheduler
         self.scheduler: Scheduler = build_seam("scheduler_cls", cls, *args)
+        self.kv_connector: Any = None  # keeps what the prefix cache evicts
+        if self.config.has_kv_connector:
+            load_chapter("kv_offloading_size", "kv_offload.connector").connect(self)
         self.input_processor = InputProcessor(
             self.config, self.model_config, self.tokenizer, self.executor.num_kv_blocks
         )
@@ -225,7 +228,7 @@ class LLMEngine(OwnedByProcess):
         if root.sampling_params.structured_outputs is not None:
             chapter = load_chapter("structured_outputs", "structured_output.manager")
             chapter.get_manager(self).grammar_init(root)
-        set_lora(self.lora_manager, root, lora_request)
+        attach(self, root, lora_request)
         with as_validation_error("the tokenizer cannot decode", root.prompt_token_ids):
             return make_state(root)
 
@@ -506,11 +509,15 @@ class LLMEngine(OwnedByProcess):
 
     # -- the rest --
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running. Raises
-        RuntimeError if another thread is inside a step, or if the engine is closed."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Empty the prefix cache; with reset_connector the CPU tier of extras/kv_offload, too.
+        False, and no change, while requests are running. Raises RuntimeError if another thread is
+        inside a step, or if the engine is closed."""
         self._check_open()
-        return self._call_alone(self.block_manager.reset_prefix_cache)
+        reset = self.block_manager.reset_prefix_cache
+        if reset_connector and self.kv_connector is not None:
+            reset = self.kv_connector.reset_cache
+        return self._call_alone(reset)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -534,7 +541,8 @@ class LLMEngine(OwnedByProcess):
                 self._in_flight.clear()
         finally:  # of a Ctrl-C, too
             self.executor.close()
-            for part in (getattr(self.tokenizer, "guard", None), self.structured_output_manager):
+            guard = getattr(self.tokenizer, "guard", None)
+            for part in (guard, self.structured_output_manager, self.kv_connector):
                 if part is not None:
                     part.close()
             if has_lock:

@@ -14,6 +14,7 @@ with the same arguments as UniprocExecutor, and has the same members:
     execute_model(scheduler_output)    run one step and return its ModelOutput
     launch(scheduler_output)           start one step; result() of what it returns waits for the
                                        ModelOutput (needed for async_scheduling only)
+    kv_connector                       rank 0's KVConnectorWorker (with kv_offloading_size only)
     describe()                         device, dtype, attention: for the engine's first log line
     close()                            release the memory, and end the other ranks; called within a
                                        step only if the step does not end
@@ -111,6 +112,11 @@ class UniprocExecutor:
         """
         action = self.runner.launch
         return call_with_threads(self.num_threads, self._thread_setters, action, scheduler_output)
+
+    @property
+    def kv_connector(self) -> Any:
+        """Rank 0's side of the tiers of extras/kv_offload; None without them."""
+        return self.runner.kv_connector
 
     def describe(self) -> str:
         """Device, dtype and attention, for the engine's first log line."""

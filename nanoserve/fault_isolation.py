@@ -64,11 +64,13 @@ def make_probe(max_model_len: int) -> Sequence:
     max_model_len is below 4."""
     num_prompt_tokens = min(2, max_model_len - 1)
     max_tokens = min(2, max_model_len - num_prompt_tokens)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False)
+    params.skip_reading_prefix_cache = True  # all of it is computed, and waits for nothing
     return Sequence(
         seq_id=PROBE_SEQ_ID,
         request_id="",
         prompt_token_ids=[0] * num_prompt_tokens,
-        sampling_params=SamplingParams(temperature=0, max_tokens=max_tokens, detokenize=False),
+        sampling_params=params,
         max_tokens=max_tokens,
         stop_token_ids=frozenset(),
         seed=0,

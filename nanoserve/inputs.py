@@ -149,6 +149,13 @@ def prompt_to_seq(prompts: Any) -> list[Any]:
     return [items] if is_ids and not any(isinstance(x, (str, Mapping)) for x in items) else items
 
 
+def attach(engine: Any, root: Any, lora_request: Any) -> None:
+    """Give a request, whose first sequence is `root`, what it needs of the engine's chapters: an
+    adapter, another engine's keys and values. Raises ValueError or TypeError if it cannot."""
+    set_lora(engine.lora_manager, root, lora_request)
+    set_kv_transfer(engine.kv_connector, root)
+
+
 def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
     """Let a request, whose first sequence is `root`, run with an adapter. `manager` is the engine's
     LoRAManager; None: it has none. Raises ValueError or TypeError if it cannot."""
@@ -162,6 +169,28 @@ def set_lora(manager: Any, root: Any, lora_request: Any) -> None:
             value=lora_request,
         )
     manager.attach(root, lora_request)
+
+
+def set_kv_transfer(connector: Any, root: Any) -> None:
+    """Let a request, whose first sequence is `root`, get keys and values from another engine, or
+    leave them for one, if it asks for that. `connector` is the engine's KVConnectorBase; None: it
+    has none. Raises ValueError or TypeError if it cannot."""
+    params = (root.sampling_params.extra_args or {}).get("kv_transfer_params")
+    if params is None:
+        return
+    if connector is None:
+        raise refuse_transfer(params)
+    connector.attach(root, params)
+
+
+def refuse_transfer(params: Any) -> VLLMValidationError:
+    """The error for kv_transfer_params that no part of the engine reads."""
+    return VLLMValidationError(
+        f"kv_transfer_params is {brief(params)}, and this engine does not share its KV cache. Give "
+        "it a kv_transfer_config with a tier of type 'p2p', or leave kv_transfer_params out.",
+        parameter="kv_transfer_params",
+        value=params,
+    )
 
 
 def parse_prompt(prompt: Any) -> PromptComponents:

@@ -452,14 +452,13 @@ class LLM(OwnedByProcess):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Empty the prefix cache. False, and no change, while requests are running. The arguments
-        are vLLM's and must be False."""
-        if reset_running_requests or reset_connector:
+        """Empty the prefix cache; with reset_connector the CPU tier of extras/kv_offload, too.
+        False, and no change, while requests are running. reset_running_requests must be False."""
+        if reset_running_requests:
             raise VLLMValidationError(
-                "reset_prefix_cache cannot reset running requests or a connector. Abort the "
-                "requests first."
+                "reset_prefix_cache cannot reset running requests. Abort them first."
             )
-        return self.engine.reset_prefix_cache()
+        return self.engine.reset_prefix_cache(reset_connector)
 
     def close(self) -> None:
         """Free all memory; the LLM cannot be used afterwards. Any thread may call this, and it ends

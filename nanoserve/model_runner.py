@@ -63,12 +63,7 @@ from nanoserve.models.loader import load_model
 from nanoserve.parallel import ParallelState, choose_device, current_device
 from nanoserve.prompt_logprobs import PromptLogprobsTensors, gather_prompt_logprobs
 from nanoserve.sampler import SampledTokens
-from nanoserve.sequence import (
-    ForkSample,
-    ModelOutput,
-    ScheduledSequence,
-    SchedulerOutput,
-)
+from nanoserve.sequence import ForkSample, ModelOutput, ScheduledSequence, SchedulerOutput
 from nanoserve.staging import StagingBuffer, copy_to_host, record_event, staging_bytes
 
 NO_DRAFT = -1
@@ -184,6 +179,9 @@ class ModelRunner:
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
+        self.kv_connector: Any = None  # copies blocks from and to another tier
+        if config.has_kv_connector:
+            load_chapter("kv_offloading_size", "kv_offload.worker").connect(self)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
         """Run one step and wait for its tokens."""
@@ -195,7 +193,10 @@ class ModelRunner:
         at once."""
         with current_device(self.device):
             self.staging.begin_step()
+            metadata = scheduler_output.kv_connector_metadata
             copy_blocks(self.kv_caches, self.cpu_kv_caches, scheduler_output.blocks_to_swap_out)
+            if metadata is not None:
+                self.kv_connector.start_load_kv(metadata)
             copy_blocks(self.cpu_kv_caches, self.kv_caches, scheduler_output.blocks_to_swap_in)
             copy_blocks(self.kv_caches, self.kv_caches, scheduler_output.blocks_to_copy)
             for slot, weights in scheduler_output.loras_to_load:
@@ -203,6 +204,8 @@ class ModelRunner:
             rows = self.update_batch(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
+            if metadata is not None:
+                self.kv_connector.wait_for_save()
             pending = self.sample(scheduler_output.scheduled, inputs, hidden)
             follow = self.proposer and self.proposer.follow
             return follow(pending, scheduler_output, inputs, hidden) if follow else pending

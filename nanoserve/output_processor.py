@@ -77,6 +77,7 @@ class RequestOutput:
     encoder_prompt: None = None  # not here
     encoder_prompt_token_ids: None = None  # not here
     num_cached_tokens: int | None = None  # prompt tokens whose KV came from the prefix cache
+    kv_transfer_params: dict[str, Any] | None = None  # for another engine, which reads its blocks
 
     def _repr_html_(self) -> str | None:
         return to_html("output", self)
@@ -336,6 +337,7 @@ class RequestState:
             metrics=self._merge_metrics(is_finished),
             lora_request=self.root.lora and self.root.lora.request,
             num_cached_tokens=self.root.num_cached_tokens,
+            kv_transfer_params=self.root.kv_transfer_params,
         )
 
     def _merge_metrics(self, is_finished: bool) -> RequestMetrics:

@@ -38,7 +38,8 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
@@ -86,6 +87,7 @@ class Scheduler:
         self.swaps = config.preemption_mode == "swap"
         self.speculative_config = config.speculative_config  # None: nothing is drafted
         self.block_manager = block_manager
+        self.connector: Any = None  # keeps what the prefix cache evicts: extras/kv_offload
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
         self.waiting: list[Sequence] = []
         self.swapped: list[Sequence] = []
@@ -104,6 +106,8 @@ class Scheduler:
         """Queue a sequence."""
         self.sequences[seq.seq_id] = seq
         insort(self.waiting, seq, key=self.urgency)
+        if self.connector is not None:
+            self.connector.on_new_request(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
@@ -125,7 +129,7 @@ class Scheduler:
         dropped, self._dropped_seq_ids = tuple(self._dropped_seq_ids), []
         is_restart, self._is_restart = self._is_restart, False
         copies = self.block_manager.take_copies()
-        return SchedulerOutput(
+        output = SchedulerOutput(
             scheduled=tuple(step.scheduled),
             new_sequences=tuple(step.new_sequences),
             finished_seq_ids=dropped,
@@ -136,6 +140,9 @@ class Scheduler:
             is_restart=is_restart,
             needs_sync=step.needs_sync or self.speculative_config is not None,
         )
+        if self.connector is None:
+            return output
+        return replace(output, kv_connector_metadata=self.connector.build_connector_meta(output))
 
     def _schedule_running(self, step: _Step) -> None:
         """Let every running sequence catch up; preempt from the end when blocks run out."""
@@ -182,6 +189,8 @@ class Scheduler:
                 return
             elif waiting.is_held or not waiting.is_ready():
                 position += 1
+            elif self.connector is not None and not self.connector.is_ready(waiting):
+                position += 1  # its blocks are on their way from another tier
             elif not self._admit(waiting, step):
                 return
 
@@ -191,12 +200,18 @@ class Scheduler:
         if not self.has_seq_slot(seq):
             return False
         cached_blocks = self.block_manager.get_cached_blocks(seq)
-        num_cached = len(cached_blocks) * self.block_manager.block_size
-        num_tokens = self._num_tokens_to_admit(seq.num_tokens - num_cached, step)
+        num_cached, num_external = len(cached_blocks) * self.block_manager.block_size, 0
+        if self.connector is not None:
+            num_external = self.connector.get_num_new_matched_tokens(seq, num_cached)
+        num_tokens = self._num_tokens_to_admit(seq.num_tokens - num_cached - num_external, step)
         if not num_tokens or not self.block_manager.can_allocate(seq, cached_blocks):
             return False
         self.waiting.remove(seq)
         self.block_manager.allocate(seq, cached_blocks)
+        if self.connector is not None:
+            block_ids = self.block_manager.append(seq, num_external)[1]
+            self.connector.update_state_after_alloc(seq, block_ids, num_external)
+            seq.num_computed_tokens += num_external
         if seq.metrics.scheduled_ts is None:
             seq.metrics.scheduled_ts = time.monotonic()
             seq.num_cached_tokens = seq.num_computed_tokens
@@ -268,19 +283,20 @@ class Scheduler:
         The tokens of a sequence that was aborted while the step ran are dropped. If one sequence of
         a request has an error, none of the request's sequences gets a token: all end.
         """
+        if self.connector is not None:
+            self.connector.update_connector_output(scheduler_output.kv_connector_metadata)
         updates: list[SequenceUpdate] = []
         now, known = time.monotonic(), self.sequences
         errors = {known[i].request_id: e for i, e in model_output.errors.items() if i in known}
         for item in scheduler_output.scheduled:
-            seq = known.get(item.seq_id)
-            if seq is not None and (error := errors.get(seq.request_id)) is not None:
+            if (seq := known.get(item.seq_id)) is None:
+                continue
+            if (error := errors.get(seq.request_id)) is not None:
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, describe_error(error)
                 updates.append(SequenceUpdate(seq, (), (), error=error))
                 continue
             sampled = model_output.sampled_token_ids.get(item.seq_id, ())
             prompt_logprobs = model_output.prompt_logprobs.get(item.seq_id)
-            if seq is None:
-                continue
             forks = model_output.forks.get(item.seq_id, ())
             is_last = item.num_computed_tokens + item.num_scheduled_tokens >= seq.num_tokens
             if is_last and not (sampled and len(forks) == seq.num_pending_forks):
@@ -383,8 +399,10 @@ class Scheduler:
             self.swapped.remove(seq)
         else:
             self.waiting.remove(seq)
-        self.block_manager.free(seq)
         seq.status = status
+        if self.connector is not None:
+            self.connector.request_finished(seq, self.block_manager.block_tables.get(seq_id, ()))
+        self.block_manager.free(seq)
         if stop_reason is not None:
             seq.stop_reason = stop_reason
         seq.metrics.finished_ts = time.monotonic()
@@ -399,6 +417,8 @@ class Scheduler:
         failed: half scheduled, half written or half copied. The cost is one recompute.
         """
         self.block_manager.reset()
+        if self.connector is not None:
+            self.connector.reset()
         self.running, self.swapped = [], []
         self._known_seq_ids, self._dropped_seq_ids = set(), []
         self._is_restart = True

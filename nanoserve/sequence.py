@@ -103,6 +103,7 @@ class Sequence:
     gates: tuple[Gate, ...] = ()  # it waits until all are open
     structured_output_request: Any = None  # its grammar (extras/structured_output/manager.py)
     lora: Any = None  # its adapter, an Adapter of extras/lora; None: the model as it is
+    kv_transfer_params: Any = None  # what a KV connector (extras/kv_offload) says of its blocks
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
     status: SequenceStatus = SequenceStatus.WAITING
@@ -113,6 +114,7 @@ class Sequence:
     num_output_placeholders: int = 0  # tokens that steps in flight will bring, or at most bring
     spec_token_ids: tuple[int, ...] = ()  # drafts: guesses at its next tokens, to be verified
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    num_external_computed_tokens: int = 0  # of these, loaded from another tier (extras/kv_offload)
     is_held: bool = False  # must wait: a search for the cause of a failed step tries others
     cleared_at: int = 0  # the num_tokens with which the search finds it innocent; forks inherit it
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
@@ -237,6 +239,7 @@ class SchedulerOutput:
     blocks_to_swap_in: tuple[BlockPair, ...] = ()  # (CPU block, KV block)
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
     loras_to_load: tuple[tuple[int, Any], ...] = ()  # (slot, an adapter's weights by layer)
+    kv_connector_metadata: Any = None  # copies of blocks from and to another tier; None: none
     is_restart: bool = False  # the last step failed: the runner drops every sequence
     needs_sync: bool = False  # this step's tokens must be known before the next is scheduled
 

@@ -105,6 +105,12 @@ def check(engine: LLMEngine) -> None:
             size = manager.block_size
             held = executor.layers[0][block_id * size : (block_id + 1) * size]
             assert held == list(block_hash.token_ids), "a cached block holds other tokens"
+    if engine.kv_connector is not None:
+        engine.kv_connector.check()
+        for block_hash, block in engine.kv_connector.manager.policy.items():
+            if block.is_ready:
+                held = executor.kv_connector[block.block_id][0]
+                assert held == list(block_hash.token_ids), "a row holds other tokens"
 
 
 def assert_idle(engine: LLMEngine) -> None:
@@ -116,6 +122,10 @@ def assert_idle(engine: LLMEngine) -> None:
     assert not unread_steps(engine)
     assert engine.block_manager.num_free_blocks == engine.executor.num_kv_blocks
     assert engine.block_manager.cpu_pool.num_free_blocks == engine.executor.num_cpu_blocks
+    if (connector := engine.kv_connector) is not None:
+        while connector.tiers.jobs:
+            connector.poll()
+        assert not any(block.ref_cnt for _, block in connector.manager.policy.items())
 
 
 # -- what can happen in a step --

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,7 @@ from nanoserve.bench import (
     suites,
     turns,
 )
-from nanoserve.bench.peers import PEERS, EngineArgs
+from nanoserve.bench.peers import PEERS, EngineArgs, Server
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
 from nanoserve.bench.workload import (
@@ -662,6 +662,59 @@ def test_the_structured_suite(
     assert "of unconstrained" in report.format_suite("structured", found)
 
 
+class EngineHere:
+    """Takes the place of EngineProcess: the engine is in this process."""
+
+    def __init__(self, name: str, **_: Any) -> None:
+        self.server = Server(PEERS[name])
+
+    def build(self, args: EngineArgs) -> dict[str, Any]:
+        return self.server.build(**asdict(args))
+
+    def generate(self, requests: list[Request]) -> dict[str, Any]:
+        prompts = [request.prompt for request in requests]
+        return self.server.generate(prompts, [request.num_output for request in requests])
+
+    def stream(self, request: Request) -> dict[str, Any]:
+        return self.server.stream(request.prompt, request.num_output)
+
+    def close(self) -> None:
+        if self.server.engine is not None:
+            self.server.engine.llm.close()
+
+    def __enter__(self) -> EngineHere:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def test_what_tiers_find_again(
+    tiny_settings: turns.Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the books, not by the clock: each tier finds what enough blocks would, and without one
+    nothing is left."""
+    offload = pytest.importorskip("nanoserve.bench.offload")
+    monkeypatch.setattr(turns, "EngineProcess", EngineHere)
+    result = offload.offload_suite(replace(tiny_settings, repeat=1, prefix_len=64))
+    assert result["num_blocks"] == 4 * result["device_blocks"]
+    rows = {row["engine"].removeprefix("nanoserve, "): row for row in result["rows"]}
+    assert list(rows) == ["nanoserve", "main memory", "disk", "enough blocks"]
+    assert rows["nanoserve"]["found"] == 0
+    assert all(row["same_tokens"] for row in rows.values())
+    best = rows["enough blocks"]["found"]
+    assert rows["main memory"]["found"] == rows["disk"]["found"] == best > 0.4
+    lru, arc = result["policies"]
+    assert lru["chat_blocks"] < lru["num_rows"] < lru["scanned_blocks"]
+    assert arc["found"] > lru["found"]
+    ways = [(row["tier"], row["way"]) for row in result["tiers"]]
+    assert ways == [(tier, way) for tier in ("main memory", "disk") for way in ("down", "up")] + [
+        ("peer", "up")
+    ]
+    assert all(row["mb_per_second"] > 0 for row in result["tiers"])
+    assert "4 chats of 3 turns" in report.format_suite("offload", result)
+
+
 def test_the_parts_of_a_step_add_up(tiny_settings: turns.Settings) -> None:
     variants = {"no chunks": {"enable_chunked_prefill": False}}
     result = inside.steps_suite(replace(tiny_settings, variants=variants))
@@ -895,6 +948,7 @@ def test_the_command_line_names_every_suite() -> None:
         "spec",
         "structured",
         "quantization",
+        "offload",
         "parallel",
         "serve",
     }

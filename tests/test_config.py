@@ -66,8 +66,10 @@ CHOICES = {
     "preemption_mode": "recompute, swap",
     "load_format": "auto, dummy",
     "model_impl": "auto, nanoserve, transformers",
+    "kv_offloading_backend": "native",
 }
 NUMBERS = {"gpu_memory_utilization": "more than 0, up to 1", "swap_space": "0 to 2**33"}
+NUMBERS |= {"kv_offloading_size": "more than 0, up to 2**33"}
 
 
 @contextmanager
@@ -114,8 +116,9 @@ def test_other_values() -> None:
         with refused(ValueError, "gpu_memory_utilization", repr(value), "more than 0, up to 1"):
             EngineConfig(gpu_memory_utilization=value)
     for value in (-1, math.nan, math.inf):
-        with refused(ValueError, "swap_space", repr(value), "0 to 2**33"):
-            EngineConfig(swap_space=value)
+        for name in ("swap_space", "kv_offloading_size"):
+            with refused(ValueError, name, repr(value), NUMBERS[name]):
+                EngineConfig(**{name: value})
     for name in NUMBERS:
         with refused(TypeError, name, "'90%'", "must be a number"):
             EngineConfig(**{name: "90%"})  # type: ignore[arg-type]

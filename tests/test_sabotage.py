@@ -149,6 +149,7 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
     "one_root": behind_another_voice,
     "other_scales": after([], "A", quantization="int4"),
     "forgetful": of_a_given_form,
+    "next_row": after(["A", "C", "B"], "A", num_blocks=10, kv_offloading_size=0.01),
     "credulous": after([], "Count from 46 to 72.", speculative_config={"method": "suffix"}),
     "forgotten_sum": vector_in_chunks,
 }

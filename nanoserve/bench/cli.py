@@ -16,8 +16,8 @@ measured bandwidth and operation rate of this machine allow. On a busy machine, 
 say nothing: see the range.
 
 Suites: throughput, batch, latency, batching, chunked, prefix, spec, structured, quantization,
-scheduler, memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching, chunked,
-steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
+offload, scheduler, memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching,
+chunked, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SERVICE_LEVELS = ("ttft", "tpot", "e2el")  # times that can be limited, by vLLM'
 # The names of run.py's SUITES; "gpu" stands for several.
 SUITE_NAMES = (
     "throughput", "batch", "latency", "batching", "chunked", "prefix", "spec", "structured",
-    "quantization",
+    "quantization", "offload",
     "scheduler", "memory", "steps", "kernel", "parallel", "serve", "gpu",
 )  # fmt: skip
 
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("suites", nargs="*", type=suite, metavar="SUITE", help="the same as --suite")
     add("--suite", type=names_of("suite", SUITE_NAMES), metavar="SUITE,...",
         help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, spec, "
-        "structured, quantization, parallel, serve and gpu)")  # fmt: skip
+        "structured, quantization, offload, parallel, serve and gpu)")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
@@ -92,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--prefix-len",
         type=count,
         default=512,
-        help="shared tokens of the prefix suite; in the spec suite, tokens of a model's own text",
+        help="shared tokens of the prefix suite; in the spec suite, tokens of a model's own text; "
+        "in the offload suite, tokens that a chat begins with",
     )
     add("--num-speculative-tokens", type=count, default=5, help="drafts in the spec suite")
     add(

@@ -4,7 +4,8 @@
 
     {"call": "build", "folder": "...", "dtype": "float32", ...}      -> versions
     {"call": "generate", "prompts": [[5, 6, 7]], "lengths": [4]}     -> seconds, token ids
-    {"call": "stream", "prompt": [5, 6, 7], "length": 4}             -> time of each token
+    {"call": "stream", "prompt": [5, 6, 7], "length": 4}             -> time of each token, and how
+                                                                        many were not computed again
 
 Each engine has a process of its own. So no engine fills another's caches, patches its libraries or
 takes its threads, and a peer can live in another Python environment: this file runs as a script,
@@ -50,7 +51,7 @@ class EngineArgs:
     detokenize: bool = False  # make text, too
     num_requests: int = 256  # at most, at once
     batch_size: int = 32  # of transformers' static batches
-    llm_options: dict[str, Any] = field(default_factory=dict)  # of a variant of nanoserve
+    llm_options: dict[str, Any] = field(default_factory=dict)  # of LLM, in nanoserve and vLLM
 
 
 class OfflineLLM:
@@ -59,6 +60,7 @@ class OfflineLLM:
     module: str
     packages: tuple[str, ...]  # whose versions the result holds
     needs_gpu = False
+    num_cached_tokens: int | None = None  # of the last streamed prompt; None: not known
 
     def __init__(self, args: EngineArgs) -> None:
         options = self.engine_args(args)
@@ -103,6 +105,7 @@ class Nanoserve(OfflineLLM):
         for output in self.llm.stream(prompt, self.sampling_params(length)):
             for token_id in output.outputs[0].token_ids:
                 on_token(token_id)
+            self.num_cached_tokens = output.num_cached_tokens
 
     def describe(self) -> str:
         executor = self.llm.engine.executor
@@ -121,7 +124,8 @@ class VLLM(OfflineLLM):
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         common = {"dtype": args.dtype, "max_model_len": args.max_model_len}
-        return {**common, "skip_tokenizer_init": True, "max_num_seqs": 256}
+        own = {"skip_tokenizer_init": True, "max_num_seqs": 256}
+        return {**common, **own, **args.llm_options}
 
     def generate(self, prompts: list[Any], lengths: list[int]) -> list[list[int]]:
         return super().generate([{"prompt_token_ids": prompt} for prompt in prompts], lengths)
@@ -136,6 +140,7 @@ class VLLM(OfflineLLM):
                 for token_id in token_ids[num_seen:]:
                     on_token(token_id)
                 num_seen = len(token_ids)
+                self.num_cached_tokens = output.num_cached_tokens
 
 
 class NanoVLLM(OfflineLLM):
@@ -347,7 +352,8 @@ class Server:
             token_ids.append(token_id)
 
         self.engine.stream(prompt, length, on_token)
-        return {"times": times, "token_ids": token_ids}
+        num_cached = getattr(self.engine, "num_cached_tokens", None)
+        return {"times": times, "token_ids": token_ids, "num_cached_tokens": num_cached}
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ class EngineProcess:
         self._signal_group("SIGSTOP")
         answer = json.loads(line)
         if "error" in answer:
-            raise EngineError(f"{self.name}: {answer['error']}")
+            raise EngineError(f"{self.name}: {self._with_cause(answer['error'])}")
         return answer
 
     def build(self, args: EngineArgs) -> dict[str, Any]:
@@ -103,7 +104,8 @@ class EngineProcess:
         return answer
 
     def stream(self, request: Request) -> dict[str, Any]:
-        """Run one request alone. Returns times (seconds to each token) and token_ids."""
+        """Run one request alone. Returns times (seconds to each token), token_ids, and
+        num_cached_tokens: of its prompt (None: the engine does not say)."""
         return self.call("stream", prompt=request.prompt, length=request.num_output)
 
     def close(self) -> None:
@@ -121,11 +123,18 @@ class EngineProcess:
         if got != lengths:
             raise EngineError(f"{self.name}: asked for {lengths} tokens, got {got}.")
 
+    def _read_log(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode("utf-8", "replace")
+
     def _last_output(self) -> str:
         """The last three lines that the process has printed."""
-        self._log.seek(0)
-        text = self._log.read().decode("utf-8", "replace")
-        return " | ".join([line for line in text.splitlines() if line.strip()][-3:])
+        return " | ".join([line for line in self._read_log().splitlines() if line.strip()][-3:])
+
+    def _with_cause(self, error: str) -> str:
+        """vLLM's processes print their errors, and the calling one says "See root cause above"."""
+        causes = re.findall(r"\w*(?:Error|Exception): .*", self._read_log())
+        return f"{causes[0]} ({error})" if "root cause" in error and causes else error
 
     def _signal_group(self, name: str) -> None:
         """Send a signal to the process group, on systems that have process groups."""

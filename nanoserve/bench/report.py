@@ -168,6 +168,26 @@ COLUMNS: dict[str, Columns] = {
         **{f"tok/s, {n}": (f"tokens_per_second_{n}", ".1f") for n in BATCH_SIZES},
         **{f"speed-up, {n}": (f"speed_up_{n}", ".2f") for n in BATCH_SIZES},
     },
+    "offload": {
+        "engine": ("engine", ""),
+        "found": ("found", ".1%"),
+        "TTFT p50 ms": ("ttft_ms.p50", ".1f"),
+        "TTFT p99": ("ttft_ms.p99", ".1f"),
+        "without a tier it is": ("none_is", ".2f"),
+        "same tokens": ("same_tokens", ""),
+    },
+    "offload.policies": {
+        "policy": ("policy", ""),
+        "rows": ("num_rows", "d"),
+        "blocks of chats": ("chat_blocks", "d"),
+        "of a scan": ("scanned_blocks", "d"),
+        "found": ("found", ".1%"),
+    },
+    "offload.tiers": {
+        "tier": ("tier", ""),
+        "way": ("way", ""),
+        "MB/s": ("mb_per_second", ".0f"),
+    },
     "scheduler": {
         "running": ("num_running", "d"),
         "context": ("context", "d"),
@@ -244,6 +264,8 @@ WORKLOADS = {
     "spec": "at most {num_speculative_tokens} drafts; slower than plain decoding: {slower}",
     "structured": "{batch} requests, {num_output} tokens each; vocabulary of {vocab_size} tokens",
     "quantization": "{num_texts} texts; decoding in batches of {batch_sizes}",
+    "offload": "{num_chats} chats of {num_turns} turns, at most {longest} tokens each: "
+    "{num_blocks} blocks, and {device_blocks} on the device",
     "scheduler": "longest context against shortest, by running sequences: {growth_with_context}; "
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "

@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +43,23 @@ from nanoserve.config import ModelConfig, resolve_folder
 Values = dict[str, Any]
 
 
-def structured_suite(settings: Settings) -> Values:
-    """That of structured.py. Raises ValueError where nanoserve/extras, which can be deleted, is not
-    there."""
-    try:
-        from nanoserve.bench import structured
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("nanoserve.extras"):
-            raise
-        raise ValueError(
-            "masks are made by nanoserve/extras/structured_output/, which is not here. Put the "
-            "folder back, or choose other suites."
-        ) from error
-    return structured.structured_suite(settings)
+def suite_of_chapter(name: str, chapter: str) -> Callable[[Settings], Values]:
+    """That of the module `name`. It raises ValueError where the chapter of nanoserve/extras that it
+    measures, which can be deleted, is not there."""
+
+    def suite(settings: Settings) -> Values:
+        try:
+            module = import_module(f"nanoserve.bench.{name}")
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("nanoserve.extras"):
+                raise
+            raise ValueError(
+                f"the suite {name} measures nanoserve/extras/{chapter}/, which is not here. Put "
+                "the folder back, or choose other suites."
+            ) from error
+        return getattr(module, f"{name}_suite")(settings)
+
+    return suite
 
 
 # name -> a function that measures and returns plain values, as --json writes them
@@ -66,8 +71,9 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "chunked": policies.chunked_suite,
     "prefix": inside.prefix_suite,
     "spec": speculation.spec_suite,
-    "structured": structured_suite,
+    "structured": suite_of_chapter("structured", "structured_output"),
     "quantization": quantization.quantization_suite,
+    "offload": suite_of_chapter("offload", "kv_offload"),
     "scheduler": control.scheduler_suite,
     "memory": control.memory_suite,
     "steps": inside.steps_suite,

@@ -38,7 +38,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -201,6 +201,11 @@ class MultiprocExecutor:
             ", ".join(reports) or "no other rank is known to stand still",
             STEP_TIMEOUT.total_seconds(),
         )
+
+    @property
+    def kv_connector(self) -> Any:
+        """Rank 0's side of the tiers of extras/kv_offload; None without them."""
+        return self.runner.kv_connector
 
     def check_health(self) -> None:
         """Raise RankError if a rank has failed. Any thread may call this, also during a step."""

@@ -828,13 +828,13 @@ class AsyncLLM(OwnedByProcess):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running; with
-        reset_running_requests they are preempted, and their tokens computed again. (There is no
-        connector, so that nothing is to be reset there.)"""
+        reset_running_requests they are preempted, and their tokens computed again. With
+        reset_connector the CPU tier of extras/kv_offload is emptied, too."""
 
         def reset(engine: LLMEngine) -> bool:
             if reset_running_requests:
                 engine.recover()  # every sequence waits, and no block is held
-            return engine.reset_prefix_cache()
+            return engine.reset_prefix_cache(reset_connector)
 
         return await self.call_utility(reset)
 

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
-from nanoserve.inputs import PromptType, as_python, set_lora
+from nanoserve.inputs import PromptType, as_python, attach
 from nanoserve.logger import output_stream
 from nanoserve.logprobs import Logprob, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -200,7 +200,7 @@ class BeamSearch:
         root = engine.input_processor.process(request_id, prompt, sampling_params)
         params.check_size(max_logprobs, vocab_size, root.max_tokens)
         root.always_sync = True
-        set_lora(engine.lora_manager, root, lora_request)
+        attach(engine, root, lora_request)
         self.request_id = request_id
         self.params = params
         self.tokenizer = engine.tokenizer

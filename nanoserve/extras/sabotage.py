@@ -446,6 +446,16 @@ def _exchange_scales(right: Any, weight: Any) -> None:
 
 
 @_sabotage(
+    "next_row",
+    "extras.kv_offload.worker.OffloadingWorker.start_load_kv",
+    "what comes back from main memory is the row behind the right one",
+)
+def _load_the_next_row(right: Any, worker: Any, metadata: Any) -> None:
+    loads = tuple(((row + 1) % worker.num_blocks, block) for row, block in metadata.loads)
+    right(worker, metadata._replace(loads=loads))
+
+
+@_sabotage(
     "forgetful",
     "extras.structured_output.manager.StructuredOutputRequest.accept_tokens",
     "a grammar is not told which tokens came, so every mask is that of the beginning",

@@ -41,7 +41,7 @@ from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.sequence import (
     BlockPair,
     ForkSample,
@@ -188,6 +188,7 @@ class FakeExecutor:
         self.vocab_size = model_config.vocab_size if model_config else VOCAB_SIZE
         self.layers = self._make_layers(self.num_kv_blocks)
         self.cpu_layers = self._make_layers(self.num_cpu_blocks)
+        self.kv_connector = FakeKVConnector(self, config) if config.has_kv_connector else None
         self.rows: dict[int, Row] = {}
         self.loras: dict[int, int] = {}  # slot -> the adapter that is there
         self.fail_next_step = False
@@ -218,6 +219,8 @@ class FakeExecutor:
         that the step writes, if `fail_next_step` is set."""
         if scheduler_output.is_restart:
             self.unread.clear()  # the engine dropped these steps
+            if self.kv_connector:
+                self.kv_connector.written.clear()
         assert len(self.unread) < 2, "two launched steps were not read"
         number, self.num_launched = self.num_launched, self.num_launched + 1
         self.calls.append(("launch", number))
@@ -233,10 +236,14 @@ class FakeExecutor:
         self.calls.append(("result", pending.number))
         if self.fail_next_result:
             self.fail_next_result = False
+            if self.kv_connector:
+                self.kv_connector.spoil()
             for layer in (*self.layers, *self.cpu_layers):
                 layer[:] = [None] * len(layer)
             self.num_failed += 1
             raise StepFailed
+        if self.kv_connector:
+            self.kv_connector.written.pop(pending.number, None)
         for seq_id in output.sampled_token_ids:
             if seq_id in self.rows:
                 self.rows[seq_id].num_unread = max(0, self.rows[seq_id].num_unread - 1)
@@ -246,6 +253,9 @@ class FakeExecutor:
         """Copy blocks, store, read back, and sample for each sequence whose last known token is
         computed."""
         self._copy_blocks(self.layers, self.cpu_layers, scheduler_output.blocks_to_swap_out)
+        metadata = scheduler_output.kv_connector_metadata
+        if self.kv_connector and metadata is not None:
+            self.kv_connector.start_load_kv(metadata)
         self._copy_blocks(self.cpu_layers, self.layers, scheduler_output.blocks_to_swap_in)
         self._copy_blocks(self.layers, self.layers, scheduler_output.blocks_to_copy)
         self._update_rows(scheduler_output)
@@ -268,6 +278,8 @@ class FakeExecutor:
             digests = prefix_digests(self._read(0, row, positions.stop), adapter)
             for position in positions:
                 self.layers[1][self._slot(row, position)] = digests[position]
+        if self.kv_connector and metadata is not None:
+            self.kv_connector.wait_for_save()
         output = ModelOutput({}, {})
         for item in scheduled:
             self._sample(item, output)
@@ -392,6 +404,52 @@ class FakeExecutor:
         content = [self.layers[layer][self._slot(row, position)] for position in range(end)]
         assert None not in content, f"layer {layer}: read an empty slot"
         return [value for value in content if value is not None]
+
+
+class FakeKVConnector:
+    """The interface of extras/kv_offload's KVConnectorWorker over the fake cache: a row holds what
+    the slots of a block hold, and counts as a byte for each."""
+
+    def __init__(self, executor: FakeExecutor, config: EngineConfig) -> None:
+        self.executor, self.size = executor, config.block_size
+        chapter = load_chapter("kv_offloading_size", "kv_offload.config")
+        num_bytes = chapter.OffloadingConfig.from_config(config).cpu_bytes_to_use
+        self.row_bytes = len(executor.layers) * self.size
+        self.num_blocks = num_bytes // self.row_bytes
+        self.layers = executor._make_layers(self.num_blocks)
+        self.metadata: Any = None
+        self.written: dict[int, list[int]] = {}  # rows that steps wrote which were not read
+
+    @property
+    def rows(self) -> FakeKVConnector:
+        """What a tier below reads and writes: rows[i]."""
+        return self
+
+    def __getitem__(self, row: int) -> Layers:
+        return [layer[row * self.size : (row + 1) * self.size] for layer in self.layers]
+
+    def __setitem__(self, row: int, content: Layers) -> None:
+        for layer, part in zip(self.layers, content, strict=True):
+            layer[row * self.size : (row + 1) * self.size] = part
+
+    def start_load_kv(self, metadata: Any) -> None:
+        self.metadata, executor = metadata, self.executor
+        rows = [row for _, row in (*metadata.stores, *metadata.saves)]
+        self.written[executor.num_launched - 1] = rows
+        executor._copy_blocks(executor.layers, self.layers, metadata.stores)
+        executor._copy_blocks(self.layers, executor.layers, metadata.loads)
+
+    def wait_for_save(self) -> None:
+        self.executor._copy_blocks(self.executor.layers, self.layers, self.metadata.saves)
+
+    def num_done(self) -> int:
+        return int(self.metadata.number)
+
+    def spoil(self) -> None:
+        """Steps that were not read are lost: nobody knows what is in the rows that they wrote."""
+        for row in (row for rows in self.written.values() for row in rows):
+            self[row] = [[None] * self.size for _ in self.layers]
+        self.written.clear()
 
 
 def write_config(

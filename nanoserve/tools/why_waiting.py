@@ -29,6 +29,8 @@ def why_waiting(scheduler: Scheduler, seq_id: int, last_step: SchedulerOutput | 
         return "the sequence is running"
     if seq.lora is not None and not seq.lora.is_open():
         return f"its adapter {seq.lora.request.lora_name!r} waits for a slot, or to be loaded"
+    if scheduler.connector is not None and scheduler.connector.is_loading(seq):
+        return "its keys and values are on their way from another tier"
     if not seq.is_ready():
         return "the sequence is not ready"
     if seq.is_held:

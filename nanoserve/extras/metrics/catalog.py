@@ -9,7 +9,7 @@ labels model_name and engine, some have one more:
 A Counter only grows; Prometheus shows it with the suffix _total. A Gauge is a state. A Histogram
 counts observations up to each border.
 
-Left out: vLLM's metrics of what is not here (LoRA, KV connectors, images, sleep, watermarks), and
+Left out: vLLM's metrics of what is not here (LoRA, images, sleep, watermarks), and
 those that vLLM records only on request (lifetimes of KV blocks).
 
 vLLM: vllm/v1/metrics/loggers.py, buckets.py, perf.py, vllm/v1/spec_decode/metrics.py. (Where a
@@ -83,7 +83,7 @@ COUNTERS = (
         "vllm:prompt_tokens_by_source",
         "The same, by where their keys and values came from.",
         "source",
-        ("local_compute", "local_cache_hit"),
+        ("local_compute", "local_cache_hit", "external_kv_transfer"),
     ),
     Spec("vllm:prompt_tokens_cached", "Of the prompt tokens, those found in the prefix cache."),
     Spec(
@@ -117,6 +117,34 @@ SPEC_DECODE_PER_POS = Spec(
     "vllm:spec_decode_num_accepted_tokens_per_pos",
     "Draft tokens that were accepted, by their position in the draft.",
     "position",
+)
+
+# With a KV connector only (extras/kv_offload/stats.py counts them). Those of a tier have its type
+# as label; the hits of another tier are further sources of prompt_tokens_cached_by_source.
+KV_CONNECTOR_COUNTERS = (
+    Spec(
+        "vllm:external_prefix_cache_queries", "Prompt tokens looked for in tiers of the KV cache."
+    ),
+    Spec("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers of the KV cache."),
+    Spec("vllm:kv_offload_load_bytes", "Bytes from the CPU tier to the device."),
+    Spec("vllm:kv_offload_store_bytes", "Bytes from the device to the CPU tier."),
+    Spec("vllm:kv_offload_allocation_failure", "Blocks that found no room in the CPU tier."),
+    Spec("vllm:kv_offload_tiering_chunk_queries", "Blocks looked for in a tier.", "tier"),
+    Spec("vllm:kv_offload_tiering_chunk_hits", "Blocks found in a tier.", "tier"),
+    Spec("vllm:kv_offload_tiering_read_bytes", "Bytes from a tier to the CPU tier.", "tier"),
+    Spec("vllm:kv_offload_tiering_read_time", "Seconds of these transfers.", "tier"),
+    Spec("vllm:kv_offload_tiering_write_bytes", "Bytes from the CPU tier to a tier.", "tier"),
+    Spec("vllm:kv_offload_tiering_write_time", "Seconds of these transfers.", "tier"),
+    Spec(
+        "vllm:kv_offload_tiering_promotion_job_failures",
+        "Transfers from a tier that failed, at least in part.",
+        "tier",
+    ),
+    Spec(
+        "vllm:kv_offload_tiering_cascade_job_failures",
+        "Transfers to a tier that failed, at least in part.",
+        "tier",
+    ),
 )
 
 HISTOGRAMS = (

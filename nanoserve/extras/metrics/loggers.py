@@ -40,6 +40,7 @@ from nanoserve.extras.metrics.catalog import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    KV_CONNECTOR_COUNTERS,
     SPEC_DECODE_COUNTERS,
     SPEC_DECODE_PER_POS,
 )
@@ -83,6 +84,12 @@ class CountingStatLogger(StatLogger):
         max_model_len = engine.config.max_model_len or engine.model_config.max_model_len
         self.numbers = Numbers(self.labels, max_model_len, engine.config.query_lens[-1] - 1)
         self._num_rejected_before = engine.num_rejected
+        self._external_before = dict(self._external())
+
+    def _external(self) -> dict[tuple[str, str], float]:
+        """What a KV connector counts, by metric and label."""
+        connector = self.engine.kv_connector
+        return {} if connector is None else connector.stats.counters
 
     def record(self, stats: IterationStats) -> None:
         if stats.num_scheduled_tokens:
@@ -130,11 +137,15 @@ class CountingStatLogger(StatLogger):
             add("vllm:prefix_cache_hits", stats.prefix_cache_hits)
             add("vllm:prompt_tokens_cached_by_source", stats.prefix_cache_hits, "device")
         if stats.num_prompt_tokens:
-            num_cached = stats.num_cached_prompt_tokens
+            num_cached, num_external = (
+                stats.num_cached_prompt_tokens,
+                stats.num_external_prompt_tokens,
+            )
             num_computed = stats.num_prompt_tokens - num_cached
             add("vllm:prompt_tokens", stats.num_prompt_tokens)
             add("vllm:prompt_tokens_by_source", num_computed, "local_compute")
-            add("vllm:prompt_tokens_by_source", num_cached, "local_cache_hit")
+            add("vllm:prompt_tokens_by_source", num_cached - num_external, "local_cache_hit")
+            add("vllm:prompt_tokens_by_source", num_external, "external_kv_transfer")
             add("vllm:prompt_tokens_cached", num_cached)
         if stats.spec_decoding_stats is not None:
             self._record_drafts(stats.spec_decoding_stats)
@@ -150,7 +161,14 @@ class CountingStatLogger(StatLogger):
         spec, num_rejected = ADMISSION_REJECTIONS, self.engine.num_rejected
         labels = {"model_name": self.labels["model_name"], spec.label: spec.label_values[0]}
         rejections = Counter(spec.name, labels, num_rejected - self._num_rejected_before)
-        return [*self._read_gauges(), rejections, *self.numbers.read()]
+        return [*self._read_gauges(), rejections, *self.numbers.read(), *self._read_external()]
+
+    def _read_external(self) -> Iterator[Counter]:
+        """The counters of a KV connector."""
+        specs = {spec.name: spec for spec in (*COUNTERS, *KV_CONNECTOR_COUNTERS)}
+        for (name, label_value), number in self._external().items():
+            labels = self.numbers.labels_of(specs[name], label_value)
+            yield Counter(name, labels, number - self._external_before[name, label_value])
 
     def _read_gauges(self) -> Iterator[Gauge]:
         """The state of the engine, in the order of catalog.GAUGES."""
@@ -175,7 +193,11 @@ class EngineState:
         waiting = [*scheduler.waiting, *scheduler.swapped]
         self.num_running = len(scheduler.running)
         self.num_waiting = len(waiting)
-        self.num_deferred = sum(1 for seq in waiting if seq.is_held or not seq.is_ready())
+        connector = scheduler.connector
+        self.num_deferred = sum(
+            seq.is_held or not seq.is_ready() or bool(connector and connector.is_loading(seq))
+            for seq in waiting
+        )
         self.kv_cache_usage = 1 - manager.num_free_blocks / manager.num_blocks
         self.cache_config = {
             "block_size": str(config.block_size),
@@ -225,7 +247,8 @@ class PrometheusStatLogger(CountingStatLogger):
         """The metrics as prometheus-client's families: the registry calls this."""
         core = self._client.metrics_core
         single = (CACHE_CONFIG_INFO, ADMISSION_REJECTIONS, SPEC_DECODE_PER_POS)
-        specs = (*GAUGES, *single, *COUNTERS, *SPEC_DECODE_COUNTERS, *HISTOGRAMS)
+        counters = (*COUNTERS, *SPEC_DECODE_COUNTERS, *KV_CONNECTOR_COUNTERS)
+        specs = (*GAUGES, *single, *counters, *HISTOGRAMS)
         helps = {spec.name: spec.help for spec in specs}
         families: dict[str, Any] = {}
         kinds = {

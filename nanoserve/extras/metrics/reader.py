@@ -45,7 +45,7 @@ class Metric:
 class Counter(Metric):
     """A number that only grows."""
 
-    value: int
+    value: float  # an int, unless it counts seconds
 
 
 @dataclass

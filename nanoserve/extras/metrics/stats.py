@@ -97,7 +97,8 @@ class IterationStats:
     step_time: float = 0.0  # seconds: to decide, to compute, to update
     num_generation_tokens: int = 0
     num_prompt_tokens: int = 0  # of prompts whose first output token this step brought
-    num_cached_prompt_tokens: int = 0  # of these, found in the prefix cache
+    num_cached_prompt_tokens: int = 0  # of these, found in the prefix cache, or in another tier
+    num_external_prompt_tokens: int = 0  # of these, found in another tier
     num_preempted_reqs: int = 0
     prefix_cache_queries: int = 0  # prompt tokens of the sequences admitted for the first time
     prefix_cache_hits: int = 0
@@ -182,7 +183,7 @@ class StatsCollector:
         reads_cache = self.has_prefix_cache and not seq.sampling_params.skip_reading_prefix_cache
         if is_first and reads_cache:
             stats.prefix_cache_queries += seq.num_prompt_tokens
-            stats.prefix_cache_hits += seq.num_cached_tokens
+            stats.prefix_cache_hits += seq.num_cached_tokens - seq.num_external_computed_tokens
 
     def _read_tokens(self, updates: list[SequenceUpdate], stats: IterationStats) -> None:
         """New tokens, and the times between them. Of the whole chapter, this alone is done for each
@@ -217,6 +218,7 @@ class StatsCollector:
         if not self._is_fork(seq):
             stats.num_prompt_tokens += seq.num_prompt_tokens
             stats.num_cached_prompt_tokens += seq.num_cached_tokens
+            stats.num_external_prompt_tokens += seq.num_external_computed_tokens
 
     def _take_vector(self, seq: Sequence, stats: IterationStats) -> None:
         """The vector of a pooling model: it counts as a first token that is no token."""

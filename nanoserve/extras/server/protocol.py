@@ -86,10 +86,6 @@ IGNORED = {
 Refusal = tuple[tuple[Any, ...], str]
 OLD_GRAMMAR: Refusal = ((None,), "vLLM has replaced it by structured_outputs; use that")
 NO_MEDIA: Refusal = ((None, {}), "nanoserve takes text and token ids only; leave it out")
-NO_TRANSFER: Refusal = (
-    (None,),
-    "nanoserve does not hand its KV cache to other engines; leave it out",
-)
 NO_CUT: Refusal = ((None,), "prompts are never cut; give the last token ids as the prompt")
 NO_CUT_OR_0: Refusal = ((None, 0), "texts are never cut; send the beginning")
 REFUSED: dict[str, Refusal] = {
@@ -105,8 +101,7 @@ REFUSED: dict[str, Refusal] = {
     "truncate_prompt_tokens": NO_CUT,
     "truncation_side": NO_CUT,
     "early_stopping": ((None, False), "a beam search has its own rule for the end; leave it out"),
-    "kv_transfer_params": NO_TRANSFER,
-    "ec_transfer_params": NO_TRANSFER,
+    "ec_transfer_params": ((None,), "nanoserve has no encoders; leave it out"),
     "functions": ((None,), "OpenAI has replaced it by tools; use them"),
     "function_call": ((None, "none"), "OpenAI has replaced it by tool_choice; use that"),
     **dict.fromkeys(
@@ -220,6 +215,7 @@ class GenerationRequest(OpenAIBaseModel):
     cache_salt: str | None = None
     request_id: str | None = None  # of the answer's id; the header X-Request-Id comes first
     vllm_xargs: Object = None  # SamplingParams.extra_args
+    kv_transfer_params: Object = None  # see extras/kv_offload/peer.py
 
     def check(self) -> None:
         super().check()
@@ -241,7 +237,7 @@ class GenerationRequest(OpenAIBaseModel):
     def check_beam_search(self) -> None:
         """Raise ValueError for fields that a beam search does not know."""
         fields = type(self).model_fields
-        for name in (*SHARED, "best_of", "stream"):
+        for name in (*SHARED, "best_of", "stream", "kv_transfer_params"):
             value = getattr(self, name)
             if name not in BEAM_FIELDS and value is not None and value != fields[name].default:
                 _raise(name, value, f"{name} is {brief(value)}: not with use_beam_search.")
@@ -291,7 +287,10 @@ class GenerationRequest(OpenAIBaseModel):
         if params["temperature"] == 0:
             params["n"] = self.num_choices  # best_of: they are all the same
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        return SamplingParams.from_optional(**params, extra_args=self.vllm_xargs, output_kind=kind)
+        extra_args = self.vllm_xargs
+        if self.kv_transfer_params is not None and isinstance(extra_args, (Mapping, type(None))):
+            extra_args = {**(extra_args or {}), "kv_transfer_params": self.kv_transfer_params}
+        return SamplingParams.from_optional(**params, extra_args=extra_args, output_kind=kind)
 
     def to_beam_search_params(self, max_tokens: int) -> BeamSearchParams:
         """Raises ValueError."""

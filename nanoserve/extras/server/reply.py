@@ -252,7 +252,9 @@ class Reply(ABC, Generic[AnyGeneration]):
             self.count_prompt(number, output)
             for completion in self.pick(output.outputs):
                 choices.append(self.make_choice(number, output, completion))
-        more = {"system_fingerprint": self.fingerprint, "usage": self.usage}
+        more: Json = {"system_fingerprint": self.fingerprint, "usage": self.usage}
+        if (params := outputs[0].kv_transfer_params) is not None:
+            more["kv_transfer_params"] = params
         return {**self.head, "choices": choices, **more, **self.describe_prompt(outputs[0])}
 
     def pick(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:

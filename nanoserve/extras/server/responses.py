@@ -8,14 +8,15 @@ Requests are pydantic models (protocol.py), and responses are dicts: these types
 them. A stream has thousands of chunks a second. To make and check a model for each would cost more
 than all the rest.
 
-The fields are OpenAI's, and vLLM's beside them. Left out: those that would always be null here,
-such as kv_transfer_params.
+The fields are OpenAI's, and vLLM's beside them. Left out: those that would always be null here.
 
 vLLM: vllm/entrypoints/openai/protocol.py (V0); vllm/entrypoints/openai/: completion/protocol.py,
 chat_completion/protocol.py; vllm/entrypoints/serve/: engine/protocol.py, tokenize/protocol.py (V1).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from typing_extensions import NotRequired, TypedDict
 
@@ -116,6 +117,7 @@ class Response(TypedDict):
     model: str
     system_fingerprint: NotRequired[str]  # the same for as long as the same seed gives the same
     usage: NotRequired[Usage]
+    kv_transfer_params: NotRequired[dict[str, Any]]  # for the engine that goes on from here
 
 
 class CompletionResponse(Response):

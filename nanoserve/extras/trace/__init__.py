@@ -45,6 +45,7 @@ HOMES = {
     "weights": "matrices staircase",  # LoRA and quantization
     "beams": "beam_tree beam_blocks BeamTree",
     "drafts": "watch_drafts drafted Verified",  # speculative decoding: which drafts were right
+    "tiers": "watch_tiers tier_map evictions",  # blocks in main memory and on a disk
     "grammars": "automaton token_table overruled",  # what a grammar allows and forbids
     "parts": "measure_parts recorded_parts shares print_operators",  # where the time of a step goes
     "launches": """list_launches launch_strip one_layer decode_cost overlap_scheme read_config
