@@ -358,7 +358,7 @@ def code_lines(source: str) -> int:
 def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
     """About 2,800 code lines; comments and docstrings are free."""
     total = sum(code_lines(FILES[module].read_text(encoding="utf-8")) for module in DOZEN)
-    assert 2000 < total <= 2860, f"the dozen has {total} code lines"
+    assert 2000 < total <= 2865, f"the dozen has {total} code lines"
 
 
 # Modules that one decode step enters beside the dozen: who asks, where tensors wait, and what is
