@@ -218,7 +218,12 @@ MUTANTS = [
         "elif not self._admit(waiting, step):\n                return",
         "elif not self._admit(waiting, step):\n                position += 1",
     ),
-    Mutant("3.5", "what is not ready stops all behind it", "position += 1", "return"),
+    Mutant(
+        "3.5",
+        "what is not ready stops all behind it",
+        "not waiting.is_ready():\n                position += 1",
+        "not waiting.is_ready():\n                return",
+    ),
     Mutant("3.6", "the budget is not reduced", "step.budget -= num_tokens", "pass"),
     Mutant("3.6", "a token is on its way after each chunk", "if is_last:\n", "if True:\n"),
     Mutant(
