@@ -169,9 +169,9 @@ class OffloadingManager(ABC):
         """The rows have been read."""
 
     @abstractmethod
-    def prepare_store(self, key: OffloadKey, protected: Collection[OffloadKey] = ()) -> int | None:
-        """A row to write a block into that is not here: a free one, or that of an evicted block,
-        but of none that is `protected`. None if there is none. Pending until complete_store."""
+    def prepare_store(self, key: OffloadKey) -> int | None:
+        """A row to write a block into that is not here: a free one, or that of an evicted block.
+        None if there is none. Pending until complete_store."""
 
     @abstractmethod
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
