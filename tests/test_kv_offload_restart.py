@@ -250,6 +250,21 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
     assert ask_twice(2) == [0, CACHED]
 
 
+def test_an_adapter_that_was_deleted_is_an_error_of_its_request(tmp_path: Path) -> None:
+    folder = shutil.copytree(Path("nanoserve/demo/lora"), tmp_path / "adapter")
+    with engine(tmp_path / "kv", enable_lora=True, max_lora_rank=64) as llm:
+        adapter = LoRARequest("adapter", 1, folder)
+        llm.engine.lora_manager.add_lora(adapter)
+        shutil.rmtree(folder)
+        llm.engine.add_request("gone", PROMPT, GREEDY, lora_request=adapter)
+        llm.engine.add_request("there", PROMPT, GREEDY)
+        outputs = {}
+        while llm.engine.has_unfinished_requests():
+            outputs |= {each.request_id: each for each in llm.engine.step()}
+        assert outputs["gone"].outputs[0].finish_reason == "error"
+        assert outputs["there"].outputs[0].finish_reason == "length"
+
+
 def test_new_weights_under_an_old_name_meet_no_old_blocks(tmp_path: Path) -> None:
     model = shutil.copytree(Path("nanoserve/demo"), tmp_path / "model")
     for num_cached in (0, CACHED):
