@@ -111,6 +111,18 @@ def test_whatever_the_steps_are(root: Path, options: dict[str, Any], expected: l
         assert tokens_of(outputs[0]) == tokens_of(outputs[2]) == expected
 
 
+def test_blocks_hold_what_a_draft_model_has_computed(tmp_path: Path, expected: list[int]) -> None:
+    """It reads a step's tokens after the model. Otherwise its drafts were bad after a restart."""
+    spec = {"method": "draft_model", "model": "nanoserve/demo", "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for num_cached in (0, CACHED):
+        with engine(tmp_path, speculative_config=spec, num_rows=128) as llm:
+            [output] = llm.generate([PROMPT], params, use_tqdm=False)
+            assert output.num_cached_tokens == num_cached
+            assert tokens_of(output)[: len(expected)] == expected
+            assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 20
+
+
 def test_running_engines_share_a_folder(tmp_path: Path, expected: list[int]) -> None:
     with engine(tmp_path) as one, engine(tmp_path) as other:
         assert ask(one).num_cached_tokens == 0

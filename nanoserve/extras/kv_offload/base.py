@@ -131,8 +131,9 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """After the step has computed: its saves. Whoever has the step's tokens has these, too, on
-        this rank."""
+        """After the step has computed, and a drafter has read its tokens: its saves. Whoever has
+        the step's tokens has these, too, on this rank (a drafter's on a GPU: soon, see num_done).
+        """
 
     @abstractmethod
     def num_done(self) -> int:
