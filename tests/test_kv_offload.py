@@ -343,6 +343,31 @@ def test_a_step_that_fails_is_forgotten() -> None:
     assert run(engine, prompt(1)) == [12]
 
 
+def test_a_step_fails_whose_stores_somebody_waits_to_load() -> None:
+    """The waiting sequence has found a block that the step evicts, and there is no room for it."""
+    engine = make_engine(num_kv_blocks=4, kv_transfer_config=offload(30))
+    run(engine, prompt(1, 11), max_tokens=1)
+    engine.add_request("b", prompt(2, 7), params(max_tokens=8))
+    engine.add_request("a", prompt(1, 11), params(max_tokens=1))
+    launch, failed = engine.executor.launch, []
+
+    def fail_once(scheduler_output: Any) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is not None and metadata.stores and not failed:
+            failed.append(
+                engine.kv_connector._matched.keys() & engine.kv_connector.unread[-1].stores
+            )
+            raise ZeroDivisionError
+        return launch(scheduler_output)
+
+    engine.executor.launch = fail_once
+    outputs = finish(engine)
+    assert failed and failed[0]
+    assert outputs["a"].outputs[0].token_ids == expect(prompt(1, 11), 1)
+    assert outputs["b"].outputs[0].token_ids == expect(prompt(2, 7), 8)
+    engine.kv_connector.check()
+
+
 def test_the_answers_of_requests_that_skip_the_cache() -> None:
     """prompt_logprobs need every prompt token computed."""
     engine = make_engine(num_kv_blocks=8, kv_transfer_config=offload(100))

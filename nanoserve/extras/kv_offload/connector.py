@@ -246,7 +246,6 @@ class OffloadingConnector(KVConnectorBase):
     # -- steps --
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
-        self._drop_match()
         step = self.next_step
         for item in scheduler_output.scheduled if self.tiers.tiers else ():
             seq = self.scheduler.sequences[item.seq_id]
