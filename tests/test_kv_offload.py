@@ -28,6 +28,7 @@ base = pytest.importorskip("nanoserve.extras.kv_offload.base")
 policies = pytest.importorskip("nanoserve.extras.kv_offload.policies")
 tiering = pytest.importorskip("nanoserve.extras.kv_offload.tiering")
 manager = pytest.importorskip("nanoserve.extras.kv_offload.manager")
+connector_module = pytest.importorskip("nanoserve.extras.kv_offload.connector")
 
 Block, LookupResult = policies.Block, base.LookupResult
 CPUOffloadingManager = manager.CPUOffloadingManager
@@ -479,6 +480,36 @@ def test_an_answer_is_kept_no_longer_than_its_sequence() -> None:
     engine.abort_request("x")
     connector.check()
     assert connector.manager.num_idle == len(list(connector.manager.policy))
+
+
+def test_what_other_ranks_have_not_copied_does_not_go_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector_module, "RANK_TIMEOUT", 0.0)
+    store: dict[bytes, Any] = {}
+    engine = make_engine(kv_transfer_config=offload(30, store=store))
+    worker = engine.kv_connector.worker
+    num_done, worker.num_done = worker.num_done, lambda: 0
+    engine.add_request("x", prompt(1), params())
+    while engine.has_unfinished_requests():
+        step(engine)
+    engine.kv_connector.check()
+    assert engine.kv_connector.unread and not store
+    worker.num_done = num_done
+    engine.kv_connector.poll()
+    assert not engine.kv_connector.unread
+    engine.kv_connector.poll()
+    assert len(store) >= 4
+
+
+def test_the_rows_of_a_failed_transfer_are_free_when_nobody_writes_them() -> None:
+    """A step that failed may still run on a GPU, until a later one has been read."""
+    manager = CPUOffloadingManager(1)
+    assert manager.prepare_store(1) == 0
+    manager.complete_store([1], success=False)
+    assert manager.prepare_store(2) is None
+    manager.end_quarantine()
+    assert manager.prepare_store(2) == 0
 
 
 def test_a_closed_engine_keeps_no_memory() -> None:

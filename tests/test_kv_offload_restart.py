@@ -111,6 +111,12 @@ def test_whatever_the_steps_are(root: Path, options: dict[str, Any], expected: l
         assert tokens_of(outputs[0]) == tokens_of(outputs[2]) == expected
 
 
+def test_all_chunks_of_a_prompt_are_stored(tmp_path: Path) -> None:
+    for num_cached in (0, CACHED):
+        with engine(tmp_path, max_num_batched_tokens=32) as llm:
+            assert ask(llm).num_cached_tokens == num_cached
+
+
 def test_blocks_hold_what_a_draft_model_has_computed(tmp_path: Path, expected: list[int]) -> None:
     """It reads a step's tokens after the model. Otherwise its drafts were bad after a restart."""
     spec = {"method": "draft_model", "model": "nanoserve/demo", "num_speculative_tokens": 3}
