@@ -29,7 +29,8 @@ when it says that there is no room, the files are counted. Then those that were 
 read-only disk is one line in the log: nothing is stored, and the engine goes on.
 
 *Private.* The bytes of a block tell much about its tokens, and whoever can write files decides what
-the model reads. So a root_dir that is made here is open to its user alone.
+the model reads. So a root_dir that is made here is open to its user alone; one that is there, and
+where everybody may write, is a line in the log. No link is followed, and no pipe waited for.
 
 Left out: fsync, O_DIRECT; a use of a file's block in a faster tier is no use of the file.
 
