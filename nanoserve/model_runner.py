@@ -204,10 +204,10 @@ class ModelRunner:
             rows = self.update_batch(scheduler_output)
             inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
             hidden = self.forward(inputs)
-            if metadata is not None:
+            follow = self.proposer and self.proposer.follow
+            if metadata is not None and not follow:  # else when the drafter has read the tokens
                 self.kv_connector.wait_for_save()
             pending = self.sample(scheduler_output.scheduled, inputs, hidden)
-            follow = self.proposer and self.proposer.follow
             return follow(pending, scheduler_output, inputs, hidden) if follow else pending
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:

@@ -126,6 +126,7 @@ def assert_idle(engine: LLMEngine) -> None:
         while connector.tiers.jobs:
             connector.poll()
         assert not any(block.ref_cnt for _, block in connector.manager.policy.items())
+        assert not (connector._num_saved or connector.tiers.promotions)
 
 
 # -- what can happen in a step --

@@ -27,8 +27,11 @@ from nanoserve.tools.why_waiting import why_waiting
 base = pytest.importorskip("nanoserve.extras.kv_offload.base")
 policies = pytest.importorskip("nanoserve.extras.kv_offload.policies")
 tiering = pytest.importorskip("nanoserve.extras.kv_offload.tiering")
+manager = pytest.importorskip("nanoserve.extras.kv_offload.manager")
+connector_module = pytest.importorskip("nanoserve.extras.kv_offload.connector")
 
 Block, LookupResult = policies.Block, base.LookupResult
+CPUOffloadingManager = manager.CPUOffloadingManager
 
 
 class StepTier(base.SecondaryTierManager):  # type: ignore[name-defined, misc]
@@ -252,6 +255,26 @@ def test_what_may_not_go_stays(keys: list[int], kind: str, pinned: set[int]) -> 
 
 
 @pytest.mark.parametrize("kind", ["lru", "arc"])
+def test_rows_in_use_are_not_looked_at_for_each_block(kind: str) -> None:
+    """A slow disk, or a long prompt, uses thousands of rows for thousands of steps."""
+    in_use, manager = range(100), CPUOffloadingManager(200, kind)
+    for key in range(200):
+        manager.prepare_store(key)
+        manager.complete_store([key])
+    manager.prepare_load(in_use)
+    looked_at = []
+    evict = manager.policy.evict
+    manager.policy.evict = lambda key, may_go: evict(  # type: ignore[method-assign]
+        key, lambda *block: looked_at.append(block) or may_go(*block)
+    )
+    assert all(manager.prepare_store(key) is not None for key in range(200, 300))
+    assert len(looked_at) <= 200
+    assert manager.prepare_store(300) is None
+    assert len(looked_at) <= 200
+    assert set(in_use) <= {key for key, _ in manager.policy.items()}
+
+
+@pytest.mark.parametrize("kind", ["lru", "arc"])
 def test_a_prefix_is_evicted_from_its_end(kind: str) -> None:
     """Its beginning alone is of use, its end alone is not."""
     policy = policies.POLICIES[kind](4)
@@ -319,6 +342,31 @@ def test_a_step_that_fails_is_forgotten() -> None:
     assert set(engine.kv_connector.manager.policy) <= known
     finish(engine)
     assert run(engine, prompt(1)) == [12]
+
+
+def test_a_step_fails_whose_stores_somebody_waits_to_load() -> None:
+    """The waiting sequence has found a block that the step evicts, and there is no room for it."""
+    engine = make_engine(num_kv_blocks=4, kv_transfer_config=offload(30))
+    run(engine, prompt(1, 11), max_tokens=1)
+    engine.add_request("b", prompt(2, 7), params(max_tokens=8))
+    engine.add_request("a", prompt(1, 11), params(max_tokens=1))
+    launch, failed = engine.executor.launch, []
+
+    def fail_once(scheduler_output: Any) -> Any:
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is not None and metadata.stores and not failed:
+            failed.append(
+                engine.kv_connector._matched.keys() & engine.kv_connector.unread[-1].stores
+            )
+            raise ZeroDivisionError
+        return launch(scheduler_output)
+
+    engine.executor.launch = fail_once
+    outputs = finish(engine)
+    assert failed and failed[0]
+    assert outputs["a"].outputs[0].token_ids == expect(prompt(1, 11), 1)
+    assert outputs["b"].outputs[0].token_ids == expect(prompt(2, 7), 8)
+    engine.kv_connector.check()
 
 
 def test_the_answers_of_requests_that_skip_the_cache() -> None:
@@ -392,6 +440,76 @@ def test_what_does_not_come_in_time_is_computed(monkeypatch: pytest.MonkeyPatch)
     engine.kv_connector.tiers.tiers[0].drain_jobs(0)
     engine.kv_connector.poll()
     engine.kv_connector.check()
+
+
+def test_what_comes_late_is_held_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence was admitted without its blocks, preempted, and waits for them again."""
+    store: dict[bytes, Any] = {}
+    run(make_engine(kv_transfer_config=offload(30, store=store)), prompt(1))
+    engine = make_engine(kv_transfer_config=offload(30, store=store, delay=10**6))
+    engine.add_request("x", prompt(1), params())
+    with monkeypatch.context() as patch:
+        patch.setattr(tiering, "LOAD_TIMEOUT", 0.0)
+        while not engine.scheduler.running:
+            step(engine)
+    [seq] = engine.scheduler.running
+    engine.scheduler.preempt(seq)
+    engine.block_manager.reset_prefix_cache()
+    connector = engine.kv_connector
+    [tier] = connector.tiers.tiers
+    tier.jobs[0][0] = 10**6
+    step(engine)
+    assert connector.is_loading(seq)
+    tier.drain_jobs(0)
+    step(engine)
+    connector.check()
+    assert finish(engine)["x"].outputs[0].token_ids == expect(prompt(1))
+    connector.check()
+
+
+def test_an_answer_is_kept_no_longer_than_its_sequence() -> None:
+    """The rows of a sequence that was not admitted can be evicted when it is gone."""
+    engine = make_engine(num_kv_blocks=8, kv_transfer_config=offload(100))
+    run(engine, prompt(1), prompt(2), prompt(3))
+    engine.add_request("x", prompt(1), params())
+    connector, [seq] = engine.kv_connector, engine.scheduler.waiting
+    engine.block_manager.get_cached_blocks(seq)
+    assert connector.get_num_new_matched_tokens(seq, 0) > 0
+    connector.check()
+    assert connector.manager.num_idle < len(list(connector.manager.policy))
+    engine.abort_request("x")
+    connector.check()
+    assert connector.manager.num_idle == len(list(connector.manager.policy))
+
+
+def test_what_other_ranks_have_not_copied_does_not_go_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector_module, "RANK_TIMEOUT", 0.0)
+    store: dict[bytes, Any] = {}
+    engine = make_engine(kv_transfer_config=offload(30, store=store))
+    worker = engine.kv_connector.worker
+    num_done, worker.num_done = worker.num_done, lambda: 0
+    engine.add_request("x", prompt(1), params())
+    while engine.has_unfinished_requests():
+        step(engine)
+    engine.kv_connector.check()
+    assert engine.kv_connector.unread and not store
+    worker.num_done = num_done
+    engine.kv_connector.poll()
+    assert not engine.kv_connector.unread
+    engine.kv_connector.poll()
+    assert len(store) >= 4
+
+
+def test_the_rows_of_a_failed_transfer_are_free_when_nobody_writes_them() -> None:
+    """A step that failed may still run on a GPU, until a later one has been read."""
+    manager = CPUOffloadingManager(1)
+    assert manager.prepare_store(1) == 0
+    manager.complete_store([1], success=False)
+    assert manager.prepare_store(2) is None
+    manager.end_quarantine()
+    assert manager.prepare_store(2) == 0
 
 
 def test_a_closed_engine_keeps_no_memory() -> None:

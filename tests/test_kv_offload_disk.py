@@ -126,6 +126,13 @@ def test_no_damaged_file_is_served(
     assert recorded(root) >= bytes_in_use(root)  # what was cut off still counts
 
 
+def refuse_to_create(name: str, flags: int, *mode: int, _open: Any = os.open) -> Any:
+    """os.open on a read-only disk."""
+    if flags & os.O_CREAT:
+        raise OSError(errno.EROFS, "Read-only file system")
+    return _open(name, flags, *mode)
+
+
 def test_a_bad_file_is_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,11 +142,8 @@ def test_a_bad_file_is_one_line_in_the_log(
     name = files.mapper.get_file_name(key_of(1))
     name.write_bytes(name.read_bytes()[:-1] + b"?")
 
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
     with monkeypatch.context() as read_only:
-        read_only.setattr(os, "open", refuse)
+        read_only.setattr(os, "open", refuse_to_create)
         assert load(files, 1) is None
         assert not files.contains(key_of(1))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -225,6 +229,42 @@ def test_a_new_folder_is_private(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="this system has no such permissions")
+def test_a_folder_for_everybody_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public").chmod(0o1777)
+    for name in ("public", "new"):
+        open_files(tmp_path / name)
+    [record] = caplog.records
+    assert "Every user may write into" in record.message and "public" in record.message
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="this system has no such links and pipes")
+def test_no_link_is_followed_and_no_pipe_waited_for(tmp_path: Path) -> None:
+    """Where others may write: a link leads to a file of this user, which would be changed."""
+    victim, root = tmp_path / "victim", tmp_path / "root"
+    victim.write_bytes(b"precious" * 10)
+    root.mkdir()
+    (root / "nanoserve-kv.lock").symlink_to(victim)
+    assert not store(open_files(root), 1)
+    assert victim.read_bytes() == b"precious" * 10
+    (root / "nanoserve-kv.lock").unlink()
+    files = open_files(root)
+    (root / files.mapper.folder / "config.json").parent.mkdir(parents=True)
+    (root / files.mapper.folder / "config.json").symlink_to(tmp_path / "made")
+    assert store(files, 1)
+    assert not (tmp_path / "made").exists()
+    name = files.mapper.get_file_name(key_of(1))
+    name.rename(tmp_path / "block")
+    name.symlink_to(tmp_path / "block")
+    assert load(files, 1) is None
+    name.unlink(missing_ok=True)
+    os.mkfifo(name)
+    assert load(files, 1) is None
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"root_dir .*cannot be made.*Give a folder"):
@@ -262,7 +302,7 @@ def test_a_read_only_folder_is_read(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(os, "open", refuse)  # of the lock
+    monkeypatch.setattr(os, "open", refuse_to_create)  # the lock, and what is new
     monkeypatch.setattr(os, "utime", refuse)
     files = open_files(tmp_path)
     assert load(files, 1) == content_of(1)
@@ -377,6 +417,30 @@ def test_old_answers_are_asked_again(
     now += BELIEVED * 1.1
     assert tier.lookup(key) is LookupResult.RETRY
     assert look_up(tier, [key]) == [LookupResult.HIT]
+
+
+def test_many_new_answers_are_not_sorted_out_one_by_one(
+    tier: FileSystemTierManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts have more blocks than there are old answers to forget."""
+    asked = []
+
+    def is_believed(answer: Any, now: float) -> bool:
+        asked.append(answer)
+        return now - answer.asked_at < BELIEVED
+
+    now = 100.0
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.time.monotonic", lambda: now)
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk.MOST_ANSWERS", 10)
+    monkeypatch.setattr("nanoserve.extras.kv_offload.disk._Answer.is_believed", is_believed)
+    tier._most_answers = 10
+    for number in range(1000):
+        tier.lookup(key_of(number))
+    assert len(asked) < 3000
+    now += BELIEVED * 2
+    for number in range(1000, 3000):
+        tier.lookup(key_of(number))
+    assert len(tier._answers) <= 2000
 
 
 def test_nobody_waits_for_a_disk_that_hangs(tier: FileSystemTierManager) -> None:

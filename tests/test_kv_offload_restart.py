@@ -111,6 +111,24 @@ def test_whatever_the_steps_are(root: Path, options: dict[str, Any], expected: l
         assert tokens_of(outputs[0]) == tokens_of(outputs[2]) == expected
 
 
+def test_all_chunks_of_a_prompt_are_stored(tmp_path: Path) -> None:
+    for num_cached in (0, CACHED):
+        with engine(tmp_path, max_num_batched_tokens=32) as llm:
+            assert ask(llm).num_cached_tokens == num_cached
+
+
+def test_blocks_hold_what_a_draft_model_has_computed(tmp_path: Path, expected: list[int]) -> None:
+    """It reads a step's tokens after the model. Otherwise its drafts were bad after a restart."""
+    spec = {"method": "draft_model", "model": "nanoserve/demo", "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for num_cached in (0, CACHED):
+        with engine(tmp_path, speculative_config=spec, num_rows=128) as llm:
+            [output] = llm.generate([PROMPT], params, use_tqdm=False)
+            assert output.num_cached_tokens == num_cached
+            assert tokens_of(output)[: len(expected)] == expected
+            assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 20
+
+
 def test_running_engines_share_a_folder(tmp_path: Path, expected: list[int]) -> None:
     with engine(tmp_path) as one, engine(tmp_path) as other:
         assert ask(one).num_cached_tokens == 0
@@ -248,6 +266,21 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
     assert ask_twice(2) == [CACHED, CACHED]
     os.utime(folder / "adapter_model.safetensors")
     assert ask_twice(2) == [0, CACHED]
+
+
+def test_an_adapter_that_was_deleted_is_an_error_of_its_request(tmp_path: Path) -> None:
+    folder = shutil.copytree(Path("nanoserve/demo/lora"), tmp_path / "adapter")
+    with engine(tmp_path / "kv", enable_lora=True, max_lora_rank=64) as llm:
+        adapter = LoRARequest("adapter", 1, folder)
+        llm.engine.lora_manager.add_lora(adapter)
+        shutil.rmtree(folder)
+        llm.engine.add_request("gone", PROMPT, GREEDY, lora_request=adapter)
+        llm.engine.add_request("there", PROMPT, GREEDY)
+        outputs = {}
+        while llm.engine.has_unfinished_requests():
+            outputs |= {each.request_id: each for each in llm.engine.step()}
+        assert outputs["gone"].outputs[0].finish_reason == "error"
+        assert outputs["there"].outputs[0].finish_reason == "length"
 
 
 def test_new_weights_under_an_old_name_meet_no_old_blocks(tmp_path: Path) -> None:

@@ -431,6 +431,22 @@ def test_what_a_peer_sends_is_taken_only_if_it_is_whole(
         consumer.reset_prefix_cache(reset_connector=True)
 
 
+def test_a_peer_that_sends_a_row_twice_is_not_believed(
+    engines: Pair, alone: LLM, folder: Path, genuine: tuple[list[int], bytes, bytes]
+) -> None:
+    prompt, listing, rows = genuine
+    consumer, size = engines.consumer, tier_of(engines.consumer)._transport.rows.shape[1]
+    one = rows[-3 * (8 + size) :][: 8 + size]
+    fake = FakePeer(folder, [listing, rows[: -3 * (8 + size)] + 3 * one])
+    try:
+        output = ask(consumer, prompt, params(8, fake.at()))
+        assert tokens_of(output) == expect(alone, prompt)
+        assert_idle(consumer)
+    finally:
+        fake.close()
+        consumer.reset_prefix_cache(reset_connector=True)
+
+
 @given(data=st.data())
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 def test_whoever_asks_and_however_it_ends_the_producer_goes_on(
@@ -606,10 +622,10 @@ def test_bad_options_are_refused(folder: Path, options: dict[str, Any], message:
     assert threading.active_count() == num_threads
 
 
-def make_tier(folder: Path, **options: Any) -> Any:
+def make_tier(folder: Path, role: str = "kv_both", **options: Any) -> Any:
     import numpy as np
 
-    primary = base.PrimaryTier(np.zeros((2, 64), np.uint8), {"model": "m"})
+    primary = base.PrimaryTier(np.zeros((2, 64), np.uint8), {"model": "m"}, role)
     options = {"socket_dir": folder, "port": next(PORTS), **options}
     return peer.P2PSecondaryTierManager(primary, **options)
 
@@ -626,8 +642,14 @@ def test_nobody_else_may_open_the_socket(folder: Path, tmp_path: Path) -> None:
     assert not path.exists()
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open").chmod(0o755)
-    with pytest.raises(ValueError, match=r"others than user .* may enter"):
-        make_tier(tmp_path / "open")
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    num_threads = threading.active_count()
+    for name in ("open", "link"):
+        for role in ("kv_both", "kv_consumer"):
+            with pytest.raises(ValueError, match=r"not a folder that user .* alone may enter"):
+                make_tier(tmp_path / name, role)
+    assert threading.active_count() == num_threads
     with pytest.raises(ValueError, match=r"cannot be opened .*Give another socket_dir"):
         make_tier(tmp_path / ("long" * 30))
 

@@ -131,8 +131,9 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def wait_for_save(self) -> None:
-        """After the step has computed: its saves. Whoever has the step's tokens has these, too, on
-        this rank."""
+        """After the step has computed, and a drafter has read its tokens: its saves. Whoever has
+        the step's tokens has these, too, on this rank (a drafter's on a GPU: soon, see num_done).
+        """
 
     @abstractmethod
     def num_done(self) -> int:
@@ -169,9 +170,9 @@ class OffloadingManager(ABC):
         """The rows have been read."""
 
     @abstractmethod
-    def prepare_store(self, key: OffloadKey, protected: Collection[OffloadKey] = ()) -> int | None:
-        """A row to write a block into that is not here: a free one, or that of an evicted block,
-        but of none that is `protected`. None if there is none. Pending until complete_store."""
+    def prepare_store(self, key: OffloadKey) -> int | None:
+        """A row to write a block into that is not here: a free one, or that of an evicted block.
+        None if there is none. Pending until complete_store."""
 
     @abstractmethod
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:

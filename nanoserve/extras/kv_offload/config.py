@@ -70,7 +70,7 @@ class KVTransferConfig:
     kv_connector: str | None = None  # see CONNECTORS; None: no connector
     kv_role: str | None = None  # see ROLES
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    engine_id: str | None = None  # the engine's name among its peers; None: a new one
+    engine_id: str | None = None  # changes nothing here: a peer is known by its port
 
     @classmethod
     def read(cls, value: Any) -> KVTransferConfig | None:
@@ -116,7 +116,6 @@ class OffloadingConfig:
     eviction_policy: str = "lru"
     secondary_tiers: tuple[Mapping[str, Any], ...] = field(default=(), hash=False)
     kv_role: str = "kv_both"
-    engine_id: str | None = None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> OffloadingConfig:
@@ -149,7 +148,7 @@ class OffloadingConfig:
             )
         tiers = read_tiers(extra.get("secondary_tiers", ()))
         role = transfer.kv_role or "kv_both"
-        return cls(num_bytes, policy, tiers, role, transfer.engine_id)
+        return cls(num_bytes, policy, tiers, role)
 
 
 def read_tiers(given: Any) -> tuple[Mapping[str, Any], ...]:

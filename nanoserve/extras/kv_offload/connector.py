@@ -120,7 +120,7 @@ class OffloadingConnector(KVConnectorBase):
         self.unread: deque[Transfers] = deque()  # steps whose copies may not be made yet
         self._num_read = 0  # the number of the last step that was read
         self._num_saved: dict[int, int] = {}  # seq_id -> its first blocks that were looked at
-        self._matched: tuple[OffloadKey, ...] = ()  # the last answer: not evicted now
+        self._matched: dict[OffloadKey, int] = {}  # the last answer, and the rows, which are kept
         self._bind()
 
     def _bind(self) -> None:
@@ -162,20 +162,25 @@ class OffloadingConnector(KVConnectorBase):
         return seq.block_hashes[start : (seq.num_tokens - 1) // self.block_manager.block_size]
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int:
-        size, self._matched = self.block_manager.block_size, ()
+        self._drop_match()
         if seq.sampling_params.skip_reading_prefix_cache:
             return 0
+        size = self.block_manager.block_size
         keys = self._keys(seq, num_computed_tokens // size)
-        self._matched = tuple(takewhile(self.is_loadable, keys))
-        return len(self._matched) * size
+        keys = list(takewhile(self.is_loadable, keys))
+        self._matched = dict(zip(keys, self.manager.prepare_load(keys), strict=True))
+        return len(keys) * size
+
+    def _drop_match(self) -> None:
+        """The sequence of the last answer was not admitted."""
+        self.manager.complete_load(self._matched)
+        self._matched = {}
 
     def update_state_after_alloc(
         self, seq: Sequence, block_ids: list[int], num_external_tokens: int
     ) -> None:
-        keys, self._matched = self._matched, ()
-        assert len(keys) == len(block_ids), "not the blocks of the last answer"
-        rows = self.manager.prepare_load(keys)
-        pairs = zip(rows, block_ids, strict=True)
+        keys, self._matched = self._matched, {}
+        pairs = zip(keys.values(), block_ids, strict=True)
         self.next_step.loads += zip(keys, pairs, strict=True)
         num_found = (seq.num_computed_tokens + num_external_tokens) // self.block_manager.block_size
         used = seq.block_hashes[:num_found]
@@ -198,6 +203,7 @@ class OffloadingConnector(KVConnectorBase):
             self.stats.add("prompt_tokens_cached_by_source", size, source)
 
     def request_finished(self, seq: Sequence, block_ids: Seq[int]) -> None:
+        self._drop_match()
         self.tiers.release(seq.seq_id)
         self._num_saved.pop(seq.seq_id, None)
         if self.tiers.tiers:
@@ -231,7 +237,7 @@ class OffloadingConnector(KVConnectorBase):
     def store_evicted(self, block_id: int, block_hash: BlockHash) -> None:
         """The prefix cache evicts a block (BlockPool.on_evict): keep it, if there is a row."""
         if self.manager.lookup(block_hash) is LookupResult.MISS:
-            row = self.manager.prepare_store(block_hash, protected=self._matched)
+            row = self.manager.prepare_store(block_hash)
             if row is None:
                 self.stats.add("kv_offload_allocation_failure", 1)
             else:
@@ -288,6 +294,7 @@ class OffloadingConnector(KVConnectorBase):
         self.tiers.poll()
 
     def reset(self) -> None:
+        self._drop_match()
         steps = [*self.unread, self.next_step]
         for step in steps:
             self.manager.complete_load(key for key, _ in step.loads)
@@ -295,7 +302,6 @@ class OffloadingConnector(KVConnectorBase):
             self.manager.complete_store([*step.stores, *step.saves], success=False)
         self.unread.clear()
         self.next_step = Transfers(self.next_step.number + 1)
-        self._matched = ()
         self._num_saved.clear()
         self._bind()
 
@@ -307,6 +313,7 @@ class OffloadingConnector(KVConnectorBase):
 
     def check(self) -> None:
         used = self.tiers.count_transfers()
+        used.update(self._matched.keys())
         for step in (*self.unread, self.next_step):
             used.update([*step.stores, *step.saves, *(key for key, _ in step.loads)])
         self.manager.check(used)

@@ -19,6 +19,7 @@ vLLM: vllm/v1/core/kv_cache_utils.py hash_block_tokens, vllm/v1/kv_offload/file_
 from __future__ import annotations
 
 import hashlib
+import secrets
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +38,11 @@ class BlockDigests:
     def note_adapter(self, seq: Sequence) -> None:
         """Before the first block of `seq`: know its adapter."""
         if seq.lora is not None and seq.lora.key not in self._adapters:
-            self._adapters[seq.lora.key] = describe_files(Path(seq.lora.request.path))
+            try:
+                name = describe_files(Path(seq.lora.request.path))
+            except OSError:  # deleted since it was checked
+                name = secrets.token_hex()  # what it computes, if anything, is for nobody else
+            self._adapters[seq.lora.key] = name
 
     def get(self, block_hash: BlockHash) -> bytes:
         """The digest, 32 bytes."""

@@ -65,7 +65,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 BELIEVED = 1.0  # seconds since somebody last asked
 HANGS_AFTER = 5.0  # seconds without an answer
-MOST_ANSWERS = 10_000  # then old ones are dropped
+MOST_ANSWERS = 10_000  # then old ones are dropped; twice as many as those that are not old
 
 
 class IOThreads:
@@ -167,6 +167,7 @@ class FileSystemTierManager(SecondaryTierManager):
         self.rows = primary.rows
         self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes)
         self._answers: dict[Digest, _Answer] = {}
+        self._most_answers = MOST_ANSWERS
         self._did_hang = False  # at the last lookup
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._readers = IOThreads(num_threads["n_read_threads"], "kv-load")
@@ -178,9 +179,9 @@ class FileSystemTierManager(SecondaryTierManager):
             return LookupResult.MISS
         now, answer = time.monotonic(), self._answers.get(key)
         if answer is None or not answer.is_believed(now):
-            if len(self._answers) >= MOST_ANSWERS:
+            if len(self._answers) >= self._most_answers:
                 believed = {k: each for k, each in self._answers.items() if each.is_believed(now)}
-                self._answers = believed
+                self._answers, self._most_answers = believed, max(MOST_ANSWERS, 2 * len(believed))
             answer = self._answers[key] = _Answer()
             self._readers.submit(partial(_look_up, self.files, key, answer))
         answer.asked_at = now

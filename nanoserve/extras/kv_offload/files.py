@@ -29,7 +29,8 @@ when it says that there is no room, the files are counted. Then those that were 
 read-only disk is one line in the log: nothing is stored, and the engine goes on.
 
 *Private.* The bytes of a block tell much about its tokens, and whoever can write files decides what
-the model reads. So a root_dir that is made here is open to its user alone.
+the model reads. So a root_dir that is made here is open to its user alone; one that is there, and
+where everybody may write, is a line in the log. No link is followed, and no pipe waited for.
 
 Left out: fsync, O_DIRECT; a use of a file's block in a faster tier is no use of the file.
 
@@ -73,6 +74,15 @@ LOCK_NAME = "nanoserve-kv.lock"
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.bin(\.[0-9a-f]{16}\.tmp)?")  # others are left alone
 DISK_SHARE = 10
 FREE_SHARE = 8  # when there is no room, 1 / FREE_SHARE of it is made
+
+
+def open_file(name: str | Path, flags: int) -> int:
+    """os.open for a file in a folder where others may write. What they have put there instead (a
+    link to a file of ours, a pipe that nobody writes to) is an OSError, and no wait."""
+    safe = ("O_BINARY", "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK")
+    for each in safe:
+        flags |= getattr(os, each, 0)
+    return os.open(name, flags, 0o666)
 
 
 def lock_file(file: BinaryIO, wait: bool = True) -> bool:
@@ -131,6 +141,12 @@ class BlockFiles:
         self._store_error = ""  # of the last store: the log has it
         try:
             mapper.root_dir.mkdir(0o700, parents=True, exist_ok=True)
+            if os.name == "posix" and mapper.root_dir.stat().st_mode & stat.S_IWOTH:
+                logger.warning(
+                    "Every user may write into %s, and so decide what the model reads. Run chmod "
+                    "o-w on it.",
+                    mapper.root_dir,
+                )
             disk_bytes = shutil.disk_usage(mapper.root_dir).total
         except OSError as error:
             raise ValueError(
@@ -160,7 +176,7 @@ class BlockFiles:
         not there or not good; a bad file is deleted."""
         name, why = self.mapper.get_file_name(key), ""
         try:
-            with open(name, "rb", buffering=0) as file:
+            with open(name, "rb", buffering=0, opener=open_file) as file:
                 why = self._read(file, key, buffer)
             if not why:
                 with suppress(OSError):  # a read-only disk
@@ -267,8 +283,8 @@ class BlockFiles:
     def _locked(self) -> Iterator[BinaryIO]:
         """Hold the lock of root_dir. The open lock file holds the number of bytes in use."""
         name = self.mapper.root_dir / LOCK_NAME
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)
-        with self._mutex, os.fdopen(os.open(name, flags, 0o666), "r+b", buffering=0) as ledger:
+        flags = os.O_RDWR | os.O_CREAT
+        with self._mutex, os.fdopen(open_file(name, flags), "r+b", buffering=0) as ledger:
             lock_file(ledger)
             yield ledger
 
@@ -328,6 +344,6 @@ class BlockFiles:
     def _describe(self) -> None:
         """Write config.json, for whoever looks into the folder."""
         name = self.mapper.folder / "config.json"
-        if not name.exists():
+        if not os.path.lexists(name):
             text = json.dumps(self.mapper.identity, indent=2, sort_keys=True)
             name.write_text(text + "\n", encoding="utf-8")

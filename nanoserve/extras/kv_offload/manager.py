@@ -16,7 +16,7 @@ vLLM: vllm/v1/kv_offload/cpu/manager.py CPUOffloadingManager (V1).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from nanoserve.extras.kv_offload.base import LookupResult, OffloadingManager, OffloadKey
 from nanoserve.extras.kv_offload.policies import POLICIES, Block, CachePolicy, touch_prefix
@@ -30,6 +30,7 @@ class CPUOffloadingManager(OffloadingManager):
         self.num_blocks = num_blocks
         self.policy: CachePolicy[OffloadKey] = POLICIES[eviction_policy](num_blocks)
         self.free_rows = list(range(num_blocks - 1, -1, -1))
+        self.num_idle = 0  # blocks that no transfer uses: these can be evicted
         # Rows of blocks whose transfer failed: free when it is sure that nobody writes them still.
         self.quarantine: list[int] = []
 
@@ -45,6 +46,7 @@ class CPUOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Iterable[OffloadKey]) -> list[int]:
         blocks = [self._get(key) for key in keys]
         for block in blocks:
+            self.num_idle -= block.ref_cnt == 0
             block.ref_cnt += 1
         return [block.block_id for block in blocks]
 
@@ -52,17 +54,17 @@ class CPUOffloadingManager(OffloadingManager):
         for key in keys:
             self._release(self._get(key))
 
-    def prepare_store(self, key: OffloadKey, protected: Collection[OffloadKey] = ()) -> int | None:
+    def prepare_store(self, key: OffloadKey) -> int | None:
         assert self.policy.get(key) is None, "this block is here"
         self.policy.miss(key)
         if self.free_rows:
             row = self.free_rows.pop()
+        elif not self.num_idle:
+            return None  # at once: a slow disk may use all rows for long
         else:
-            evicted = self.policy.evict(
-                key, lambda other, block: block.ref_cnt == 0 and other not in protected
-            )
-            if evicted is None:
-                return None
+            evicted = self.policy.evict(key, lambda _, block: block.ref_cnt == 0)
+            assert evicted is not None, "an idle block is nowhere"
+            self.num_idle -= 1
             row = evicted.block_id
         self.policy.insert(key, Block(row, ref_cnt=1))
         return row
@@ -75,7 +77,7 @@ class CPUOffloadingManager(OffloadingManager):
                 block.is_ready = True
             else:
                 assert block.ref_cnt == 0, "a row is read that was not written"
-                self.policy.remove(key)
+                self._forget(key)
                 self.quarantine.append(block.block_id)
 
     def end_quarantine(self) -> None:
@@ -87,18 +89,23 @@ class CPUOffloadingManager(OffloadingManager):
         """Forget all blocks that no transfer uses."""
         for key, block in list(self.policy.items()):
             if block.ref_cnt == 0:
-                self.policy.remove(key)
+                self._forget(key)
                 self.free_rows.append(block.block_id)
+
+    def _forget(self, key: OffloadKey) -> None:
+        """An idle block goes."""
+        self.policy.remove(key)
+        self.num_idle -= 1
 
     def _get(self, key: OffloadKey) -> Block:
         block = self.policy.get(key)
         assert block is not None, "this block is not here"
         return block
 
-    @staticmethod
-    def _release(block: Block) -> None:
+    def _release(self, block: Block) -> None:
         assert block.ref_cnt > 0, f"row {block.block_id} released twice"
         block.ref_cnt -= 1
+        self.num_idle += block.ref_cnt == 0
 
     def check(self, used: Counter[OffloadKey]) -> None:
         """Raise AssertionError unless each row is free, in quarantine or has one block, and each
@@ -111,3 +118,4 @@ class CPUOffloadingManager(OffloadingManager):
             assert block.ref_cnt == used[key], f"row {block.block_id}: {block.ref_cnt} transfers"
             assert block.is_ready or block.ref_cnt, f"row {block.block_id}: nobody writes it"
         assert not used.keys() - blocks.keys(), "a transfer uses a block that is not here"
+        assert self.num_idle == len(blocks) - len(used), f"{self.num_idle} idle blocks"

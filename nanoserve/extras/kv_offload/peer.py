@@ -76,6 +76,7 @@ from nanoserve.extras.kv_offload.transport import (
     Source,
     Transport,
     describe_end,
+    make_private,
 )
 from nanoserve.logger import init_logger, warning_once
 from nanoserve.sequence import Sequence, SequenceStatus
@@ -104,8 +105,8 @@ class P2PSecondaryTierManager(SecondaryTierManager):
     cache_hit_source: ClassVar[str] = "p2p"
 
     def __init__(self, primary: PrimaryTier, **options: Any) -> None:
-        """Starts a thread; a producer listens. Raises ValueError or TypeError for a bad option, or
-        a port that is in use."""
+        """Starts a thread; a producer listens. Raises ValueError or TypeError for a bad option, a
+        folder that others may enter, or a port that is in use."""
         options = drop_accepted("a tier of type 'p2p'", options, OPTIONS, ACCEPTED)
         if not hasattr(socket, "AF_UNIX"):
             raise ValueError("a tier of type 'p2p' needs Unix sockets: Linux or macOS.")
@@ -123,6 +124,7 @@ class P2PSecondaryTierManager(SecondaryTierManager):
         self._asking: dict[int, RemotePrefill] = {}  # seq_id -> what it waits for
         self._offered: dict[Digest, Source] = {}  # what other engines hold for sequences here
         self._offers: dict[int, list[Digest]] = {}  # seq_id -> of these, those for this sequence
+        make_private(self.folder)  # a consumer's, too: whoever owns it answers what it asks
         self._transport = Transport(primary.rows, primary.identity)
         self._end = weakref.finalize(self, in_this_process(self._transport.close))
         if self.role != "kv_consumer":

@@ -123,16 +123,23 @@ class LRUPolicy(CachePolicy[Key]):
             self.blocks.move_to_end(key)
 
     def evict(self, key: Key, may_go: Callable[[Key, Block], bool]) -> Block | None:
-        victim = first(self.blocks, may_go)
+        victim = find_first(self.blocks, may_go)
         return None if victim is None else self.blocks.pop(victim)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.blocks)
 
 
-def first(blocks: OrderedDict[Key, Block], may_go: Callable[[Key, Block], bool]) -> Key | None:
-    """The first block that may go."""
-    return next((key for key, block in blocks.items() if may_go(key, block)), None)
+def find_first(blocks: OrderedDict[Key, Block], may_go: Callable[[Key, Block], bool]) -> Key | None:
+    """The first block that may go. Those before it are in use just now, so they go to the end: a
+    search that began with them again for each block would take longer the more of them there are.
+    """
+    for _ in range(len(blocks)):
+        key = next(iter(blocks))
+        if may_go(key, blocks[key]):
+            return key
+        blocks.move_to_end(key)
+    return None
 
 
 class ARCPolicy(CachePolicy[Key]):
@@ -168,7 +175,7 @@ class ARCPolicy(CachePolicy[Key]):
         from_t1 = size > target or (size == target and key in self.b2)
         lists = [(self.t1, self.b1), (self.t2, self.b2)]
         for blocks, ghosts in lists if from_t1 else reversed(lists):
-            victim = first(blocks, may_go)
+            victim = find_first(blocks, may_go)
             if victim is not None:
                 ghosts[victim] = None
                 return blocks.pop(victim)

@@ -211,7 +211,8 @@ class TieringOffloadingManager:
                 self.manager.complete_store(good)
                 self.manager.complete_store(bad, success=False)
                 promotion = self.promotions.get(job.seq_id) if job.seq_id is not None else None
-                if promotion is not None:
+                if promotion is not None:  # perhaps a later one, which has asked for other blocks
+                    good = [key for key in good if key in promotion.pending]
                     promotion.pending.difference_update(job.keys.values())
                     self.manager.prepare_load(good)
                     promotion.held |= dict.fromkeys(good, tier.cache_hit_source)

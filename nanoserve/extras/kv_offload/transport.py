@@ -30,6 +30,7 @@ import asyncio
 import json
 import os
 import socket
+import stat
 import struct
 import threading
 import zlib
@@ -154,7 +155,7 @@ class Transport:
     async def fetch(self, source: Source, rows: Mapping[Digest, int], good: list[Digest]) -> None:
         """Get these blocks into these rows. What has come is in `good`, also if this raises what
         list_blocks raises."""
-        keys, size = tuple(rows), self.rows.shape[1]
+        keys, size, missing = tuple(rows), self.rows.shape[1], dict(rows)
         async with self._ask(source, keys) as (reader, writer, number):
             _check(number <= len(keys), "more rows than keys")
             for start in range(0, number, self._num_rows):
@@ -163,9 +164,10 @@ class Transport:
                 for place in range(0, len(data), ROW.size + size):
                     index, checksum = ROW.unpack_from(data, place)
                     row = data[place + ROW.size :][:size]
-                    _check(index < len(keys), "a row that nobody has asked for")
+                    is_asked_for = index < len(keys) and keys[index] in missing
+                    _check(is_asked_for, "a row that nobody has asked for")
                     _check(zlib.crc32(row) == checksum, "a row with a wrong CRC-32")
-                    memoryview(self.rows[rows[keys[index]]])[:] = row
+                    memoryview(self.rows[missing.pop(keys[index])])[:] = row
                     good.append(keys[index])
             writer.write(DONE)
 
@@ -203,11 +205,10 @@ class Transport:
     # -- the side that answers --
 
     def listen(self, path: Path, holder: Holder) -> None:
-        """Answer questions that come to this socket, whose folder is made. Raises ValueError if it
-        cannot be opened, or is another engine's."""
+        """Answer questions that come to this socket. Raises ValueError if it cannot be opened, or
+        is another engine's."""
         self._holder = holder
         try:
-            make_private(path.parent)
             # Held until the process ends, however: then the socket's file is nobody's.
             lock = open(path.with_suffix(".lock"), "wb")  # noqa: SIM115
             self._files.append(lock)
@@ -277,11 +278,21 @@ def _split(data: bytes) -> list[Digest]:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only this user can enter. Raises OSError if it is not so."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.stat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"others than user {os.getuid()} may enter {folder}; chmod 700 it")
+    """Make a folder that only this user can enter. Raises ValueError if it is not so, or is a link:
+    to where, its owner decides."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ValueError(
+            f"the folder {folder} cannot be opened ({error}). Give another socket_dir."
+        ) from error
+    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not is_own or found.st_mode & 0o077:
+        raise ValueError(
+            f"{folder} is not a folder that user {os.getuid()} alone may enter. chmod 700 it, or "
+            "give another socket_dir."
+        )
 
 
 def describe_end(error: BaseException) -> str:

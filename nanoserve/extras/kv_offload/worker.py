@@ -118,14 +118,17 @@ class OffloadingWorker(KVConnectorWorker):
                 for block, row in pairs:
                     self.own_rows[row, span] = array[block]
             return
-        for some in self._chunks(pairs):
+        for i, some in enumerate(self._chunks(pairs)):
+            if i:  # the memory of what was gathered before is free again, however much follows
+                torch.cuda.current_stream().wait_stream(self.stream)
             blocks = index_on([block for block, _ in some], self.device)
             gathered = torch.cat([part.index_select(0, blocks) for part in self.parts], dim=1)
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                for i, (_, row) in enumerate(some):
-                    self.own[row].copy_(gathered[i], non_blocking=True)
-            gathered.record_stream(self.stream)  # its memory is not used again before
+                for block, (_, row) in zip(gathered, some, strict=True):
+                    self.own[row].copy_(block, non_blocking=True)
+        if pairs:  # the last ones are copied beside what comes
+            gathered.record_stream(self.stream)
 
     def _copy_in(self, pairs: tuple[BlockPair, ...]) -> None:
         """(row, KV block)"""

@@ -35,7 +35,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -115,7 +115,9 @@ class Proposer:
             logger.error("a proposer failed: no drafts for the next step", exc_info=caught.error)
             return {}
 
-        return DraftedOutput(pending, propose)
+        has_copies = scheduler_output.kv_connector_metadata is not None
+        connector = self.runner.kv_connector if has_copies else None
+        return DraftedOutput(pending, propose, connector)
 
     def _only_tokens(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Drafts up to the first id that is not one of the vocabulary's: a model cannot read it."""
@@ -168,14 +170,20 @@ class DraftedOutput:
         self,
         pending: PendingOutput,
         propose: Callable[[ModelOutput], dict[int, tuple[int, ...]]],
+        connector: Any = None,
     ) -> None:
+        """connector: the runner's KVConnectorWorker (extras/kv_offload), if the step's blocks go
+        to another tier: with what the drafter has put there."""
         self._pending = pending
         self._propose = propose
+        self._connector = connector
 
     def result(self) -> ModelOutput:
         """The tokens of the step, and drafts of those that follow."""
         output = self._pending.result()
         output.draft_token_ids.update(self._propose(output))
+        if self._connector is not None:
+            self._connector.wait_for_save()
         return output
 
 
