@@ -509,7 +509,7 @@ TOKENIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "prepend": (norm({"type": "Prepend", "prepend": "x" * 10**6}), GUARDED),
     "many NFKC": (norm(*[{"type": "NFKC"}] * 40), GUARDED),
     "too many parts": (norm(*[{"type": "NFKC"}] * 10**5), "100005 normalizers.*allowed: 64"),
-    "nested parts": (nested(120), "recursion limit|allowed: 64"),
+    "nested parts": (nested(120), "recursion limit|more than 64"),
     "text repeated": ({"post_processor": {"type": "TemplateProcessing", **REPEATED}}, "."),
     "decoder, doubling": (decoder(*[replace("e", "ee")] * 40), "its decoder makes texts much"),
     "decoder, regex": (decoder(replace({"Regex": "(e+)+$"}, "x")), "or has a regular expression"),
