@@ -28,9 +28,9 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
-    each = commands.add_parser("export", help="a zip for a grading service")
-    each.add_argument("service", choices=["gradescope"])
-    each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
+    each = commands.add_parser("export", help="a zip for a grading service, or lab 0 as a notebook")
+    each.add_argument("service", choices=["gradescope", "nbgrader", "otter"])
+    each.add_argument("file", type=Path, metavar="FILE", help="a new zip, or a new notebook")
     each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
     each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
@@ -111,6 +111,17 @@ def main(arguments: list[str]) -> int:
         num_tasks = sum(len(lab.tasks) for lab in labs)
         where = f"{len(files)} file{'s' * (len(files) != 1)}"
         print(f"{args.out}: {num_tasks} holes in {where}; see {args.out}/README.md")
+        return 0
+    if args.command == "export" and args.service != "gradescope":
+        given = [args.hidden, args.secret, args.variant, args.seed]
+        if numbers not in (None, [0]) or any(each not in (None, "") for each in given):
+            raise ValueError(
+                f"{args.service} takes no other option than --labs 0: its notebook is the trace "
+                "quiz, whose numbers anybody can compute who runs it. `export gradescope` keeps a "
+                "secret."
+            )
+        exports.export_notebook(args.file, args.service)
+        print(f"{args.file}: the lecturer's notebook; its numbers hang on the student's id alone")
         return 0
     if args.command == "export":
         hidden = {} if args.hidden is None else read_hidden(args.hidden)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.extras.course.labs.board import Board
-from nanoserve.extras.course.spec import Exercise, Lab, Setting, Task, Wrong
+from nanoserve.extras.course.spec import Exercise, Lab, Setting, Task, Wrong, must
 
 ANSWERS_FILE = "answers.json"
 NUM_QUESTIONS, NUM_TRIES = 10, 1000
@@ -51,13 +51,16 @@ class Quiz:
     trace: str  # the shown steps
     questions: list[Question]
 
-    def describe(self) -> str:
-        """The sheet, in Markdown."""
+    def sheet(self) -> str:
+        """What is asked, in Markdown."""
         asked = "\n".join(f"{n}. {each.text}" for n, each in enumerate(self.questions, 1))
-        return (
-            f"# Trace quiz of {self.student}\n\n{self.setting}\n\n```\n{self.trace}\n```\n\n"
-            f"{asked}\n\nAnswer in {ANSWERS_FILE}:\n\n```json\n{empty_answers(self.student)}```\n"
-        )
+        title = f"# Trace quiz of {self.student}"
+        return f"{title}\n\n{self.setting}\n\n```\n{self.trace}\n```\n\n{asked}"
+
+    def describe(self) -> str:
+        """The sheet, and where the answers go."""
+        empty = empty_answers(self.student)
+        return f"{self.sheet()}\n\nAnswer in {ANSWERS_FILE}:\n\n```json\n{empty}```\n"
 
 
 @dataclass
@@ -345,6 +348,12 @@ def judge(question: Question, given: object) -> tuple[str, str]:
         return "right", ""
     hint = question.hints.get(given)
     return "wrong", f"{question.text}\n{given} is not right" + (f": {hint}." if hint else ".")
+
+
+def check(student: str, number: int, given: object) -> None:
+    """For a cell of a notebook: raise Wrong unless this answers the question, counted from 1."""
+    status, message = judge(make_quiz(student).questions[number - 1], given)
+    must(status == "right", message)
 
 
 LAB = Lab(0, "Trace quiz", [], exercise=TraceQuiz())
