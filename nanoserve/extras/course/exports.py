@@ -136,7 +136,7 @@ def export_notebook(file: Path, service: str) -> None:
 
 def cell(kind: str, source: str, **metadata: Any) -> dict[str, Any]:
     """A cell of a notebook. kind: "code", "markdown" or "raw"."""
-    more = {"outputs": [], "execution_count": None} if kind == "code" else {}
+    more: dict[str, Any] = {"outputs": [], "execution_count": None} if kind == "code" else {}
     return {"cell_type": kind, "metadata": metadata, "source": source, **more}
 
 
