@@ -108,6 +108,37 @@ def test_the_sheets_of_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["course", "quiz", "../x", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ('{"users": [{"email": "Ada@uni.edu", "id": 7}]}', "the same student has handed it in"),
+        ('{"users": [{"email": "x@uni.edu", "id": 1}]}', "handed in by 1, x@uni.edu: is that"),
+        ('{"users": []}', "The sheet of 'ada' was graded."),
+        ("[1", "cannot be read: JSONDecodeError"),
+    ],
+)
+def test_whose_sheet_was_graded(
+    metadata: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand_in(tmp_path, right_answers("ada"))
+    write(tmp_path, "who.json", metadata)
+    file, command = tmp_path / "results.json", ["course", "grade", str(tmp_path), "--labs", "0"]
+    assert main([*command, "--metadata", str(tmp_path / "who.json"), "--json", str(file)]) == 0
+    assert message in json.loads(file.read_text())["output"]
+    assert message in capsys.readouterr().out
+
+
+def test_an_export_without_a_secret_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["course", "export", "gradescope"]
+    assert main([*command, str(tmp_path / "a.zip"), "--labs", "0"]) == 0
+    assert "Without --secret" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "b.zip"), "--labs", "0", "--secret", "s"]) == 0
+    assert main([*command, str(tmp_path / "c.zip"), "--labs", "1"]) == 0
+    assert "Without --secret" not in capsys.readouterr().out
+
+
 def cells_of(file: Path, for_students: bool = False) -> list[str]:
     """The code cells of an exported notebook. for_students: as nbgrader's `generate_assignment` and
     `otter assign` leave them."""

@@ -57,7 +57,7 @@ base="${{AUTOGRADER:-/autograder}}"
 cd "$base/source"
 mkdir -p "$base/results"
 PYTHONPATH="$base/source" "$base/venv/bin/python" -m nanoserve course grade "$base/submission" \\
-    {options} --json "$base/results/results.json"
+    {options} --metadata "$base/submission_metadata.json" --json "$base/results/results.json"
 if [ ! -s "$base/results/results.json" ]; then
     printf '{{"score": 0, "output": "%s"}}\\n' \\
         "Nothing was graded. Upload {wanted} of your tree, as a zip." \\

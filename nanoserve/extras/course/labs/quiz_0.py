@@ -294,6 +294,27 @@ def who(folder: Path, setting: Setting) -> str:
     return student
 
 
+def whose(folder: Path, setting: Setting, metadata: Path | None) -> str:
+    """Whose sheet it is, and who has handed it in, as a sentence; "" if it does not say. metadata:
+    submission_metadata.json of Gradescope, if there is one."""
+    try:
+        student = who(folder, setting)
+    except ValueError:
+        return ""
+    sheet = f"The sheet of {student[:99]!r} was graded"
+    try:
+        users = json.loads(metadata.read_text(encoding="utf-8"))["users"] if metadata else []
+        names = {str(user[key]) for user in users for key in ("email", "id", "sid") if key in user}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{sheet}; who has handed it in cannot be read: {error!r}."
+    if not names:
+        return f"{sheet}."
+    known = names | {name.partition("@")[0] for name in names}
+    if student.lower() in {name.lower() for name in known}:
+        return f"{sheet}, and the same student has handed it in."
+    return f"{sheet}. It was handed in by {', '.join(sorted(names))}: is that the same student?"
+
+
 class TraceQuiz(Exercise):
     """Ten numbers."""
 
