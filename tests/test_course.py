@@ -348,6 +348,30 @@ def test_a_module_is_followed(number: str, body: str, message: str) -> None:
     assert message in str(reach(source, graft.find_function(task).__globals__))
 
 
+NOTHING = ["return None", "return 0", "return []", "return True"]
+SWEPT = [number for number, (lab, _) in TASKS.items() if lab.number in (1, 2, 3, 4, 5, 11, 12)]
+
+
+def check_nothing(number: str, body: str, folder: Path) -> None:
+    points = TASKS[number][1].points
+    score, messages = earned(number, folder, body)
+    assert score <= points / 5, f"{body} earns {score} of {points}\n{messages}"
+
+
+@pytest.mark.parametrize("body", NOTHING[::2])
+def test_a_function_that_does_nothing_earns_little(body: str, tmp_path: Path) -> None:
+    check_nothing("2.3", body, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", NOTHING)
+@pytest.mark.parametrize("number", SWEPT)
+def test_each_function_that_does_nothing_earns_little(
+    number: str, body: str, tmp_path: Path
+) -> None:
+    check_nothing(number, body, tmp_path)
+
+
 def test_other_ways_to_write_it_are_right(tmp_path: Path) -> None:
     for body in [
         "from math import ceil\nreturn ceil(num_tokens / self.block_size)",
