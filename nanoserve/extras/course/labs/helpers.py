@@ -152,6 +152,9 @@ def step(
             log.append(f"append 1 token to {seq.seq_id}")
             seq.token_ids.append(rng.randrange(2))
             operate(manager, seq, 1)
+            block = manager.block_tables[seq.seq_id][-1]
+            owners = manager.pool.ref_counts[block]
+            must(owners == 1, f"{seq.seq_id} writes into block {block}, which {owners} hold")
     elif choice == "fork" and running:
         parent = rng.choice(running)
         log.append(f"fork {parent.seq_id} -> {number}")
