@@ -121,6 +121,7 @@ def behind_the_match() -> None:
 def nothing() -> None:
     check_propose([1, 2, 3], 3, [])
     check_propose([5, 3, 9, 2, 3], 3, [], least=2)
+    check_propose([5, 3, 9, 2, 3], 3, [9, 2, 3], least=1)
 
 
 @PROPOSE.behaviour(0.5, "the limits are those of the configuration")
