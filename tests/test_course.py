@@ -348,6 +348,30 @@ def test_a_module_is_followed(number: str, body: str, message: str) -> None:
     assert message in str(reach(source, graft.find_function(task).__globals__))
 
 
+NOTHING = ["return None", "return 0", "return []", "return True"]
+SWEPT = [number for number, (lab, _) in TASKS.items() if lab.number in (1, 2, 3, 4, 5, 11, 12)]
+
+
+def check_nothing(number: str, body: str, folder: Path) -> None:
+    points = TASKS[number][1].points
+    score, messages = earned(number, folder, body)
+    assert score <= points / 5, f"{body} earns {score} of {points}\n{messages}"
+
+
+@pytest.mark.parametrize("body", NOTHING[::2])
+def test_a_function_that_does_nothing_earns_little(body: str, tmp_path: Path) -> None:
+    check_nothing("2.3", body, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", NOTHING)
+@pytest.mark.parametrize("number", SWEPT)
+def test_each_function_that_does_nothing_earns_little(
+    number: str, body: str, tmp_path: Path
+) -> None:
+    check_nothing(number, body, tmp_path)
+
+
 def test_other_ways_to_write_it_are_right(tmp_path: Path) -> None:
     for body in [
         "from math import ceil\nreturn ceil(num_tokens / self.block_size)",
@@ -374,6 +398,23 @@ def test_a_link_to_the_solution_is_not_followed(tmp_path: Path) -> None:
         pytest.skip("no links here")
     outcomes = grade_task(lab, task, tmp_path, 1, {})
     assert "is a link that leads out of your submission" in outcomes[0].message
+
+
+def test_a_tree_in_one_outer_folder_is_found(tmp_path: Path) -> None:
+    """Behind a link it is not."""
+    task = TASKS["1.1"][1]
+    upload = tmp_path / "upload"
+    tree = submit(upload / "tree", task, source_of(task))
+    (upload / "__MACOSX").mkdir()
+    (upload / ".DS_Store").touch()
+    assert grader.find_tree(upload) == tree == grader.find_tree(tree)
+    assert grader.find_tree(tmp_path / "none") == tmp_path / "none"
+    (upload / "answers.json").touch()
+    assert grader.find_tree(upload) == upload
+    link = tmp_path / "link"
+    link.mkdir()
+    (link / "tree").symlink_to(ROOT, target_is_directory=True)
+    assert grader.find_tree(link) == link
 
 
 def test_a_message_that_no_file_can_hold(tmp_path: Path) -> None:
@@ -691,9 +732,16 @@ def test_gradescope_is_told_variant_secret_and_seed(tmp_path: Path) -> None:
     service = Service(file, tmp_path / "autograder")
     questions = quiz_0.make_quiz("ada", "a b'c").questions
     answers = {"student": "ada"} | {str(n): each.answer for n, each in enumerate(questions, 1)}
-    results = service.grade(
-        lambda folder: (folder / quiz_0.ANSWERS_FILE).write_text(json.dumps(answers))
+    (service.base / "submission_metadata.json").write_text(
+        json.dumps({"users": [{"email": "bob@uni.edu", "id": 7}]})
     )
+
+    def fill(folder: Path) -> None:
+        (folder / "outer").mkdir()
+        (folder / "outer" / quiz_0.ANSWERS_FILE).write_text(json.dumps(answers))
+
+    results = service.grade(fill)
+    assert "sheet of 'ada' was graded. It was handed in by 7, bob@uni.edu" in results["output"]
     assert results["score"] == 5
     names = {each["name"].partition(":")[0] for each in results["tests"]}
     assert names > set(variant_15.choose("2027a"))

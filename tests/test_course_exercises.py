@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,7 +17,7 @@ pytest.importorskip("nanoserve.extras.course.cli")
 from course_sample import sample
 
 from nanoserve.__main__ import main
-from nanoserve.extras.course import make
+from nanoserve.extras.course import exports, make
 from nanoserve.extras.course.grader import ROOT, Outcome, grade
 from nanoserve.extras.course.labs import contest_10, hunt_9, quiz_0, variant_15
 from nanoserve.extras.course.mutants import Mutant, mutate
@@ -104,6 +106,113 @@ def test_the_sheets_of_a_class(tmp_path: Path, capsys: pytest.CaptureFixture[str
     names = {file.name for file in (tmp_path / "sheets").iterdir()}
     assert names == {"quiz-ada.md", "ada.json", "quiz-bob.md", "bob.json"}
     assert main(["course", "quiz", "../x", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ('{"users": [{"email": "Ada@uni.edu", "id": 7}]}', "the same student has handed it in"),
+        ('{"users": [{"email": "x@uni.edu", "id": 1}]}', "handed in by 1, x@uni.edu: is that"),
+        ('{"users": []}', "The sheet of 'ada' was graded."),
+        ("[1", "cannot be read: JSONDecodeError"),
+    ],
+)
+def test_whose_sheet_was_graded(
+    metadata: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hand_in(tmp_path, right_answers("ada"))
+    write(tmp_path, "who.json", metadata)
+    file, command = tmp_path / "results.json", ["course", "grade", str(tmp_path), "--labs", "0"]
+    assert main([*command, "--metadata", str(tmp_path / "who.json"), "--json", str(file)]) == 0
+    assert message in json.loads(file.read_text())["output"]
+    assert message in capsys.readouterr().out
+
+
+def test_an_export_without_a_secret_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["course", "export", "gradescope"]
+    assert main([*command, str(tmp_path / "a.zip"), "--labs", "0"]) == 0
+    assert "Without --secret" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "b.zip"), "--labs", "0", "--secret", "s"]) == 0
+    assert main([*command, str(tmp_path / "c.zip"), "--labs", "1"]) == 0
+    assert "Without --secret" not in capsys.readouterr().out
+
+
+def cells_of(file: Path, for_students: bool = False) -> list[str]:
+    """The code cells of an exported notebook. for_students: as nbgrader's `generate_assignment` and
+    `otter assign` leave them."""
+    found = []
+    for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]:
+        text = cell["source"]
+        if for_students:
+            text = re.sub(r"(?s)### BEGIN (HIDDEN TESTS|SOLUTION)\n.*?### END \1", "", text)
+            text = re.sub(r"=.* # SOLUTION", "= ...", text)
+            text = "" if "hidden: true" in text else text
+        if cell["cell_type"] == "code":
+            found.append(text)
+    return found
+
+
+def run_cells(cells: list[str], student: str, answers: dict[int, int]) -> float:
+    """Run a notebook from top to bottom; count its hidden tests that pass. answers: what a student
+    writes, behind the lecturer's own."""
+    names: dict[str, Any] = {}
+    passed = 0
+    for cell in cells:
+        code = cell.replace('"..."', f'"{student}"')
+        if (answer := re.search(r"^answer_(\d+) =", code, re.MULTILINE)) and answers:
+            code += f"\n{answer[0]} {answers.get(int(answer[1]))}"
+        try:
+            exec(code, names)
+        except AssertionError:
+            continue
+        passed += "quiz_0.check(" in code
+    return passed
+
+
+@pytest.mark.parametrize("service", ["nbgrader", "otter"])
+def test_the_quiz_as_a_notebook(
+    service: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "source" / "quiz.ipynb"
+    assert main(["course", "export", service, str(file)]) == 0
+    cells = cells_of(file)
+    right = {n: each.answer for n, each in enumerate(quiz_0.make_quiz("ada").questions, 1)}
+    assert run_cells(cells, "ada", {}) == len(right), "the lecturer's own solutions"
+    assert quiz_0.make_quiz("ada").sheet() in capsys.readouterr().out
+    assert run_cells(cells, "ada", right) == len(right)
+    assert run_cells(cells, "ada", {n: answer + 999 for n, answer in right.items()}) == 0
+    assert run_cells(cells, "ada", {1: right[1]}) == 1
+    assert run_cells(cells, "bob", right) < len(right)
+    students = cells_of(file, for_students=True)
+    assert all(word not in "".join(students) for word in (".answer", "questions[", "check("))
+    assert students[:2] == cells[:2]
+    assert main(["course", "export", service, str(file)]) == 1, "the file exists"
+    for option in (["--labs", "1"], ["--secret", "s"], ["--seed", "1"]):
+        assert main(["course", "export", service, str(tmp_path / "new"), *option]) == 1
+
+
+def test_the_cells_are_what_each_service_asks_for(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    for service in ("nbgrader", "otter"):
+        exports.export_notebook(tmp_path / service, service)
+        nbformat.validate(nbformat.read(tmp_path / service, as_version=4))
+    cells = json.loads((tmp_path / "nbgrader").read_text())["cells"]
+    marks = [cell["metadata"]["nbgrader"] for cell in cells if cell["metadata"]]
+    assert len({each["grade_id"] for each in marks}) == len(marks) == 21
+    assert all(each["schema_version"] == 3 and not each["task"] for each in marks)
+    assert sum(each.get("points", 0) for each in marks) == 5
+    assert all(each["grade"] == ("points" in each) != each["solution"] for each in marks[1:])
+    assert [each["grade_id"] for each in marks if each["locked"]] == [
+        "sheet",
+        *(f"test_{n}" for n in range(1, 11)),
+    ]
+    raw = [c["source"] for c in json.loads((tmp_path / "otter").read_text())["cells"]]
+    assert raw[0].startswith("# ASSIGNMENT CONFIG\n")
+    found = re.findall(r"^# (?:BEGIN|END) .*", "\n".join(raw), re.MULTILINE)
+    of_one = ["BEGIN QUESTION", "BEGIN SOLUTION", "END SOLUTION", "BEGIN TESTS", "END TESTS"]
+    assert found == [f"# {each}" for each in [*of_one, "END QUESTION"]] * 10
 
 
 # -- lab 9 --

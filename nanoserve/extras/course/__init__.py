@@ -5,6 +5,7 @@
     nanoserve course list                      the labs, their tasks and points
     nanoserve course grade SUBMISSION          points, and a sentence for what is wrong
     nanoserve course export gradescope FILE    a zip that grades on a service
+    nanoserve course export nbgrader FILE      the quiz as a notebook; also for otter
     nanoserve course quiz ID                   the sheet of a student: ten numbers from a trace
     nanoserve course contest A B C             a leaderboard of schedulers
 
@@ -19,7 +20,7 @@
     child.py     the process that holds a student's function, within limits
     whole.py     what a student's whole engine is asked, and what is right
     mutants.py   mistakes that the checks must find; also the engines of the bug hunt
-    exports.py   a zip for a grading service
+    exports.py   a zip for a grading service, a notebook for two others
     ready.py     `check`;  cli.py  the commands
 
 The engine knows none of this.

@@ -16,6 +16,7 @@ from nanoserve.extras.course import exports, grader, make, ready
 from nanoserve.extras.course.spec import Lab, Setting, load_labs
 
 VARIANT_LAB = 15  # only if a term is named
+SECRET_LABS = (0, 9)  # what they ask depends on the student and the secret
 ALL = "default: all but a bonus"
 
 
@@ -28,9 +29,9 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--variant", default="", metavar="TERM", help="such as 2027a")
-    each = commands.add_parser("export", help="a zip for a grading service")
-    each.add_argument("service", choices=["gradescope"])
-    each.add_argument("file", type=Path, metavar="FILE", help="a new zip file")
+    each = commands.add_parser("export", help="a zip for a grading service, or lab 0 as a notebook")
+    each.add_argument("service", choices=["gradescope", "nbgrader", "otter"])
+    each.add_argument("file", type=Path, metavar="FILE", help="a new zip, or a new notebook")
     each.add_argument("--labs", type=lab_numbers, metavar="1,2", help=ALL)
     each.add_argument("--hidden", type=Path, metavar="DIR", help="lab1_*.py, lab2_*.py, ...")
     each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
@@ -55,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     each.add_argument("--variant", default="", metavar="TERM", help="as it was given to `make`")
     each.add_argument("--student", default="", metavar="ID", help="default: of answers.json")
     each.add_argument("--secret", default="", metavar="WORD", help="as it was given to `quiz`")
+    each.add_argument("--metadata", type=Path, metavar="FILE", help="Gradescope's: who hands it in")
     each.add_argument("--bank", type=Path, metavar="FILE", help="lab 9: your own mutants (JSON)")
     each = commands.add_parser("quiz", help="lab 0: the sheet of a student, or of many")
     each.add_argument("students", nargs="+", metavar="ID")
@@ -78,6 +80,8 @@ def lab_numbers(text: str) -> list[int]:
 def main(arguments: list[str]) -> int:
     """Run a command; return the exit status. Raises ValueError for what cannot be done."""
     args = make_parser().parse_args(arguments)
+    if args.command == "grade" and args.submission is not None:
+        args.submission = grader.find_tree(args.submission)
     if args.command == "check":
         text, is_ready = ready.check()
         print(text)
@@ -112,6 +116,17 @@ def main(arguments: list[str]) -> int:
         where = f"{len(files)} file{'s' * (len(files) != 1)}"
         print(f"{args.out}: {num_tasks} holes in {where}; see {args.out}/README.md")
         return 0
+    if args.command == "export" and args.service != "gradescope":
+        given = [args.hidden, args.secret, args.variant, args.seed]
+        if numbers not in (None, [0]) or any(each not in (None, "") for each in given):
+            raise ValueError(
+                f"{args.service} takes no other option than --labs 0: its notebook is the trace "
+                "quiz, whose numbers anybody can compute who runs it. `export gradescope` keeps a "
+                "secret."
+            )
+        exports.export_notebook(args.file, args.service)
+        print(f"{args.file}: the lecturer's notebook; its numbers hang on the student's id alone")
+        return 0
     if args.command == "export":
         hidden = {} if args.hidden is None else read_hidden(args.hidden)
         texts = {name: text for lab in hidden.values() for name, text in lab.items()}
@@ -119,6 +134,8 @@ def main(arguments: list[str]) -> int:
         options += ["--seed", str(args.seed)] * (args.seed is not None)
         exports.export_gradescope(args.file, labs, texts, term, options)
         print(f"{args.file}: upload it as the autograder of an assignment")
+        if not args.secret and any(lab.number in SECRET_LABS for lab in labs):
+            print("Without --secret the quiz's numbers and the bugs of lab 9 are public.")
         return 0
     return grade(args, labs, term, is_own=course is not None)
 
@@ -217,6 +234,10 @@ def grade(args: argparse.Namespace, labs: list[Lab], term: str, is_own: bool) ->
                 on_task=lambda _: bar.update(),
                 setting=setting,
             )
+    if submission is not None and any(lab.number in SECRET_LABS for lab in labs):
+        from nanoserve.extras.course.labs.quiz_0 import whose
+
+        report.note = whose(submission, setting, args.metadata)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
     if args.junitxml is not None:

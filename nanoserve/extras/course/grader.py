@@ -69,6 +69,7 @@ class Report:
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
+    note: str = ""  # whose sheet it was
 
     @property
     def score(self) -> float:
@@ -98,6 +99,7 @@ class Report:
             lines.append(f"  {mark} {each.behaviour.title}   {each.score:g}")
             lines += [f"      {line}" for line in each.message.splitlines()]
         lines.append(f"\n{self.score:g} of {self.most:g} points, in {self.seconds:.0f} s")
+        lines += [self.note] * bool(self.note)
         if any(each.status == "waiting" for each in self.outcomes):
             lines.append("A line with a dot waits for a later lab, and does not count here.")
         return "\n".join(lines).lstrip("\n")
@@ -107,6 +109,7 @@ class Report:
         return {
             "score": round(self.score, 2),
             "execution_time": round(self.seconds),
+            "output": self.note,
             "tests": [
                 {
                     "number": each.task.number,
@@ -138,6 +141,16 @@ class Report:
                 failure = ElementTree.SubElement(case, "failure", message=each.status)
                 failure.text = each.message
         return ElementTree.tostring(suite, encoding="unicode")
+
+
+def find_tree(folder: Path) -> Path:
+    """Where a submission begins: here, or in the one folder that is all there is. That is no link:
+    it could lead to the solutions."""
+    if not folder.is_dir() or (folder / "nanoserve").exists():
+        return folder
+    inner = [each for each in folder.iterdir() if not each.name.startswith((".", "__MACOSX"))]
+    is_outer = len(inner) == 1 and inner[0].is_dir() and not inner[0].is_symlink()
+    return inner[0] if is_outer else folder
 
 
 def read_text(folder: Path, name: str) -> str:

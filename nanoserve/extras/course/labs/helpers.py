@@ -103,7 +103,7 @@ def try_random_operations(
 ) -> None:
     """Admit, append, fork, swap and free at random; what must hold is audited after each. prefix:
     also what each block that can be found holds."""
-    rng = random.Random(seed)
+    rng, num_cached = random.Random(seed), 0
     for _ in range(num_rounds):
         size, num_blocks = rng.choice([1, 2, 4]), rng.randint(2, 12)
         manager = BlockManager(num_blocks, size, rng.random() < 0.8, num_cpu_blocks=num_blocks)
@@ -111,7 +111,7 @@ def try_random_operations(
         log: list[str] = []
         for number in range(num_steps):
             try:
-                step(manager, live, rng, number, log)
+                num_cached += step(manager, live, rng, number, log)
                 audit(manager)
                 if prefix:
                     audit_content(manager, live)
@@ -123,17 +123,19 @@ def try_random_operations(
         audit(manager)
         free = manager.num_free_blocks
         must(free == num_blocks, f"all have ended, and {free} of {num_blocks} blocks are free")
+    must(num_cached or not prefix, "many prompts begin alike, and no block was ever found")
 
 
 def step(
     manager: BlockManager, live: list[Sequence], rng: random.Random, number: int, log: list[str]
-) -> None:
-    """One random operation."""
+) -> int:
+    """One random operation. Returns how many blocks were found in the prefix cache."""
     running = [seq for seq in live if seq.seq_id in manager.block_tables]
     swapped = [seq for seq in live if seq.seq_id in manager.swapped_tables]
     choice = rng.choice(["admit", "append", "append", "append", "fork", "free", "swap"])
     if not later.HOLES.keys().isdisjoint(TASKS.get(choice, ())):
-        return  # in a student's tree: a later lab brings it
+        return 0  # in a student's tree: a later lab brings it
+    num_cached = 0
     if choice == "admit":
         length = rng.randint(1, 3 * manager.block_size)
         seq = make_sequence((rng.randrange(2) for _ in range(length)), seq_id=number)
@@ -141,6 +143,7 @@ def step(
         if manager.can_allocate(seq, cached):
             log.append(f"admit {number}: {seq.num_tokens} tokens, {len(cached)} blocks cached")
             manager.allocate(seq, cached)
+            num_cached = len(cached)
             operate(manager, seq, seq.num_tokens - seq.num_computed_tokens)
             live.append(seq)
     elif choice == "append" and running:
@@ -149,6 +152,9 @@ def step(
             log.append(f"append 1 token to {seq.seq_id}")
             seq.token_ids.append(rng.randrange(2))
             operate(manager, seq, 1)
+            block = manager.block_tables[seq.seq_id][-1]
+            owners = manager.pool.ref_counts[block]
+            must(owners == 1, f"{seq.seq_id} writes into block {block}, which {owners} hold")
     elif choice == "fork" and running:
         parent = rng.choice(running)
         log.append(f"fork {parent.seq_id} -> {number}")
@@ -168,3 +174,4 @@ def step(
             log.append(f"swap in {seq.seq_id}")
             manager.swap_in(seq)
     manager.take_copies()
+    return num_cached

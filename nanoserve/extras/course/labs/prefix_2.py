@@ -105,6 +105,8 @@ def nothing_to_forget() -> None:
     pool.cache(0, content)
     pool.uncache(1)
     must(pool.cached_blocks == {content: 0}, f"cached_blocks is {pool.cached_blocks}")
+    pool.uncache(0)
+    must(not pool.cached_blocks, "block 0 was cached; after uncache(0) it is still found")
 
 
 # -- 2.4 --
@@ -188,6 +190,8 @@ def stops_at_a_miss() -> None:
 def reads_no_cache() -> None:
     manager = BlockManager(8, 4)
     run(manager, make_sequence(range(12)))
+    found = manager.get_cached_blocks(make_sequence(range(12), seq_id=2))
+    must(len(found) == 2, f"without prompt_logprobs it takes 2 blocks, not {len(found)}")
     params = SamplingParams(max_tokens=4, prompt_logprobs=1)
     found = manager.get_cached_blocks(make_sequence(range(12), seq_id=1, params=params))
     must(found == [], f"with prompt_logprobs={params.prompt_logprobs} it took the blocks {found}")

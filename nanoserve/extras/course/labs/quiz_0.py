@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.extras.course.labs.board import Board
-from nanoserve.extras.course.spec import Exercise, Lab, Setting, Task, Wrong
+from nanoserve.extras.course.spec import Exercise, Lab, Setting, Task, Wrong, must
 
 ANSWERS_FILE = "answers.json"
 NUM_QUESTIONS, NUM_TRIES = 10, 1000
@@ -51,13 +51,16 @@ class Quiz:
     trace: str  # the shown steps
     questions: list[Question]
 
-    def describe(self) -> str:
-        """The sheet, in Markdown."""
+    def sheet(self) -> str:
+        """What is asked, in Markdown."""
         asked = "\n".join(f"{n}. {each.text}" for n, each in enumerate(self.questions, 1))
-        return (
-            f"# Trace quiz of {self.student}\n\n{self.setting}\n\n```\n{self.trace}\n```\n\n"
-            f"{asked}\n\nAnswer in {ANSWERS_FILE}:\n\n```json\n{empty_answers(self.student)}```\n"
-        )
+        title = f"# Trace quiz of {self.student}"
+        return f"{title}\n\n{self.setting}\n\n```\n{self.trace}\n```\n\n{asked}"
+
+    def describe(self) -> str:
+        """The sheet, and where the answers go."""
+        empty = empty_answers(self.student)
+        return f"{self.sheet()}\n\nAnswer in {ANSWERS_FILE}:\n\n```json\n{empty}```\n"
 
 
 @dataclass
@@ -291,6 +294,27 @@ def who(folder: Path, setting: Setting) -> str:
     return student
 
 
+def whose(folder: Path, setting: Setting, metadata: Path | None) -> str:
+    """Whose sheet it is, and who has handed it in, as a sentence; "" if it does not say. metadata:
+    submission_metadata.json of Gradescope, if there is one."""
+    try:
+        student = who(folder, setting)
+    except ValueError:
+        return ""
+    sheet = f"The sheet of {student[:99]!r} was graded"
+    try:
+        users = json.loads(metadata.read_text(encoding="utf-8"))["users"] if metadata else []
+        names = {str(user[key]) for user in users for key in ("email", "id", "sid") if key in user}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{sheet}; who has handed it in cannot be read: {error!r}."
+    if not names:
+        return f"{sheet}."
+    known = names | {name.partition("@")[0] for name in names}
+    if student.lower() in {name.lower() for name in known}:
+        return f"{sheet}, and the same student has handed it in."
+    return f"{sheet}. It was handed in by {', '.join(sorted(names))}: is that the same student?"
+
+
 class TraceQuiz(Exercise):
     """Ten numbers."""
 
@@ -345,6 +369,12 @@ def judge(question: Question, given: object) -> tuple[str, str]:
         return "right", ""
     hint = question.hints.get(given)
     return "wrong", f"{question.text}\n{given} is not right" + (f": {hint}." if hint else ".")
+
+
+def check(student: str, number: int, given: object) -> None:
+    """For a cell of a notebook: raise Wrong unless this answers the question, counted from 1."""
+    status, message = judge(make_quiz(student).questions[number - 1], given)
+    must(status == "right", message)
 
 
 LAB = Lab(0, "Trace quiz", [], exercise=TraceQuiz())

@@ -139,7 +139,8 @@ def chunk_after_cache() -> None:
 def all_must_fit() -> None:
     board = Board(num_blocks=4, block_size=4, budget=8)
     board.add(9, 3)
-    board.step(1)
+    got = board.num_scheduled(board.step())
+    must(got == {"A": 8}, f"A is alone and fits, the budget is 8: the step has {got}")
     board.add(9, 1)
     got = board.num_scheduled(board.step())
     must("B" not in got, f"B needs 3 blocks of 4, one is free; it was admitted: {got}")
@@ -179,7 +180,8 @@ def in_order() -> None:
 def nobody_passes() -> None:
     board = Board(num_blocks=6, block_size=4)
     board.add(15, 9)
-    board.step(1)
+    got = board.num_scheduled(board.step())
+    must(got == {"A": 15}, f"A is alone and fits: the step has {got}")
     board.add(12, 4)
     board.add(2, 2)
     got = board.num_scheduled(board.step())

@@ -20,6 +20,7 @@ from nanoserve.extras.course.labs.helpers import audit
 from nanoserve.extras.course.spec import Lab, Task, must
 from nanoserve.extras.speculative import proposer, rejection
 from nanoserve.sampler import SamplingBatch, uniform_noise
+from nanoserve.sequence import SchedulerOutput
 from nanoserve.tools.fake_executor import Row, next_token
 
 DRAFTS, REJECTION = (
@@ -120,6 +121,7 @@ def behind_the_match() -> None:
 def nothing() -> None:
     check_propose([1, 2, 3], 3, [])
     check_propose([5, 3, 9, 2, 3], 3, [], least=2)
+    check_propose([5, 3, 9, 2, 3], 3, [9, 2, 3], least=1)
 
 
 @PROPOSE.behaviour(0.5, "the limits are those of the configuration")
@@ -364,7 +366,12 @@ class DraftBoard(Board):
         config = {"method": "ngram", "num_speculative_tokens": number}
         super().__init__(speculative_config=config, **options)
         self.right = right
+        self.num_drafts = 0  # tokens that were scheduled as drafts
         self.executor.propose = self.guess
+
+    def check_step(self, step: SchedulerOutput) -> None:
+        super().check_step(step)
+        self.num_drafts += sum(len(item.draft_token_ids) for item in step.scheduled)
 
     def guess(self, row: Row, most: int) -> Sequence[int]:
         known, drafts = list(row.token_ids), []
@@ -433,6 +440,7 @@ def cached() -> None:
     board = DraftBoard(2, block_size=4)
     seq = board.add(6, 20)
     board.step(4)
+    must(board.num_drafts, "four steps, and no draft was scheduled: were the next ones noted?")
     found = board.manager.get_cached_blocks(seq)
     must(
         len(found) == min(seq.num_computed_tokens, seq.num_tokens - 1) // 4,
@@ -443,7 +451,7 @@ def cached() -> None:
 
 @ACCEPT.behaviour(1.5, "the same tokens as without drafts", is_property=True)
 def same_tokens(seed: int) -> None:
-    rng = random.Random(seed)
+    rng, num_drafts = random.Random(seed), 0
     for _ in range(20):
         size, most = rng.choice([1, 2, 4]), rng.randint(1, 5)
         budget = rng.choice([6, 12, 64])
@@ -457,3 +465,5 @@ def same_tokens(seed: int) -> None:
             audit(board.manager)
         board.finish()
         audit(board.manager)
+        num_drafts += board.num_drafts
+    must(num_drafts, "20 loads, and no draft was scheduled: were the next ones noted?")

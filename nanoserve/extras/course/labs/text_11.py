@@ -195,13 +195,15 @@ def last_tokens() -> None:
 
 @CONTEXT.behaviour(0.5, "none if the prompt ends inside a character")
 def ends_inside() -> None:
-    got = find_context(encode("one two three four five six 字")[:-1])
+    prompt = encode("one two three four five six 字")
+    must(find_context(prompt), "the prompt ends behind a whole character: it has a context")
+    got = find_context(prompt[:-1])
     must(got == [], f"two thirds of a character are no context: [], not {got}")
 
 
 @CONTEXT.behaviour(0.5, "its text never ends inside a character", is_property=True)
 def context_is_whole(seed: int) -> None:
-    rng = random.Random(seed)
+    rng, longest = random.Random(seed), 0
     for _ in range(100):
         text = "".join(rng.choices(LETTERS, k=rng.randint(4, 20)))
         cut = rng.randint(1, len(encode(text)))
@@ -213,6 +215,8 @@ def context_is_whole(seed: int) -> None:
             f"the context {got} of the prompt {prompt} reads {decode(got)!r}",
         )
         must(got == prompt[len(prompt) - len(got) :], f"{got} is not the end of {prompt}")
+        longest = max(longest, len(got))
+    must(longest, "of 100 prompts, none has a context")
 
 
 # -- 11.4 to 11.6 --
@@ -329,6 +333,8 @@ def longest() -> None:
 
 @HELD.behaviour(1, "none if the text will contain the stop string")
 def contains_it() -> None:
+    got = Reader(stop=["END"]).branch._num_held_chars()
+    must(got == 2, f"the stop string will not be shown: 2 characters may begin it, not {got}")
     got = Reader(stop=["END"], include_stop_str_in_output=True).branch._num_held_chars()
     must(got == 0, f"the stop string will be shown: nothing is held back, not {got} characters")
 
