@@ -423,6 +423,23 @@ def render_chat(
         raise VLLMValidationError(message) from error
 
 
+def parse_option(name: str, text: str, example: str = "") -> Any:
+    """The value of an option that was given as JSON text. Raises ValueError if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        advice = example and f" Write '{example}'."
+        message = f"{name} is {brief(text)}, which is not JSON ({error}).{advice}"
+        raise ValueError(message) from None
+
+
+def check_is_dict(name: str, given: Any, example: str = "") -> None:
+    """Raise TypeError unless an option is a dict."""
+    if not isinstance(given, Mapping):
+        advice = example and f"; for example {example}"
+        raise TypeError(f"{name} must be a dict, got {brief(given)}{advice}.")
+
+
 def check_dicts(name: str, given: Any) -> None:
     """Refuse tools or documents of a chat that are no list of dicts. In place of a dict stands a
     dataclass, a pydantic model, or a function, which is a tool."""

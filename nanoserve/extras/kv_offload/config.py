@@ -27,7 +27,6 @@ _post_init_kv_transfer_config, vllm/v1/kv_offload/cpu/spec.py, tiering/spec.py (
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import INT64, check_number, load_chapter
 from nanoserve.exceptions import brief
+from nanoserve.inputs import check_is_dict, parse_option
 
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
@@ -78,16 +78,10 @@ class KVTransferConfig:
         if isinstance(value, cls) or value is None:
             return value
         if isinstance(value, str) and value:
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(
-                    f"kv_transfer_config is {brief(value)}, which is not JSON ({error})."
-                ) from None
+            value = parse_option("kv_transfer_config", value)
         if not value:
             return None
-        if not isinstance(value, Mapping):
-            raise TypeError(f"kv_transfer_config must be a dict, got {brief(value)}.")
+        check_is_dict("kv_transfer_config", value)
         known = [each.name for each in fields(cls)]
         given = drop_accepted("kv_transfer_config", value, known, ACCEPTED)
         return cls(**given)

@@ -23,7 +23,6 @@ PoolerConfig in vllm/config.py (V0).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -33,7 +32,7 @@ from typing import Any
 from nanoserve.checkpoint import MAX_CONFIG_BYTES, is_plain_name, parse_json, read_bytes, read_json
 from nanoserve.config import check_bool, check_number
 from nanoserve.exceptions import brief
-from nanoserve.inputs import as_python
+from nanoserve.inputs import as_python, check_is_dict, parse_option
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 MODES = {"lasttoken": "LAST", "mean": "MEAN", "mean_tokens": "MEAN"}  # of sentence-transformers
@@ -68,16 +67,10 @@ class PoolerConfig:
         if isinstance(value, cls):
             return value
         if isinstance(value, str) and value:
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                text = f"pooler_config is {brief(value)}, which is not JSON ({error})."
-                raise ValueError(f"{text} Write '{EXAMPLE}'.") from None
+            value = parse_option("pooler_config", value, EXAMPLE)
         if value is None or (not value and isinstance(value, (str, Mapping))):
             return None
-        if not isinstance(value, Mapping):
-            text = f"pooler_config must be a dict, got {brief(value)}; for example {EXAMPLE}."
-            raise TypeError(text)
+        check_is_dict("pooler_config", value, EXAMPLE)
         given, known = dict(value), [each.name for each in fields(cls)]
         if "pooling_type" in given:  # vLLM's shorter name of it
             given.setdefault("seq_pooling_type", given.pop("pooling_type"))

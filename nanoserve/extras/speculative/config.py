@@ -25,7 +25,6 @@ vLLM: SpeculativeConfig in vllm/config.py (V0); vllm/config/speculative.py (V1).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -35,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.config import INT64, check_number
 from nanoserve.exceptions import brief, describe_error
-from nanoserve.inputs import as_python
+from nanoserve.inputs import as_python, check_is_dict, parse_option
 from nanoserve.interrupts import unless_signal
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from nanoserve.scheduler import Scheduler
     from nanoserve.sequence import Sequence
 
+EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 3}'
 # method -> module of this folder, class
 METHODS = {
     "ngram": ("proposer", "NgramProposer"),
@@ -118,20 +118,10 @@ class SpeculativeConfig:
         if isinstance(value, cls) or value is None:
             return value
         if isinstance(value, str) and value:
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(
-                    f"speculative_config is {brief(value)}, which is not JSON ({error}). Write "
-                    '\'{"method": "ngram", "num_speculative_tokens": 3}\'.'
-                ) from None
+            value = parse_option("speculative_config", value, EXAMPLE)
         if value is None or (not value and isinstance(value, (str, Mapping))):
             return None
-        if not isinstance(value, Mapping):
-            raise TypeError(
-                f"speculative_config must be a dict, got {brief(value)}; for example "
-                '{"method": "ngram", "num_speculative_tokens": 3}.'
-            )
+        check_is_dict("speculative_config", value, EXAMPLE)
         return cls(**_known_keys(value))
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 from nanoserve.config import check_bool
 from nanoserve.exceptions import VLLMValidationError, brief
 from nanoserve.extras.structured_output.backend import BACKENDS, StructuredOutputOptions
-from nanoserve.inputs import as_python
+from nanoserve.inputs import as_python, check_is_dict, parse_option
 from nanoserve.interrupts import unless_signal
 
 SPEC_LIMIT = 2**18  # characters of a schema, a regex, a grammar, ...
@@ -40,6 +40,7 @@ CHOICES_LIMIT = 2**12  # strings of `choice`
 NESTING_LIMIT = 64  # objects and arrays within each other, in JSON
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 TEXTS = ("regex", "grammar", "structural_tag", "whitespace_pattern")  # must be strings
+EXAMPLE = '{"backend": "xgrammar"}'
 # vLLM's other keys of structured_outputs_config, with the values that change nothing here.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "reasoning_parser": ("",),
@@ -180,16 +181,8 @@ class StructuredOutputsConfig:
         if isinstance(value, cls):
             return value
         if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(
-                    f"structured_outputs_config is {brief(value)}, which is not JSON ({error}). "
-                    'Write \'{"backend": "xgrammar"}\'.'
-                ) from None
-        if not isinstance(value, Mapping):
-            what = f"structured_outputs_config must be a dict, got {brief(value)}"
-            raise TypeError(f'{what}; for example {{"backend": "xgrammar"}}.')
+            value = parse_option("structured_outputs_config", value, EXAMPLE)
+        check_is_dict("structured_outputs_config", value, EXAMPLE)
         names = [each.name for each in fields(cls)]
         for name, given in value.items():
             if name not in names and given not in ACCEPTED.get(name, ()):
