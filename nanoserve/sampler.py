@@ -19,8 +19,8 @@ that of V0 (0.6.6):
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Stages 2 and 3 are one LogitMask (whole rows of 0 or -inf). Bad words, min_tokens and
-logit_bias are one list of LogitEdits: -inf is added to the logit of a forbidden token.
+it. Stage 3 is a LogitMask: rows of 0 or -inf. Bad words, min_tokens and logit_bias are one list of
+LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
 request's seed, its branch, the token's position) and nothing else. The state of a torch.Generator
@@ -38,7 +38,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isnan
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,8 +51,7 @@ from nanoserve.sequence import TokenLogprobs
 
 
 class LogitMask(NamedTuple):
-    """k additions to rows of the logits: -inf forbids a token, and 0 leaves it as it is. Several of
-    one row forbid what any of them forbids."""
+    """k additions to rows of the logits: -inf forbids a token, and 0 leaves it as it is."""
 
     logits_rows: Tensor  # [k] int64
     values: Tensor  # [k, vocab_size] float32: 0 or -inf
@@ -92,7 +91,8 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
-    mask: LogitMask | None = None  # allowed_token_ids; structured output
+    bitmask: Any = None  # TokenBitmask of extras/structured_output: what grammars forbid
+    mask: LogitMask | None = None  # allowed_token_ids
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
@@ -191,7 +191,9 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose = choose_tokens)
     logits = apply_constraints(raw, batch)
     token_ids, is_possible = choose(logits, batch)
     logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    token_ids = token_ids.where(is_possible, find_cause(raw, logits))
+    # Most steps have nothing to explain. Only on a CPU this is known without waiting for it.
+    if logits.device.type != "cpu" or not is_possible.numpy().all():
+        token_ids = token_ids.where(is_possible, find_cause(raw, logits))
     return SampledTokens(token_ids, logprobs, batch.errors, batch.params)
 
 
@@ -207,6 +209,8 @@ def find_cause(raw: Tensor, logits: Tensor) -> Tensor | int:
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to."""
+    if batch.bitmask is not None:
+        logits = batch.bitmask.apply(logits)
     if batch.mask is not None:
         logits = apply_mask(logits, batch.mask)
     if batch.edits is not None:

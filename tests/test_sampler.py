@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoserve import sampler
 from nanoserve.logits_processors import RequestProcessors, apply_logits_processors
 from nanoserve.sampler import (
     LogitEdits,
@@ -671,6 +672,16 @@ class NoWaiting(TorchDispatchMode):
         name = str(func)
         assert not any(word in name for word in self.FORBIDDEN), f"{name} waits for the device"
         return func(*args, **(kwargs or {}))
+
+
+def test_a_cause_is_sought_where_a_row_has_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere a CPU saves the passes over the logits that this takes."""
+    monkeypatch.setattr(sampler, "find_cause", lambda raw, logits: 1 / 0)
+    logits = torch.randn(2, VOCAB)
+    batch = constrained_batch([Rules(mask=(2,)), Rules()])
+    assert sample(logits, batch).token_ids[0] == 2
+    with pytest.raises(ZeroDivisionError):
+        sample(logits, constrained_batch([Rules(mask=(2,), forbidden=(2,)), Rules()]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

@@ -257,7 +257,7 @@ def test_the_end_is_found_in_the_bits(
     [a] = llm.get_tokenizer().encode("a", add_special_tokens=False)
     request = llm.engine.make_request("0", "x", constrained(regex="aa", ignore_eos=True))
     grammar = request.root.structured_output_request
-    monkeypatch.delattr(manager.StructuredOutputManager, "unpack")
+    monkeypatch.delattr(manager.StructuredOutputManager, "grammar_bitmask")
     grammar.start(pytest.fail)
     grammar.manager.compile_or_find(grammar).result(TIMEOUT)
     for is_over in (False, False, True):
@@ -445,8 +445,9 @@ def test_what_does_not_compile_is_an_error_of_that_request(
 ) -> None:
     """It is tried again for the next request: limits of time and memory depend on the hour."""
     llm = get_llm()
-    compiler.error = error
     compiler.go.set()
+    llm.generate("a", constrained(), use_tqdm=False)  # from now on its grammar is kept
+    compiler.error = error
     regex = f"[a-f]{{3}}3{type(error).__name__}"
     found = llm.generate(["a", "b"], [constrained(regex=regex, n=2), constrained()], use_tqdm=False)
     for each in found[0].outputs:
@@ -461,7 +462,8 @@ def test_what_does_not_compile_is_an_error_of_that_request(
 def test_masks_that_take_too_long(
     get_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grammar that takes longer with each token ends its own request."""
+    """A grammar that takes longer with each token ends its own request, if it is the CPU that takes
+    so long, and not a machine that is busy elsewhere."""
     fill = automaton.NanoGrammar.fill_bitmask
     clock = [0.0]
 
@@ -470,10 +472,13 @@ def test_masks_that_take_too_long(
         fill(own, bitmask, index)
 
     monkeypatch.setattr(automaton.NanoGrammar, "fill_bitmask", fill_slowly)
-    monkeypatch.setattr(manager.time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(manager.time, "perf_counter", lambda: clock[0])
     requests = [constrained(regex="[a-f]{30}"), constrained()]
+    for output in get_llm().generate(["a", "a"], requests, use_tqdm=False):
+        assert output.outputs[0].finish_reason != "error"
+    monkeypatch.setattr(manager.time, "thread_time", lambda: clock[0])
     bad, good = get_llm().generate(["a", "a"], requests, use_tqdm=False)
-    assert bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) == 3
+    assert bad.outputs[0].finish_reason == "error" and len(bad.outputs[0].token_ids) < 10
     assert "masks have taken 1.2 s" in str(bad.outputs[0].stop_reason)
     assert re.fullmatch(REGEXES[0], good.outputs[0].text)
 

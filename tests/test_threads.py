@@ -113,7 +113,12 @@ def test_num_cores_is_what_may_be_kept_busy(
     """Whole cores of the quota, at least one, and no more than the process may run on."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
     files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000"}
-    assert num_cores(write(tmp_path, files)) == cores
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU", raising=False)
+    root = write(tmp_path, files)
+    assert num_cores(root) == cores
+    for reserved, left in (("1", cores - 1), ("99", 1), ("x", cores)):
+        monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", reserved)
+        assert num_cores(root) == max(1, left)
 
 
 # -- the number of threads --

@@ -2,12 +2,13 @@
 //
 // native_cpu.py compiles this file with the machine's own C++ compiler and calls it. PyTorch's
 // operators are general, so each step of a computation is a pass of its own over all numbers, and a
-// call of its own. Here each of four parts of a layer is one loop:
+// call of its own. Here each of four parts of a layer is one loop, and one of sampling:
 //
 //     add_rms_norm      the residual addition and the norm after it
 //     rope_and_store    norm of queries and keys, rotary embedding, keys and values to their slots
 //     paged_decode      attention of single queries over scattered keys
 //     silu_and_mul      the activation between the products of an MLP
+//     apply_token_bitmask    the logits of tokens that a grammar forbids become -inf
 //
 // Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made
 // in float32. Numbers are float32 or bfloat16, tensors are contiguous.
@@ -391,6 +392,22 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
     }
 }
 
+// -- sampling --
+
+// To each logit 0 is added where the token's bit is 1, and -inf elsewhere.
+inline void apply_bits(const float* logits, const uint32_t* bits, int vocab_size, float* output) {
+    const float forbidden = -std::numeric_limits<float>::infinity();
+    for (int start = 0; start < vocab_size; start += 32) {
+        const uint32_t word = bits[start / 32];
+        const int end = std::min(32, vocab_size - start);
+        const float* from = logits + start;
+        float* to = output + start;
+#pragma omp simd
+        for (int i = 0; i < end; i++)
+            to[i] = from[i] + (word >> i & 1 ? 0 : forbidden);
+    }
+}
+
 }  // namespace
 
 // What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16); what
@@ -433,6 +450,22 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
         return paged_decode<T, C>(*sizes, query, key_cache, value_cache, key_scales, value_scales, \
                                   block_table, num_keys, output);                                  \
     }
+
+// logits, output [num_rows, vocab_size]; bitmask [.., num_words], 32 tokens a word, the first one in
+// its lowest bit; places [num_rows]: the row of the bitmask, or negative where nothing is forbidden.
+extern "C" void apply_token_bitmask(int num_rows, int vocab_size, int num_words,
+                                    const float* logits, const uint32_t* bitmask,
+                                    const int32_t* places, float* output) {
+#pragma omp parallel for if (int64_t(num_rows) * vocab_size > SMALL_WORK)
+    for (int row = 0; row < num_rows; row++) {
+        const size_t start = size_t(row) * vocab_size;
+        if (places[row] < 0)
+            std::copy_n(logits + start, vocab_size, output + start);
+        else
+            apply_bits(logits + start, bitmask + size_t(places[row]) * num_words, vocab_size,
+                       output + start);
+    }
+}
 
 EXPORT(float, f32)
 EXPORT(bfloat16, bf16)

@@ -1,9 +1,10 @@
 """How does a CPU do the work between two products in one pass? By a hundred lines of C++.
 
 native_cpu.cpp has one loop for each of four parts of a layer: the residual addition with its norm;
-rotary embedding and storing; attention of a decode; the activation. It is compiled once with the
-machine's own C++ compiler, for exactly this processor, and kept in the user's cache folder. Where
-there is no compiler, the PyTorch versions do the same work in more passes:
+rotary embedding and storing; attention of a decode; the activation. One more is for what grammars
+forbid (extras/structured_output/bitmask.py). It is compiled once with the machine's own C++
+compiler, for exactly this processor, and kept in the user's cache folder. Where there is no
+compiler, the PyTorch versions do the same work in more passes:
 
                     with a compiler        without
     attention       NativeBackend          TorchBackend

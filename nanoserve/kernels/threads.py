@@ -24,7 +24,8 @@ a model of less than SMALL_MODEL bytes one thread. The demo model is then as fas
 that spin, and twice as fast as on two that sleep.
 
 A container may have a quota of CPU time, such as `docker run --cpus=1`, and torch does not know it.
-`num_cores` reads the quota. The number of threads never exceeds it.
+`num_cores` reads the quota. The number of threads never exceeds it. VLLM_CPU_NUM_OF_RESERVED_CPU
+takes cores away for other programs; replicas divide the cores of a machine by it.
 
 What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number (of the whole
 engine: several ranks on one machine divide it among themselves), OMP_WAIT_POLICY
@@ -182,15 +183,17 @@ def thread_setters() -> tuple[Callable[[int], Any], ...]:
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may keep busy: those it may run on, within its quota. At least 1.
+    """Cores that this process may keep busy: those it may run on, within its quota, without those
+    that are reserved. At least 1.
 
     A quota of 1.5 cores counts as 1: with two threads, both would often stop for the rest of a
     period, and the one that stops first keeps the other waiting.
     """
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    quota = cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+    quota, reserved = cpu_quota(root), os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "")
+    within = cores if quota is None else min(cores, math.floor(quota))
+    return max(1, within - int(reserved if reserved.isdecimal() else 0))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

@@ -29,7 +29,6 @@ import json
 import re
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanoserve.exceptions import VLLMValidationError
@@ -124,13 +123,13 @@ class TokenAutomaton:
         following = self.dfa.walk(state, token) if token else DEAD
         return following if self.has_end[following] else DEAD
 
-    def _compute_mask(self, state: int) -> Tensor:
+    def _compute_mask(self, state: int) -> np.ndarray:
         """int32 [ceil(vocab_size / 32)]: a bit for each token that is allowed in `state`."""
         is_allowed = np.zeros_like(self.is_stop)
         if state != TERMINATED:
             is_allowed = self.has_end[self.trie.states_behind(self.dfa, state)] & ~self.is_stop
             is_allowed |= self.is_stop & self.dfa.is_accepting[state]
-        return torch.from_numpy(np.packbits(is_allowed, bitorder="little").view("<i4"))
+        return np.packbits(is_allowed, bitorder="little").view("<i4")
 
     def _find_ends(self) -> np.ndarray:
         """From which states [num_states] bool can tokens, and not only bytes, write an end?"""
@@ -204,7 +203,7 @@ class NanoGrammar(StructuredOutputGrammar):
         del self.states[len(self.states) - num_tokens :]
 
     def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
-        bitmask[batch_index] = self.automaton.mask(self.states[-1])
+        bitmask.numpy()[batch_index] = self.automaton.mask(self.states[-1])
 
     def is_terminated(self) -> bool:
         return self.states[-1] == TERMINATED

@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from itertools import takewhile
 from typing import Any
 
 import llguidance
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer, StructTag, TokenizerWrapper
 from torch import Tensor
 
@@ -71,11 +69,11 @@ class GuidanceBackend(StructuredOutputBackend):
             raise _error(spec, matcher.get_error())
         return GuidanceGrammar(matcher, spec.stop_token_ids, self._stop_bits(spec.stop_token_ids))
 
-    def _stop_bits(self, stop_token_ids: frozenset[int]) -> Tensor:
+    def _stop_bits(self, stop_token_ids: frozenset[int]) -> np.ndarray:
         """int32 [ceil(vocab_size / 32)]: the bits of these tokens."""
         is_stop = np.zeros(self.allocate_token_bitmask(1).shape[1] * 32, bool)
         is_stop[sorted(stop_token_ids)] = True
-        return torch.from_numpy(np.packbits(is_stop, bitorder="little").view("<i4"))
+        return np.packbits(is_stop, bitorder="little").view("<i4")
 
 
 class GuidanceGrammar(StructuredOutputGrammar):
@@ -85,7 +83,7 @@ class GuidanceGrammar(StructuredOutputGrammar):
     num_bytes = 2**20  # it does not tell
 
     def __init__(
-        self, origin: LLMatcher, stop_token_ids: frozenset[int], stop_bits: Tensor
+        self, origin: LLMatcher, stop_token_ids: frozenset[int], stop_bits: np.ndarray
     ) -> None:
         """origin: stays at the beginning, to be copied."""
         self.origin, self.matcher = origin, origin.deep_copy()
@@ -93,18 +91,20 @@ class GuidanceGrammar(StructuredOutputGrammar):
         self.has_stopped = False
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        accepted = self.validate_tokens(tokens)
-        text = self._cut(accepted)
-        self.matcher.consume_tokens(text)
-        self.has_stopped |= len(text) < len(accepted)
-        return self.has_stopped or len(accepted) == len(tokens)
+        if self.has_stopped:
+            return True
+        text = self._cut(tokens)
+        accepted = self.matcher.try_consume_tokens(text) if text else 0
+        if accepted == len(text) < len(tokens):  # may a stop token come behind it?
+            self.has_stopped = self.matcher.is_accepting()
+        return self.has_stopped or accepted == len(tokens)
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         if self.has_stopped:
             return []
         text = self._cut(tokens)
         accepted = self.matcher.validate_tokens(text) if text else 0
-        if accepted == len(text) < len(tokens):  # may a stop token come behind it?
+        if accepted == len(text) < len(tokens):  # as above
             self.matcher.consume_tokens(text)
             accepted += self.matcher.is_accepting()
             self.matcher.rollback(len(text))
@@ -118,11 +118,12 @@ class GuidanceGrammar(StructuredOutputGrammar):
             self.matcher.rollback(num_tokens)
 
     def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
-        row = bitmask[batch_index]
+        row = bitmask.numpy()[batch_index]
         if self.has_stopped or self.matcher.is_error():
-            row.zero_()
+            row[:] = 0
             return
-        self.matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.nbytes)
+        place = bitmask.data_ptr() + batch_index * row.nbytes  # a third of the time of row.ctypes
+        self.matcher.unsafe_compute_mask_ptr(place, row.nbytes)
         row &= ~self.stop_bits
         if self.matcher.is_accepting():
             row |= self.stop_bits
@@ -135,7 +136,8 @@ class GuidanceGrammar(StructuredOutputGrammar):
 
     def _cut(self, tokens: list[int]) -> list[int]:
         """The tokens before the first stop token."""
-        return list(takewhile(lambda token: token not in self.stop_token_ids, tokens))
+        stops = (index for index, token in enumerate(tokens) if token in self.stop_token_ids)
+        return tokens[: next(stops, len(tokens))]
 
 
 class ByteTokenizer:

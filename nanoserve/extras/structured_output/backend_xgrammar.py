@@ -115,14 +115,22 @@ class XgrammarGrammar(StructuredOutputGrammar):
         self.num_bytes = compiled.memory_size_bytes
         stops = sorted(stop_token_ids) or None
         self.matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        self.has_stopped = False  # matcher.is_terminated(): each call of xgrammar takes its time
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        matcher = self.matcher
-        return all(matcher.is_terminated() or matcher.accept_token(token) for token in tokens)
+        for token in tokens:
+            if self.has_stopped:
+                break
+            if not self.matcher.accept_token(token):
+                return False
+            self.has_stopped = token in self.stop_token_ids
+        return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
         accepted = 0
-        while accepted < len(tokens) and self.matcher.accept_token(tokens[accepted]):
+        while accepted < len(tokens) and not self.has_stopped:
+            if not self.accept_tokens("", [tokens[accepted]]):
+                break
             accepted += 1
         self.rollback(accepted)
         return tokens[:accepted]
@@ -130,15 +138,16 @@ class XgrammarGrammar(StructuredOutputGrammar):
     def rollback(self, num_tokens: int) -> None:
         if num_tokens:
             self.matcher.rollback(num_tokens)
+            self.has_stopped = False
 
     def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
-        if self.is_terminated():
+        if self.has_stopped:
             bitmask[batch_index] = 0
         else:
             self.matcher.fill_next_token_bitmask(bitmask, batch_index)
 
     def is_terminated(self) -> bool:
-        return self.matcher.is_terminated()
+        return self.has_stopped
 
     def fork(self) -> XgrammarGrammar:
         return XgrammarGrammar(self.compiled, self.stop_token_ids)

@@ -22,9 +22,9 @@ always, the second as if d had come, the third as if d e had. The drafts are tak
 is compiled in a process first, which is killed at a limit; only if this process has ended in time
 is it compiled here, where nothing can stop it. Some grammars are small and take longer with each
 token, such as ((a+)+)+b in xgrammar: a sequence whose masks have taken more than SECONDS and
-TOKEN_SECONDS for each token ends with an error. A compiled grammar stays in a cache of
-CACHE_BYTES, so a second request with the same constraint starts at once. What waits for a thread is
-not compiled if all requests that want it have ended by then.
+TOKEN_SECONDS for each token, of the CPU's time, ends with an error. A compiled grammar stays in a
+cache of CACHE_BYTES, so a second request with the same constraint starts at once. What waits for a
+thread is not compiled if all requests that want it have ended by then.
 
 Left out: masks made by several threads at once (vLLM: in batches of more than 128 rows).
 
@@ -41,7 +41,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from nanoserve.exceptions import Caught, RequestError, describe_error
@@ -51,6 +51,7 @@ from nanoserve.extras.structured_output.backend import (
     StructuredOutputGrammar,
     choose_backend,
 )
+from nanoserve.extras.structured_output.bitmask import BitmaskKernel, TokenBitmask
 from nanoserve.extras.structured_output.compile_process import CompileGuard
 from nanoserve.extras.structured_output.params import StructuredOutputsConfig
 from nanoserve.extras.structured_output.vocabulary import Vocabulary, read_vocabulary
@@ -59,6 +60,7 @@ from nanoserve.logger import init_logger
 
 if TYPE_CHECKING:
     from nanoserve.engine import LLMEngine
+    from nanoserve.input_batch import InputBatch
     from nanoserve.output_processor import RequestConsumer
     from nanoserve.sequence import Sequence
 
@@ -102,8 +104,9 @@ class StructuredOutputManager:
         self._cache_lock, self._backend_lock = threading.Lock(), threading.Lock()
         self._cache: OrderedDict[Key, Future[StructuredOutputGrammar]] = OrderedDict()
         self._wanted_by: dict[Key, set[StructuredOutputRequest]] = {}  # what waits for a thread
+        self._kernel: BitmaskKernel | None = None  # when the device is known
         self._bitmask: Tensor | None = None  # [rows, words] int32, as many rows as were needed
-        self._bytes: Tensor | None = None  # [256, 8], on the device: see unpack
+        self.reads_late = False  # a pipeline: the next step is launched before this one is read
 
     @classmethod
     def from_engine(cls, engine: LLMEngine) -> StructuredOutputManager:
@@ -117,6 +120,7 @@ class StructuredOutputManager:
             model_config.eos_token_ids,
             method == "standard",
         )
+        manager.reads_late = config.pipeline_parallel_size > 1
         engine.output_processor.finish_listeners.append(manager.forget)
         return manager
 
@@ -197,40 +201,43 @@ class StructuredOutputManager:
                 total -= sizes[key]
 
     def grammar_bitmask(
-        self, rows: list[tuple[StructuredOutputRequest, list[int]]], device: Any
-    ) -> Tensor:
-        """What to add to these rows of logits, [num_rows, vocab_size] on the device: 0 or -inf. A
-        row has a request, and the drafts before the token that is to be chosen.
+        self,
+        batch: InputBatch,
+        rows: list[tuple[int, int, StructuredOutputRequest]],
+        positions: np.ndarray,
+    ) -> TokenBitmask:
+        """What the grammars of these rows allow. A row has its place in the logits, its place in
+        the batch, and its request; positions: of the tokens that are to be chosen, by the place in
+        the logits. What the batch holds before these, behind the known tokens, is drafts.
 
-        The step of these rows is read before the next call, so one buffer is enough.
+        The step of these rows is read before the next call, or the bitmask is copied at once, so
+        one buffer is enough.
         """
+        device = batch.staging.device
+        logits_rows = np.array([row for row, _, _ in rows])
+        starts = batch.num_tokens[[row for _, row, _ in rows]].tolist()
+        ends = positions[logits_rows].tolist()
         bitmask = self._bitmask
         if bitmask is None or len(bitmask) < len(rows):
             bitmask = self._bitmask = self.allocate_token_bitmask(len(rows))
             if device.type == "cuda":
                 bitmask = self._bitmask = bitmask.pin_memory()
-        before = time.thread_time()  # of the CPU: a machine that is busy elsewhere does not count
-        for index, (request, drafts) in enumerate(rows):
+        for index, (_, row, request) in enumerate(rows):
+            start, end = starts[index], ends[index]
+            drafts = batch.token_ids[row, start:end].tolist() if start < end else []
+            before = request.clock()
             request.fill_bitmask(bitmask, index, drafts)
-            now = time.thread_time()
-            request.seconds, before = request.seconds + now - before, now
-        return self.unpack(bitmask[: len(rows)].to(device, non_blocking=True))
+            request.seconds += request.clock() - before
+        sent = batch.staging.send(rows=logits_rows)["rows"]
+        late = self.reads_late
+        bits = bitmask[: len(rows)].to(device, non_blocking=not late, copy=late)
+        self._kernel = self._kernel or BitmaskKernel(device)
+        return TokenBitmask(sent, bits, self._kernel)
 
     def allocate_token_bitmask(self, num_rows: int) -> Tensor:
         """[num_rows, words] int32, on the CPU. A grammar must have been compiled."""
         backend, *_ = list(self.backends.values())
         return backend.allocate_token_bitmask(num_rows)
-
-    def unpack(self, bitmask: Tensor) -> Tensor:
-        """[num_rows, vocab_size]: 0 where the bit is 1, else -inf. Eight at a time, from a
-        table."""
-        if self._bytes is None or self._bytes.device != bitmask.device:
-            numbers, bits = (torch.arange(number, device=bitmask.device) for number in (256, 8))
-            is_allowed = (numbers[:, None] >> bits) & 1 == 1
-            self._bytes = torch.where(is_allowed, 0.0, -torch.inf)
-        numbers = bitmask.view(torch.uint8).reshape(-1).int()
-        values = self._bytes.index_select(0, numbers).view(len(bitmask), -1)
-        return values[:, : len(self.vocabulary.tokens)]
 
     def close(self) -> None:
         """End the process, and drop what waits to be compiled. A thread that compiles goes on to
@@ -279,7 +286,11 @@ class StructuredOutputRequest:
         self.num_tokens = 0  # that the grammar has accepted
         self._future: Future[StructuredOutputGrammar] | None = None  # of the root, from start() on
         self._grammar: StructuredOutputGrammar | None = None
-        self.seconds = 0.0  # that masks and tokens have taken
+        # What masks and tokens have taken, since `num_untimed` tokens. To ask how long the CPU has
+        # worked for us takes as long as to accept a token. So it is asked only after the limit was
+        # passed by a clock that also counts what the CPU did for others.
+        self.seconds, self.num_untimed = 0.0, 0
+        self.clock: Callable[[], float] = time.perf_counter
 
     def fork(self) -> StructuredOutputRequest:
         """For another completion: at the beginning of the same rules."""
@@ -323,23 +334,24 @@ class StructuredOutputRequest:
         """The sequence has these new tokens; those behind a stop token are dropped. If it must end
         with an error: why. (The grammar forbids a token that a logits processor has chosen, or it
         has taken too long.)"""
-        before = time.thread_time()
+        before = self.clock()
         with Caught() as caught:
             grammar = self.grammar
-            for token in tokens:
-                if grammar.is_terminated():
+            for index, token in enumerate(tokens):
+                if index and grammar.is_terminated():
                     break
                 if not grammar.accept_tokens(self.request_id, [token]):
                     return f"structured_outputs: the grammar does not allow token {token}"
                 self.num_tokens += 1
-        self.seconds += time.thread_time() - before
+        self.seconds += self.clock() - before
         if caught.error is not None:
             logger.error("the grammar of %r failed", self.request_id, exc_info=caught.error)
             return f"structured_outputs: the grammar failed: {describe_error(caught.error)}"
-        if self.seconds > SECONDS + TOKEN_SECONDS * self.num_tokens:
-            return (
-                f"structured_outputs: masks have taken {self.seconds:.1f} s. Nest and repeat less."
-            )
+        if self.seconds > SECONDS + TOKEN_SECONDS * (self.num_tokens - self.num_untimed):
+            if self.clock is time.thread_time:
+                taken = f"{self.seconds:.1f} s"
+                return f"structured_outputs: masks have taken {taken}. Nest and repeat less."
+            self.seconds, self.num_untimed, self.clock = 0.0, self.num_tokens, time.thread_time
         return None
 
     def validate_drafts(self, drafts: tuple[int, ...]) -> tuple[int, ...]:
@@ -348,9 +360,9 @@ class StructuredOutputRequest:
         (see the condition in extras/speculative/rejection.py)."""
         if not drafts or self.grammar.is_terminated():
             return ()
-        before = time.thread_time()
+        before = self.clock()
         num_valid = len(self.grammar.validate_tokens(list(drafts)))
-        self.seconds += time.thread_time() - before
+        self.seconds += self.clock() - before
         return drafts[: num_valid + self.manager.rejects_drafts]
 
     def rollback_to(self, num_tokens: int) -> None:
@@ -375,11 +387,11 @@ class StructuredOutputRequest:
             if grammar.is_terminated() or not grammar.accept_tokens(self.request_id, [draft]):
                 break
             num_accepted += 1
-        if not grammar.is_terminated():
+        if not drafts or not grammar.is_terminated():
             grammar.fill_bitmask(bitmask, index)
         if num_accepted:
             grammar.rollback(num_accepted)
         if not self.stop_token_ids:
-            row = bitmask[index].view(torch.uint8)
+            row = bitmask[index].numpy().view(np.uint8)
             for token_id in self.manager.vocabulary.eos_token_ids:
                 row[token_id // 8] &= 255 - (1 << token_id % 8)
