@@ -485,7 +485,7 @@ def test_an_answer_is_kept_no_longer_than_its_sequence() -> None:
 def test_what_other_ranks_have_not_copied_does_not_go_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connector_module, "RANK_TIMEOUT", 0.0)
+    monkeypatch.setattr(connector_module, "time", None)  # nor does a step wait for them
     store: dict[bytes, Any] = {}
     engine = make_engine(kv_transfer_config=offload(30, store=store))
     worker = engine.kv_connector.worker

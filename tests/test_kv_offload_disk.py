@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import json
 import logging
@@ -16,6 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
+
+pytest.importorskip("nanoserve.extras.kv_offload")
+
 from block_files import (
     FILE_SIZE,
     IDENTITY,
@@ -153,6 +157,28 @@ def test_a_bad_file_is_one_line_in_the_log(
     assert load(files, 1) == content_of(1)
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
+def test_a_good_file_that_cannot_be_opened_now_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    files = open_files(tmp_path)
+    store(files, 1)
+
+    def refuse(name: Any, flags: int, *mode: int, _open: Any = os.open) -> Any:
+        if str(name).endswith(".bin"):
+            raise OSError(number, os.strerror(number))
+        return _open(name, flags, *mode)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "open", refuse)
+        assert load(files, 1) is None
+        assert load(files, 1) is None
+    assert os.strerror(number) in caplog.text
+    assert len(caplog.records) == 1
+    assert files.contains(key_of(1))
+    assert load(files, 1) == content_of(1)
+
+
 def test_foreign_files_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither counted, nor deleted, nor served; a folder with a block's name is no block."""
     room = 2 * FILE_SIZE
@@ -193,6 +219,28 @@ def test_a_block_that_two_store_at_once_is_counted_once(
     assert store(open_files(tmp_path), 1)
     assert load(files, 1) == content_of(1)
     assert recorded(tmp_path) == bytes_in_use(tmp_path) == FILE_SIZE
+
+
+def test_a_temporary_file_that_cannot_be_opened_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may be at work: the bytes in use are never more than those that are recorded."""
+    store(open_files(tmp_path), 1)
+    [name] = tmp_path.glob("*/??/*.bin")
+    temporary = Path(f"{name}.{'0' * 16}.tmp")
+    temporary.write_bytes(bytes(FILE_SIZE))
+
+    def refuse(name: Any, *rest: Any, _open: Any = open, **options: Any) -> Any:
+        if name == temporary:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return _open(name, *rest, **options)
+
+    monkeypatch.setattr(builtins, "open", refuse)
+    assert store(open_files(tmp_path), 2)
+    assert recorded(tmp_path) == bytes_in_use(tmp_path) == 3 * FILE_SIZE
+    monkeypatch.undo()
+    assert store(open_files(tmp_path), 3)
+    assert not temporary.exists()
 
 
 def test_what_was_used_last_stays(tmp_path: Path) -> None:
@@ -526,6 +574,7 @@ def test_a_task_that_fails_is_reported(
         ({"root_dir": "x", "n_read_threads": 0}, ValueError, "n_read_threads is 0; allowed"),
         ({"root_dir": "x", "n_write_threads": "2"}, TypeError, "n_write_threads must be an int"),
         ({"root_dir": "x", "root": "y"}, TypeError, "unknown key 'root'. Did you mean 'root_dir'"),
+        ({"root_dir": "x", "zone": 1}, TypeError, "unknown key 'zone'. Allowed: root_dir, "),
         ({"root_dir": "x", "locality": "REMOTE"}, ValueError, "locality .* is 'REMOTE'"),
     ],
 )

@@ -3,6 +3,7 @@ options say, and what they refuse."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,8 @@ def test_the_short_option_and_the_long_one() -> None:
         (offloading(secondary_tiers={"type": "fs"}), "must be a list of dicts"),
         (offloading(secondary_tiers=[{"root_dir": "/"}]), "with a 'type'"),
         (offloading(secondary_tiers=[{"type": "tape"}]), "allowed: fs, p2p"),
+        (offloading(secondary_tiers=[{"type": "fs", "rootdir": "x"}]), "mean 'root_dir'?"),
+        (offloading(secondary_tiers=[{"type": "fs", "root_dir": 3}]), "must be a folder"),
     ],
 )
 def test_bad_options_say_what_is_allowed(transfer: Any, message: str) -> None:
@@ -289,8 +292,22 @@ def test_a_scheduler_or_executor_without_the_seam_is_refused() -> None:
         LLM(kv_offloading_size=0.01, executor_cls=Blind)
 
 
-def test_files_of_another_adapter_have_another_name(tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"1234")
-    before = digests.describe_files(tmp_path)
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"12345")
-    assert digests.describe_files(tmp_path) != before
+@pytest.mark.parametrize("size", [0, 1, 4096, 9000, 2**20, 2**20 + 1, 3 * 2**20 + 7])
+def test_a_file_is_known_by_its_size_time_and_content(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "model.safetensors"
+
+    def describe(content: bytes, time: int = 0) -> Any:
+        file.write_bytes(content)
+        os.utime(file, (time, time))
+        return digests.describe_files(tmp_path)
+
+    zeros = bytes(size)
+    before = describe(zeros)
+    (tmp_path / "folder.json").mkdir()  # is nobody's
+    assert before == describe(zeros)
+    others = [describe(zeros, time=1), describe(zeros + b"0")]
+    piece = max(1, size // 255)  # somewhere: no more is skipped
+    for start in {0, max(0, size - 1), *range(0, size, max(1, size // 50))}:
+        end = min(size, start + (1 if size <= 2**20 else piece))
+        others.append(describe(zeros[:start] + b"1" * (end - start) + zeros[end:]))
+    assert before not in (others if size else others[:2])

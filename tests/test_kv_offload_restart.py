@@ -14,9 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("nanoserve.extras.kv_offload")
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import ThreadExecutor
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 from nanoserve.extras.kv_offload.files import BlockFiles
@@ -266,6 +271,26 @@ def test_an_adapter_is_known_by_its_files(tmp_path: Path) -> None:
     assert ask_twice(2) == [CACHED, CACHED]
     os.utime(folder / "adapter_model.safetensors")
     assert ask_twice(2) == [0, CACHED]
+    change_content(folder / "adapter_model.safetensors")
+    assert ask_twice(2) == [0, CACHED]
+
+
+def test_an_adapter_is_what_it_was_when_it_was_checked(tmp_path: Path) -> None:
+    """Its config.json is another one by its first request: what that computes is not found under
+    the new one."""
+    folder = shutil.copytree(Path("nanoserve/demo/lora"), tmp_path / "adapter")
+    file = folder / "adapter_config.json"
+    answers = []
+    for change in (True, False):
+        with engine(tmp_path / "kv", enable_lora=True, max_lora_rank=64) as llm:
+            adapter = LoRARequest("adapter", 1, folder)
+            llm.engine.lora_manager.add_lora(adapter)
+            if change:
+                settings = json.loads(file.read_text())
+                file.write_text(json.dumps({**settings, "lora_alpha": -settings["lora_alpha"]}))
+            answers.append(ask(llm, lora_request=adapter))
+    assert [each.num_cached_tokens for each in answers] == [0, 0]
+    assert tokens_of(answers[0]) != tokens_of(answers[1])
 
 
 def test_an_adapter_that_was_deleted_is_an_error_of_its_request(tmp_path: Path) -> None:
@@ -288,9 +313,24 @@ def test_new_weights_under_an_old_name_meet_no_old_blocks(tmp_path: Path) -> Non
     for num_cached in (0, CACHED):
         with engine(tmp_path / "kv", model=model) as llm:
             assert ask(llm).num_cached_tokens == num_cached
-    os.utime(model / "model.safetensors")
-    with engine(tmp_path / "kv", model=model) as llm:
-        assert ask(llm).num_cached_tokens == 0
+    for change in (os.utime, change_content):
+        change(model / "model.safetensors")
+        with engine(tmp_path / "kv", model=model) as llm:
+            assert ask(llm).num_cached_tokens == 0
+
+
+def change_content(file: Path) -> None:
+    """Other weights of the same size and time, as in an image all of whose files have one time."""
+    found = file.stat()
+    header, tensors = load_metadata(file), load_file(file)
+    save_file({name: tensor * 0.9 for name, tensor in tensors.items()}, file, header)
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    assert file.stat().st_size == found.st_size
+
+
+def load_metadata(file: Path) -> dict[str, str] | None:
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.metadata()
 
 
 def test_other_settings_meet_no_old_blocks(root: Path) -> None:

@@ -505,6 +505,7 @@ def test_a_producer_that_hangs_delays_its_requests_alone(
 ) -> None:
     monkeypatch.setattr(transport, "PATIENCE", 0.3)
     monkeypatch.setattr(transport, "CHUNK", 1)
+    monkeypatch.setattr(transport, "PAUSE", 0.0)
     prompt, listing, rows = genuine
     answers = [listing, rows[:-1]] if num_answers else [listing[:-1]]
     fake = FakePeer(folder, answers, hangs=True)
@@ -523,6 +524,32 @@ def test_a_producer_that_hangs_delays_its_requests_alone(
     finally:
         fake.close()
         engines.consumer.reset_prefix_cache(reset_connector=True)
+
+
+def test_a_producer_that_hangs_is_left_alone_for_a_while(
+    engines: Pair, alone: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests after the first one do not wait for it; when it answers again, it is asked."""
+    now = 0.0
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(transport, "PATIENCE", 0.3)
+    fake = FakePeer(folder, [b""] * 9, hangs=True)
+    try:
+        for seconds, num_questions in ((0, 1), (transport.PAUSE - 1, 1), (transport.PAUSE, 2)):
+            now = seconds
+            for _ in range(3):
+                assert_computed(alone, engines.consumer, new_prompt(), fake.at())
+            assert len(fake.open) == num_questions
+    finally:
+        fake.close()
+    now = 3 * transport.PAUSE
+    (folder / f"p2p-{fake.port}.sock").unlink()
+    with make_llm("kv_producer", folder, fake.port) as producer:
+        for name in ("x", "y"):
+            prompt = new_prompt()
+            where = prefill(producer, prompt, name)
+            assert ask(engines.consumer, prompt, params(8, where)).num_cached_tokens == CACHED
+        assert_idle(producer)
 
 
 def test_an_engine_may_be_closed_at_any_moment(folder: Path, alone: LLM) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from servers import Answer, Client, Command  # noqa: E402
 
 WHERE = {"remote_prefiller": {"kv_request_id": "7", "remote_host": "localhost", "remote_port": 1}}
 
+TEXT = ("Content-Type", "text/x")
+
 
 class At(Client):
     def __init__(self, port: int) -> None:
@@ -33,7 +36,7 @@ class Stub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, body: Any, status: int = 200) -> None:
+    def __init__(self, body: Any, status: int = 200, *headers: tuple[str, str]) -> None:
         self.asked: list[tuple[str, Any, dict[str, str]]] = []
         stub = self
 
@@ -46,13 +49,15 @@ class Stub(ThreadingHTTPServer):
                 pieces = body if isinstance(body, list) else [json.dumps(body).encode()]
                 if not isinstance(body, list):
                     self.send_header("Content-Length", str(len(pieces[0])))
-                self.send_header("Content-Type", "text/x")
+                for header in headers or [TEXT]:
+                    self.send_header(*header)
                 self.end_headers()
                 for piece in pieces:
                     self.wfile.write(piece)
 
             def do_GET(self) -> None:
-                stub.asked.append((self.path, None, {}))
+                if self.path != "/health":
+                    stub.asked.append((self.path, None, {}))
                 self.send_response(200)
                 self.end_headers()
 
@@ -128,6 +133,34 @@ def test_without_a_producer_the_consumer_does_it_all(ask: Callable[..., Answer])
             assert consumer.asked[-1][1] == body
 
 
+def test_a_producer_that_hangs_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, as a process does that was stopped, and says nothing."""
+    monkeypatch.setattr(proxy, "PATIENCE", 0.2)
+    with in_thread(Stub({"id": "x"})) as consumer, socket.create_server(("127.0.0.1", 0)) as mute:
+        producer = f"127.0.0.1:{mute.getsockname()[1]}"
+        mute.setblocking(False)
+        addresses = ("127.0.0.1", 0), [producer], [consumer.address]
+        with in_thread(proxy.Proxy(*addresses)) as server:
+            for num_questions in (1, 0, 0):
+                body = {"prompt": "a"}
+                answer = At(server.server_port).ask("POST", "/v1/completions", body)
+                assert answer.json == {"id": "x"}
+                assert count_connections(mute) == num_questions
+            server.paused[producer] = 0.0  # the pause is over
+            assert At(server.server_port).ask("POST", "/v1/completions", body).json == {"id": "x"}
+            assert count_connections(mute) == 1
+
+
+def count_connections(sock: socket.socket) -> int:
+    """Those that wait to be accepted."""
+    number = 0
+    with suppress(BlockingIOError):
+        while True:
+            sock.accept()[0].close()
+            number += 1
+    return number
+
+
 def test_what_is_no_completion_is_the_consumers(ask: Callable[..., Answer]) -> None:
     with in_thread(Stub({})) as producer, in_thread(Stub({"count": 1})) as consumer:
         assert ask(producer.address, consumer.address, "/tokenize", {"prompt": "a"}).json
@@ -145,6 +178,36 @@ def test_without_a_consumer_there_is_an_error(ask: Callable[..., Answer]) -> Non
     assert "127.0.0.1:9 does not answer" in answer.error["message"]
 
 
+def test_a_stream_that_breaks_off_ends_with_an_error(ask: Callable[..., Answer]) -> None:
+    """It would look like a whole one: its end is the end of the connection."""
+    chunked = ("Transfer-Encoding", "chunked")
+    start = b"data: 1\n\n"
+    pieces = [b"9\r\n" + start + b"\r\n"]  # and no last chunk, as of a server that was killed
+    for kind, last in (("text/event-stream", b"data: [DONE]"), ("text/x", b"data: 1")):
+        with in_thread(Stub(pieces, 200, chunked, ("Content-Type", kind))) as consumer:
+            answer = ask("127.0.0.1:9", consumer.address, "/v1/completions", {"stream": True})
+        first, *rest = answer.body.strip().split(b"\n\n")
+        assert (first, answer.body.strip().endswith(last)) == (b"data: 1", True)
+        errors = [json.loads(each[6:])["error"]["message"] for each in rest if b"error" in each]
+        assert all(f"{consumer.address} has ended" in message for message in errors)
+        assert len(errors) == (last == b"data: [DONE]")
+
+
+def test_the_log_names_the_producer_that_is_not_there(
+    ask: Callable[..., Answer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with in_thread(Stub({"id": "x"})) as consumer:
+        ask("127.0.0.1:9", consumer.address, "/v1/completions", {"prompt": "a"})
+    assert "no prefill at 127.0.0.1:9" in caplog.text
+
+
+def test_a_port_in_use_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert proxy.main(["--prefill", "h:1", "--decode", "h:1", "--port", str(port)]) == 1
+    assert f"cannot listen at 127.0.0.1, port {port}" in capsys.readouterr().err
+
+
 def test_a_body_without_a_length_is_refused(ask: Callable[..., Answer]) -> None:
     for length, status in ((None, 411), ("x", 411), (str(2**40), 413)):
         headers: Any = {"Content-Length": length}
@@ -157,7 +220,9 @@ def test_a_body_without_a_length_is_refused(ask: Callable[..., Answer]) -> None:
 def test_bad_addresses_are_refused(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         proxy.main(["--prefill", address, "--decode", "h:1"])
-    assert "--prefill" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--prefill" in error
+    assert f"{address!r} is not host:port" in error
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ class Settings:
     temperature: float = 0.0
     request_rates: tuple[float, ...] = ()  # requests per second; none: from the speed measured
     goodput: dict[str, float] = field(default_factory=dict)  # limits in ms; none: likewise
+    replicas: int = 2  # engines behind one server, in the suite replicas
     threads: int | None = None
     use_tqdm: bool = True
 

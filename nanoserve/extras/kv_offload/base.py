@@ -51,8 +51,9 @@ class KVConnectorBase(ABC):
 
     @abstractmethod
     def attach(self, seq: Sequence, params: Any) -> None:
-        """A request is about to be added whose kv_transfer_params are `params`. Raises ValueError
-        or TypeError if they are not allowed. Any thread may call this."""
+        """A request is about to be added; `params`: its kv_transfer_params, or None. Raises
+        ValueError or TypeError if they are not allowed. Any thread may call this, and may wait for
+        a disk."""
 
     @abstractmethod
     def on_new_request(self, seq: Sequence) -> None:
@@ -209,7 +210,7 @@ class PrimaryTier(NamedTuple):
 
 class SecondaryTierManager(ABC):
     """A tier below the CPU tier. The constructor gets (primary: PrimaryTier, **options): what
-    secondary_tiers says, without "type". It raises ValueError or TypeError for bad options.
+    secondary_tiers says, without "type". It raises what read_options raises.
 
     The thread that runs steps calls all methods: none may wait for a disk or a network (but
     shutdown). The rows of a job belong to the tier from submit_* until get_finished_jobs names it.
@@ -218,6 +219,12 @@ class SecondaryTierManager(ABC):
 
     tier_type: ClassVar[str]  # "fs", say: the label of its metrics
     cache_hit_source: ClassVar[str] = "disk"  # or "p2p": what requests find there is counted so
+
+    @classmethod
+    def read_options(cls, options: Mapping[str, Any]) -> Any:
+        """Check the options. Of this chapter's own types they are checked before a model is loaded,
+        too. Raises ValueError or TypeError."""
+        return options
 
     @abstractmethod
     def lookup(self, key: Digest) -> LookupResult:
@@ -253,10 +260,10 @@ class SecondaryTierManager(ABC):
         """Should the blocks of `seq` go down as soon as they are computed?"""
         return True
 
-    def request_finished(self, seq: Sequence, keys: Seq[Digest]) -> bool:
-        """`seq` has ended; `keys` are its first blocks, as far as they have a row. May set
-        seq.kv_transfer_params. True (vLLM's delay_free): a submit_store of all of these with its
-        seq_id follows now, and their rows keep them until that job has ended."""
+    def request_finished(self, seq: Sequence) -> bool:
+        """`seq` has ended. May set seq.kv_transfer_params. True (vLLM's delay_free): a submit_store
+        with its seq_id follows now, of its first blocks, as far as they have a row (perhaps none);
+        the rows keep them until that job has ended."""
         return False
 
     @abstractmethod

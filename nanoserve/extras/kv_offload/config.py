@@ -40,8 +40,7 @@ from nanoserve.inputs import check_is_dict, parse_option
 if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
 
-# kv_connector -> module of this folder, class
-CONNECTORS = {"OffloadingConnector": ("connector", "OffloadingConnector")}
+CONNECTORS = ("OffloadingConnector",)
 # type of a tier below the CPU tier -> module of this folder, class
 TIERS = {"fs": ("disk", "FileSystemTierManager"), "p2p": ("peer", "P2PSecondaryTierManager")}
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
@@ -154,13 +153,9 @@ def read_tiers(given: Any) -> tuple[Mapping[str, Any], ...]:
             raise TypeError(f"secondary_tiers must have dicts with a 'type', got {brief(tier)}.")
         if "module_path" not in tier:
             check_choice("type of secondary_tiers", tier["type"], TIERS)
+            options = {key: value for key, value in tier.items() if key != "type"}
+            load_tier(tier["type"], None).read_options(options)
     return tuple(dict(tier) for tier in given)
-
-
-def load_connector(name: str) -> Any:
-    """The class of a connector of this folder."""
-    module, cls = CONNECTORS[name]
-    return getattr(load_chapter("kv_transfer_config", f"kv_offload.{module}"), cls)
 
 
 def load_tier(kind: str, module_path: str | None) -> Any:
@@ -194,7 +189,7 @@ def drop_accepted(
             continue
         if key not in accepted:
             near = get_close_matches(str(key), [*known, *accepted], n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = f" Did you mean {near[0]!r}?" if near else f" Allowed: {', '.join(known)}."
             raise TypeError(f"{what} has the unknown key {brief(key)}.{hint}")
         if accepted[key] and value not in accepted[key]:
             raise ValueError(

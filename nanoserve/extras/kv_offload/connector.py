@@ -36,7 +36,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoserve import __version__
 from nanoserve.block_manager import BlockHash
+from nanoserve.config import find_folder
 from nanoserve.exceptions import brief
 from nanoserve.extras.kv_offload.base import (
     KVConnectorBase,
@@ -47,12 +49,7 @@ from nanoserve.extras.kv_offload.base import (
     PrimaryTier,
     SecondaryTierManager,
 )
-from nanoserve.extras.kv_offload.config import (
-    KVTransferConfig,
-    OffloadingConfig,
-    load_connector,
-    load_tier,
-)
+from nanoserve.extras.kv_offload.config import OffloadingConfig, load_tier
 from nanoserve.extras.kv_offload.digests import BlockDigests, describe_files
 from nanoserve.extras.kv_offload.manager import CPUOffloadingManager
 from nanoserve.extras.kv_offload.tiering import TieringOffloadingManager
@@ -68,7 +65,7 @@ RANK_TIMEOUT = 1.0  # seconds that other ranks get for a step's copies
 def connect(engine: LLMEngine) -> None:
     """Give the engine and its scheduler their connector. Raises ValueError if a class of the user's
     has no place for one."""
-    worker = getattr(engine.executor, "kv_connector", None)
+    worker: Any = getattr(engine.executor, "kv_connector", None)
     pool = getattr(engine.block_manager, "pool", None)
     has_seams = {
         "scheduler_cls": hasattr(engine.scheduler, "connector"),
@@ -80,9 +77,7 @@ def connect(engine: LLMEngine) -> None:
             f"kv_offloading_size (or kv_transfer_config) is set, and {missing[0]} is a class of "
             "yours that cannot copy blocks to another tier. Leave one of the two out."
         )
-    transfer = engine.config.kv_transfer_config or KVTransferConfig()
-    name = transfer.kv_connector or "OffloadingConnector"
-    engine.kv_connector = engine.scheduler.connector = load_connector(name)(engine, worker)
+    engine.kv_connector = engine.scheduler.connector = OffloadingConnector(engine, worker)
 
 
 class Transfers:
@@ -130,15 +125,16 @@ class OffloadingConnector(KVConnectorBase):
     # -- sequences --
 
     def attach(self, seq: Sequence, params: Any) -> None:
+        if self.tiers.tiers:
+            self.digests.note_adapter(seq)
+        if params is None:
+            return
         if not isinstance(params, Mapping):
             raise TypeError(f"kv_transfer_params must be a dict, got {brief(params)}.")
         if not any(tier.attach(seq, params) for tier in self.tiers.tiers):
             raise refuse_transfer(params)
 
     def on_new_request(self, seq: Sequence) -> None:
-        if not self.tiers.tiers:
-            return
-        self.digests.note_adapter(seq)
         for tier in self.tiers.tiers:
             tier.on_new_request(seq)
 
@@ -206,19 +202,16 @@ class OffloadingConnector(KVConnectorBase):
         self._drop_match()
         self.tiers.release(seq.seq_id)
         self._num_saved.pop(seq.seq_id, None)
-        if self.tiers.tiers:
-            if seq.status.finish_reason in ("stop", "length"):
+        for tier in self.tiers.tiers:
+            if tier.request_finished(seq):
                 self._wait_for_ranks()
-            keys = seq.block_hashes[: len(block_ids)]
-            keys = list(takewhile(lambda key: self.manager.lookup(key) is LookupResult.HIT, keys))
-            digests = [self.digests.get(key) for key in keys]
-            for tier in self.tiers.tiers:
-                if tier.request_finished(seq, digests):
-                    self.tiers.store(tier, keys, seq.seq_id)
+                keys = seq.block_hashes[: len(block_ids)]
+                held = takewhile(lambda key: self.manager.lookup(key) is LookupResult.HIT, keys)
+                self.tiers.store(tier, list(held), seq.seq_id)
 
     def _wait_for_ranks(self) -> None:
-        """Until all ranks have made the copies of the last step that was read. (Rank 0 has its
-        tokens, so the others are about to.)"""
+        """Until all ranks have made the copies of the last step that was read: then its rows may go
+        to another engine. (Rank 0 has its tokens, so the others are about to.)"""
         deadline = time.monotonic() + RANK_TIMEOUT
         while (
             self.unread and self.unread[0].number <= self._num_read and time.monotonic() < deadline
@@ -353,14 +346,18 @@ def describe_rows(engine: LLMEngine, row_bytes: int) -> dict[str, str | int]:
     config, model = engine.config, engine.model_config
     rope_length = config.max_model_len or 0  # some kinds of RoPE depend on it
     is_dummy = config.load_format == "dummy"
+    drafter = getattr(config.speculative_config, "model", None)  # it has a KV cache, too
+    draft_folder = find_folder(drafter) if drafter else None
     return {
+        "nanoserve": __version__,
         "model_name": Path(config.model or model.path).name,
         "model": describe_files(model.path),
         "weights": f"dummy {config.seed}" if is_dummy else "of its files",
         "dtype": config.dtype if config.dtype != "auto" else f"auto on {config.device}",
         "kv_cache_dtype": config.kv_cache_dtype,
         "quantization": str(config.quantization),
-        "speculative_config": str(config.speculative_config),  # a drafter has a KV cache, too
+        "speculative_config": str(config.speculative_config),
+        "drafter": describe_files(draft_folder) if draft_folder else "",
         "max_model_len": rope_length,
         "block_size": config.block_size,
         "tensor_parallel_size": config.tensor_parallel_size,

@@ -33,7 +33,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -152,17 +152,7 @@ class FileSystemTierManager(SecondaryTierManager):
     def __init__(self, primary: PrimaryTier, **options: Any) -> None:
         """Starts the threads. Raises ValueError or TypeError for a bad option, or a root_dir that
         cannot be made."""
-        options = drop_accepted("a tier of type 'fs'", options, OPTIONS, ACCEPTED)
-        root_dir = options.get("root_dir")
-        if not isinstance(root_dir, (str, Path)) or not str(root_dir):
-            raise TypeError(f"root_dir of a tier of type 'fs' must be a folder: {brief(root_dir)}.")
-        num_threads = {"n_read_threads": 4, "n_write_threads": 2}
-        for name, default in num_threads.items():
-            num_threads[name] = options.get(name, default)
-            check_number(name, num_threads[name], int, 1, 1024, "1 to 1024")
-        max_bytes = options.get("max_bytes")
-        if max_bytes is not None:
-            check_number("max_bytes", max_bytes, int, 1, INT64, "1 to 2**63 - 1")
+        root_dir, max_bytes, n_read_threads, n_write_threads = self.read_options(options)
         mapper = FileMapper(Path(root_dir).expanduser(), primary.identity)
         self.rows = primary.rows
         self.files = BlockFiles(mapper, self.rows.shape[1], max_bytes)
@@ -170,9 +160,23 @@ class FileSystemTierManager(SecondaryTierManager):
         self._most_answers = MOST_ANSWERS
         self._did_hang = False  # at the last lookup
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self._readers = IOThreads(num_threads["n_read_threads"], "kv-load")
-        self._writers = IOThreads(num_threads["n_write_threads"], "kv-store")
+        self._readers = IOThreads(n_read_threads, "kv-load")
+        self._writers = IOThreads(n_write_threads, "kv-store")
         self._end = weakref.finalize(self, in_this_process(_close), self._readers, self._writers)
+
+    @classmethod
+    def read_options(cls, options: Mapping[str, Any]) -> tuple[str | Path, int | None, int, int]:
+        """The values of OPTIONS, in this order."""
+        options = drop_accepted("a tier of type 'fs'", options, OPTIONS, ACCEPTED)
+        root_dir, max_bytes = options.get("root_dir"), options.get("max_bytes")
+        if not isinstance(root_dir, (str, Path)) or not str(root_dir):
+            raise TypeError(f"root_dir of a tier of type 'fs' must be a folder: {brief(root_dir)}.")
+        if max_bytes is not None:
+            check_number("max_bytes", max_bytes, int, 1, INT64, "1 to 2**63 - 1")
+        num_threads = options.get("n_read_threads", 4), options.get("n_write_threads", 2)
+        for name, number in zip(OPTIONS[2:], num_threads, strict=True):
+            check_number(name, number, int, 1, 1024, "1 to 1024")
+        return root_dir, max_bytes, *num_threads
 
     def lookup(self, key: Digest) -> LookupResult:
         if self._hangs():

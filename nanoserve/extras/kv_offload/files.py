@@ -26,7 +26,8 @@ when it says that there is no room, the files are counted. Then those that were 
 (their time of modification: a load sets it) are deleted, until an eighth of max_bytes is free.
 
 *Skipped.* A file of the wrong size, or with a wrong byte, is a block that is not there. A full or
-read-only disk is one line in the log: nothing is stored, and the engine goes on.
+read-only disk is one line in the log: nothing is stored, and the engine goes on. So are files that
+cannot be opened now (too many are open, another user's): they are computed, and left alone.
 
 *Private.* The bytes of a block tell much about its tokens, and whoever can write files decides what
 the model reads. So a root_dir that is made here is open to its user alone; one that is there, and
@@ -40,6 +41,7 @@ is read is not checked.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -74,6 +76,7 @@ LOCK_NAME = "nanoserve-kv.lock"
 FILE_NAME = re.compile(r"[0-9a-f]{64}\.bin(\.[0-9a-f]{16}\.tmp)?")  # others are left alone
 DISK_SHARE = 10
 FREE_SHARE = 8  # when there is no room, 1 / FREE_SHARE of it is made
+BAD_FILE = (errno.ELOOP, errno.EIO)  # a link, a damaged disk: these do not pass
 
 
 def open_file(name: str | Path, flags: int) -> int:
@@ -101,6 +104,15 @@ def lock_file(file: BinaryIO, wait: bool = True) -> bool:
             msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
             break
     return True
+
+
+def warn_once(last: str, verb: str, error: OSError) -> str:
+    """One line in the log for a full disk, not one for each block. Returns the error as text;
+    `last`: the last one."""
+    text = error.strerror or str(error)
+    if text != last:
+        logger.warning("the disk tier cannot %s blocks: %s", verb, error)
+    return text
 
 
 class FileMapper:
@@ -138,7 +150,7 @@ class BlockFiles:
         self._mutex = threading.Lock()  # the lock of this process, before that of all processes
         self._is_counted = False  # has this process counted the bytes in use?
         self._skipped: set[bytes] = set()  # keys whose file is bad and could not be deleted
-        self._store_error = ""  # of the last store: the log has it
+        self._load_error = self._store_error = ""  # of the last load or store: the log has it
         try:
             mapper.root_dir.mkdir(0o700, parents=True, exist_ok=True)
             if os.name == "posix" and mapper.root_dir.stat().st_mode & stat.S_IWOTH:
@@ -173,7 +185,7 @@ class BlockFiles:
 
     def load(self, key: bytes, buffer: memoryview) -> bool:
         """Read a block into `buffer`, [block_bytes]. False, with anything in the buffer, if it is
-        not there or not good; a bad file is deleted."""
+        not there, not good, or cannot be read now. A bad file is deleted."""
         name, why = self.mapper.get_file_name(key), ""
         try:
             with open(name, "rb", buffering=0, opener=open_file) as file:
@@ -181,10 +193,14 @@ class BlockFiles:
             if not why:
                 with suppress(OSError):  # a read-only disk
                     os.utime(name)
+                self._load_error = ""
                 return True
         except FileNotFoundError:
             return False  # deleted since `contains`
         except OSError as error:
+            if error.errno not in BAD_FILE:  # too many open files, no permission: it may be good
+                self._load_error = warn_once(self._load_error, "load", error)
+                return False
             why = str(error)
         logger.warning("%s is no block that can be used (%s): it is computed again.", name, why)
         self._skipped.add(key)
@@ -220,9 +236,7 @@ class BlockFiles:
                     self._abandon(file)
                     raise
         except OSError as error:
-            last, self._store_error = self._store_error, error.strerror or str(error)
-            if self._store_error != last:  # a full disk: one line, not one a block
-                logger.warning("the disk tier cannot store blocks: %s", error)
+            self._store_error = warn_once(self._store_error, "store", error)
             return False
         self._store_error = ""
         return True
@@ -329,17 +343,21 @@ class BlockFiles:
                 continue
             with suppress(OSError):  # deleted meanwhile
                 info = name.lstat()
-                if not stat.S_ISREG(info.st_mode):
-                    continue
-                if name.suffix == ".tmp":
-                    with open(name, "rb") as file:
-                        is_abandoned = lock_file(file, wait=False)
-                    if is_abandoned:
-                        with suppress(OSError):  # Windows: it is not
-                            name.unlink()
-                            continue
-                found.append((info.st_mtime_ns, info.st_size, str(name)))
+                is_ours = stat.S_ISREG(info.st_mode)
+                if is_ours and not (name.suffix == ".tmp" and self._delete_abandoned(name)):
+                    found.append((info.st_mtime_ns, info.st_size, str(name)))
         return found
+
+    @staticmethod
+    def _delete_abandoned(temporary: Path) -> bool:
+        """Delete a temporary file whose writer is no more. False if that is not known."""
+        with suppress(OSError):  # Windows: it is open; or too many files are
+            with open(temporary, "rb") as file:
+                is_abandoned = lock_file(file, wait=False)
+            if is_abandoned:
+                temporary.unlink()
+                return True
+        return False
 
     def _describe(self) -> None:
         """Write config.json, for whoever looks into the folder."""

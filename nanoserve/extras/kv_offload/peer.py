@@ -52,7 +52,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -107,19 +106,10 @@ class P2PSecondaryTierManager(SecondaryTierManager):
     def __init__(self, primary: PrimaryTier, **options: Any) -> None:
         """Starts a thread; a producer listens. Raises ValueError or TypeError for a bad option, a
         folder that others may enter, or a port that is in use."""
-        options = drop_accepted("a tier of type 'p2p'", options, OPTIONS, ACCEPTED)
-        if not hasattr(socket, "AF_UNIX"):
-            raise ValueError("a tier of type 'p2p' needs Unix sockets: Linux or macOS.")
-        folder = options.get("socket_dir") or default_socket_dir()
-        if not isinstance(folder, (str, Path)):
-            raise TypeError(f"socket_dir must be a folder, got {brief(folder)}.")
-        self.folder = Path(folder).expanduser()
-        self.host, self.port = check_address(options.get("host"), options.get("port"))
-        seconds = options.get("unbound_store_timeout_s", 60.0)
-        check_number("unbound_store_timeout_s", seconds, float, ABOVE_ZERO, 1e9, "more than 0")
+        self.host, self.port, seconds, self.folder = self.read_options(options)
         self.role = primary.kv_role
         self._finished: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self.held = HeldBlocks(self._finished, float(seconds), primary.rows.shape[1])
+        self.held = HeldBlocks(self._finished, seconds, primary.rows.shape[1])
         self._finishing: dict[int, str] = {}  # seq_id -> kv_request_id: a job for it comes
         self._asking: dict[int, RemotePrefill] = {}  # seq_id -> what it waits for
         self._offered: dict[Digest, Source] = {}  # what other engines hold for sequences here
@@ -133,6 +123,20 @@ class P2PSecondaryTierManager(SecondaryTierManager):
             except ValueError:
                 self._end()
                 raise
+
+    @classmethod
+    def read_options(cls, options: Mapping[str, Any]) -> tuple[str, int, float, Path]:
+        """The values of OPTIONS, in this order."""
+        options = drop_accepted("a tier of type 'p2p'", options, OPTIONS, ACCEPTED)
+        if not hasattr(socket, "AF_UNIX"):
+            raise ValueError("a tier of type 'p2p' needs Unix sockets: Linux or macOS.")
+        address = check_address(options.get("host"), options.get("port"))
+        seconds = options.get("unbound_store_timeout_s", 60.0)
+        check_number("unbound_store_timeout_s", seconds, float, ABOVE_ZERO, 1e9, "more than 0")
+        folder = options.get("socket_dir") or default_socket_dir()
+        if not isinstance(folder, (str, Path)):
+            raise TypeError(f"socket_dir must be a folder, got {brief(folder)}.")
+        return *address, float(seconds), Path(folder).expanduser()
 
     def _path(self, port: int) -> Path:
         return self.folder / f"p2p-{port}.sock"
@@ -158,7 +162,7 @@ class P2PSecondaryTierManager(SecondaryTierManager):
     def wants(self, seq: Sequence) -> bool:
         return kv_request_id(seq) is not None
 
-    def request_finished(self, seq: Sequence, keys: Seq[Digest]) -> bool:
+    def request_finished(self, seq: Sequence) -> bool:
         self._asking.pop(seq.seq_id, None)
         for key in self._offers.pop(seq.seq_id, ()):
             self._offered.pop(key, None)
@@ -167,9 +171,8 @@ class P2PSecondaryTierManager(SecondaryTierManager):
             return False
         where = {"remote_host": self.host, "remote_port": self.port}
         seq.kv_transfer_params = {"remote_prefiller": {"kv_request_id": name, **where}}
-        if keys:
-            self._finishing[seq.seq_id] = name
-        return bool(keys)
+        self._finishing[seq.seq_id] = name
+        return True
 
     # -- blocks --
 
@@ -178,8 +181,8 @@ class P2PSecondaryTierManager(SecondaryTierManager):
 
     def submit_store(self, job: TransferJob) -> None:
         name = self._finishing.pop(job.seq_id, None) if job.seq_id is not None else None
-        if name is None:
-            self._finished.put(JobResult(job.job_id, job.keys))  # of no request that goes elsewhere
+        if name is None or not job.keys:
+            self._finished.put(JobResult(job.job_id, job.keys))  # nobody comes for these
         else:
             self.held.hold(name, job)
 

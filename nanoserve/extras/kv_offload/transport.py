@@ -18,7 +18,8 @@ says what differs.
 Nothing of a message is executed, and no length is believed before it is compared with a limit. A
 message that is not as above ends its connection, and so does a pause of PATIENCE. Both sides run in
 one thread with an event loop: a peer that is dead, or hangs, holds up neither a step nor other
-peers.
+peers. One that hangs is left alone for PAUSE; then a single question finds out whether it still
+does. So it holds up a request now and then, and not each of them.
 
 vLLM: vllm/v1/kv_offload/tiering/p2p/: session/protocol.py, control/zmq.py, data/nixl.py (V1). There
 the control goes over ZeroMQ and the rows over NIXL, also between machines.
@@ -33,6 +34,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Mapping
@@ -65,11 +67,13 @@ DONE = b"!"
 MAX_IDENTITY, MAX_NAME, MAX_KEYS = 2**16, 256, 2**20  # bytes, bytes, keys
 CHUNK = 2**20  # bytes that are on their way at once, if rows are smaller
 PATIENCE = 5.0  # seconds without a byte, after which the other side counts as dead
+PAUSE = 10.0  # seconds in which a peer that hangs is not asked
 MAX_QUESTIONS = 32  # at once, to one peer
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 # What ends a conversation. (Before Python 3.11 asyncio has a TimeoutError of its own.)
-BROKEN = (OSError, EOFError, asyncio.TimeoutError, TimeoutError, struct.error)
+SILENT = (asyncio.TimeoutError, TimeoutError)
+BROKEN = (OSError, EOFError, *SILENT, struct.error)
 
 
 class Source(NamedTuple):
@@ -104,6 +108,7 @@ class Transport:
         self._slots: defaultdict[Path, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(MAX_QUESTIONS)
         )
+        self._paused: dict[Path, float] = {}  # peers that hang -> when to ask again
         self._holder: Holder | None = None
         self._server: asyncio.AbstractServer | None = None
         self._files: list[Any] = []  # what `listen` has opened, and the socket's path
@@ -177,7 +182,7 @@ class Transport:
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, int]]:
         """The streams, and the number of what follows."""
         name = source.name.encode()
-        async with self._slots[source.path]:
+        async with self._slots[source.path], self._pausing(source.path):
             opening = asyncio.open_unix_connection(str(source.path), limit=self._limit)
             reader, writer = await _wait(opening)
             with closing(writer):
@@ -191,6 +196,24 @@ class Transport:
                     raise ValueError(describe_difference(source, self.identity, theirs))
                 _check(row_bytes == self.rows.shape[1], "rows of another size")
                 yield reader, writer, number
+
+    @asynccontextmanager
+    async def _pausing(self, path: Path) -> AsyncIterator[None]:
+        """Leave a peer that hangs alone for a while: raise TimeoutError at once."""
+        now, until = time.monotonic(), self._paused.get(path)
+        if until is not None:
+            if now < until:
+                raise TimeoutError
+            self._paused[path] = now + PAUSE  # for others, while this question finds out
+        try:
+            yield
+        except SILENT:
+            self._paused[path] = time.monotonic() + PAUSE
+            raise
+        except BaseException:
+            self._paused.pop(path, None)
+            raise
+        self._paused.pop(path, None)
 
     @property
     def _num_rows(self) -> int:
@@ -297,7 +320,7 @@ def make_private(folder: Path) -> None:
 
 def describe_end(error: BaseException) -> str:
     """What ended a conversation."""
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+    if isinstance(error, SILENT):
         return f"it has said nothing for {PATIENCE:g} s"
     return "it has ended" if isinstance(error, EOFError) else str(error) or type(error).__name__
 

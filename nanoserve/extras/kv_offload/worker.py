@@ -67,7 +67,7 @@ class OffloadingWorker(KVConnectorWorker):
         self.spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         # A drafter has a KV cache on rank 0 only.
         num_bytes = -parallel.all_reduce_min(-ends[-1])
-        row_bytes = num_bytes * parallel.world_size
+        row_bytes = num_bytes * parallel.tp_size
         self.num_blocks = config.cpu_bytes_to_use // row_bytes
         if not self.num_blocks:
             raise ValueError(
@@ -77,15 +77,15 @@ class OffloadingWorker(KVConnectorWorker):
         option = "kv_offloading_size (cpu_bytes_to_use)"
         check_num_blocks(option, self.num_blocks, row_bytes, torch.device("cpu"))
         memory, is_shared = map_memory(HEADER + self.num_blocks * row_bytes, parallel)
-        self._done = np.frombuffer(memory, np.int64, parallel.world_size)
+        self._done = np.frombuffer(memory, np.int64, parallel.tp_size)
         rows = np.frombuffer(memory, np.uint8, offset=HEADER).reshape(self.num_blocks, row_bytes)
         self.rows, self.row_bytes = (rows if is_shared else None), row_bytes
-        own = slice(parallel.rank * num_bytes, parallel.rank * num_bytes + ends[-1])
+        own = slice(parallel.tp_rank * num_bytes, parallel.tp_rank * num_bytes + ends[-1])
         self.own_rows = rows[:, own]
         self.own = torch.from_numpy(self.own_rows)
-        self._own_done = torch.from_numpy(self._done[parallel.rank : parallel.rank + 1])
+        self._own_done = torch.from_numpy(self._done[parallel.tp_rank : parallel.tp_rank + 1])
         if not is_shared:
-            self._done = self._done[parallel.rank : parallel.rank + 1]
+            self._done = self._done[parallel.tp_rank : parallel.tp_rank + 1]
         self.device, self.stream = runner.device, None
         if self.device.type == "cuda":
             self.stream = torch.cuda.Stream(self.device)
@@ -162,11 +162,11 @@ def as_bytes(cache: Tensor) -> Tensor:
 
 def map_memory(num_bytes: int, parallel: ParallelState) -> tuple[mmap.mmap, bool]:
     """Zeroed memory that takes up room when it is written, and whether all ranks see the same."""
-    if parallel.world_size == 1:
+    if parallel.tp_size == 1:
         return mmap.mmap(-1, num_bytes), True
-    if parallel.num_local_ranks < parallel.world_size or not hasattr(os, "memfd_create"):
+    if parallel.num_local_ranks < parallel.tp_size or not hasattr(os, "memfd_create"):
         return mmap.mmap(-1, num_bytes), False
-    if parallel.rank == 0:
+    if parallel.tp_rank == 0:
         file = os.memfd_create("nanoserve-kv-offload")
         os.ftruncate(file, num_bytes)
         parallel.broadcast_object(f"/proc/{os.getpid()}/fd/{file}")
