@@ -26,6 +26,7 @@ from importlib.util import find_spec
 from typing import NamedTuple
 
 from nanoserve import __version__
+from nanoserve.interrupts import repeated_interrupt
 
 
 class Command(NamedTuple):
@@ -61,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # bytes that are no text do not end a command
             stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
     try:
-        status = run(arguments)
+        with repeated_interrupt():
+            status = run(arguments)
         sys.stdout.flush()
         if lost.getvalue():
             raise ValueError("standard output is closed; nobody can read the answer.")

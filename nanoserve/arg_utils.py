@@ -61,6 +61,7 @@ SEAMS = {
     "executor_cls": ("nanoserve.executor.UniprocExecutor", "close describe execute_model"),
     "runner_cls": ("nanoserve.model_runner.ModelRunner", "execute_model launch"),
 }
+AS_POOLING = {"embed", "embedding"}  # values of convert, and V0's task: runner="pooling"
 ANY: tuple[Any, ...] = ()  # whatever the value
 
 
@@ -75,6 +76,7 @@ class Group(NamedTuple):
 
 # In `names`, "max_loras=1" accepts 1 and None; "x=0|1" accepts 0, 1 and None; "x=*" accepts any
 # value; plain "x" accepts None, "auto" and what is empty. A switch is written with "=False".
+# What is accepted changes nothing, but for AS_POOLING.
 GROUPS = (
     Group(
         "no effect",
@@ -111,11 +113,21 @@ GROUPS = (
     Group(
         "other name",
         "ranks on one machine or several",
-        "tensor_parallel_size starts the ranks on one machine, and "
-        "`torchrun --nnodes N ... script.py` on several.",
-        """distributed_executor_backend=mp|uni|external_launcher worker_use_ray=False nnodes=1
+        "tensor_parallel_size starts the ranks on one machine, and on several with "
+        "distributed_executor_backend='ray' or `torchrun --nnodes N ... script.py`.",
+        """worker_use_ray=False nnodes=1
         node_rank=0 master_addr=* master_port=* distributed_timeout_seconds
         cpu_distributed_timeout_seconds ray_workers_use_nsight=False device_ids""",
+    ),
+    Group(
+        "other name",
+        "replicas of the model",
+        "An LLM is one engine. `nanoserve serve --data-parallel-size N` puts N behind one address; "
+        "offline, start a process for each, with a part of the prompts.",
+        """data_parallel_size=1 data_parallel_rank data_parallel_start_rank
+        data_parallel_size_local data_parallel_address data_parallel_rpc_port
+        data_parallel_hybrid_lb=False data_parallel_external_lb=False
+        data_parallel_multi_port_external_lb=False data_parallel_backend=mp""",
     ),
     Group(
         "other name",
@@ -261,24 +273,18 @@ GROUPS = (
         ec_transfer_config ec_manager_config""",
     ),
     Group(
-        "not there yet",
-        "pipeline parallelism",
-        "Pipeline parallelism is not there yet: nanoserve divides a model by tensor_parallel_size "
-        "only.",
-        "pipeline_parallel_size=1",
-    ),
-    Group(
         "left out",
         "pooling models other than those that make one vector: classification, rewards",
-        "runner='pooling' makes vectors (LLM.embed), and pooler_config says how; there are no "
-        "classifiers, cross-encoders and reward models.",
-        "convert=auto|none|embed task=auto|generate|generation|embed override_pooler_config",
+        "runner='pooling' makes vectors (LLM.embed), as convert='embed' does, and pooler_config "
+        "says how; there are no classifiers, cross-encoders and reward models.",
+        """convert=auto|none|embed task=auto|generate|generation|embed|embedding
+        override_pooler_config""",
     ),
     Group(
         "left out",
         "weights in other memory",
-        "All weights stay on the device. Use a smaller model, a half-precision dtype or "
-        "tensor_parallel_size.",
+        "All weights stay on the device. Use a smaller model, a half-precision dtype or more ranks "
+        "(tensor_parallel_size, pipeline_parallel_size).",
         """cpu_offload_gb=0 cpu_offload_params offload_backend offload_group_size=0
         offload_num_in_group=1 offload_prefetch_step=1 offload_params enable_sleep_mode=False
         sleep_mode_offload_cudagraph=False sleep_preserve_parameter_names
@@ -287,13 +293,8 @@ GROUPS = (
     Group(
         "left out",
         "other ways to divide the work",
-        "nanoserve divides a model by tensor_parallel_size. Start one engine for each copy of "
-        "the model that you want.",
-        """data_parallel_size=1 data_parallel_rank
-        data_parallel_start_rank data_parallel_size_local data_parallel_address
-        data_parallel_rpc_port data_parallel_hybrid_lb=False data_parallel_external_lb=False
-        data_parallel_multi_port_external_lb=False data_parallel_backend=mp
-        enable_expert_parallel=False enable_ep_weight_filter=False enable_eplb=False
+        "nanoserve divides a model by tensor_parallel_size and pipeline_parallel_size.",
+        """enable_expert_parallel=False enable_ep_weight_filter=False enable_eplb=False
         eplb_config expert_placement_strategy=linear all2all_backend=* enable_elastic_ep=False
         elastic_ep_max_dp_size enable_dbo=False ubatch_size=0 dbo_decode_token_threshold=*
         dbo_prefill_token_threshold=* dp_sync_interval=* disable_nccl_for_dp_synchronization=*
@@ -410,7 +411,6 @@ def python_value(text: str) -> Any:
 SHORT_FLAGS = {
     "nnodes": "-n",
     "node_rank": "-r",
-    "pipeline_parallel_size": "-pp",
     "decode_context_parallel_size": "-dcp",
     "prefill_context_parallel_size": "-pcp",
     "data_parallel_size": "-dp",
@@ -456,6 +456,9 @@ def read_options(call: str, options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             hint = "".join(f" Did you mean {near!r}?" for near in _nearest(given))
             raise TypeError(f"{call}() got an unexpected keyword argument {given!r}.{hint}")
+    _, runner = found.get("runner", ("", "auto"))
+    if runner in ("auto", None) and AS_POOLING & {options.get("convert"), options.get("task")}:
+        found["runner"] = "convert", "pooling"
     return {
         name: defaults[name] if value is None and name in NONE_IS_DEFAULT else value
         for name, (_, value) in found.items()

@@ -80,13 +80,14 @@ class BlockHash:
         self.token_ids = token_ids
 
 
+BlockKey = tuple[BlockHash | None, Hashable]  # (parent, token ids)
+
+
 class BlockHashTable:
     """(parent, token ids) -> BlockHash. Entries that no block and no sequence uses are dropped."""
 
     def __init__(self) -> None:
-        self._interned: WeakValueDictionary[tuple[BlockHash | None, Hashable], BlockHash] = (
-            WeakValueDictionary()
-        )
+        self._interned: WeakValueDictionary[BlockKey, BlockHash] = WeakValueDictionary()
 
     def get(self, parent: BlockHash | None, token_ids: Hashable) -> BlockHash:
         """The one BlockHash of this content. A root (parent None) holds the extra keys."""

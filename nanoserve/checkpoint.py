@@ -153,10 +153,10 @@ KEYS = {
 }
 # Names that older families use for the key at the left.
 KEY_ALIASES = {
-    "hidden_size": ("n_embd",),
-    "intermediate_size": ("n_inner", "ffn_dim"),
-    "num_hidden_layers": ("n_layer",),
-    "num_attention_heads": ("n_head",),
+    "hidden_size": ("n_embd", "dim"),
+    "intermediate_size": ("n_inner", "ffn_dim", "hidden_dim"),
+    "num_hidden_layers": ("n_layer", "n_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
     "max_position_embeddings": ("n_positions",),
 }
 # model_type -> what transformers takes for keys that config.json lacks, where it differs from what

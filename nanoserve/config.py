@@ -183,6 +183,7 @@ CHAPTER_CONFIGS = {
 }
 SHORT_FLAGS = {
     "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
     "speculative_config": "-sc",
     "quantization": "-q",
 }  # as in vLLM
@@ -244,6 +245,13 @@ class EngineConfig:
     that may not be split needs it."""
     tensor_parallel_size: int = 1
     """Ranks among which each layer is divided: GPUs, or processes on a CPU."""
+    distributed_executor_backend: Literal["uni", "mp", "ray", "external_launcher"] | None = None
+    """Where the ranks come from: uni: there is one; mp: processes of this machine; ray: actors in a
+    Ray cluster; external_launcher: torchrun; None: torchrun if it has started us, else uni or
+    mp."""
+    pipeline_parallel_size: int = 1
+    """Stages, each of tensor_parallel_size ranks with some of the layers; as many steps are in
+    flight."""
     block_size: int = 16
     """Tokens in one KV block."""
     num_gpu_blocks_override: int | None = None
@@ -338,11 +346,18 @@ class EngineConfig:
             if (value := getattr(self, name)) is not None:
                 value = getattr(load_chapter(name, chapter), cls).read(value)
                 object.__setattr__(self, name, value)
-        if self.tensor_parallel_size > 1 and ":" in self.device:
+        if self.world_size > 1 and self.distributed_executor_backend == "uni":
             raise ValueError(
-                f"device {self.device!r} is one GPU, and tensor_parallel_size is "
-                f"{self.tensor_parallel_size}. Use 'cuda' (CUDA_VISIBLE_DEVICES chooses which)."
+                "distributed_executor_backend is 'uni', which is one rank, and "
+                f"tensor_parallel_size is {self.tensor_parallel_size}, pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}. Set both to 1, or the backend to 'mp' or 'ray'."
             )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (number := getattr(self, name)) > 1 and ":" in self.device:
+                raise ValueError(
+                    f"device {self.device!r} is one GPU, and {name} is {number}. Use 'cuda' "
+                    "(CUDA_VISIBLE_DEVICES chooses which)."
+                )
         if self.swap_space is not None and self.num_cpu_blocks is not None:
             raise ValueError(
                 f"swap_space ({self.swap_space} GiB) and num_cpu_blocks ({self.num_cpu_blocks}) "
@@ -357,12 +372,39 @@ class EngineConfig:
         if self.has_kv_connector:
             chapter = load_chapter("kv_offloading_size", "kv_offload.config")
             chapter.OffloadingConfig.from_config(self)
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
         budget, seqs = self.max_num_batched_tokens, self.max_num_seqs
         if budget and seqs and budget < seqs:
             raise ValueError(
                 f"max_num_batched_tokens is {budget}, less than max_num_seqs {seqs}: each running "
                 "sequence needs a token a step. Raise the first or lower the second."
             )
+
+    def _check_pipeline(self) -> None:
+        """Raise ValueError for an option that needs the whole model on rank 0's stage."""
+        refused = {
+            "speculative_config": self.speculative_config is not None,
+            "enable_lora": self.enable_lora,
+            "kv_offloading_size and kv_transfer_config": self.has_kv_connector,
+            "runner='pooling'": self.runner == "pooling",
+        }
+        for name in filter(refused.get, refused):
+            raise ValueError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size}, which does not go "
+                f"together with {name}. Leave one of the two out; tensor_parallel_size divides the "
+                "model, too."
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all: processes, one on each GPU."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps in flight at most: one in each stage, and one more with async_scheduling."""
+        return self.pipeline_parallel_size + self.async_scheduling
 
     @property
     def has_kv_connector(self) -> bool:
@@ -448,14 +490,21 @@ def load_chapter(option: str, name: str) -> Any:
 
 def find_pooling(config: EngineConfig, model: ModelConfig) -> Any:
     """The chapter extras/pooling, if the model is to make vectors; None if it is to write text.
-    auto: as in vLLM, sentence-transformers' files or the end of an architecture's name say so."""
+    auto: as in vLLM, sentence-transformers' files or the end of an architecture's name say so.
+    Raises ValueError for a pooler_config that nothing would read."""
     name, has_files = model.architecture, os.path.lexists(model.path / "modules.json")
     is_body = name.endswith(POOLING_SUFFIXES) and not name.endswith("LMHeadModel")
-    if config.runner == "generate" or (config.runner == "auto" and not (has_files or is_body)):
-        return None
-    chapter = load_chapter("runner='pooling'", "pooling.engine")
-    goes_by_name = config.runner == "auto" and not has_files
-    return None if goes_by_name and chapter.is_registered(model) else chapter
+    chapter = None
+    if config.runner == "pooling" or (config.runner == "auto" and (has_files or is_body)):
+        chapter = load_chapter("runner='pooling'", "pooling.engine")
+        goes_by_name = config.runner == "auto" and not has_files
+        chapter = None if goes_by_name and chapter.is_registered(model) else chapter
+    if chapter is None and config.pooler_config is not None:
+        raise ValueError(
+            f"pooler_config says how vectors are made, and {model.path.name} would write text. "
+            "Add runner='pooling', or leave it out."
+        )
+    return chapter
 
 
 def _check_tables(config: EngineConfig, head_dim: int) -> None:

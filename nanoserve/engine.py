@@ -15,7 +15,8 @@ the one before (V1's AsyncScheduler and step_with_batch_queue):
     overlapped   schedule 1 | GPU 1                  | GPU 2                | GPU 3 ...
                               schedule 2 | update 1    schedule 3 | update 2
 
-The tokens are the same. The tokens of a step are known one call of step() later.
+The tokens are the same. The tokens of a step are known one call of step() later. With pipeline
+stages, as many steps are in flight as stages (distributed/pipeline.py).
 
 *Threads.* One thread calls step(). Other threads may add and abort requests at any time: prompts
 are tokenized and checked in the caller's thread, and what changes the scheduler waits in an inbox
@@ -120,8 +121,8 @@ class LLMEngine(OwnedByProcess):
         self.model_config = ModelConfig.from_folder(folder)
         self.get_default_sampling_params()  # raises ValueError for bad ones
         load_torch()
+        from nanoserve.device import with_device
         from nanoserve.executor import check_can_overlap, get_executor_cls  # these load torch
-        from nanoserve.parallel import with_device
 
         pooling = find_pooling(config, self.model_config)
         if pooling is not None:
@@ -134,7 +135,7 @@ class LLMEngine(OwnedByProcess):
             self.lora_manager = load_chapter("enable_lora", "lora.manager").LoRAManager(self)
         tokenizer_folder = resolve_folder(config.tokenizer, "tokenizer", default=folder)
         self.tokenizer = load_tokenizer(tokenizer_folder, explicit=config.tokenizer is not None)
-        make_executor = executor_cls or get_executor_cls(config.tensor_parallel_size)
+        make_executor = executor_cls or get_executor_cls(config)
         options = {} if runner_cls is None else {"runner_cls": as_seam("runner_cls", runner_cls)}
         model_args = self.config, self.model_config, config.attention_backend
         self.executor = build_seam("executor_cls", make_executor, *model_args, **options)
@@ -160,6 +161,7 @@ class LLMEngine(OwnedByProcess):
         self.claims: list[set[str]] = []  # request ids whose outputs step() leaves to a loop
         self._inbox: deque[Callable[[], object]] = deque()  # what other threads asked for
         self._in_flight: deque[LaunchedStep] = deque()
+        self.batch_queue_size = self.config.max_concurrent_batches
         self._admission = threading.RLock()  # one thread at a time passes max_num_waiting
         self._current: LaunchedStep | None = None  # is executed or read; None while one is decided
         self._search, self._idle_watch = FaultSearch(self), IdleWatch(self)
@@ -375,8 +377,8 @@ class LLMEngine(OwnedByProcess):
             with delayed_interrupt():
                 self._drain_inbox()
             self._search.choose_group()
-            if self.config.async_scheduling and not self._search.is_on:
-                self._run_overlapped_step()
+            if self.batch_queue_size > 1 and not self._search.is_on:
+                self._step_with_batch_queue()
             else:
                 self._run_plain_step()
         except BaseException as error:
@@ -394,20 +396,21 @@ class LLMEngine(OwnedByProcess):
         else:
             self._search.skip_group()
 
-    def _run_overlapped_step(self) -> None:
-        """Schedule and launch the next step, then read the result of the one before.
+    def _step_with_batch_queue(self) -> None:
+        """Schedule and launch the next step, then read the oldest one in flight if there are as
+        many as may be, or if nothing could be scheduled.
 
-        The new step is read too if the scheduler needs its tokens, or if no request is left.
+        All steps are read if the scheduler needs the tokens of the new one, or if no request is
+        left.
         """
         step = self._schedule()
         if step is not None:
             pending = self.executor.launch(step.scheduler_output)
             self._in_flight.append(step._replace(pending=pending))
-        can_overlap = step is not None and not step.scheduler_output.needs_sync
-        while self._in_flight:
-            max_in_flight = 1 if can_overlap and self.scheduler.has_unfinished() else 0
-            if len(self._in_flight) <= max_in_flight:
-                return
+        num_left = max(0, len(self._in_flight) - 1)
+        if step is not None:
+            num_left = 0 if step.scheduler_output.needs_sync else self.batch_queue_size - 1
+        while len(self._in_flight) > (num_left if self.scheduler.has_unfinished() else 0):
             oldest = self._current = self._in_flight.popleft()
             self._update(oldest, oldest.pending.result())
 

@@ -13,7 +13,8 @@ with the same arguments as UniprocExecutor, and has the same members:
     num_kv_blocks, num_cpu_blocks      blocks of the KV cache and of the CPU pool
     execute_model(scheduler_output)    run one step and return its ModelOutput
     launch(scheduler_output)           start one step; result() of what it returns waits for the
-                                       ModelOutput (needed for async_scheduling only)
+                                       ModelOutput (needed for async_scheduling and
+                                       pipeline_parallel_size only)
     kv_connector                       rank 0's KVConnectorWorker (with kv_offloading_size only)
     describe()                         device, dtype, attention: for the engine's first log line
     close()                            release the memory, and end the other ranks; called within a
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 
 from nanoserve.attention import AttentionBackend
-from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.kernels.threads import (
     call_with_threads,
     most_threads,
@@ -49,24 +50,28 @@ from nanoserve.sequence import ModelOutput, SchedulerOutput
 logger = init_logger(__name__)
 
 
-def get_executor_cls(tensor_parallel_size: int) -> Any:
-    """The executor class for so many ranks (vLLM: Executor.get_class)."""
-    if tensor_parallel_size == 1:
+def get_executor_cls(config: EngineConfig) -> Any:
+    """The executor class for this config (vLLM: Executor.get_class). One rank is this process,
+    whatever the backend."""
+    if config.world_size == 1:
         return UniprocExecutor
+    if config.distributed_executor_backend == "ray":
+        return load_chapter("distributed_executor_backend", "ray_executor").RayDistributedExecutor
     from nanoserve.distributed.multiproc import MultiprocExecutor
 
     return MultiprocExecutor
 
 
 def check_can_overlap(executor: Any, config: EngineConfig) -> None:
-    """Close the executor and raise ValueError if async_scheduling is on and it has no launch()."""
-    if config.async_scheduling and not hasattr(executor, "launch"):
+    """Close the executor and raise ValueError if steps are to overlap and it has no launch()."""
+    if config.max_concurrent_batches > 1 and not hasattr(executor, "launch"):
         name = type(executor).__name__
         executor.close()
         raise ValueError(
-            f"async_scheduling is True, but {name} has no launch(scheduler_output) that starts a "
-            "step and returns an object whose result() waits for its ModelOutput. Write one, or "
-            "set async_scheduling=False."
+            f"async_scheduling is {config.async_scheduling} and pipeline_parallel_size is "
+            f"{config.pipeline_parallel_size}, but {name} has no launch(scheduler_output) that "
+            "starts a step and returns an object whose result() waits for its ModelOutput. Write "
+            "one, or set async_scheduling=False and pipeline_parallel_size=1."
         )
 
 

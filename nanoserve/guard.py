@@ -305,7 +305,8 @@ def read_tokenizer(folder: Path) -> Any:
     """The tokenizer in `folder`, with a Guard of its own as `tokenizer.guard`. If its form is not
     one of the usual ones, its encode() is called in the Guard's process.
 
-    Raises ValueError for files that are too large or special, or a tokenizer that is none.
+    Raises ValueError for files that are too large or special, or a tokenizer that is none, or that
+    is not backed by the `tokenizers` library.
     """
     guard, is_checked = Guard(), False
     try:
@@ -344,6 +345,11 @@ def read_tokenizer(folder: Path) -> Any:
             f"no tokenizer can be read from {folder} ({why}). Copy its files again, or give the "
             "folder of another one as tokenizer."
         ) from error
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(
+            f"{type(tokenizer).__name__} in {folder} is not backed by the tokenizers library, and "
+            "incremental detokenization needs that library. Save it as a tokenizer.json."
+        )
     return tokenizer
 
 

@@ -34,13 +34,7 @@ from torch import Tensor
 
 from nanoserve.kernels.seen_tokens import SeenTokens
 from nanoserve.logits_processors import RequestProcessors
-from nanoserve.sampler import (
-    LogitEdits,
-    LogitMask,
-    Penalties,
-    SamplingBatch,
-    uniform_noise,
-)
+from nanoserve.sampler import LogitEdits, LogitMask, Penalties, SamplingBatch, uniform_noise
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 from nanoserve.sequence import NewSequence, ScheduledSequence
 from nanoserve.staging import StagingBuffer
@@ -67,6 +61,7 @@ class RowLogitState:
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
         self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
         self.grammar = new.structured_output_request
+        self.changes_logits = self.params.changes_logits
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
@@ -143,7 +138,7 @@ class InputBatch:
         self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
-        if params.changes_logits:
+        if params.changes_logits or new.structured_output_request is not None:
             self.logit_states[row] = RowLogitState(new)
 
     def remove(self, seq_id: int) -> None:
@@ -232,34 +227,32 @@ class InputBatch:
     def _make_constraints(
         self, rows_with_state: list[LogitsRow], positions: np.ndarray
     ) -> dict[str, Any]:
-        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows_with_state]
+        states = self.logit_states
+        rows = [(i, row) for i, row in rows_with_state if states[row].changes_logits]
+        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows]
         return {
-            "mask": self._make_mask(rows_with_state, positions),
-            "edits": self._make_edits(rows_with_state, outputs),
-            "processors": self._make_processors(rows_with_state),
-            "penalties": self._make_penalties(rows_with_state),
-            "params": {i: self.logit_states[row].params for i, row in rows_with_state},
+            "bitmask": self._make_bitmask(rows_with_state, positions),
+            "mask": self._make_mask(rows),
+            "edits": self._make_edits(rows, outputs),
+            "processors": self._make_processors(rows),
+            "penalties": self._make_penalties(rows),
+            "params": {i: states[row].params for i, row in rows_with_state},
         }
 
-    def _make_mask(self, rows: list[LogitsRow], positions: np.ndarray) -> LogitMask | None:
-        """What grammars forbid behind the known tokens and the drafts, and what is not among the
-        allowed_token_ids."""
-        states = [(i, row, self.logit_states[row]) for i, row in rows]
-        allowed = [(i, state) for i, _, state in states if state.params.allowed_token_ids]
-        grammars = [
-            (i, state.grammar, self.token_ids[row, self.num_tokens[row] : positions[i]].tolist())
-            for i, row, state in states
-            if state.grammar is not None
-        ]
-        masks = [self._get_mask(state)[None] for _, state in allowed]
-        if grammars:
-            grammar_bitmask = grammars[0][1].manager.grammar_bitmask
-            masks.append(grammar_bitmask([own for _, *own in grammars], self.staging.device))
+    def _make_bitmask(self, rows_with_state: list[LogitsRow], positions: np.ndarray) -> Any:
+        """What grammars forbid behind the known tokens and the drafts."""
+        states = [(i, row, self.logit_states[row].grammar) for i, row in rows_with_state]
+        grammars = [each for each in states if each[2] is not None]
+        make = grammars and grammars[0][2].manager.grammar_bitmask
+        return make(self, grammars, positions) if make else None
+
+    def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
+        states = [(i, self.logit_states[row]) for i, row in rows_with_state]
+        masks = {i: self._get_mask(state) for i, state in states if state.params.allowed_token_ids}
         if not masks:
             return None
-        indices = np.array([i for i, *_ in (*allowed, *grammars)])
-        values = masks[0] if len(masks) == 1 else torch.cat(masks)
-        return LogitMask(self.staging.send(rows=indices)["rows"], values)
+        rows = self.staging.send(rows=np.array(list(masks)))["rows"]
+        return LogitMask(rows, torch.stack(list(masks.values())))
 
     def _get_mask(self, state: RowLogitState) -> Tensor:
         if state.mask is None:

@@ -43,13 +43,7 @@ def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
     """
     if not explicit and not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    tokenizer = read_tokenizer(folder)  # imports torch: not before an engine is built
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(
-            f"{type(tokenizer).__name__} in {folder} is not backed by the tokenizers library, and "
-            "incremental detokenization needs that library. Save it as a tokenizer.json."
-        )
-    return tokenizer
+    return read_tokenizer(folder)  # imports torch: not before an engine is built
 
 
 class InputProcessor:
@@ -73,8 +67,8 @@ class InputProcessor:
         self.max_model_len = config.max_model_len
         self.kv_capacity = num_kv_blocks * config.block_size  # tokens
         self.capacity = min(self.max_model_len, self.kv_capacity)  # tokens of prompt and output
-        self._lock = threading.Lock()  # guards the next two; nothing else ever changes
-        self._next_seq_id = 0
+        # Nothing else ever changes. The lock guards the seq_id; a Random is thread-safe.
+        self._lock, self._next_seq_id = threading.Lock(), 0
         self._seeds = random.Random(config.seed)
 
     def process(
@@ -91,33 +85,33 @@ class InputProcessor:
         if not isinstance(sampling_params, SamplingParams):
             given = brief(sampling_params)
             raise TypeError(f"sampling_params must be SamplingParams, got {given}.")
-        sampling_params = sampling_params.clone()
-        self._check_sampling(sampling_params)
+        params = sampling_params.clone()
+        self._check_sampling(params)
         components = parse_prompt(prompt)
         cache_salt = pick_salt(components.cache_salt, cache_salt)
         prompt_token_ids = self.tokenize(components)
         room = self._room_after(len(prompt_token_ids))
-        bad_word_ids = self._tokenize_bad_words(sampling_params.bad_words or ())
-        stop_token_ids = frozenset(sampling_params.stop_token_ids or ())
+        bad_word_ids = self._tokenize_bad_words(params.bad_words or ())
+        stop_token_ids = frozenset(params.stop_token_ids or ())
         eos_token_id = None
-        if not sampling_params.ignore_eos:
+        if not params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
             eos_token_id = getattr(self.tokenizer, "eos_token_id", None)
         return Sequence(
-            seq_id=self.next_seq_ids(sampling_params.n),
+            seq_id=self.next_seq_ids(params.n),
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
-            sampling_params=sampling_params,
-            max_tokens=min(sampling_params.max_tokens or room, room),
+            sampling_params=params,
+            max_tokens=min(params.max_tokens or room, room),
             stop_token_ids=stop_token_ids,
-            seed=self._draw_seed() if sampling_params.seed is None else sampling_params.seed,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
             eos_token_id=eos_token_id,
             prompt=components.text,
             priority=priority,
             cache_salt=cache_salt,
             bad_word_ids=bad_word_ids,
-            num_pending_forks=min(sampling_params.n, self.config.max_num_seqs or 1) - 1,
+            num_pending_forks=min(params.n, self.config.max_num_seqs or 1) - 1,
         )
 
     def next_seq_ids(self, number: int = 1) -> int:
@@ -125,11 +119,6 @@ class InputProcessor:
         with self._lock:
             first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
         return first
-
-    def _draw_seed(self) -> int:
-        """The next number that follows from EngineConfig.seed."""
-        with self._lock:
-            return self._seeds.getrandbits(63)
 
     def render_chat(
         self, messages: Any, options: dict[str, Any], content_format: str = "auto"
@@ -208,6 +197,9 @@ class InputProcessor:
                     f"{name} is {brief(number)}; this engine allows {most}. Build it with a larger "
                     "max_logprobs (-1: no limit)."
                 )
+        if params.prompt_logprobs is not None and self.config.pipeline_parallel_size > 1:
+            message = "prompt_logprobs needs an engine with pipeline_parallel_size=1."
+            raise VLLMValidationError(message, parameter="prompt_logprobs")
 
     def _tokenize_bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the beginning of a text and within it.

@@ -176,11 +176,10 @@ def set_kv_transfer(connector: Any, root: Any) -> None:
     leave them for one, if it asks for that. `connector` is the engine's KVConnectorBase; None: it
     has none. Raises ValueError or TypeError if it cannot."""
     params = (root.sampling_params.extra_args or {}).get("kv_transfer_params")
-    if params is None:
-        return
-    if connector is None:
+    if connector is not None:
+        connector.attach(root, params)
+    elif params is not None:
         raise refuse_transfer(params)
-    connector.attach(root, params)
 
 
 def refuse_transfer(params: Any) -> VLLMValidationError:

@@ -3,7 +3,7 @@
 Python runs the handler of a signal in the main thread, between any two lines, and what the handler
 raises comes out of these lines: KeyboardInterrupt (Ctrl-C), the TimeoutError of a time limit, the
 SystemExit of a graceful end. It is meant for the application, so it must reach the application, and
-be no request's error. Four functions see to this:
+be no request's error. Five functions see to this:
 
     with delayed_interrupt():           # handlers wait until the lists agree again
         ...
@@ -20,6 +20,7 @@ vLLM: none. It leaves Ctrl-C and the like to the process of the API server.
 from __future__ import annotations
 
 import _signal  # the functions behind signal's own, which make enums of numbers: 10 times slower
+import _thread
 import contextlib
 import signal
 import sys
@@ -38,6 +39,8 @@ Error = TypeVar("Error", bound=BaseException)
 # What applications end with, or limit time with. (All 64 would take microseconds.)
 NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGBREAK")
 SIGNALS = tuple(int(getattr(signal, name)) for name in NAMES if hasattr(signal, name))
+
+AGAIN = 0.1  # seconds
 
 
 class _Delay:
@@ -108,6 +111,31 @@ def delayed_interrupt() -> Iterator[None]:
             delay.put_back()
         finally:
             delay.deliver()
+
+
+@contextmanager
+def repeated_interrupt() -> Iterator[None]:
+    """In this block, a Ctrl-C that Python drops comes once more. It drops what a callback of a weak
+    reference or a __del__ raises ("Exception ignored in ..."), and each import has such a callback:
+    a command that loads its modules would go on.
+
+    It comes AGAIN seconds later, when this callback is over. For the main thread.
+    """
+    before, ident = sys.unraisablehook, threading.get_ident()
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            before(unraisable)
+        elif hasattr(signal, "pthread_kill"):  # also wakes a thread that waits
+            threading.Timer(AGAIN, signal.pthread_kill, (ident, signal.SIGINT)).start()
+        else:
+            threading.Timer(AGAIN, _thread.interrupt_main).start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 class suppress(contextlib.suppress):

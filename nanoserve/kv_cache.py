@@ -100,6 +100,8 @@ class ProfiledModel(Protocol):
     def kv_cache_specs(self) -> list[KVCacheSpec]: ...
 
     supports_cuda_graphs: bool
+    hidden_size: int
+    vocab_size: int
 
 
 def allocate_kv_caches(
@@ -212,7 +214,11 @@ def dummy_forward(
     )
     metadata = layer_config.attention.plan(metadata, block_size, dtype)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    return model(torch.zeros_like(positions), positions, caches, metadata)
+    inputs = torch.zeros_like(positions)
+    if not layer_config.parallel.is_first_stage:
+        shape = len(positions), model.hidden_size
+        inputs = torch.zeros(shape, dtype=layer_config.dtype, device=device)
+    return model(inputs, positions, caches, metadata)
 
 
 @torch.inference_mode()
@@ -230,7 +236,8 @@ def warm_up(config: EngineConfig, model: ProfiledModel, layer_config: LayerConfi
         least = -(-num_tokens // config.block_size)
         for max_blocks in sorted({max(width, least) for width in widths}):
             hidden = dummy_forward(config, model, layer_config, [num_tokens], max_blocks)
-            model.compute_logits(hidden)
+            if layer_config.parallel.is_last_stage:
+                model.compute_logits(hidden)
 
 
 @torch.inference_mode()
@@ -244,12 +251,17 @@ def profile_run(config: EngineConfig, model: ProfiledModel, layer_config: LayerC
     budget, length = config.max_num_batched_tokens, config.max_model_len
     lengths = [min(length, budget - start) for start in range(0, budget, length)]
     max_blocks = -(-length // config.block_size)
-    vocab_size = model.compute_logits(dummy_forward(config, model, layer_config, [1], 1)).shape[1]
+    parallel, vocab_size = layer_config.parallel, model.vocab_size
+    if parallel.is_last_stage:
+        first = dummy_forward(config, model, layer_config, [1], 1)
+        vocab_size = model.compute_logits(first).shape[1]
     seen = allocate_seen_tokens(config.max_num_seqs, length, vocab_size, layer_config.device)
     hidden = dummy_forward(config, model, layer_config, lengths, max_blocks)
     num_rows = min(config.max_num_seqs * config.query_lens[-1], budget)
-    logits = model.compute_logits(hidden[:num_rows])
-    if layer_config.parallel.rank:
+    logits = hidden.new_zeros(num_rows, vocab_size)  # from the last stage
+    if parallel.is_last_stage:
+        logits = model.compute_logits(hidden[:num_rows])
+    if parallel.rank != 0:
         return
     ones = torch.ones(num_rows, device=logits.device)
     num_seqs = min(config.max_num_seqs, budget)  # a sequence with penalties has no drafts: one row

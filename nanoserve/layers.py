@@ -1,9 +1,9 @@
 """What is a transformer made of, and where is it cut for tensor parallelism?
 
 Each layer holds the part of its weights that belongs to its rank, and says through `shards` which
-part of which checkpoint tensor fills it. Matrices that read the same input are stacked into one (q,
-k and v; gate and up), because one large product is faster than three small ones. Two ranks, 4 query
-heads, 2 key heads:
+part of which checkpoint tensor fills it (models/shards.py). Matrices that read the same input are
+stacked into one (q, k and v; gate and up), because one large product is faster than three small
+ones. Two ranks, 4 query heads, 2 key heads:
 
     checkpoint            rank 0's qkv_proj          rank 1's qkv_proj
     q_proj [q0 q1 q2 q3]  [q0 q1 | k0 | v0]          [q2 q3 | k1 | v1]
@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.models.shards import Matrix, Shard
 from nanoserve.parallel import ParallelState
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin of each token, as RotaryEmbedding gives them
@@ -137,42 +138,6 @@ class LayerConfig:
         return nn.Parameter(tensor, requires_grad=False)
 
 
-class Matrix(NamedTuple):
-    """A matrix [outputs, inputs] of the checkpoint, and which part of it a layer holds."""
-
-    name: str  # such as "model.layers.0.self_attn.k_proj"
-    shape: tuple[int, int]  # in the checkpoint
-    rows: slice  # of the layer's weight, which it fills
-    dim: int  # 0: this rank has some of the outputs; 1: some of the inputs
-    start: int  # the first of them
-    columns: slice = slice(None)  # of the layer's weight
-
-
-class Shard(NamedTuple):
-    """A place to be filled from a checkpoint tensor: its slice [start, start + size) along dim."""
-
-    target: Tensor  # a view of the parameter
-    full_shape: tuple[int, ...]  # of the tensor in the checkpoint
-    dim: int = 0
-    start: int = 0
-    # For quantized weights: the slice's size, if the target has another shape; the types that the
-    # file may have, if other than floats; how a slice is written to the target, which converts its
-    # numbers to those of the target; and True if the files may lack the tensor.
-    size: int | None = None
-    dtypes: tuple[str, ...] | None = None
-    weight_loader: Callable[[Tensor, Tensor], object] = Tensor.copy_
-    is_optional: bool = False
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """What to take of the checkpoint tensor."""
-        whole = [slice(None)] * len(self.full_shape)
-        if whole:
-            size = self.target.shape[self.dim] if self.size is None else self.size
-            whole[self.dim] = slice(self.start, self.start + size)
-        return tuple(whole)
-
-
 class RMSNorm(nn.Module):
     """rms_norm with a weight [size]."""
 
@@ -250,7 +215,7 @@ class ColumnParallelLinear(LinearBase):
     """y = x W^T + b with the rows of W (the outputs) divided among ranks.
 
     Several checkpoint matrices can be stacked: outputs={"q_proj": 64, "k_proj": 32, "v_proj": 32}
-    reads three and gives [num_tokens, 128 / world_size], to be split by `sizes`. With `unit` (the
+    reads three and gives [num_tokens, 128 / tp_size], to be split by `sizes`. With `unit` (the
     size of a head) no unit is cut, and if there are fewer than ranks, some hold the same one.
     """
 
@@ -299,8 +264,8 @@ class RowParallelLinear(LinearBase):
         self.bias = layer_config.empty(output_size) if bias else None
 
     def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
-        """[num_tokens, input_size / world_size] -> [num_tokens, output_size]; b is added once."""
-        bias = self.bias if self.parallel.rank == 0 else None
+        """[num_tokens, input_size / tp_size] -> [num_tokens, output_size]; b is added once."""
+        bias = self.bias if self.parallel.tp_rank == 0 else None
         return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
 
     def matrices(self, name: str) -> Iterator[Matrix]:
@@ -323,17 +288,17 @@ class VocabParallelEmbedding(LinearBase):
     is_lm_head = True
 
     def __init__(self, vocab_size: int, hidden_size: int, layer_config: LayerConfig) -> None:
-        size = -(-vocab_size // layer_config.parallel.world_size)
+        size = -(-vocab_size // layer_config.parallel.tp_size)
         super().__init__(size, hidden_size, layer_config)
         self.parallel = layer_config.parallel
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.start = min(self.parallel.rank * size, vocab_size)
+        self.start = min(self.parallel.tp_rank * size, vocab_size)
         self.num_tokens = min(size, vocab_size - self.start)  # without padding
         self.weight[self.num_tokens :].zero_()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden_size]; ids of other ranks count as zero vectors."""
-        if self.parallel.world_size == 1:
+        if self.parallel.tp_size == 1:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.start
         is_foreign = (local < 0) | (local >= self.num_tokens)

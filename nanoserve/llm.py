@@ -421,18 +421,19 @@ class LLM(OwnedByProcess):
         return chapter.make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], separator)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
-        """[func(model)], with the model as a torch module. For engines of one process: with
-        tensor_parallel_size above 1 no process has the whole model."""
+        """[func(model)], with the model as a torch module. For engines of one process: of several
+        ranks none has the whole model."""
         if not callable(func):
             raise TypeError(f"func must be a function of the model, got {brief(func)}.")
         self.engine._check_open()
-        if self.engine.config.tensor_parallel_size > 1:
-            raise VLLMValidationError(
-                "apply_model needs the whole model in this process; tensor_parallel_size is "
-                f"{self.engine.config.tensor_parallel_size}. Build an engine with 1.",
-                parameter="tensor_parallel_size",
-                value=self.engine.config.tensor_parallel_size,
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (number := getattr(self.engine.config, name)) > 1:
+                raise VLLMValidationError(
+                    f"apply_model needs the whole model in this process; {name} is {number}. Build "
+                    "an engine with 1.",
+                    parameter=name,
+                    value=number,
+                )
         return [func(self.engine.executor.runner.model)]
 
     def get_tokenizer(self) -> Any:
@@ -678,7 +679,8 @@ def _one_each(name: str, given: Any, number: int) -> list[Any]:
 
 
 class _ProgressBar:
-    """Requests done and, after each step, how many run and wait, and tokens per second.
+    """Requests done and, after each step, how many run and wait, and tokens per second: those that
+    were written, or those of the prompts where the result is a vector.
 
     Drawn ten times a second at most (tqdm's mininterval). Other steps only look at the clock. A bar
     that the caller makes gets the keyword arguments that vLLM gives, and decides about the rest.
@@ -738,12 +740,14 @@ class _ProgressBar:
         """The numbers behind the bar, of all requests of the call."""
         scheduler = self.engine.scheduler
         num_running, sequences = len(scheduler.running), [r.sequences for r in self.requests]
-        num_output = sum(seq.num_output_tokens for each in sequences for seq in each)
+        makes_vectors = self.engine.config.runner == "pooling"
+        counted = "num_computed_tokens" if makes_vectors else "num_output_tokens"
+        num_tokens = sum(getattr(seq, counted) for each in sequences for seq in each)
         self.described_at = time()
         elapsed = max(self.described_at - self.start_time, 1e-9)
         self.bar.set_postfix_str(
             f"run {num_running}, wait {len(scheduler.sequences) - num_running}, "
-            f"{num_output / elapsed:.0f} tok/s",
+            f"{num_tokens / elapsed:.0f} tok/s",
             refresh=False,
         )
 

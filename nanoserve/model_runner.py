@@ -48,6 +48,8 @@ from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.cuda_graph import CudaGraph, DecodeGraphs, Forward, Graph, GraphShape, pad_step
+from nanoserve.device import choose_device, current_device
+from nanoserve.distributed.pipeline import sample_later
 from nanoserve.input_batch import PLACEHOLDER, InputBatch
 from nanoserve.kernels.sampling import choose_tokens
 from nanoserve.kernels.selector import choose_dtype, make_layer_config
@@ -60,7 +62,7 @@ from nanoserve.kv_cache import (
 )
 from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import load_model
-from nanoserve.parallel import ParallelState, choose_device, current_device
+from nanoserve.parallel import ParallelState
 from nanoserve.prompt_logprobs import PromptLogprobsTensors, gather_prompt_logprobs
 from nanoserve.sampler import SampledTokens
 from nanoserve.sequence import ForkSample, ModelOutput, ScheduledSequence, SchedulerOutput
@@ -131,28 +133,33 @@ class ModelRunner:
         with current_device(self.device), torch.device("cpu"):  # whatever set_default_device says
             self.dtype = choose_dtype(config.dtype, model_config.dtype, self.device)
             self.parallel = parallel or ParallelState()
+            is_rank_0 = self.parallel.rank == 0
             layer_config = make_layer_config(
                 self.device, self.dtype, self.parallel, attention_backend, config.custom_ops
             )
             self.config, self.model_config, self.layer_config = config, model_config, layer_config
             self.backend = layer_config.attention
-            self.model = load_model(
-                config, model_config, layer_config, use_tqdm=self.parallel.rank == 0
-            )
+            self.model = load_model(config, model_config, layer_config, use_tqdm=is_rank_0)
+            self.new_token_ids: list[tuple[int, int, int]] = []  # see SchedulerOutput
+            self.intermediate_tensors: Tensor | None = None  # from the stage before
+            if not self.parallel.is_first_stage:
+                shape = (config.max_num_batched_tokens or 0, model_config.hidden_size)
+                self.intermediate_tensors = torch.empty(shape, dtype=self.dtype, device=self.device)
             self.lora_slots: Any = None  # adapters
             if config.enable_lora:
                 self.lora_slots = load_chapter("enable_lora", "lora.layers").LoRASlots(self)
             self.proposer: Any = None  # of drafts, on rank 0
-            if config.speculative_config is not None and self.parallel.rank == 0:
+            if config.speculative_config is not None and is_rank_0:
                 self.proposer = config.speculative_config.make_proposer(self)
             self._allocate_kv_caches(config, layer_config)
             self.staging = StagingBuffer(staging_bytes(config), self.device)
+            # With stages, a step is sampled after the next ones have begun: its arrays are its own.
             self.batch = InputBatch(
                 config.max_num_seqs,
                 config.max_model_len,
                 config.block_size,
                 model_config.vocab_size,
-                self.staging,
+                self.staging if self.parallel.pp_size == 1 else StagingBuffer(0, self.device),
             )
             self.graphs: DecodeGraphs | None = None
             is_cuda = self.device.type == "cuda"
@@ -165,7 +172,7 @@ class ModelRunner:
                 )
                 most = config.max_num_batched_tokens
                 self.graphs = DecodeGraphs(config.max_num_seqs, graph_cls, config.query_lens, most)
-                self.graphs.capture(self.make_decode_forward, use_tqdm=self.parallel.rank == 0)
+                self.graphs.capture(self.make_decode_forward, use_tqdm=is_rank_0)
 
     def _allocate_kv_caches(self, config: EngineConfig, layer_config: LayerConfig) -> None:
         """As many blocks as fit on the device, and the blocks to swap to on the CPU. The caches of
@@ -175,7 +182,8 @@ class ModelRunner:
         specs += self.proposer.kv_cache_specs() if self.proposer else []
         self.num_kv_blocks = determine_num_kv_blocks(config, self.model, layer_config, specs)
         dtype = self.kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, self.dtype)
-        self.num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, dtype)
+        num_cpu_blocks = size_cpu_pool(config, self.num_kv_blocks, specs, dtype)
+        self.num_cpu_blocks = self.parallel.all_reduce_min(num_cpu_blocks)
         allocate = functools.partial(allocate_kv_caches, specs, config.block_size, dtype)
         self.kv_caches = allocate(self.num_kv_blocks, self.device)
         self.cpu_kv_caches = allocate(self.num_cpu_blocks, torch.device("cpu"))
@@ -212,6 +220,9 @@ class ModelRunner:
 
     def update_batch(self, scheduler_output: SchedulerOutput) -> np.ndarray:
         """Apply the differences to the rows; return the scheduled sequences' rows."""
+        for seq_id, position, token_id in scheduler_output.new_token_ids:
+            if (known := self.batch.row_of.get(seq_id)) is not None:
+                self.batch.fill_placeholder(known, position, token_id)
         if scheduler_output.is_restart:
             self.batch.clear()
         for seq_id in scheduler_output.finished_seq_ids:
@@ -290,15 +301,23 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states [num_tokens, hidden]. Each layer stores the step's keys and values."""
+        parallel, num_tokens = self.parallel, len(inputs.arrays.input_ids)
+        if self.intermediate_tensors is not None:
+            parallel.start_receive(self.intermediate_tensors[:num_tokens], parallel.previous)()
         if self.graphs and inputs.graph_shape is not None:
-            return self.graphs.replay(inputs.graph_shape)
-        has_placeholders = bool((inputs.arrays.input_ids == PLACEHOLDER).any())
-        return self.run_model(inputs, has_placeholders)
+            hidden = self.graphs.replay(inputs.graph_shape)
+        else:
+            has_placeholders = bool((inputs.arrays.input_ids == PLACEHOLDER).any())
+            hidden = self.run_model(inputs, has_placeholders)
+        parallel.send(hidden[:num_tokens], parallel.next)
+        return hidden
 
     def run_model(self, inputs: StepInputs, has_placeholders: bool) -> Tensor:
         """The forward pass that a graph captures, or that runs eagerly."""
         tensors, input_ids = inputs.tensors, inputs.tensors.input_ids
-        if has_placeholders:
+        if self.intermediate_tensors is not None:
+            input_ids = self.intermediate_tensors[: len(input_ids)]
+        elif has_placeholders:
             last_sampled = self.batch.last_sampled_token_ids.index_select(0, tensors.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
         kv_caches = self.kv_caches[: self.num_model_layers]
@@ -326,14 +345,21 @@ class ModelRunner:
         arrays, rows = inputs.arrays, inputs.arrays.sampled_rows
         compute_logits, prompt_logprobs = self.model.compute_logits, []
         if self.batch.num_prompt_logprobs:
-            args = arrays.query_start_loc, hidden, compute_logits, self.parallel.rank
+            args = arrays.query_start_loc, hidden, compute_logits, self.parallel.tp_rank
             prompt_logprobs = gather_prompt_logprobs(self.batch, scheduled, *args)
-        if not len(rows):
+        if not len(rows) and self.parallel.pp_size == 1:
             return PendingOutput(self.batch, [], None, prompt_logprobs)
         indices = arrays.logits_indices
         branch_offsets = np.arange(len(rows)) - np.searchsorted(indices, indices)
         branches = self.batch.branches[rows] + branch_offsets
         positions = arrays.positions[indices] + 1
+        is_behind_draft = np.append(False, rows[1:] == rows[:-1]) & (branch_offsets == 0)
+        drafts = np.where(is_behind_draft, arrays.input_ids[indices], NO_DRAFT)
+        columns = (self.batch.seq_ids[rows], positions, drafts)
+        samples = list(zip(*(column.tolist() for column in columns), strict=True))
+        make_output = functools.partial(PendingOutput, self.batch, samples)
+        if self.parallel.pp_size > 1:
+            return sample_later(self, inputs, hidden, branches, positions, make_output)
         logits = compute_logits(hidden.index_select(0, inputs.tensors.logits_indices))
         sampled = self._sample_on_rank_0(logits, rows, branches, positions)
         # Below 0: no token is possible. Any will do. (Of a row with drafts, too: what is accepted
@@ -344,11 +370,7 @@ class ModelRunner:
             token_ids, its_rows = token_ids[own], its_rows[own]
         self.batch.last_sampled_token_ids.index_copy_(0, its_rows, token_ids)
         self.batch.append_placeholders(rows)
-        is_behind_draft = np.append(False, rows[1:] == rows[:-1]) & (branch_offsets == 0)
-        drafts = np.where(is_behind_draft, arrays.input_ids[indices], NO_DRAFT)
-        columns = (self.batch.seq_ids[rows], positions, drafts)
-        samples = list(zip(*(column.tolist() for column in columns), strict=True))
-        return PendingOutput(self.batch, samples, sampled, prompt_logprobs)
+        return make_output(sampled, prompt_logprobs)
 
     def _sample_on_rank_0(
         self, logits: Tensor, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
@@ -358,9 +380,9 @@ class ModelRunner:
         If sampling fails, rank 0 broadcasts zeros before it raises: the other ranks wait for a
         broadcast in every step.
         """
-        size = 0 if self.parallel.group is None else len(rows)  # alone: nothing to send
+        size = 0 if self.parallel.device_group is None else len(rows)  # alone: nothing to send
         token_ids = torch.zeros(size, dtype=torch.int64, device=self.device)
-        if self.parallel.rank:
+        if self.parallel.tp_rank:
             return SampledTokens(self.parallel.broadcast(token_ids), None, {}, {})
         try:
             batch = self.batch.make_sampling_batch(rows, branches, positions)

@@ -22,7 +22,6 @@ vllm/outputs.py, vllm/v1/engine/: output_processor.py, detokenizer.py, parallel_
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -345,8 +344,7 @@ class RequestState:
         metrics = [seq.metrics for seq in self.sequences]
         last_tokens = [m.last_token_ts for m in metrics if m.last_token_ts is not None]
         ends = [m.finished_ts for m in metrics if m.finished_ts is not None]
-        counters = ("generation_tokens", "drafts", "draft_tokens", "accepted_tokens")
-        names = [f"num_{counter}" for counter in counters]
+        names = ("num_generation_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
         return replace(
             self.root.metrics,
             last_token_ts=max(last_tokens, default=None),
@@ -370,7 +368,6 @@ class OutputProcessor:
         # Called with the RequestConsumer of each request that has ended, in whatever way. They must
         # not raise.
         self.finish_listeners: list[Callable[[Any], None]] = []
-        self._lock = threading.Lock()  # any thread may add a request
         self._error: BaseException | None = None  # see raise_error
 
     def make_state(self, sequence: Sequence) -> RequestState:
@@ -379,10 +376,9 @@ class OutputProcessor:
 
     def add(self, request: RequestConsumer) -> None:
         """Expect updates of this request. Raises ValueError if its request id is in use."""
-        with self._lock:
-            if request.request_id in self.requests:
-                raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
-            self.requests[request.request_id] = request
+        # setdefault is atomic: of several threads with one id, one gets it.
+        if self.requests.setdefault(request.request_id, request) is not request:
+            raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
 
     def process_outputs(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
         """Give a step's updates to their requests; return the outputs to hand out."""

@@ -408,7 +408,8 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """True if some logits are not the model's own when a token is chosen from them."""
+        """True if some logits are not the model's own when a token is chosen from them. (Grammars
+        are no part of this.)"""
         return bool(
             self.has_penalties
             or self.min_tokens
@@ -416,7 +417,6 @@ class SamplingParams:
             or self.logit_bias
             or self.allowed_token_ids is not None
             or self.logits_processors
-            or self.structured_outputs
         )
 
     def __repr__(self) -> str:

@@ -24,6 +24,11 @@ in flight will bring are counted (num_output_placeholders), so their positions c
 before their values are known. Only a sequence whose next step depends on the value is passed over.
 A sequence that turns out to have ended has then computed one token too many, which is dropped.
 
+*Pipelines.* With pipeline stages, every sequence with a token in flight is passed over, because the
+first stage must know the token. A step takes only an even share of the running sequences' decodes,
+so that there is one step for each stage, and all stages have as much to do. Chunks of prompts are
+in every step, and take nobody's turn.
+
 *Drafts.* With speculative decoding a step also computes guesses behind the last known token, if
 budget and free blocks are left. What was computed behind a rejected draft is taken back
 (sequence.py has a picture). Each such step is read before the next is scheduled.
@@ -86,6 +91,8 @@ class Scheduler:
         self.by_priority = config.scheduling_policy == "priority"
         self.swaps = config.preemption_mode == "swap"
         self.speculative_config = config.speculative_config  # None: nothing is drafted
+        self.is_pipelined = config.pipeline_parallel_size > 1
+        self.max_concurrent_batches = config.max_concurrent_batches
         self.block_manager = block_manager
         self.connector: Any = None  # keeps what the prefix cache evicts: extras/kv_offload
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
@@ -103,7 +110,8 @@ class Scheduler:
         return f"{type(self).__name__}({running} running, {waiting} waiting, {swapped} swapped)"
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
+        """Queue a sequence. In a pipeline, the first stage must know each of its tokens."""
+        seq.always_sync |= self.is_pipelined
         self.sequences[seq.seq_id] = seq
         insort(self.waiting, seq, key=self.urgency)
         if self.connector is not None:
@@ -146,9 +154,12 @@ class Scheduler:
 
     def _schedule_running(self, step: _Step) -> None:
         """Let every running sequence catch up; preempt from the end when blocks run out."""
+        num_decodes = self._num_decodes_of_a_step()
         for position, seq in enumerate(self.running):  # preemption shortens the list behind seq
-            if seq.blocked_by_in_flight:
+            is_decode = seq.num_uncomputed_tokens == 1
+            if seq.blocked_by_in_flight or (is_decode and not num_decodes):
                 continue
+            num_decodes -= is_decode
             num_behind = len(self.running) - position - 1
             most = min(self.max_chunk, step.budget - num_behind)
             num_tokens = min(seq.num_uncomputed_tokens, most)
@@ -158,6 +169,14 @@ class Scheduler:
             if drafts and not self.block_manager.can_append(seq, num_tokens + len(drafts)):
                 drafts = ()  # drafts preempt nobody
             self._schedule_tokens(seq, num_tokens, step, drafts)
+
+    def _num_decodes_of_a_step(self) -> int:
+        """How many running sequences a step may have beside chunks: all, or an even share of them,
+        in flight or not. (Of those that are free now, a step would take all: for ever the same.)"""
+        if not self.is_pipelined:
+            return self.max_num_seqs
+        num_decodes = sum(seq.num_uncomputed_tokens == 1 for seq in self.running)
+        return -(-num_decodes // self.max_concurrent_batches)
 
     def _preempt_until_fits(self, seq: Sequence, num_tokens: int) -> bool:
         """Preempt the least urgent sequence until `num_tokens` more tokens of `seq` fit. False if
@@ -222,9 +241,8 @@ class Scheduler:
     def _swap_in(self, seq: Sequence, step: _Step) -> bool:
         """SWAPPED -> RUNNING, if `seq` fits. Nothing is computed again."""
         num_tokens = self._num_tokens_to_admit(seq.num_uncomputed_tokens, step)
-        if not seq.is_ready() or not num_tokens or not self.has_seq_slot(seq):
-            return False
-        if not self.block_manager.can_swap_in(seq):
+        fits = num_tokens and self.has_seq_slot(seq) and self.block_manager.can_swap_in(seq)
+        if not fits or not seq.is_ready():
             return False
         self.swapped.remove(seq)
         self.block_manager.swap_in(seq)
@@ -271,7 +289,7 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if is_last:
             seq.num_output_placeholders += 1 + len(drafts)
-            step.needs_sync |= seq.needs_sync
+            step.needs_sync |= seq.needs_sync and not self.is_pipelined
 
     # -- the result of the step --
 
@@ -310,30 +328,13 @@ class Scheduler:
             logprobs = model_output.logprobs.get(item.seq_id, ())[:num_new]
             updates.append(SequenceUpdate(seq, sampled[:num_new], logprobs, prompt_logprobs))
             if self.speculative_config and seq.status is not SequenceStatus.FINISHED_ERROR:
-                self._accept(item, model_output, updates[-1])
+                self.speculative_config.accept(self, item, model_output, updates[-1])
         for update in updates:
             if update.new_token_ids:
                 update.sequence.metrics.record_tokens(now, len(update.new_token_ids))
             if update.sequence.status.finish_reason is not None:
                 self.finish(update.sequence.seq_id, update.sequence.status)
         return updates
-
-    def _accept(self, item: ScheduledSequence, output: ModelOutput, update: SequenceUpdate) -> None:
-        """Take back what was computed behind the accepted drafts, and note the next ones: at most
-        item.num_spec_tokens, and one less than max_tokens leaves. `update` and the metrics count
-        drafts and accepted ones."""
-        seq, number = update.sequence, len(item.draft_token_ids)
-        if number:
-            update.num_accepted_tokens = len(output.sampled_token_ids[seq.seq_id]) - 1
-            seq.num_computed_tokens -= number - update.num_accepted_tokens
-            self.block_manager.cache_blocks(seq, item.num_computed_tokens, seq.num_computed_tokens)
-            seq.metrics.num_drafts += 1
-            seq.metrics.num_draft_tokens += number
-            seq.metrics.num_accepted_tokens += update.num_accepted_tokens
-        most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
-        seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
-        if (grammar := seq.structured_output_request) is not None:
-            seq.spec_token_ids = grammar.validate_drafts(seq.spec_token_ids)
 
     def _fork_branch(self, parent: Sequence, branch: int, first: ForkSample) -> SequenceUpdate:
         """Start a branch of the request with its own first token."""
@@ -381,7 +382,8 @@ class Scheduler:
             if seq.num_output_tokens >= seq.max_tokens:
                 seq.status = SequenceStatus.FINISHED_LENGTH
                 return num_new
-        if grammar is not None and sampled and grammar.is_terminated():
+        # With stop tokens, one of them ends a grammar: see above.
+        if grammar is not None and not seq.stop_token_ids and sampled and grammar.is_terminated():
             seq.status = SequenceStatus.FINISHED_STOPPED
         return len(sampled)
 
@@ -393,12 +395,7 @@ class Scheduler:
         seq = self.sequences.pop(seq_id, None)
         if seq is None:
             return None
-        if seq in self.running:
-            self._remove_running(seq)
-        elif seq in self.swapped:
-            self.swapped.remove(seq)
-        else:
-            self.waiting.remove(seq)
+        self._remove(seq)
         seq.status = status
         if self.connector is not None:
             self.connector.request_finished(seq, self.block_manager.block_tables.get(seq_id, ()))
@@ -413,8 +410,8 @@ class Scheduler:
         be computed again. The next step tells the runner to drop all its rows.
 
         Only the sequences' own tokens are trusted (those of an update that failed have been taken
-        back before). So the recovery is right wherever the step
-        failed: half scheduled, half written or half copied. The cost is one recompute.
+        back before). So the recovery is right wherever the step failed: half scheduled, half
+        written or half copied. The cost is one recompute.
         """
         self.block_manager.reset()
         if self.connector is not None:
@@ -429,9 +426,11 @@ class Scheduler:
             seq.num_computed_tokens = seq.num_output_placeholders = 0
         self.waiting = sorted(self.sequences.values(), key=self.urgency)
 
-    def _remove_running(self, seq: Sequence) -> None:
-        """Take `seq` out of `running`; the runner may drop it."""
-        self.running.remove(seq)
+    def _remove(self, seq: Sequence) -> None:
+        """Take `seq` out of `running`, `swapped` or `waiting`; the runner may drop it, if it knows
+        it."""
+        queue = next((each for each in (self.running, self.swapped) if seq in each), self.waiting)
+        queue.remove(seq)
         if seq.seq_id in self._known_seq_ids:
             self._known_seq_ids.remove(seq.seq_id)
             self._dropped_seq_ids.append(seq.seq_id)
@@ -442,10 +441,7 @@ class Scheduler:
         The freed blocks stay in the prefix cache until other sequences need them, so computing the
         sequence again is often cheap.
         """
-        if seq.status is SequenceStatus.SWAPPED:
-            self.swapped.remove(seq)
-        else:
-            self._remove_running(seq)
+        self._remove(seq)
         self.block_manager.free(seq)
         seq.num_computed_tokens = 0
         seq.metrics.num_preemptions += 1
@@ -454,7 +450,7 @@ class Scheduler:
 
     def _swap_out(self, seq: Sequence) -> None:
         """RUNNING -> SWAPPED: move its blocks to the CPU pool."""
-        self._remove_running(seq)
+        self._remove(seq)
         self.block_manager.swap_out(seq)
         seq.status = SequenceStatus.SWAPPED
         seq.metrics.num_preemptions += 1

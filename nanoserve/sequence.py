@@ -242,6 +242,9 @@ class SchedulerOutput:
     kv_connector_metadata: Any = None  # copies of blocks from and to another tier; None: none
     is_restart: bool = False  # the last step failed: the runner drops every sequence
     needs_sync: bool = False  # this step's tokens must be known before the next is scheduled
+    # With pipeline stages: (seq_id, position, token id) of what rank 0 has sampled since the last
+    # step, for the other ranks that look up token ids.
+    new_token_ids: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -337,20 +340,15 @@ class RequestMetrics:
     @property
     def queue_time(self) -> float | None:
         """Seconds from arrival to the first step."""
-        return _difference(self.scheduled_ts, self.queued_ts)
+        return None if self.scheduled_ts is None else self.scheduled_ts - self.queued_ts
 
     @property
     def first_token_latency(self) -> float | None:
         """Seconds from arrival to the first token."""
-        return _difference(self.first_token_ts, self.queued_ts)
+        return None if self.first_token_ts is None else self.first_token_ts - self.queued_ts
 
     def inter_token_latency(self, num_output_tokens: int) -> float | None:
         """Mean seconds from one token to the next; None with fewer than two."""
-        total = _difference(self.last_token_ts, self.first_token_ts)
-        if total is None or num_output_tokens < 2:
+        if self.last_token_ts is None or self.first_token_ts is None or num_output_tokens < 2:
             return None
-        return total / (num_output_tokens - 1)
-
-
-def _difference(later: float | None, earlier: float | None) -> float | None:
-    return None if later is None or earlier is None else later - earlier
+        return (self.last_token_ts - self.first_token_ts) / (num_output_tokens - 1)

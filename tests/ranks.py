@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
 from nanoserve.distributed.multiproc import MultiprocExecutor, worker_loop
-from nanoserve.parallel import ParallelState, connect
+from nanoserve.distributed.rendezvous import connect
+from nanoserve.parallel import ParallelState
 
 
 class ThreadRanks:
@@ -20,7 +21,7 @@ class ThreadRanks:
     def __init__(self, config: EngineConfig) -> None:
         self.pids: dict[int, int] = {}
         self.processes: list[Any] = []
-        self.world_size = config.tensor_parallel_size
+        self.world_size, self.pp_size = config.world_size, config.pipeline_parallel_size
         self.device = torch.device("cpu")
         self.store = dist.HashStore()
         self.threads = [
@@ -34,7 +35,7 @@ class ThreadRanks:
         worker_loop(self.store, rank, lambda: self._connect(rank), "cpu")
 
     def _connect(self, rank: int) -> ParallelState:
-        return connect(self.store, rank, self.world_size, self.device)
+        return connect(self.store, rank, self.world_size, self.device, pp_size=self.pp_size)
 
     def connect(self) -> ParallelState:
         self.parallel = self._connect(0)

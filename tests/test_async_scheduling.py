@@ -422,12 +422,13 @@ TROUBLE = st.tuples(
 
 
 @st.composite
-def engine_options(draw: st.DrawFn) -> dict[str, Any]:
+def engine_options(draw: st.DrawFn, max_stages: int = 1) -> dict[str, Any]:
     """Engines from cramped to roomy; the longest request has 12 + 9 + 14 = 35 tokens."""
     max_num_seqs = draw(st.integers(1, 6))
     chunked = draw(st.sampled_from([True, True, False]))
     return {
         "async_scheduling": draw(st.sampled_from([True, True, False])),
+        "pipeline_parallel_size": min(max_stages, draw(st.sampled_from([1, 1, 1, 2, 3]))),
         "max_model_len": 40,
         "block_size": draw(st.sampled_from([1, 2, 4, 8])),
         "num_kv_blocks": draw(st.sampled_from([5, 6, 8, 11, 20, 64])),
@@ -603,14 +604,14 @@ class Workload:
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    options=engine_options(),
+    options=engine_options(max_stages=3),
     arrivals=st.lists(ARRIVALS, min_size=1, max_size=10),
     troubles=st.lists(TROUBLE, max_size=6),
 )
 def test_same_tokens_no_block_lost_and_everything_ends(
     options: dict[str, Any], arrivals: list[Arrival], troubles: list[tuple[int, str, int]]
 ) -> None:
-    """Whatever comes, whenever, with plain and with overlapped steps."""
+    """Whatever comes, whenever, with plain and with overlapped steps, and with a pipeline."""
     workload = Workload(make_engine(**options))
     with pytest.MonkeyPatch.context() as monkeypatch:
         change_text(monkeypatch, workload.find_stop)

@@ -294,8 +294,8 @@ def make_rope(
     )
 
 
-def ranks(world_size: int) -> list[LayerConfig]:
-    return [LayerConfig(parallel=LoneRank(rank, world_size)) for rank in range(world_size)]
+def ranks(tp_size: int) -> list[LayerConfig]:
+    return [LayerConfig(parallel=LoneRank(rank, tp_size)) for rank in range(tp_size)]
 
 
 def fill(layer: nn.Module, name: str, checkpoint: dict[str, Tensor]) -> None:
@@ -314,13 +314,13 @@ def fill(layer: nn.Module, name: str, checkpoint: dict[str, Tensor]) -> None:
     assert not any(parameter.isnan().any() for parameter in layer.parameters())
 
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
+TP_SIZES = pytest.mark.parametrize("tp_size", [1, 2, 4])
 BIAS = pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 
 
-@WORLD_SIZES
+@TP_SIZES
 @BIAS
-def test_column_parallel_outputs_laid_side_by_side(world_size: int, bias: bool) -> None:
+def test_column_parallel_outputs_laid_side_by_side(tp_size: int, bias: bool) -> None:
     """q, k and v are stacked on each rank: outputs are put together matrix by matrix."""
     torch.manual_seed(0)
     outputs = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
@@ -328,10 +328,10 @@ def test_column_parallel_outputs_laid_side_by_side(world_size: int, bias: bool) 
     biases = {f"a.{key}.bias": torch.randn(size) for key, size in outputs.items()} if bias else {}
     x = torch.randn(5, 24)
     parts: dict[str, list[Tensor]] = {key: [] for key in outputs}
-    for layer_config in ranks(world_size):
+    for layer_config in ranks(tp_size):
         layer = ColumnParallelLinear(24, outputs, bias=bias, layer_config=layer_config)
         fill(layer, "a.qkv_proj", {**weights, **biases})
-        assert layer.sizes == [size // world_size for size in outputs.values()]
+        assert layer.sizes == [size // tp_size for size in outputs.values()]
         for key, part in zip(outputs, layer(x).split(layer.sizes, dim=-1), strict=True):
             parts[key].append(part)
     for key in outputs:
@@ -339,9 +339,9 @@ def test_column_parallel_outputs_laid_side_by_side(world_size: int, bias: bool) 
         torch.testing.assert_close(torch.cat(parts[key], dim=-1), expected)
 
 
-@WORLD_SIZES
+@TP_SIZES
 @BIAS
-def test_row_parallel_outputs_summed(world_size: int, bias: bool) -> None:
+def test_row_parallel_outputs_summed(tp_size: int, bias: bool) -> None:
     """Each rank multiplies its own inputs; the bias is added once, not once a rank."""
     torch.manual_seed(0)
     checkpoint = {"m.down_proj.weight": torch.randn(12, 32)}
@@ -349,22 +349,22 @@ def test_row_parallel_outputs_summed(world_size: int, bias: bool) -> None:
         checkpoint["m.down_proj.bias"] = torch.randn(12)
     x = torch.randn(5, 32)
     total = torch.zeros(5, 12)
-    for layer_config, part in zip(ranks(world_size), x.chunk(world_size, dim=-1), strict=True):
+    for layer_config, part in zip(ranks(tp_size), x.chunk(tp_size, dim=-1), strict=True):
         layer = RowParallelLinear(32, 12, bias=bias, layer_config=layer_config)
         fill(layer, "m.down_proj", checkpoint)
         total += layer(part)
     torch.testing.assert_close(total, F.linear(x, *checkpoint.values()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
-def test_the_vocabulary_is_divided(world_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 7, 8])
+def test_the_vocabulary_is_divided(tp_size: int) -> None:
     """Looking up sums vectors over ranks; logits are put side by side. 20 tokens are padded to 21
     or 24, and the padding has no effect. The last of 8 ranks has nothing but padding."""
     torch.manual_seed(0)
     weight = torch.randn(20, 6)
     ids, hidden = torch.tensor([0, 19, 4, 5, 9, 10, 10]), torch.randn(3, 6)
     vectors, logits = torch.zeros(7, 6), []
-    for layer_config in ranks(world_size):
+    for layer_config in ranks(tp_size):
         layer = VocabParallelEmbedding(20, 6, layer_config)
         padding = layer.weight[layer.num_tokens :]
         assert len(padding) == len(layer.weight) - max(0, min(len(layer.weight), 20 - layer.start))
@@ -372,7 +372,7 @@ def test_the_vocabulary_is_divided(world_size: int) -> None:
         fill(layer, "model.embed_tokens", {"model.embed_tokens.weight": weight})
         vectors += layer(ids)
         logits.append(layer.compute_logits(hidden))
-        assert logits[-1].shape == (3, -(-20 // world_size))
+        assert logits[-1].shape == (3, -(-20 // tp_size))
     assert torch.equal(vectors, weight[ids])
     torch.testing.assert_close(torch.cat(logits, dim=-1)[:, :20], hidden @ weight.T)
 

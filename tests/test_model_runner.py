@@ -12,10 +12,10 @@ import torch
 
 from nanoserve import SamplingParams
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.device import choose_device
 from nanoserve.input_batch import PLACEHOLDER
 from nanoserve.kernels.selector import choose_dtype
 from nanoserve.model_runner import ModelRunner
-from nanoserve.parallel import choose_device
 from nanoserve.sequence import (
     BlockPair,
     ModelOutput,

@@ -377,7 +377,7 @@ def test_what_is_not_supported_is_named(
 
 
 @pytest.mark.parametrize(
-    ("what", "sizes", "world_size"),
+    ("what", "sizes", "tp_size"),
     [
         ("attention heads", {"vocab_size": 321}, 3),
         (
@@ -389,9 +389,9 @@ def test_what_is_not_supported_is_named(
     ],
 )
 def test_what_cannot_be_divided_among_ranks_is_named(
-    make_checkpoint: MakeCheckpoint, what: str, sizes: dict[str, int], world_size: int
+    make_checkpoint: MakeCheckpoint, what: str, sizes: dict[str, int], tp_size: int
 ) -> None:
     """The vocabulary can: it is padded."""
     folder = make_checkpoint("llama", **sizes)
-    with pytest.raises(ValueError, match=f"{what}: .*{world_size} ranks"):
-        load(folder, parallel=ParallelState(0, world_size))
+    with pytest.raises(ValueError, match=f"{what}: .*{tp_size} ranks"):
+        load(folder, parallel=ParallelState(0, tp_size))

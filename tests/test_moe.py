@@ -212,9 +212,9 @@ class Alone(ParallelState):
         return tensor
 
 
-def filled(config: ExpertsConfig, world_size: int, rank: int = 0) -> MixtureOfExperts:
+def filled(config: ExpertsConfig, tp_size: int, rank: int = 0) -> MixtureOfExperts:
     """A layer with the same whole weights on any number of ranks."""
-    layer = MixtureOfExperts(HIDDEN, config, LayerConfig(parallel=Alone(rank, world_size)))
+    layer = MixtureOfExperts(HIDDEN, config, LayerConfig(parallel=Alone(rank, tp_size)))
     generator = torch.Generator().manual_seed(3)
     for name, module in layer.named_modules(prefix="model.layers.0.mlp"):
         for _, shard in module.shards(name):
@@ -223,17 +223,17 @@ def filled(config: ExpertsConfig, world_size: int, rank: int = 0) -> MixtureOfEx
 
 
 @pytest.mark.parametrize("size", [4, 6, 12, 30])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_have_parts_of_every_expert(size: int, world_size: int) -> None:
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_ranks_have_parts_of_every_expert(size: int, tp_size: int) -> None:
     """Their outputs add up to what one rank computes, whatever the parts' size."""
     config = ExpertsConfig(5, 2, size, normalize=True)
     x = make_tokens(9)
     expected = filled(config, 1)(x)
-    if size % world_size:
+    if size % tp_size:
         with pytest.raises(ValueError, match=f"expert: {size} cannot be divided among"):
-            filled(config, world_size)
+            filled(config, tp_size)
         return
-    total = sum(filled(config, world_size, rank)(x) for rank in range(world_size))
+    total = sum(filled(config, tp_size, rank)(x) for rank in range(tp_size))
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 

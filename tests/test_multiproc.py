@@ -40,11 +40,12 @@ from nanoserve.distributed.multiproc import (
 )
 from nanoserve.distributed.process import process_state
 from nanoserve.distributed.ranks import SpawnedRanks, limit_threads
+from nanoserve.distributed.rendezvous import connect
 from nanoserve.exceptions import EngineDeadError
 from nanoserve.executor import UniprocExecutor
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.model_runner import ModelRunner, PendingOutput
-from nanoserve.parallel import ParallelState, RankError, connect
+from nanoserve.parallel import ParallelState, RankError
 from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -81,16 +82,16 @@ def assert_generates(llm: LLM, folder: Path) -> None:
 # -- the model, on ranks that are threads --
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("tp_size", [2, 4])
 @pytest.mark.parametrize("model_type", CHECKPOINTS)
 def test_tokens_are_those_of_transformers(
-    model_type: str, world_size: int, checkpoint: Callable[[str], Path]
+    model_type: str, tp_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
     """With prompts in chunks and a shared prefix."""
     folder = checkpoint(model_type)
     with LLM(
         folder,
-        tensor_parallel_size=world_size,
+        tensor_parallel_size=tp_size,
         executor_cls=ThreadExecutor,
         max_num_batched_tokens=24,
         max_num_seqs=8,
@@ -108,17 +109,19 @@ PARAMS = [
 
 
 def generate_all(
-    folder: Path, options: dict[str, Any]
+    folder: Path, options: dict[str, Any], params: list[SamplingParams] = PARAMS
 ) -> tuple[list[list[list[int]]], list[list[int]], torch.Tensor, int]:
     """Tokens of each request, beams, logprobs, and the number of preemptions."""
     with LLM(folder, **{**SMALL, **options}) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)  # the prefixes are cached now
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        again = llm.generate(PROMPTS, params, use_tqdm=False)  # the prefixes are cached now
         [search] = llm.beam_search([PROMPTS[1]], BeamSearchParams(beam_width=3, max_tokens=6))
         llm.engine.block_manager.check()
     tokens = [[list(c.token_ids) for c in output.outputs] for output in outputs]
     assert [[list(c.token_ids) for c in output.outputs] for output in again] == tokens
-    entries = [*outputs[0].outputs[2].logprobs, *outputs[1].prompt_logprobs[1:]]
+    entries = [*outputs[0].outputs[2].logprobs]
+    if params[1].prompt_logprobs:
+        entries += outputs[1].prompt_logprobs[1:]
     logprobs = [max(item.logprob for item in entry.values()) for entry in entries]
     beams = [list(beam.tokens) for beam in search.sequences]
     preemptions = sum(output.metrics.num_preemptions for output in outputs)
@@ -233,7 +236,7 @@ def test_other_ranks_get_no_sampling_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "overrides", "world_size", "message"),
+    ("model_type", "overrides", "tp_size", "message"),
     [
         ("llama", {}, 8, r"attention heads: 4 cannot be divided among 8 ranks\. Choose a tensor"),
         (
@@ -249,7 +252,7 @@ def test_other_ranks_get_no_sampling_parameters() -> None:
 def test_models_that_cannot_be_divided_are_refused_before_a_process_starts(
     model_type: str,
     overrides: dict[str, Any],
-    world_size: int,
+    tp_size: int,
     message: str,
     make_checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -257,7 +260,7 @@ def test_models_that_cannot_be_divided_are_refused_before_a_process_starts(
     folder = make_checkpoint(model_type, **overrides)
     monkeypatch.setattr(subprocess, "Popen", None)
     with pytest.raises(ValueError, match=message):
-        LLM(folder, tensor_parallel_size=world_size, device="cpu")
+        LLM(folder, tensor_parallel_size=tp_size, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -428,14 +431,14 @@ def test_an_exception_on_a_rank_arrives_with_its_traceback(
         assert [process.returncode for process in children(llm)] == [1]
 
 
-@pytest.mark.parametrize(("world_size", "noticed"), [(4, "in a step"), (2, "between steps")])
+@pytest.mark.parametrize(("tp_size", "noticed"), [(4, "in a step"), (2, "between steps")])
 def test_a_killed_rank_is_noticed(
-    world_size: int, noticed: str, llm: LLM, checkpoint: Callable[[str], Path]
+    tp_size: int, noticed: str, llm: LLM, checkpoint: Callable[[str], Path]
 ) -> None:
     """In the middle of a generation. The other ranks do not wait for the killed rank, and end too.
     Another engine in the same process is not disturbed."""
-    broken = LLM(checkpoint("qwen3"), tensor_parallel_size=world_size, **SMALL)
-    rank = world_size // 2
+    broken = LLM(checkpoint("qwen3"), tensor_parallel_size=tp_size, **SMALL)
+    rank = tp_size // 2
     victim = children(broken)[rank - 1]
     stream = broken.stream([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
@@ -647,8 +650,9 @@ def test_too_few_open_files_are_told(checkpoint: Callable[[str], Path]) -> None:
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = open_files()
-    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 12, hard))
+    used = {int(name) for name in os.listdir("/proc/self/fd")}
+    free = sorted(set(range(len(used) + 12)) - used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[11] + 1, hard))  # the numbers are bounded
     try:
         with pytest.raises(RankError, match=r"needs 48 more open files .*`ulimit -n`"):
             LLM(checkpoint("qwen3"), tensor_parallel_size=2, **SMALL)

@@ -20,15 +20,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve import parallel
 from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig, ModelConfig
+from nanoserve.distributed import rendezvous
+from nanoserve.distributed.rendezvous import address_towards, connect
 from nanoserve.layers import LayerConfig
 from nanoserve.models import loader
 from nanoserve.models.base import Model
 from nanoserve.models.loader import load_model
 from nanoserve.models.registry import ModelRegistry
-from nanoserve.parallel import FIRST_BYTES, ParallelState, RankError, address_towards, connect
+from nanoserve.parallel import FIRST_BYTES, ParallelState, RankError
 from nanoserve.tools.parallel_demo import (
     run_ranks,
     show_toy_model,
@@ -45,7 +46,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
-both_and_four = pytest.mark.parametrize("world_size", [2, 4])
+both_and_four = pytest.mark.parametrize("tp_size", [2, 4])
 every_architecture = pytest.mark.parametrize("model_type", CHECKPOINTS)
 
 
@@ -88,9 +89,9 @@ def test_one_rank_has_no_groups() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_shares_cover_everything_once(world_size: int) -> None:
-    ranks = [ParallelState(rank, world_size) for rank in range(world_size)]
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 6])
+def test_shares_cover_everything_once(tp_size: int) -> None:
+    ranks = [ParallelState(rank, tp_size) for rank in range(tp_size)]
     shares = [rank.shard_range(12, "heads") for rank in ranks]
     covered = [i for start, size in shares for i in range(start, start + size)]
     assert covered == list(range(12))
@@ -100,21 +101,21 @@ def test_shares_cover_everything_once(world_size: int) -> None:
 def test_whole_heads_are_shared_or_repeated(log_heads: int, log_ranks: int, head_dim: int) -> None:
     """Each key head is on equally many neighbouring ranks (on one, if there are enough heads). A
     rank holds the key heads that its query heads read."""
-    num_kv_heads, world_size = 2**log_heads, 2**log_ranks
+    num_kv_heads, tp_size = 2**log_heads, 2**log_ranks
     num_heads = 16
     held: list[int] = []
-    for rank in range(world_size):
-        parallel = ParallelState(rank, world_size)
+    for rank in range(tp_size):
+        parallel = ParallelState(rank, tp_size)
         start, size = parallel.shard_range(num_kv_heads * head_dim, "k_proj", head_dim)
         assert start % head_dim == 0
-        assert size == max(num_kv_heads // world_size, 1) * head_dim
+        assert size == max(num_kv_heads // tp_size, 1) * head_dim
         mine = range(start // head_dim, (start + size) // head_dim)
         held += mine
         first, number = parallel.shard_range(num_heads, "heads")
         needed = {head * num_kv_heads // num_heads for head in range(first, first + number)}
         assert needed == set(mine)
     assert held == sorted(held)
-    repeats = max(world_size // num_kv_heads, 1)
+    repeats = max(tp_size // num_kv_heads, 1)
     assert [held.count(head) for head in range(num_kv_heads)] == [repeats] * num_kv_heads
 
 
@@ -226,7 +227,7 @@ def test_a_rank_that_ends_is_noticed_at_once() -> None:
 
 
 def test_a_rank_that_does_not_connect_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "STEP_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(rendezvous, "STEP_TIMEOUT", timedelta(seconds=0.2))
     with pytest.raises(RankError, match="rank 0 could not connect to the other ranks"):
         connect(dist.HashStore(), 0, 2, torch.device("cpu"))
 
@@ -269,13 +270,13 @@ def divided_dim(name: str) -> int:
 @both_and_four
 @every_architecture
 def test_the_shards_put_together_are_the_whole(
-    model_type: str, world_size: int, checkpoint: Callable[[str], Path]
+    model_type: str, tp_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
     """Every element of a divided matrix is on one rank (of keys and values: on equally many ranks).
     The rows that no checkpoint fills are zeros."""
     folder = checkpoint(model_type)
     whole = {name: shard.target for name, shard in load(folder, ParallelState()).shards()}
-    ranks = [load(folder, ParallelState(rank, world_size)) for rank in range(world_size)]
+    ranks = [load(folder, ParallelState(rank, tp_size)) for rank in range(tp_size)]
     held = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for model in ranks:
         for name, shard in dict(model.shards()).items():
@@ -284,9 +285,9 @@ def test_the_shards_put_together_are_the_whole(
         embedding = model.model.embed_tokens
         assert not embedding.weight[embedding.num_tokens :].any()
     for name, count in held.items():
-        repeats = world_size if divided_dim(name) == -1 else 1
+        repeats = tp_size if divided_dim(name) == -1 else 1
         if "k_proj" in name or "v_proj" in name:  # two heads
-            repeats = world_size // 2
+            repeats = tp_size // 2
         assert torch.equal(count, torch.full(count.shape, float(repeats))), name
         parts = [dict(model.shards())[name] for model in ranks]
         if repeats == 1:
@@ -353,41 +354,41 @@ def forward(folder: Path, parallel: ParallelState) -> torch.Tensor:
 @both_and_four
 @every_architecture
 def test_many_ranks_compute_the_logits_of_one(
-    model_type: str, world_size: int, checkpoint: Callable[[str], Path]
+    model_type: str, tp_size: int, checkpoint: Callable[[str], Path]
 ) -> None:
     """The prompt has the highest token ids, which are on the rank whose vocabulary is padded."""
     folder = checkpoint(model_type)
     expected = forward(folder, ParallelState())
-    logits, *others = run_ranks(world_size, partial(forward, folder))
+    logits, *others = run_ranks(tp_size, partial(forward, folder))
     assert logits.shape == (9, 321)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.std()))
-    assert [other.shape for other in others] == [(9, 0)] * (world_size - 1)
+    assert [other.shape for other in others] == [(9, 0)] * (tp_size - 1)
 
 
 # -- the demonstration --
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_toy_model_tells_what_ranks_hold_and_send(world_size: int) -> None:
-    split = split_toy_model(world_size, num_tokens=5)
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_toy_model_tells_what_ranks_hold_and_send(tp_size: int) -> None:
+    split = split_toy_model(tp_size, num_tokens=5)
     assert split["difference"] < 1e-5
     assert split["weights"]["self_attn.q_proj"]["shape"] == [8, 8]
-    if world_size == 1:
+    if tp_size == 1:
         assert split["weights"]["self_attn.q_proj"]["parts"] == ["all"]
         assert split["num_bytes"] == [{}]
         return
-    per_rank = 8 // world_size
+    per_rank = 8 // tp_size
     rows = [f"rows {start}:{start + per_rank}" for start in range(0, 8, per_rank)]
     assert split["weights"]["self_attn.q_proj"]["parts"] == rows
     # After the embedding, attention and the MLP: 5 tokens of 8 numbers of 4 bytes. The logits of
     # one row, and one token id of 8 bytes.
-    padded = -(-10 // world_size)
+    padded = -(-10 // tp_size)
     expected = {"all_reduce": 3 * 5 * 8 * 4, "gather": padded * 4, "broadcast": 8}
-    assert split["num_bytes"] == [expected] * world_size
+    assert split["num_bytes"] == [expected] * tp_size
     norms = 3 * 8 * 4
     # q and o, gate, up and down; of k and v two rows of four, whatever the number of ranks.
-    matrices = (padded * 8 + (8 + 8 + 3 * 16) * 8 // world_size + 2 * 2 * 8) * 4
-    assert split["bytes_held"] == [norms + matrices] * world_size
+    matrices = (padded * 8 + (8 + 8 + 3 * 16) * 8 // tp_size + 2 * 2 * 8) * 4
+    assert split["bytes_held"] == [norms + matrices] * tp_size
 
 
 def test_the_toy_model_as_a_table() -> None:

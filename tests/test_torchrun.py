@@ -39,6 +39,8 @@ folder, what = sys.argv[1:]
 sys.stdout.write(f"process {os.environ['RANK']} {os.getpid()}\\n")
 sys.stdout.flush()
 options = dict(tensor_parallel_size=2, num_kv_blocks=32, block_size=4, device="cpu")
+if what == "stages":
+    options["pipeline_parallel_size"] = options.pop("tensor_parallel_size")
 greedy = SamplingParams(temperature=0, max_tokens=10)
 
 def generate(llm):
@@ -112,6 +114,7 @@ def test_the_example_on_two_ranks() -> None:
     assert "tensor parallel on 2 ranks over gloo" in errors
 
 
+@pytest.mark.slow
 def test_one_engine_after_the_other_and_an_exception(checkpoint: Path, script: Path) -> None:
     """Two engines at a time are refused. An exception of the user's script ends all ranks."""
     process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "three engines")
@@ -122,6 +125,16 @@ def test_one_engine_after_the_other_and_an_exception(checkpoint: Path, script: P
     assert_same_greedy(checkpoint, PROMPT, first, NUM_TOKENS)
     assert process.returncode != 0
     assert 'KeyError: "the user\'s own mistake"' in errors
+
+
+@pytest.mark.slow
+def test_pipeline_stages(checkpoint: Path, script: Path) -> None:
+    process = torchrun("--nproc-per-node=2", str(script), str(checkpoint), "stages")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    [tokens] = tokens_in(output)
+    assert_same_greedy(checkpoint, PROMPT, tokens, NUM_TOKENS)
+    assert "2 pipeline stages" in errors
 
 
 def test_another_number_of_ranks_is_refused(

@@ -9,9 +9,10 @@ import sys
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Free the memory of engines that nobody holds any more (`del llm`); LLM.close() does the same
-    at once. Other engines of this process go on. shutdown_ray: must be False."""
-    if shutdown_ray:
-        raise ValueError("shutdown_ray is True, and nanoserve has no Ray. Leave it out.")
+    at once. Other engines of this process go on. shutdown_ray: also end this process's connection
+    to Ray, and with it the engines whose ranks are there, and a Ray that they have started."""
     gc.collect()
+    if shutdown_ray and "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         sys.modules["torch"].cuda.empty_cache()

@@ -1,7 +1,7 @@
 """How do several ranks run one step?
 
-With tensor_parallel_size > 1 the engine's executor is a MultiprocExecutor. The engine's process is
-rank 0. Every rank is a process that holds its part of every layer:
+With several ranks the engine's executor is a MultiprocExecutor. The engine's process is rank 0.
+With tensor_parallel_size > 1, every rank is a process that holds its part of every layer:
 
     rank 0 (the engine's process)                  ranks 1, 2, ... (`worker_loop`)
     broadcast_object(SchedulerOutput) ----------->  receive_object()      over gloo
@@ -10,8 +10,9 @@ rank 0. Every rank is a process that holds its part of every layer:
     ModelOutput to the scheduler
 
 Rank 0 sends a value, not the name of a method. All ranks run the same code on that value, so they
-agree on batch, blocks and shapes without further messages. ranks.py says where the other ranks come
-from: rank 0 spawns them, or torchrun has started them.
+agree on batch, blocks and shapes without further messages. With pipeline_parallel_size > 1 there is
+such a group of ranks for each stage, and rank 0 samples later (pipeline.py). ranks.py says where
+the other ranks come from: rank 0 spawns them, or torchrun has started them.
 
 *Faults.* When a rank's process ends, its sockets close, so a rank that waits for it gets an error
 at once. Rank 0 then finds out which rank has failed and why, ends the other ranks, and raises
@@ -33,11 +34,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -48,12 +51,13 @@ from nanoserve.config import EngineConfig, ModelConfig, resolve_folder
 from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process, process_state
 from nanoserve.distributed.rank_thread import RankThread
 from nanoserve.distributed.ranks import SpawnedRanks, TorchrunRanks
+from nanoserve.distributed.rendezvous import STEP_TIMEOUT, connect
 from nanoserve.exceptions import brief
 from nanoserve.layers import LayerConfig
 from nanoserve.logger import describe_runner, init_logger
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.registry import ModelRegistry, build_model
-from nanoserve.parallel import POLL_INTERVAL, STEP_TIMEOUT, ParallelState, RankError, connect
+from nanoserve.parallel import POLL_INTERVAL, ParallelState, RankError
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
@@ -70,7 +74,7 @@ class OutOfStepError(RankError):
 
 
 class MultiprocExecutor:
-    """Runs the model on tensor_parallel_size ranks, of which this process is rank 0.
+    """Runs the model on world_size ranks, of which this process is rank 0.
 
     Under torchrun, the constructor does not return on ranks above 0: it runs the worker loop until
     rank 0's process ends, and then exits (SystemExit). Invariant: either all ranks have run the
@@ -121,8 +125,13 @@ class MultiprocExecutor:
 
     @staticmethod
     def _make_ranks(config: EngineConfig) -> SpawnedRanks | TorchrunRanks:
-        if dist.is_torchelastic_launched():
+        if config.distributed_executor_backend != "mp" and dist.is_torchelastic_launched():
             return TorchrunRanks(config, worker_loop)
+        if config.distributed_executor_backend == "external_launcher":
+            raise ValueError(
+                "distributed_executor_backend is 'external_launcher', and no launcher has started "
+                "this process. Start the script with torchrun, or leave the option out."
+            )
         return SpawnedRanks(config)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelOutput:
@@ -134,15 +143,17 @@ class MultiprocExecutor:
         runner, parallel = self.runner, self.parallel  # the thread must not hold the executor
 
         def step() -> PendingOutput:
-            parallel.broadcast_object(for_other_ranks(scheduler_output))
+            new_token_ids, runner.new_token_ids = tuple(runner.new_token_ids), []
+            parallel.broadcast_object(for_other_ranks(scheduler_output, new_token_ids))
             num_calls = parallel.comm_stats.num_calls
-            before = num_calls["broadcast"]
+            before = num_calls["broadcast"] + num_calls["receive"]
             try:
                 return runner.launch(scheduler_output)
             except RankError:
                 raise
             except BaseException as error:
-                if num_calls["broadcast"] > before:  # of the tokens: the last thing ranks exchange
+                # Of the tokens, or of the logits: the last thing ranks exchange.
+                if num_calls["broadcast"] + num_calls["receive"] > before:
                     raise
                 message = f"rank 0 failed in the middle of a step: {brief(error)}"
                 raise OutOfStepError(message) from error
@@ -216,8 +227,11 @@ class MultiprocExecutor:
     def describe(self) -> str:
         """Device, dtype, attention and ranks, for the engine's first log line."""
         runner, parallel = self.runner, self.parallel
-        ranks = f"tensor parallel on {parallel.world_size} ranks over {parallel.group.name()}"
-        return f"{describe_runner(runner)}, {ranks}"
+        stages, size = parallel.pp_size, parallel.tp_size
+        parts = [f"{stages} pipeline stages"] * (stages > 1)
+        parts += [f"tensor parallel on {size} ranks"] * (size > 1)
+        ranks = ", each ".join(parts) or "1 rank"
+        return f"{describe_runner(runner)}, {ranks} over {parallel.device_groups[0].name()}"
 
     def close(self) -> None:
         """End the other ranks and release the memory. Takes little more than EXIT_TIMEOUT.
@@ -269,15 +283,26 @@ def check_divisible(config: EngineConfig, model_config: ModelConfig) -> None:
     """
     assert config.max_model_len, "EngineConfig not resolved"
     is_native = ModelRegistry.get(model_config.architecture) is not None
+    names = "tensor_parallel_size", "pipeline_parallel_size"
+    sizes = " and ".join(f"{name} is {getattr(config, name)}" for name in names)
     if config.model_impl == "transformers" or not is_native:
         raise ValueError(
             f"{model_config.architecture} runs through transformers here, which cannot be divided "
-            f"among ranks, and tensor_parallel_size is {config.tensor_parallel_size}. Set it to 1; "
-            f"these can be divided: {', '.join(ModelRegistry.architectures())}."
+            f"among ranks, and {sizes}. Set both to 1; these can be divided: "
+            f"{', '.join(ModelRegistry.architectures())}."
         )
     parallel = ParallelState(0, config.tensor_parallel_size)
     layer_config = LayerConfig(device=torch.device("meta"), parallel=parallel)
-    build_model(model_config, config.max_model_len, layer_config)
+    model = build_model(model_config, config.max_model_len, layer_config)
+    if config.pipeline_parallel_size > 1:
+        if not model.supports_pp:
+            raise ValueError(
+                f"{type(model).__name__} cannot be divided into stages: its supports_pp is False, "
+                f"and {sizes}. Set pipeline_parallel_size to 1; tensor_parallel_size divides it."
+            )
+        replace(parallel, pp_size=config.pipeline_parallel_size).layer_range(
+            model_config.num_layers
+        )
 
 
 def check_is_importable(what: str, value: object) -> None:
@@ -293,7 +318,9 @@ def check_is_importable(what: str, value: object) -> None:
         )
 
 
-def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
+def for_other_ranks(
+    scheduler_output: SchedulerOutput, new_token_ids: tuple[tuple[int, int, int], ...] = ()
+) -> SchedulerOutput:
     """The step without its sampling parameters and grammars. Only rank 0 samples, and they may hold
     Python callables that other processes cannot import."""
     new_sequences = tuple(
@@ -305,7 +332,7 @@ def for_other_ranks(scheduler_output: SchedulerOutput) -> SchedulerOutput:
         )
         for new in scheduler_output.new_sequences
     )
-    return replace(scheduler_output, new_sequences=new_sequences)
+    return replace(scheduler_output, new_sequences=new_sequences, new_token_ids=new_token_ids)
 
 
 # -- on the other ranks --
@@ -349,18 +376,41 @@ def main() -> None:
             return
         line += byte
     threading.Thread(target=exit_with_rank_0, daemon=True).start()
-    task = json.loads(line)
-    rank, world_size, device = task["rank"], task["world_size"], torch.device(task["device"])
-    torch.set_num_threads(task["num_threads"])
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", task["port"], is_master=False)
-    store.set(f"ready/{rank}", "")
     try:
-        worker_loop(store, rank, lambda: connect(store, rank, world_size, device), str(device))
+        run_rank(**json.loads(line))
     except BaseException:  # rank 0 reads it from the store
         os._exit(1)  # not sys.exit: the end of a process group can block when a rank has failed
     os._exit(0)
+
+
+def run_rank(
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    device: str,
+    num_threads: int,
+    num_local_ranks: int,
+    address: str = "127.0.0.1",
+) -> None:
+    """The whole life of a rank that rank 0 has started. The store is at host:port; `address` is
+    where other ranks reach this machine."""
+    torch.set_num_threads(num_threads)
+    own_device = torch.device(device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
+    store = dist.TCPStore(host, port, is_master=False)
+    store.set(f"ready/{rank}", f"{os.getpid()}@{socket.gethostname()}")
+    connect_ranks = partial(
+        connect,
+        store,
+        rank,
+        world_size,
+        own_device,
+        address=address,
+        num_local_ranks=num_local_ranks,
+    )
+    worker_loop(store, rank, connect_ranks, device)
 
 
 def exit_with_rank_0() -> None:

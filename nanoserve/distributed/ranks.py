@@ -39,19 +39,12 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import EngineConfig
+from nanoserve.device import choose_device
 from nanoserve.distributed.process import EXIT_TIMEOUT, in_this_process
+from nanoserve.distributed.rendezvous import IDLE_TIMEOUT, address_towards, connect, start_store
 from nanoserve.interrupts import is_from_signal, suppress
 from nanoserve.kernels.threads import num_cores, rank_environment
-from nanoserve.parallel import (
-    IDLE_TIMEOUT,
-    ParallelState,
-    RankError,
-    address_towards,
-    choose_device,
-    connect,
-    keep_for_ever,
-    start_store,
-)
+from nanoserve.parallel import ParallelState, RankError, keep_for_ever
 
 FILES_OF_AN_ENGINE, FILES_OF_A_RANK = 32, 8  # open files and sockets of rank 0: more than it needs
 TOLD_BY_TORCHRUN = (  # in the environment of each process
@@ -73,6 +66,11 @@ def read_failure(store: dist.Store | None, world_size: int) -> str | None:
     return None
 
 
+def search_path() -> str:
+    """Where this process finds modules, as a PYTHONPATH for a rank."""
+    return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+
+
 class SpawnedRanks:
     """Ranks that this process starts on its own machine.
 
@@ -82,15 +80,14 @@ class SpawnedRanks:
     when this process ends in any way; the rank exits when the pipe closes.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError if there are fewer GPUs than ranks, RankError if the system cannot
-        start one more process or open more files."""
-        self.world_size = config.tensor_parallel_size
-        self.device = choose_device(config.device)
-        if self.device.type == "cuda":
-            check_num_gpus(self.world_size)
-            self.device = torch.device("cuda", 0)
-        self.num_threads = max(1, min(torch.get_num_threads(), num_cores()) // self.world_size)
+    def __init__(self, config: EngineConfig, address: str = "127.0.0.1") -> None:
+        """`address`: where the other ranks reach rank 0. Raises ValueError if there are fewer GPUs
+        than ranks, RankError if the system cannot start one more process or open more files."""
+        self.address = address
+        self.world_size, self.pp_size = config.world_size, config.pipeline_parallel_size
+        self.num_local_ranks = self._count_local_ranks()
+        self.device = self._choose_device(config)
+        self.num_threads = max(1, min(torch.get_num_threads(), num_cores()) // self.num_local_ranks)
         self.store: dist.Store | None = None
         self.parallel: ParallelState | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -100,7 +97,7 @@ class SpawnedRanks:
         forget_in_children(self)
         try:
             check_open_files(FILES_OF_AN_ENGINE + FILES_OF_A_RANK * self.world_size)
-            self.store, port = start_store()
+            self.store, port = start_store(address)
             for rank in range(1, self.world_size):
                 self.processes.append(self._spawn(rank, port))
         except BaseException as error:
@@ -114,22 +111,33 @@ class SpawnedRanks:
         """rank -> process id, of the other ranks on this machine."""
         return {rank: process.pid for rank, process in enumerate(self.processes, 1)}
 
+    def _count_local_ranks(self) -> int:
+        return self.world_size
+
+    def _choose_device(self, config: EngineConfig) -> torch.device:
+        device = choose_device(config.device)
+        if device.type == "cuda":
+            check_num_gpus(self.num_local_ranks)
+            device = torch.device("cuda", 0)
+        return device
+
     def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         """Start one rank, with this process's module search path, in a session of its own (the
         terminal's Ctrl-C does not reach it there)."""
-        search = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
             [sys.executable, "-m", "nanoserve.distributed.multiproc"],
             stdin=subprocess.PIPE,
-            env={**rank_environment(), "PYTHONPATH": search, "PYTHONSAFEPATH": "1"},
+            env={**rank_environment(), "PYTHONPATH": search_path(), "PYTHONSAFEPATH": "1"},
             start_new_session=True,
         )
         task = {
+            "host": self.address,
             "port": port,
             "rank": rank,
             "world_size": self.world_size,
             "device": "cpu" if self.device.type == "cpu" else f"cuda:{rank}",
             "num_threads": self.num_threads,
+            "num_local_ranks": self.num_local_ranks,
         }
         assert process.stdin is not None
         with suppress(OSError):  # the rank has ended already; connect() will raise
@@ -151,10 +159,18 @@ class SpawnedRanks:
                 break
         if self._closing.is_set():
             raise RankError("the executor was closed while its ranks started.")
-        parallel = connect(store, 0, self.world_size, self.device)
+        parallel = connect(
+            store,
+            0,
+            self.world_size,
+            self.device,
+            address=self.address,
+            num_local_ranks=self.num_local_ranks,
+            pp_size=self.pp_size,
+        )
         if self.device.type == "cuda":
             for process in self.processes:
-                arguments = (process, parallel.group, self._closing)
+                arguments = (process, parallel.device_groups, self._closing)
                 threading.Thread(target=abort_group_on_exit, args=arguments, daemon=True).start()
         processes = self.processes
         self.parallel = replace(
@@ -180,13 +196,15 @@ class SpawnedRanks:
             code, rank = min(ended, default=(0, 0))  # a killed process has minus its signal as code
             is_settled = code < 0 or len(ended) == len(codes)
             if ended and (is_settled or time.monotonic() >= started + SETTLE_TIME):
-                how = f"ended with exit code {code}"
-                if code < 0:
-                    how = f"was killed by {signal.Signals(-code).name}"
-                return f"rank {rank} (process {self.processes[rank - 1].pid}) {how}."
+                return f"rank {rank} {self._describe_end(self.processes[rank - 1], code)}"
             if not ended and time.monotonic() >= deadline:
                 return None
             time.sleep(0.02)
+
+    def _describe_end(self, process: subprocess.Popen[bytes], code: int) -> str:
+        """How a process has ended: the end of a sentence."""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        return f"(process {process.pid}) {how or f'ended with exit code {code}'}."
 
     def close(self, is_step_over: bool = True) -> None:
         """End all ranks: they have nothing to save. Takes EXIT_TIMEOUT at most, if a rank does not
@@ -251,7 +269,7 @@ def forget(reference: weakref.ref[SpawnedRanks | TorchrunRanks]) -> None:
     if ranks.store is not None:
         keep_for_ever(ranks.store)
     if ranks.parallel is not None:
-        keep_for_ever(ranks.parallel)
+        ranks.parallel.keep_for_ever()
 
 
 def check_open_files(number: int) -> None:
@@ -273,13 +291,14 @@ def check_open_files(number: int) -> None:
 
 
 def abort_group_on_exit(
-    process: subprocess.Popen[bytes], group: Any, closing: threading.Event
+    process: subprocess.Popen[bytes], groups: list[Any], closing: threading.Event
 ) -> None:
-    """Abort the nccl group when the rank's process ends: an nccl kernel does not notice that a rank
-    has ended, and would wait for it until STEP_TIMEOUT."""
+    """Abort the nccl groups when the rank's process ends: an nccl kernel does not notice that a
+    rank has ended, and would wait for it until STEP_TIMEOUT."""
     process.wait()
     if not closing.is_set():
-        group.abort()
+        for group in groups:
+            group.abort()
 
 
 def check_num_gpus(num_local_ranks: int) -> None:
@@ -287,7 +306,8 @@ def check_num_gpus(num_local_ranks: int) -> None:
     if torch.cuda.device_count() < num_local_ranks:
         raise ValueError(
             f"{num_local_ranks} ranks on this machine need as many GPUs, and torch sees "
-            f"{torch.cuda.device_count()}. Lower tensor_parallel_size, or use device='cpu'."
+            f"{torch.cuda.device_count()}. Lower tensor_parallel_size or "
+            "pipeline_parallel_size, or use device='cpu'."
         )
 
 
@@ -326,13 +346,16 @@ class TorchrunRanks:
                 "Unset it, or start the script with torchrun."
             )
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.pp_size = config.pipeline_parallel_size
         self.local_rank = int(os.environ["LOCAL_RANK"])
         self.num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-        if self.world_size != config.tensor_parallel_size:
+        if self.world_size != config.world_size:
+            stages = config.pipeline_parallel_size
+            times = f", pipeline_parallel_size {stages}" if stages > 1 else ""
             raise ValueError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}, but torchrun started "
-                f"{self.world_size} processes. Make the two equal; or tensor_parallel_size=1, and "
-                "each process is an engine of its own."
+                f"tensor_parallel_size is {config.tensor_parallel_size}{times}, but torchrun "
+                f"started {self.world_size} processes. Make the two equal; or leave both options "
+                "out, and each process is an engine of its own."
             )
         self.device = choose_device(config.device)
         if self.device.type == "cuda":
@@ -373,6 +396,7 @@ class TorchrunRanks:
             self.device,
             address=address,
             num_local_ranks=self.num_local_ranks,
+            pp_size=self.pp_size,
         )
         if self.rank == 0:
             self.parallel = parallel
@@ -404,7 +428,7 @@ class TorchrunRanks:
         if is_step_over:
             self._finalizer()
         elif self._finalizer.detach() and self.parallel is not None:
-            keep_for_ever(self.parallel)
+            self.parallel.keep_for_ever()
 
     def release(self) -> None:
         """Nothing: `close` has released the groups."""

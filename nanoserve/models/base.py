@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.kv_cache import KVCacheSpec
-from nanoserve.layers import LinearBase, Shard
+from nanoserve.layers import LinearBase
+from nanoserve.models.shards import Shard
 
 
 class Model(nn.Module):
@@ -27,6 +28,8 @@ class Model(nn.Module):
 
     library = "nanoserve"  # the library that has the model's code
     supports_cuda_graphs = True  # the forward pass reads no tensor's contents on the CPU
+    supports_pp = False  # can be divided into stages: does what CausalLM does, and has two sizes
+    hidden_size = vocab_size = 0
     is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
 
     def forward(

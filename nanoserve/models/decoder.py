@@ -14,7 +14,8 @@ The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, me
 model.compute_logits(hidden[tokens]), because drafts, several completions and prompt logprobs need
 the logits of other tokens than each sequence's last.
 
-Left out: layers on different devices (pipeline parallelism).
+With pipeline parallelism a stage has some of the layers. The first stage looks up the token ids, a
+later one begins with what the stage before has sent; the last one has the norm and the head.
 
 vLLM: vllm/model_executor/models/: llama.py, mixtral.py, qwen2.py, registry.py (V0 and V1),
 qwen3.py, qwen3_moe.py (V1).
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch import Tensor, nn
 
@@ -236,31 +238,43 @@ class Decoder(nn.Module):
         super().__init__()
         vocab_size, hidden = config.vocab_size, config.hidden_size
         embed_config, layers_config = layer_config.at("embed_tokens"), layer_config.at("layers")
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden, embed_config)
+        self.parallel = parallel = layer_config.parallel
+        is_lm_head = parallel.is_last_stage and config.tie_word_embeddings
+        if parallel.is_first_stage or is_lm_head:
+            self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden, embed_config)
+            self.embed_tokens.is_lm_head = is_lm_head
+        self.layer_range = parallel.layer_range(config.num_layers)
         self.layers = nn.ModuleList(
             DecoderLayer(config, family, layer, layers_config.at(str(layer)))
+            if layer in range(*self.layer_range)
+            else nn.Identity()  # of another stage
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
+        if parallel.is_last_stage:
+            self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
         rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
         rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
         frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
         self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
+        self, inputs: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
-        """[num_tokens] -> [num_tokens, hidden]."""
-        x: Stream = (self.embed_tokens(input_ids), None)
+        """[num_tokens] -> [num_tokens, hidden]. A later stage begins with the hidden states."""
+        x: Stream = (self.embed_tokens(inputs) if self.parallel.is_first_stage else inputs, None)
         rope = self.rotary_emb(positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(islice(self.layers, *self.layer_range), kv_caches, strict=True):
             x = layer(x, rope, kv_cache, metadata)
-        return self.norm.add_and_norm(*x)[0]
+        if self.parallel.is_last_stage:
+            return self.norm.add_and_norm(*x)[0]
+        assert x[1] is not None, "a stage has at least one layer"
+        return x[0] + x[1]
 
 
 class CausalLM(Model):
     """A decoder of the Llama family and its language-model head."""
 
+    supports_pp = True
     read_family: Callable[[ModelConfig], Family]  # of each architecture below
 
     def __init__(self, config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> None:
@@ -277,8 +291,8 @@ class CausalLM(Model):
         family = type(self).read_family(config)
         self.model = Decoder(config, family, max_model_len, layer_config.at("model"))
         self.is_tied = config.tie_word_embeddings
-        self.model.embed_tokens.is_lm_head = self.is_tied
-        if not self.is_tied:
+        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        if layer_config.parallel.is_last_stage and not self.is_tied:
             sizes = (config.vocab_size, config.hidden_size)
             self.lm_head = VocabParallelEmbedding(*sizes, layer_config.at("lm_head"))
             self.lm_head.is_embedding = False
@@ -286,11 +300,12 @@ class CausalLM(Model):
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
-        """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
+        """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]. In place of
+        the token ids a later stage gets what the stage before it returned."""
         return self.model(input_ids, positions, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
+        """On the last stage: hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
         head = self.model.embed_tokens if self.is_tied else self.lm_head
         return head.compute_logits(hidden)
 

@@ -17,6 +17,7 @@ weight_utils.py (V1).
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +32,11 @@ from tqdm import tqdm
 from nanoserve.checkpoint import find_quantization, transformers_lock
 from nanoserve.config import EngineConfig, ModelConfig, load_chapter
 from nanoserve.interrupts import unless_signal
-from nanoserve.layers import LayerConfig, Shard
+from nanoserve.layers import LayerConfig
 from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
 from nanoserve.models.registry import ModelRegistry, build_model
+from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import (
     TensorInfo,
     check_dtype,
@@ -112,8 +114,10 @@ def build_and_fill(
     is_dummy = config.load_format == "dummy"
     plan = plan_model(build, layer_config)
     if plan is not None:
-        if not is_dummy:
-            compare(plan, tensors, folder)
+        if not is_dummy:  # with the tensors of all stages
+            whole = replace(layer_config.parallel, pp_rank=0, pp_size=1)
+            whole_plan = plan_model(build, replace(layer_config, parallel=whole))
+            compare(whole_plan or plan, tensors, folder)
         check_memory(plan.num_bytes(), layer_config)
     model = build(config.max_model_len, layer_config)
     if is_dummy:
@@ -215,13 +219,13 @@ def shards_by_name(model: Model) -> dict[str, list[Shard]]:
 def fill_randomly(model: Model, seed: int) -> None:
     """Small normal weights, norms near 1: the right shapes and speeds without a checkpoint.
 
-    Each rank draws whole tensors and keeps its slices, so that one seed gives one model on any
-    number of ranks.
+    Each rank draws whole tensors, each from a stream of its own, and keeps its slices, so that one
+    seed gives one model on any number of ranks.
     """
-    generator = torch.Generator().manual_seed(seed)
     for name, shards in shards_by_name(model).items():
         if shards[0].is_optional or name.endswith(".g_idx"):  # (an order is no random numbers)
             continue
+        generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
         noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
         if (dtype := INTEGERS.get(shards[0].dtypes)) is not None:  # codes: any bits
             low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1

@@ -42,14 +42,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.attention import StepMetadata
-from nanoserve.layers import (
-    LayerConfig,
-    LinearBase,
-    LinearMethod,
-    Matrix,
-    Shard,
-    silu_and_mul,
-)
+from nanoserve.layers import LayerConfig, LinearBase, LinearMethod, silu_and_mul
+from nanoserve.models.shards import Matrix, Shard
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -266,7 +260,7 @@ class MixtureOfExperts(nn.Module):
             type(layer.linear_method) is not ExpertsMethod for layer in (self.gate_up, self.down)
         ):
             raise ValueError(
-                f"each expert has {size} of {full} rows on each of {self.parallel.world_size} "
+                f"each expert has {size} of {full} rows on each of {self.parallel.tp_size} "
                 f"ranks; if it is quantized, that must be a multiple of {per_row}. Choose another "
                 "tensor_parallel_size."
             )

@@ -353,7 +353,7 @@ def load_with_transformers(
     Raises ValueError if the model can't run here, or if the weights do not match.
     """
     architecture = model_config.architecture
-    if layer_config.parallel.world_size > 1:
+    if layer_config.parallel.tp_size > 1:
         refuse(architecture, "through transformers it can't be cut among ranks")
     if architecture not in set(_causal_lm_names()):
         refuse(architecture, "transformers knows no causal language model of that name")

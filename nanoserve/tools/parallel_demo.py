@@ -30,10 +30,12 @@ import torch.distributed as dist
 
 from nanoserve.attention import StepMetadata
 from nanoserve.config import ModelConfig
-from nanoserve.layers import LayerConfig, Shard
+from nanoserve.distributed.rendezvous import connect
+from nanoserve.layers import LayerConfig
 from nanoserve.models.loader import fill_randomly
 from nanoserve.models.registry import build_model
-from nanoserve.parallel import ParallelState, RankError, connect
+from nanoserve.models.shards import Shard
+from nanoserve.parallel import ParallelState, RankError
 
 Result = TypeVar("Result")
 

@@ -36,6 +36,7 @@ HOMES = {
     "memory": "memory_history memory_use",  # all slots over a whole run
     "chains": "hash_chain block_digests",  # hashes of the prefix cache
     "async_steps": "calls overlap",  # what CPU and device do, recorded
+    "bubble": "pipeline idle_share",  # what each stage of a pipeline does when
     "attention": "online_softmax slot_weights roofline token_texts BlockRead Work",
     "model": """hidden_states layer_words packed_weights placements rank_weights rope_pairs
         two_matrices""",

@@ -28,7 +28,7 @@ from nanoserve.parallel import CommStats, ParallelState
 class Message(NamedTuple):
     """One operation of rank 0."""
 
-    name: str  # as in CommStats: "all_reduce", "gather", "broadcast", "control"
+    name: str  # as in CommStats: "all_reduce", "gather", "broadcast", "control", "send", "receive"
     num_bytes: int  # of rank 0's own tensor
 
 
@@ -56,6 +56,8 @@ KINDS = {
     "all_reduce": ("#56B4E9", "all-reduce: both send, both get the sum", "<->"),
     "gather": ("#D55E00", "gather: rank 1's part of the logits to rank 0", "<-"),
     "broadcast": ("#222222", "broadcast: the chosen tokens", "->"),
+    "send": ("#009E73", "send: hidden states to the next stage", "->"),
+    "receive": ("#D55E00", "receive: the logits from the last stage", "<-"),
 }
 
 
@@ -73,13 +75,14 @@ def conversation(title: str, messages: Seq[Message]) -> None:
         arrow = {"arrowstyle": style, "color": colour, "lw": 2, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", (x, 0.03), (x, 0.97), arrowprops=arrow)
         label(ax, x, 1.1, f"{message.num_bytes:,}", 8)
-        place = {"control": "begin", "gather": "logits", "broadcast": "tokens"}.get(message.name)
+        places = {"control": "begin", "send": "hidden\nstates", "broadcast": "tokens"}
+        place = places.get(message.name, "logits")
         if message.name == "all_reduce":
             layer, is_mlp = divmod(num_sums - 1, 2)
             part = "MLP" if is_mlp else "attention"
             place = f"layer {layer}\n{part}" if num_sums else "embed-\nding"
             num_sums += 1
-        label(ax, x, -0.08, place or message.name, 8, va="top")
+        label(ax, x, -0.08, place, 8, va="top")
     label(ax, -0.7, 1.1, "bytes", 8, ha="right", color=FAINT)
     kinds = dict.fromkeys(message.name for message in messages)
     lines = [Line2D([], [], color=KINDS[name][0], lw=2) for name in kinds]

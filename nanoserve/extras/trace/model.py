@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from nanoserve.extras.trace.frames import Tokens
 from nanoserve.extras.trace.style import FAINT, INK, LINE, box, fit, label, panels, show
-from nanoserve.layers import RotaryEmbedding, Shard, apply_rope
+from nanoserve.layers import RotaryEmbedding, apply_rope
 from nanoserve.models.base import Model
+from nanoserve.models.shards import Shard
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
