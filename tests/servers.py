@@ -24,7 +24,8 @@ from nanoserve.extras.server.launcher import Server, bind
 from nanoserve.extras.server.options import FrontendArgs
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 20.0  # seconds for what takes much less; no test waits for them
+PATIENCE = 60.0  # seconds for what takes much less; no test waits for them
+MOST = 4 * PATIENCE  # seconds for many streams; below faulthandler_timeout, so that the test fails
 
 
 class Answer(NamedTuple):
@@ -87,9 +88,13 @@ class Command(Client):
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        until(lambda: any("is served at" in line for line in self.lines) or not self.is_running)
-        [line] = [line for line in self.lines if "is served at" in line]
-        self.port = int(line.split("(")[0].rpartition(":")[2])
+        try:
+            until(lambda: any("is served at" in line for line in self.lines) or not self.is_running)
+            [line] = [line for line in self.lines if "is served at" in line]
+            self.port = int(line.split("(")[0].rpartition(":")[2])
+        except BaseException:
+            self.__exit__()  # nobody else knows of the process
+            raise
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -120,7 +125,7 @@ class Command(Client):
 
     def __exit__(self, *exception: object) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
 
 
@@ -178,7 +183,14 @@ async def stream(
     on_begin: Callable[[], Any] = lambda: None,
 ) -> list[Any]:
     """The events of a streamed completion, [DONE] included. If it is no stream, the status and the
-    JSON. leave_after: go away after so many events. on_begin: called after the first event."""
+    JSON. leave_after: go away after so many events. on_begin: called after the first event. Raises
+    TimeoutError for one that does not end."""
+    return await asyncio.wait_for(_stream(port, body, leave_after, on_begin), MOST)
+
+
+async def _stream(
+    port: int, body: dict[str, Any], leave_after: int | None, on_begin: Callable[[], Any]
+) -> list[Any]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     data = request("POST", "/v1/completions", {"stream": True, **body})
     writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0", 1))  # no chunks: it ends at its end

@@ -821,14 +821,17 @@ def test_a_client_that_goes_away_aborts_its_requests(
     server: Running, async_llm: AsyncLLM, ended: list[str | None], path: str, stream: bool
 ) -> None:
     body = {**BOTH[path], **LONG, "stream": stream}
+    num_prompts = 1
     if path == C:
         body["prompt"] = [STORY, "A dog"]
+        num_prompts = 2
     with server.connect() as sock:
         sock.sendall(request("POST", path, body))
         if stream:
             assert b"data: " in sock.makefile("rb").read(400)
+        until(lambda: async_llm.get_num_unfinished_requests() == num_prompts)
         until(lambda: async_llm.engine.scheduler.running)
-    until(lambda: ended == ["abort"] * (2 if path == C else 1))
+    until(lambda: ended == ["abort"] * num_prompts)
 
 
 def test_a_client_that_goes_away_aborts_its_beams(server: Running, async_llm: AsyncLLM) -> None:

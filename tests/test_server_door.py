@@ -10,6 +10,7 @@ import logging
 import select
 import shlex
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -482,6 +483,8 @@ def test_who_reaches_it(host: str, is_public: bool) -> None:
         (["--allowed-origins", "localhost"], "'localhost'; allowed: http://HOST:PORT"),
         (["--ssl-keyfile=a", "--ssl-certfile=b"], "ssl_keyfile is 'a'; there is no such file"),
         (["--ssl-keyfile", "key.pem"], "both ssl_keyfile and ssl_certfile"),
+        (["-dp", "0"], "data_parallel_size is 0; allowed: 1 to 1024"),
+        (["--router-policy", "random"], "invalid choice: 'random'"),
         (["--uvicorn-log-level", "loud"], "invalid choice: 'loud'"),
         (["--chat-template", "no-such.jinja"], "'no-such.jinja', which is neither a file"),
         (["--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),
@@ -511,6 +514,9 @@ def test_what_is_not_there_is_one_sentence(
 
     assert "model './no-such-folder' is not a" in complain("./no-such-folder", "--port", "0")
     assert "another program listens there" in complain("--port", str(server.port))
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "nanoserve.extras.replicas.front", None)  # as if deleted
+        assert "data_parallel_size needs nanoserve/extras/replicas" in complain("-dp", "2")
     monkeypatch.setattr(cli, "find_spec", lambda package: package != "uvicorn" or None)
     assert complain() == (
         'nanoserve serve: error: uvicorn is not installed: pip install -e ".[server]" installs it.'

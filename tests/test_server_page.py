@@ -539,6 +539,13 @@ def test_a_model_that_makes_vectors_is_not_talked_to(page: Page) -> None:
     assert page.evaluate("document.querySelector('#chat-title').textContent") == "Vectors"
     for name in ("ask", "log", "new", "samples"):
         assert page.evaluate(f"document.querySelector('#{name}').offsetParent === null")
+    assert page.evaluate("$('speed-title').textContent") == "Prompt tokens per second"
+    assert page.evaluate("$('rate-of').textContent") == "prompt"
+    for seconds, num_tokens in ((1e6, 0), (1e6 + 1, 70)):
+        told = {"makes_vectors": True, "time": seconds, "num_scheduled_tokens": num_tokens}
+        told["num_generation_tokens"] = 0
+        page.evaluate(f"measure({json.dumps(told)}), undefined")
+    assert page.evaluate("speeds[speeds.length - 1][1]") == 70
 
 
 @needs_chromium

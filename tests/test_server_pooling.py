@@ -6,6 +6,8 @@ import base64
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,7 +142,9 @@ def test_scores(server: Running, expected: dict[Any, list[float]]) -> None:
 
 
 def test_the_page_is_told_that_it_has_no_chat_to_offer(server: Running) -> None:
-    assert server.ask("GET", "/engine").json["makes_vectors"] is True
+    found = server.ask("GET", "/engine").json
+    assert found["makes_vectors"] is True
+    assert {"num_scheduled_tokens", "num_generation_tokens"} <= set(found)
 
 
 def test_the_answer_has_the_form_that_the_schema_says(server: Running) -> None:
@@ -164,7 +168,7 @@ def test_the_answer_has_the_form_that_the_schema_says(server: Running) -> None:
         (E, {"input": {"a": 1}}, "input must be a text or a list"),
         (E, {"messages": []}, "messages are not read here"),
         (E, {"input": "A dog", "normalize": True}, "use_activation"),
-        (E, {"input": "A dog", "truncate_prompt_tokens": 5}, "prompts are never cut"),
+        (E, {"input": "A dog", "truncate_prompt_tokens": 5}, "never cut; send the part"),
         (E, {"input": "A dog", "dimension": 8}, "Did you mean 'dimensions'"),
         (E, {"input": "A dog", "dimensions": "8"}, "dimensions"),
         (E, {"input": "the " * 2100}, "which is more than|no more than"),
@@ -244,6 +248,18 @@ def test_a_server_whose_model_writes_text() -> None:
             message = refusal(server, path, body)["message"]
             assert f"{path} is for pooling models" in message
             assert "--runner pooling" in message
+
+
+def test_a_server_without_the_chapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """extras/pooling can be deleted: only what needs it is refused."""
+    block = "import sys; sys.modules['nanoserve.extras.pooling'] = None"
+    code = f"{block}; from nanoserve.extras.server import build_app"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with AsyncLLM(EngineArgs(num_kv_blocks=16)) as llm, running(build_app(llm)) as server:
+        monkeypatch.setitem(sys.modules, "nanoserve.extras.pooling.offline", None)
+        for path, body in ((E, {"input": "A dog"}), ("/score", {"queries": "a", "documents": "b"})):
+            message = refusal(server, path, body)["message"]
+            assert f"{path} needs nanoserve/extras/pooling, and it is not there" in message
 
 
 @pytest.mark.slow

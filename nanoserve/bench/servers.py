@@ -91,6 +91,19 @@ class HTTPServer:
         lines = self.log.read().decode("utf-8", "replace").splitlines()
         return f"{what}. " + " | ".join([line for line in lines if line.strip()][-3:])
 
+    def counters(self) -> dict[str, float]:
+        """What /metrics counts, by name, over all labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if not line.startswith("#"):
+                name, value = line.partition("{")[0], line.rpartition(" ")[2]
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
     def replay(
         self, prompts: list[list[int]], lengths: list[int], arrivals: list[float]
     ) -> http_client.Load:
@@ -157,7 +170,10 @@ SERVERS: dict[str, Any] = {"nanoserve": NanoserveServer, "vllm": VLLMServer}
 
 
 class Server(peers.Server):
-    """The calls of peers.py, and one that only servers have."""
+    """The calls of peers.py, and two that only servers have."""
+
+    def counters(self) -> dict[str, float]:
+        return self.engine.counters()
 
     def replay(self, **arguments: Any) -> dict[str, Any]:
         return asdict(self.engine.replay(**arguments))

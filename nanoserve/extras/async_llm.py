@@ -49,6 +49,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -627,23 +628,20 @@ class AsyncLLM(OwnedByProcess):
         arguments, and what is raised, are those of generate."""
         pooling = load_chapter("AsyncLLM.encode", "pooling.params")
         pooling.check_pools("AsyncLLM.encode", self.config)
-        params = pooling.PoolingParams() if pooling_params is None else pooling_params
-        collector = await self.add_request(
-            uuid.uuid4().hex if request_id is None else request_id,
+        params: Any = pooling.PoolingParams() if pooling_params is None else pooling_params
+        outputs: Any = self.generate(
             prompt,
             params,
+            request_id,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
             trace_headers=trace_headers,
             priority=priority,
             cache_salt=cache_salt,
         )
-        try:
-            output: Any = await collector.get()
-            if output is not None:
+        async with aclosing(outputs):
+            async for output in outputs:
                 yield output
-        finally:
-            self._core.drop(collector)
 
     async def add_request(
         self,

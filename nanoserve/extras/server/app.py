@@ -26,21 +26,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 
 from nanoserve import __version__
 from nanoserve.extras.async_llm import AsyncLLM
 from nanoserve.extras.metrics import PrometheusStatLogger, collect_metrics
 from nanoserve.extras.server import adapters, chat, completions, page, pooling, utilities
 from nanoserve.extras.server.errors import error_response
-from nanoserve.extras.server.middleware import (
-    AuthenticationMiddleware,
-    BodyMiddleware,
-    ErrorMiddleware,
-    HostMiddleware,
-    XRequestIdMiddleware,
-)
+from nanoserve.extras.server.middleware import make_middleware
 from nanoserve.extras.server.options import FrontendArgs
 
 
@@ -101,25 +93,3 @@ HANDLED = (HTTPException, RequestValidationError)
 async def answer(request: Request, error: Exception) -> JSONResponse:
     """The handler of exceptions."""
     return error_response(error)
-
-
-def make_middleware(state: ServerState) -> list[Middleware]:
-    """From the outside to the inside. Answers to other origins have their headers whatever
-    happens."""
-    args = state.args
-    layers = [Middleware(XRequestIdMiddleware)]
-    if args.allowed_origins:
-        layers.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=args.allowed_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
-            )
-        )
-    layers.append(Middleware(ErrorMiddleware))
-    if not (args.is_public or args.uds or args.api_key):
-        layers.append(Middleware(HostMiddleware))
-    if args.api_key:
-        layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
-    return [*layers, Middleware(BodyMiddleware, state=state)]

@@ -15,25 +15,23 @@ vLLM: vllm/entrypoints/cli/serve.py, vllm/entrypoints/launchers/api_server/entry
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shlex
-import sys
 from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.arg_utils import EngineArgs, load_chat_template
+from nanoserve.config import load_chapter
 from nanoserve.extras.server.options import FrontendArgs
 from nanoserve.logger import configure_logging, init_logger
 from nanoserve.tools import cli
 
+if TYPE_CHECKING:
+    from nanoserve.extras.server.launcher import Served
+
 logger = init_logger(__name__)
-MAX_FILES = 65535  # connections are open files, too
-# Seconds after which Python's threads let each other run (its default: 5 ms). The thread that
-# answers and the one that steps wait for each other in each step, of few milliseconds.
-SWITCH_INTERVAL = 1e-4
 
 
 def make_parser() -> cli.Parser:
@@ -42,7 +40,7 @@ def make_parser() -> cli.Parser:
     parser.add_argument("model_tag", nargs="*", metavar="MODEL", help="the same as --model MODEL")
     group = parser.add_argument_group("server options")
     EngineArgs.add_cli_args(parser)
-    cli.add_fields(group, FrontendArgs, "server_")
+    cli.add_fields(group, FrontendArgs, "server_", short={"data_parallel_size": "-dp"})
     return parser
 
 
@@ -93,50 +91,40 @@ def main(arguments: list[str]) -> int:
     frontend, config = read_frontend(parser, args), cli.read_config(parser, args)
     if frontend.lora_modules and not config.enable_lora:
         parser.error("--lora-modules needs --enable-lora.")
-    for package in ("fastapi", "uvicorn", "prometheus_client"):
+    more = ("httpx",) if frontend.data_parallel_size > 1 else ()
+    for package in ("fastapi", "uvicorn", "prometheus_client", *more):
         if find_spec(package) is None:
             name = package.replace("_", "-")
             raise ValueError(f'{name} is not installed: pip install -e ".[server]" installs it.')
 
     from nanoserve.extras.server import launcher
 
+    serve: Any = launcher.serve_engine
+    if frontend.data_parallel_size > 1:
+        serve = load_chapter("data_parallel_size", "replicas.front").serve_replicas
     if frontend.ssl_certfile and frontend.ssl_keyfile:
         launcher.check_certificate(frontend.ssl_certfile, frontend.ssl_keyfile)
     configure_logging()
+    log_stats = not getattr(args, "disable_log_stats", False)
     with launcher.bind(frontend) as sock:
         address = launcher.describe_address(frontend, sock)
         if frontend.is_public and not frontend.api_key:
             logger.warning(f"whoever reaches {address} may use it; --api-key KEY asks for a key.")
-        launcher.raise_file_limit(MAX_FILES)
-        sys.setswitchinterval(SWITCH_INTERVAL)
-
-        from nanoserve.extras.async_llm import AsyncLLM
-        from nanoserve.extras.metrics import LoggingStatLogger, collect_metrics
-        from nanoserve.extras.server.app import build_app
-
-        with AsyncLLM(config, chat_template=frontend.chat_template) as async_llm:
-            app = build_app(async_llm, frontend)
-            if not getattr(args, "disable_log_stats", False):
-                collect_metrics(async_llm, LoggingStatLogger(async_llm.engine))
-            gc.collect()
-            gc.freeze()  # what is there now stays: later collections need not look at it
-            name = app.state.server.model_names[0]
-            pools = async_llm.config.runner == "pooling"
-            how = "Try:" if frontend.uds or pools else "Open it in a browser, or try:"
-            cli.note(f"{name} is served at {address} (Ctrl-C ends it). {how}")
-            takes_text = async_llm.tokenizer is not None
-            cli.note(describe_example(frontend, address, name, takes_text, pools))
+        launcher.raise_file_limit()
+        with serve(config, frontend, log_stats) as (app, served):
+            how = "Try:" if frontend.uds or served.pools else "Open it in a browser, or try:"
+            cli.note(f"{served.name} is served at {address} (Ctrl-C ends it). {how}")
+            cli.note(describe_example(frontend, address, served))
             launcher.Server(app).run(sockets=[sock])
     return 0
 
 
-def describe_example(
-    args: FrontendArgs, address: str, name: str, takes_text: bool, pools: bool = False
-) -> str:
+def describe_example(args: FrontendArgs, address: str, served: Served) -> str:
     """A command line that asks the server for a completion, or a pooling model for a vector."""
-    prompt: Any = "Once upon a time" if takes_text else [1, 2, 3]
-    asked = {"input": prompt} if pools else {"prompt": prompt, "max_tokens": 20}
-    body, path = json.dumps({"model": name, **asked}), "embeddings" if pools else "completions"
+    prompt: Any = "Once upon a time" if served.takes_text else [1, 2, 3]
+    asked = {"input": prompt} if served.pools else {"prompt": prompt, "max_tokens": 20}
+    body = json.dumps({"model": served.name, **asked})
+    path = "embeddings" if served.pools else "completions"
     words = ["curl", f"{address}/v1/{path}", "-H", "Content-Type: application/json"]
     if args.uds is not None:
         words[1:2] = ["--unix-socket", args.uds, f"http://localhost/v1/{path}"]

@@ -1,6 +1,7 @@
 """How does the application become a process that listens, and ends well?
 
     bind(args)         the socket, before the model is loaded: a port in use is told at once
+    serve_engine()     the application of one engine (that of several: extras/replicas/)
     Server.serve()     uvicorn: HTTP on this event loop; the steps run in the engine's thread
 
     SIGTERM, Ctrl-C    no new connection and no new request; those that run have shutdown_timeout
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import select
@@ -27,24 +29,60 @@ import signal
 import socket
 import ssl
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h11
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanoserve.extras.server.app import ServerState
+from nanoserve.arg_utils import EngineArgs
 from nanoserve.extras.server.options import FrontendArgs
 from nanoserve.logger import PlainHandler
 
+if TYPE_CHECKING:
+    from nanoserve.extras.server.middleware import AnyServerState
+
+MAX_FILES = 65535  # connections are open files, too
+# Seconds after which Python's threads let each other run (its default: 5 ms). The thread that
+# answers and the one that steps wait for each other in each step, of few milliseconds.
+SWITCH_INTERVAL = 1e-4
 LAST_CHUNKS = 2.0  # seconds to send what is left when the engine has ended
 SIGNALS = uvicorn.server.HANDLED_SIGNALS
+
+
+class Served(NamedTuple):
+    """What is told of a server that begins."""
+
+    name: str  # of the model
+    takes_text: bool  # there is a tokenizer
+    pools: bool  # it makes vectors
+
+
+@contextmanager
+def serve_engine(
+    config: EngineArgs, frontend: FrontendArgs, log_stats: bool
+) -> Iterator[tuple[Starlette, Served]]:
+    """The application of one engine in this process."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    from nanoserve.extras.async_llm import AsyncLLM
+    from nanoserve.extras.metrics import LoggingStatLogger, collect_metrics
+    from nanoserve.extras.server.app import build_app
+
+    with AsyncLLM(config, chat_template=frontend.chat_template) as async_llm:
+        app = build_app(async_llm, frontend)
+        if log_stats:
+            collect_metrics(async_llm, LoggingStatLogger(async_llm.engine))
+        gc.collect()
+        gc.freeze()  # what is there now stays: later collections need not look at it
+        name, pools = app.state.server.model_names[0], async_llm.config.runner == "pooling"
+        yield app, Served(name, async_llm.tokenizer is not None, pools)
 
 
 def bind(args: FrontendArgs) -> socket.socket:
@@ -113,7 +151,7 @@ def check_certificate(certfile: str, keyfile: str) -> None:
         ) from error
 
 
-def raise_file_limit(limit: int) -> None:
+def raise_file_limit(limit: int = MAX_FILES) -> None:
     """Let this process have as many open files, if the system permits."""
     with suppress(ImportError, OSError, ValueError):
         import resource  # Windows has none
@@ -166,8 +204,8 @@ class Server(uvicorn.Server):
     Invariant: when it has ended, the engine has, too.
     """
 
-    def __init__(self, app: FastAPI) -> None:
-        self.state: ServerState = app.state.server
+    def __init__(self, app: Starlette) -> None:
+        self.state: AnyServerState = app.state.server
         args = self.state.args
         self.num_signals = 0
         self._idle: dict[Any, tuple[Any, float]] = {}  # connection: its last request, since when
@@ -210,7 +248,7 @@ class Server(uvicorn.Server):
         """A signal asks to end."""
         self.num_signals += 1
         self.should_exit = True
-        if self.num_signals > 1:
+        if self.num_signals > 1 and self.started:  # else it ends before it begins
             self.loop.call_soon_threadsafe(self.end_engine, 0.0)
 
     def end_engine(self, timeout: float) -> asyncio.Future[None]:

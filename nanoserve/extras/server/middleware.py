@@ -22,10 +22,12 @@ import asyncio
 import hmac
 import ipaddress
 import uuid
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoserve.exceptions import brief
@@ -36,16 +38,22 @@ from nanoserve.extras.server.errors import (
     HTTPError,
     error_response,
 )
+from nanoserve.extras.server.options import FrontendArgs
 from nanoserve.logger import init_logger
-
-if TYPE_CHECKING:
-    from nanoserve.extras.server.app import ServerState
 
 logger = init_logger(__name__)
 
 # Without a key: what probes and scrapers read, and the page, which asks for the key itself.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
 MAX_ID_LENGTH = 200  # of X-Request-Id
+
+
+class AnyServerState(Protocol):
+    """What is known here of a server: app.ServerState, or the state of a front of replicas."""
+
+    async_llm: Any  # has errored, dead_error, shutdown
+    args: FrontendArgs
+    num_requests: int
 
 
 class ClientGone(Exception):
@@ -165,7 +173,7 @@ class BodyMiddleware:
     Invariant: state.num_requests is the number of requests that are inside.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(self, app: ASGIApp, state: AnyServerState) -> None:
         self.app = app
         self.state = state
 
@@ -236,3 +244,25 @@ class BodyMiddleware:
         return HTTPError(
             413, f"a body may have {limit} bytes (max_body_size); this one has {size}."
         )
+
+
+def make_middleware(state: AnyServerState) -> list[Middleware]:
+    """From the outside to the inside. Answers to other origins have their headers whatever
+    happens."""
+    args = state.args
+    layers = [Middleware(XRequestIdMiddleware)]
+    if args.allowed_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=args.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        )
+    layers.append(Middleware(ErrorMiddleware))
+    if not (args.is_public or args.uds or args.api_key):
+        layers.append(Middleware(HostMiddleware))
+    if args.api_key:
+        layers.append(Middleware(AuthenticationMiddleware, api_keys=args.api_key))
+    return [*layers, Middleware(BodyMiddleware, state=state)]

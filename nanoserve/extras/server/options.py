@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 from nanoserve.exceptions import brief
 
 ToolParserName = Literal["hermes", "qwen3_json"]  # tool_parsers.TOOL_PARSERS
+RouterPolicy = Literal["cache_aware", "round_robin"]  # SGLang's names
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -63,6 +64,9 @@ class FrontendArgs:
     ssl_keyfile: str | None = None  # with ssl_certfile: HTTPS
     ssl_certfile: str | None = None  # with ssl_keyfile: HTTPS
     root_path: str = ""  # the path under which a proxy shows this server
+    data_parallel_size: int = 1  # replicas: as many engines, each a process of its own
+    # which replica gets a request: one that has computed its beginning, or each in turn
+    router_policy: RouterPolicy = "cache_aware"
 
     def __post_init__(self) -> None:
         for name in ("served_model_name", "api_key", "allowed_origins", "lora_modules"):
@@ -82,6 +86,9 @@ class FrontendArgs:
         if self.tool_call_parser not in (None, *parsers):
             given, allowed = brief(self.tool_call_parser), f"None, {', '.join(parsers)}"
             raise ValueError(f"tool_call_parser is {given}; allowed: {allowed}.")
+        if self.router_policy not in get_args(RouterPolicy):
+            given, allowed = brief(self.router_policy), ", ".join(get_args(RouterPolicy))
+            raise ValueError(f"router_policy is {given}; allowed: {allowed}.")
         for origin in self.allowed_origins:
             if origin != "*" and "://" not in origin:
                 allowed = "http://HOST:PORT, https://HOST, or * for all"
@@ -101,6 +108,7 @@ class FrontendArgs:
 INT, NUMBER = (int,), (int, float)
 RANGES: dict[str, tuple[tuple[type, ...], float, float]] = {
     "port": (INT, 0, 65535),
+    "data_parallel_size": (INT, 1, 1024),
     "max_body_size": (INT, 1, 1 << 40),
     "request_timeout": (NUMBER, 0.001, 1e6),
     "limit_concurrency": (INT, 1, 1 << 40),

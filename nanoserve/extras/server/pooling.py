@@ -12,7 +12,8 @@ numbers as float32, little-endian, in a third of the bytes.
 
 A query with several documents is computed once, and counted once in usage. (vLLM counts it with
 each of them.) On a server whose model writes text, both answer 400, as /v1/completions and
-/v1/chat/completions do on a server with --runner pooling.
+/v1/chat/completions do on a server with --runner pooling. So they do where extras/pooling was
+deleted.
 
 Left out: conversations as input, vectors as raw bytes, reranking, and Cohere's API.
 
@@ -31,9 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from nanoserve.extras.pooling.offline import check_pairs, make_scores
-from nanoserve.extras.pooling.outputs import PoolingRequestOutput
-from nanoserve.extras.pooling.params import PoolingParams, check_pools
+from nanoserve.config import load_chapter
 from nanoserve.extras.server.errors import HTTPError
 from nanoserve.extras.server.protocol import (
     EmbeddingRequest,
@@ -49,6 +48,7 @@ from nanoserve.extras.server.streaming import EngineRequests, JsonResponse, unti
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanoserve.extras.pooling import PoolingRequestOutput
     from nanoserve.extras.server.app import ServerState
 
 
@@ -85,9 +85,12 @@ class PoolingReply:
         request_id: str | None,
         id_prefix: str,
     ) -> None:
-        """request_id: the client's X-Request-Id."""
+        """request_id: the client's X-Request-Id. Raises ValueError if the engine makes no vectors,
+        or the chapter is not there."""
         self.raw_request, self.request = raw_request, request
-        self.async_llm = state.async_llm
+        self.async_llm, path = state.async_llm, raw_request.url.path
+        self.chapter = load_chapter(path, "pooling.offline")
+        self.chapter.check_pools(path, self.async_llm.config)
         self.lora_request = state.adapters.requests.get(request.model or "")
         self.head: Json = {
             "id": f"{id_prefix}-{request_id or request.request_id or uuid.uuid4().hex}",
@@ -103,8 +106,8 @@ class PoolingReply:
 
     async def embed(self, request: EmbeddingRequest) -> Response:
         """The answer of /v1/embeddings. Raises ValueError or TypeError, HTTPError."""
-        params = PoolingParams(request.use_activation, request.dimensions)
-        outputs = await self.run("/v1/embeddings", request.prompts, params)
+        params = self.chapter.PoolingParams(request.use_activation, request.dimensions)
+        outputs = await self.run(request.prompts, params)
         write = to_base64 if request.encoding_format == "base64" else to_list
 
         def make_data() -> list[Json]:
@@ -115,11 +118,12 @@ class PoolingReply:
     async def score(self, request: ScoreRequest) -> Response:
         """The answer of /v1/score. Raises ValueError or TypeError, HTTPError."""
         texts_1, texts_2 = request.pairs
-        check_pairs(len(texts_1), len(texts_2))
-        params = PoolingParams(request.use_activation)
-        outputs = await self.run("/v1/score", [*texts_1, *texts_2], params)
+        self.chapter.check_pairs(len(texts_1), len(texts_2))
+        params = self.chapter.PoolingParams(request.use_activation)
+        outputs = await self.run([*texts_1, *texts_2], params)
 
         def make_data() -> list[Json]:
+            make_scores = self.chapter.make_scores
             scores = make_scores(outputs[: len(texts_1)], outputs[len(texts_1) :], [])
             return [{"object": "score", "score": each.outputs.score} for each in scores]
 
@@ -136,9 +140,8 @@ class PoolingReply:
 
         return await asyncio.to_thread(build)
 
-    async def run(self, path: str, prompts: list[Any], params: Any) -> list[PoolingRequestOutput]:
+    async def run(self, prompts: list[Any], params: Any) -> list[PoolingRequestOutput]:
         """The vectors of these prompts. All are checked and queued before one is waited for."""
-        check_pools(path, self.async_llm.config)
         request, sent = self.request, self.raw_request.headers
         requests = EngineRequests(self.async_llm, self.head["id"])
         try:

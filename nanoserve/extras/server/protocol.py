@@ -86,7 +86,7 @@ IGNORED = {
 Refusal = tuple[tuple[Any, ...], str]
 OLD_GRAMMAR: Refusal = ((None,), "vLLM has replaced it by structured_outputs; use that")
 NO_MEDIA: Refusal = ((None, {}), "nanoserve takes text and token ids only; leave it out")
-NO_CUT: Refusal = ((None,), "prompts are never cut; give the last token ids as the prompt")
+NO_CUT: Refusal = ((None,), "prompts are never cut; send the part that shall be read")
 NO_CUT_OR_0: Refusal = ((None, 0), "texts are never cut; send the beginning")
 REFUSED: dict[str, Refusal] = {
     "suffix": ((None, ""), "no model here fills in the middle; leave it out"),

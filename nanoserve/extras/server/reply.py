@@ -329,7 +329,8 @@ class Reply(ABC, Generic[AnyGeneration]):
     @property
     def fingerprint(self) -> str:
         """As long as it is the same, the same seed gives the same tokens."""
-        settings = repr((self.async_llm.config, self.async_llm.model_config))
+        config = replace(self.async_llm.config, seed=0)  # it is for requests that have none
+        settings = repr((config, self.async_llm.model_config))
         return f"nanoserve-{__version__}-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"
 
     def token_text(self, token_id: int, logprob: Logprob | None = None) -> str:

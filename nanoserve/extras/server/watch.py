@@ -79,6 +79,7 @@ class EngineWatch:
         self.state: dict[str, Any] = {}  # what `read` found last; a new one each time
         self.num_steps = 0  # that were watched
         self.num_generation_tokens = 0  # that these steps brought
+        self.num_scheduled_tokens = 0  # that these steps computed
         # Not read yet. Two threads use it: each replaces it as a whole.
         self._reports: deque[tuple[int, StepReport, list[int], list[Sequence]]] = deque(
             maxlen=MOST_STEPS
@@ -144,6 +145,7 @@ class EngineWatch:
         """A step has ended."""
         self.num_steps += 1
         self.num_generation_tokens += sum(len(update.new_token_ids) for update in report.updates)
+        self.num_scheduled_tokens += report.scheduler_output.total_num_scheduled_tokens
         dropped = report.scheduler_output.finished_seq_ids
         sequences = self.async_llm.engine.scheduler.sequences
         preempted = [seq_id for seq_id in dropped if seq_id in sequences]
@@ -164,6 +166,7 @@ class EngineWatch:
             "time": start,  # seconds of a clock that begins anywhere
             "num_steps": self.num_steps,
             "num_generation_tokens": self.num_generation_tokens,
+            "num_scheduled_tokens": self.num_scheduled_tokens,
             "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
             "num_swapped": len(scheduler.swapped),
