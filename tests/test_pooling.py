@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -24,6 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_async_llm import assert_idle_blocks
+from test_families import FALLBACK, NATIVE, Family
+from test_vllm_habits import as_nanoserve
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel
@@ -40,11 +43,19 @@ from nanoserve import (
 )
 from nanoserve.config import DEMO_MODEL, ModelConfig
 from nanoserve.extras.async_llm import AsyncLLM
-from nanoserve.extras.pooling.config import PoolerConfig, read_max_seq_length, read_modules
+from nanoserve.extras.pooling.config import (
+    PoolerConfig,
+    read_max_seq_length,
+    read_modules,
+    warn_of_prompt,
+)
 from nanoserve.extras.pooling.engine import configure
 from nanoserve.extras.pooling.params import TASKS
+from nanoserve.extras.pooling.processor import PoolingScheduler
 from nanoserve.extras.pooling.runner import PoolingModelRunner
+from nanoserve.model_runner import ModelRunner
 from nanoserve.models.registry import ModelRegistry
+from nanoserve.scheduler import Scheduler
 
 MakeCheckpoint = Callable[..., Path]
 PROMPTS = [[(7 * i + 13 * n) % 300 + 5 for i in range(n)] for n in (1, 2, 5, 17, 30)]
@@ -186,10 +197,22 @@ def test_vectors_of_decoders(make_checkpoint: MakeCheckpoint, model_type: str, k
         assert vector.dtype == torch.float32
 
 
+@pytest.mark.parametrize("family", [*NATIVE.values(), *FALLBACK.values()], ids=lambda x: x[0])
+def test_vectors_of_all_families(make_checkpoint: MakeCheckpoint, family: Family) -> None:
+    """The mean, in which each hidden state counts, and also those of windows and experts."""
+    folder = make_checkpoint(family.model_type, **family.overrides)
+    found = embed(folder, pooler_config=MEAN, max_num_batched_tokens=8, max_num_seqs=4)
+    for vector, expected in zip(found, reference(folder, "MEAN"), strict=True):
+        assert close(vector, expected)
+
+
 @pytest.mark.parametrize("kind", ["CLS", "MEAN", "LAST"])
-@pytest.mark.parametrize("model_type", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize(
+    "model_type", ["bert", "roberta", "modernbert", "distilbert", "fnet", "convbert"]
+)
 def test_vectors_of_encoders(encoder: Callable[..., Path], model_type: str, kind: str) -> None:
-    """Each prompt in one step, although the batch has others, and without a KV cache."""
+    """Each prompt in one step, although the batch has others, and without a KV cache. In the last
+    two families a mask does not hide the padding."""
     folder = encoder(model_type)
     with LLM(folder, pooler_config={"seq_pooling_type": kind}, dtype="float32") as llm:
         config = llm.engine.config
@@ -322,10 +345,16 @@ def test_vectors_of_two_ranks(qwen3: Path, tmp_path: Path) -> None:
         assert close(vector, expected)
 
 
-def test_vectors_with_an_adapter(qwen3: Path, tmp_path: Path) -> None:
-    """In one step with others that have none; chunk by chunk."""
-    adapter = write_adapter(tmp_path / "adapter", shapes_of(qwen3))
+@pytest.mark.parametrize("is_of_body", [False, True])
+def test_vectors_with_an_adapter(qwen3: Path, tmp_path: Path, is_of_body: bool) -> None:
+    """In one step with others that have none; chunk by chunk. PEFT's names of an adapter that was
+    trained on AutoModel lack a "model."."""
+    adapter = write_adapter(tmp_path / "adapter", shapes_of(qwen3), task_type="FEATURE_EXTRACTION")
     merged = reference(merge(qwen3, adapter, tmp_path / "merged"), "MEAN")
+    if is_of_body:
+        tensors = load_file(adapter / "adapter_model.safetensors")
+        tensors = {name.replace("model.model.", "model."): each for name, each in tensors.items()}
+        save_file(tensors, adapter / "adapter_model.safetensors")
     plain, request = reference(qwen3, "MEAN"), LoRARequest("a", 1, str(adapter))
     options = {"enable_lora": True, "max_num_batched_tokens": 8, "pooler_config": MEAN, **SMALL}
     with LLM(qwen3, runner="pooling", **options) as llm:
@@ -375,8 +404,10 @@ def test_weights_without_the_head(qwen3: Path, tmp_path: Path) -> None:
     ):
         folder = change_config(qwen3, tmp_path / str(number), architectures=[architecture])
         save_file(tensors, folder / "model.safetensors")
-        for vector, other in zip(embed(folder), expected, strict=True):
-            assert close(vector, other)
+        for model_impl in ("auto", "transformers"):
+            found = embed(folder, model_impl=model_impl)
+            for vector, other in zip(found, expected, strict=True):
+                assert close(vector, other)
 
 
 def test_the_body_of_a_model_that_transformers_runs(
@@ -414,8 +445,12 @@ def test_random_weights(encoder: Callable[..., Path], qwen3: Path) -> None:
 def test_how_long_a_text_may_be(encoder: Callable[..., Path], tmp_path: Path) -> None:
     """As many tokens as an encoder has positions: two fewer than RoBERTa's table has rows, or what
     sentence-transformers says."""
-    model = ModelConfig.from_folder(encoder("roberta"))
-    assert configure(EngineConfig(), model)[0].max_model_len == 64 - 2
+    for model_type in ("roberta", "esm", "luke"):
+        model = ModelConfig.from_folder(encoder(model_type))
+        assert configure(EngineConfig(), model)[0].max_model_len == 64 - 2
+        with LLM(model.path, dtype="float32", max_num_seqs=2) as llm:
+            longest = [5] * 62
+            assert close(*vectors_of(llm, [longest]), *reference(model.path, "CLS", [longest]))
     folder = change_config(encoder("roberta"), tmp_path / "short")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
     model = ModelConfig.from_folder(folder)
@@ -433,6 +468,23 @@ def test_how_long_a_text_may_be(encoder: Callable[..., Path], tmp_path: Path) ->
         (folder / "sentence_bert_config.json").write_text(text)
         with pytest.raises(ValueError, match=r"sentence_bert_config\.json"):
             read_max_seq_length(folder)
+
+
+def test_older_names_of_the_file_that_says_how_long(tmp_path: Path) -> None:
+    (tmp_path / "sentence_distilbert_config.json").write_text('{"max_seq_length": 128}')
+    assert read_max_seq_length(tmp_path) == 128
+
+
+def test_a_prompt_that_sentence_transformers_would_write(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever moves from there is told."""
+    for name in ("query", "document", None, "no", 5):
+        config = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": name}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
+        caplog.clear()
+        warn_of_prompt(tmp_path)
+        assert ("writes 'query: ' before each text" in caplog.text) == (name == "query")
 
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
@@ -458,7 +510,8 @@ def test_pooling_modes(tmp_path: Path, pooling: dict[str, Any], expected: str | 
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if expected is None:
         with pytest.raises(
-            ValueError, match=r"the pooling mode is .*; supported: one of cls_token"
+            ValueError,
+            match=r"the pooling mode is .*; supported: one of cls_token.* cannot run here",
         ):
             read_modules(tmp_path)
     else:
@@ -517,7 +570,8 @@ def test_matryoshka(qwen3: Path, tmp_path: Path) -> None:
         assert len(vectors_of(llm, PROMPTS[:1], dimensions=32)[0]) == 32
         with pytest.raises(ValueError, match="dimensions is 8; allowed for some: 16, 32"):
             vectors_of(llm, dimensions=8)
-    with pytest.raises(ValueError, match="not made for Matryoshka embeddings"):
+    message = "not made for Matryoshka embeddings, says its config.json. If it is, write"
+    with pytest.raises(ValueError, match=re.escape(message)):
         LLM(qwen3, runner="pooling", pooler_config=config, **SMALL)
 
 
@@ -554,6 +608,8 @@ def test_params_are_checked_again_when_a_request_is_made(pooling_llm: LLM) -> No
         ({"dimensions": 0}, ValueError, "dimensions is 0; allowed: 1 or more"),
         ({"task": "classify"}, ValueError, "has 'task': 'classify'"),
         ({"colour": 1}, ValueError, "has 'colour': 1"),
+        ({"pooling_type": "MEAN", "seq_pooling_type": "LAST"}, ValueError, "not both"),
+        ({"normalize": False}, ValueError, "has replaced normalize by use_activation"),
     ],
 )
 def test_bad_pooler_config(value: Any, error: type[Exception], message: str) -> None:
@@ -564,7 +620,18 @@ def test_bad_pooler_config(value: Any, error: type[Exception], message: str) -> 
 def test_spellings_of_pooler_config() -> None:
     for value in ('{"pooling_type": "MEAN"}', {"seq_pooling_type": "MEAN", "task": "embed"}):
         assert EngineArgs(pooler_config=value).pooler_config == PoolerConfig("MEAN")
+    assert PoolerConfig(pooling_type="MEAN") == PoolerConfig("MEAN")
     assert EngineConfig(pooler_config={}).pooler_config is None
+
+
+def test_vllms_other_names_of_a_pooling_runner() -> None:
+    """convert, and task of older versions, unless the runner is given."""
+    for options in ({"convert": "embed"}, {"task": "embed"}, {"task": "embed", "runner": "auto"}):
+        assert EngineArgs(**options).runner == "pooling"
+    assert EngineArgs(convert="embed", runner="generate").runner == "generate"
+    assert EngineArgs(convert="none", task="generate").runner == "auto"
+    with LLM(task="embed", num_kv_blocks=16) as llm:
+        assert llm.engine.config.runner == "pooling"
 
 
 # -- scores --
@@ -586,6 +653,35 @@ def test_scores_are_cosines(pooling_llm: LLM) -> None:
     for one, other in ((texts, texts[:2]), (texts, "A dog"), ("A dog", [])):
         with pytest.raises(ValueError, match="make no pairs"):
             pooling_llm.score(one, other, use_tqdm=False)
+
+
+def test_a_program_for_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    """With other import lines, as coming_from_vllm.md says."""
+    program = f"""
+from vllm import LLM, PoolingParams
+from vllm.config import PoolerConfig
+from vllm.outputs import EmbeddingRequestOutput, PoolingRequestOutput, ScoringRequestOutput
+
+llm = LLM(
+    model={str(DEMO_MODEL)!r},
+    runner="pooling",
+    convert="embed",
+    pooler_config=PoolerConfig(pooling_type="MEAN", use_activation=False),
+    enforce_eager=True,
+    trust_remote_code=True,
+)
+with llm:
+    [output] = llm.embed("A dog", pooling_params=PoolingParams(use_activation=True))
+    assert isinstance(output, EmbeddingRequestOutput)
+    embeds = output.outputs.embedding
+    print(f"Embeddings: {{embeds[:2]}} (size={{len(embeds)}})")
+    (output,) = llm.encode({{"prompt_token_ids": [5, 6]}}, pooling_task="embed")
+    assert isinstance(output, PoolingRequestOutput) and output.outputs.data.shape == (128,)
+    (output,) = llm.score("A dog", "A cat")
+    assert isinstance(output, ScoringRequestOutput) and -1 <= output.outputs.score <= 1
+"""
+    exec(compile(as_nanoserve(program), "program", "exec"), {})
+    assert "(size=128)" in capsys.readouterr().out
 
 
 # -- wrong uses --
@@ -634,6 +730,9 @@ def test_models_that_make_no_vectors(
             (qwen3, {"architectures": ["Qwen3ForSequenceClassification"]}, "no classifiers"),
             (qwen3, {"is_causal": False}, "is_causal false"),
             (bert, {"is_decoder": True}, "a decoder beside an encoder"),
+            (qwen3, {"architectures": ["Qwen3ForRewardModel"]}, "no classifiers"),
+            (qwen3, {"architectures": ["Qwen3BidirectionalModel"]}, "knows no encoder"),
+            (bert, {"architectures": ["BertSpladeSparseEmbeddingModel"]}, "knows no encoder"),
             (bert, {"architectures": ["NoSuchModel"], "model_type": "x"}, "knows no encoder"),
         ]
     ):
@@ -644,10 +743,35 @@ def test_models_that_make_no_vectors(
         LLM(qwen3, runner="pooling", pooler_config={"seq_pooling_type": "CLS"})
     with pytest.raises(ValueError, match="speculative_config guesses tokens"):
         LLM(runner="pooling", speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ValueError, match="keep cached prefixes, and pooling MEAN uses none"):
+        LLM(runner="pooling", pooler_config=MEAN, kv_offloading_size=0.1)
     with pytest.raises(
         ValueError, match="BertModel runs through transformers here, which cannot be divided"
     ):
         LLM(bert, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="nanoserve has no encoders of its own"):
+        LLM(bert, model_impl="nanoserve")
+    with pytest.raises(ValueError, match="keep cached prefixes, and an encoder uses none"):
+        LLM(bert, kv_offloading_size=0.01)
+    with pytest.raises(ValueError, match=r"demo would write text\. Add runner='pooling'"):
+        LLM(pooler_config=MEAN)
+
+
+def test_classes_of_the_users_own(qwen3: Path) -> None:
+    """Who replaces the scheduler or the runner is told which class to derive from."""
+
+    class MyScheduler(PoolingScheduler):
+        pass
+
+    with LLM(qwen3, runner="pooling", scheduler_cls=MyScheduler, **SMALL) as llm:
+        assert len(vectors_of(llm)) == len(PROMPTS)
+    with pytest.raises(TypeError, match="a pooling engine needs a subclass of PoolingScheduler"):
+        LLM(qwen3, runner="pooling", scheduler_cls=Scheduler, **SMALL)
+    with (
+        LLM(qwen3, runner="pooling", runner_cls=ModelRunner, **SMALL) as llm,
+        pytest.raises(RuntimeError, match="is a subclass of PoolingModelRunner"),
+    ):
+        vectors_of(llm)
 
 
 def test_an_architecture_of_the_users_own_writes_text(
@@ -724,6 +848,16 @@ def test_requests_step_by_step(pooling_llm: LLM) -> None:
     [again] = engine.step()
     assert close(again.outputs.data, output.outputs.data)
     again.outputs.data.add_(1)  # an ordinary tensor of the user's own
+
+
+def test_the_progress_bar_counts_the_tokens_of_prompts(
+    pooling_llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pooling_llm.embed([[5, 6, 7], [8]])
+    text = capfd.readouterr().err
+    assert "2/2" in text
+    assert "tok/s" in text
+    assert ", 0 tok/s" not in text.split("2/2")[-1]
 
 
 def test_metrics_count_requests_for_vectors(pooling_llm: LLM) -> None:

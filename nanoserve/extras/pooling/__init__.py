@@ -13,7 +13,8 @@ result. Texts that mean the same have vectors with a small angle between them.
 
 The step is that of a model which writes text: the same scheduler, KV blocks, batch and kernels.
 Only its end differs. There are no logits, no sampling and no decode: a request ends with the step
-that computes the last token of its prompt, and gives its blocks back.
+that computes the last token of its prompt, and gives its blocks back. (CUDA graphs replay decodes,
+so there are none, either.)
 
 *What do chunks and cached prefixes do to it?* The KV cache keeps keys and values, not the hidden
 states at the end of the last layer.

@@ -15,6 +15,9 @@ encoder, normalised. What the user says (pooler_config) comes before either:
 
 Nothing in these files is a name of code to run: modules are known by their type, or refused.
 
+Texts are tokenized as they are. (sentence-transformers strips the spaces around them, and may write
+a prompt before them; see warn_of_prompt.)
+
 Left out: Dense layers and other modules, and vLLM's other keys (ACCEPTED).
 
 vLLM: vllm/config/pooler.py, get_pooling_config in vllm/transformers_utils/config.py (V1);
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,9 @@ from nanoserve.checkpoint import MAX_CONFIG_BYTES, is_plain_name, parse_json, re
 from nanoserve.config import check_bool, check_number
 from nanoserve.exceptions import brief
 from nanoserve.inputs import as_python, check_is_dict, parse_option
+from nanoserve.logger import init_logger
+
+logger = init_logger(__name__)
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 MODES = {"lasttoken": "LAST", "mean": "MEAN", "mean_tokens": "MEAN"}  # of sentence-transformers
@@ -60,6 +66,7 @@ class PoolerConfig:
     seq_pooling_type: str | None = None  # LAST, MEAN or CLS: which hidden states make the vector
     use_activation: bool | None = None  # divide the vector by its length
     dimensions: int | None = None  # of a request that does not say how many; see PoolingParams
+    pooling_type: InitVar[str | None] = None  # vLLM's shorter name of seq_pooling_type
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig | None:
@@ -71,18 +78,23 @@ class PoolerConfig:
         if value is None or (not value and isinstance(value, (str, Mapping))):
             return None
         check_is_dict("pooler_config", value, EXAMPLE)
-        given, known = dict(value), [each.name for each in fields(cls)]
-        if "pooling_type" in given:  # vLLM's shorter name of it
-            given.setdefault("seq_pooling_type", given.pop("pooling_type"))
+        given, known = dict(value), ["pooling_type", *(each.name for each in fields(cls))]
         for name in given.keys() - {*known}:
             if name not in ACCEPTED or given[name] not in ACCEPTED[name]:
+                allowed = ", ".join(known[1:])
+                if name == "normalize":
+                    allowed += ". vLLM has replaced normalize by use_activation"
                 raise ValueError(
                     f"pooler_config has {brief(name)}: {brief(given[name])}, and nanoserve does "
-                    f"not have that; allowed: {', '.join(known)}."
+                    f"not have that; allowed: {allowed}."
                 )
         return cls(**{name: given[name] for name in known if name in given})
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, pooling_type: str | None) -> None:
+        if pooling_type is not None:
+            if self.seq_pooling_type is not None:
+                raise ValueError("pooler_config: give seq_pooling_type or pooling_type, not both.")
+            object.__setattr__(self, "seq_pooling_type", pooling_type)
         for each in fields(self):
             object.__setattr__(self, each.name, as_python(getattr(self, each.name)))
         if self.seq_pooling_type not in (None, *POOLING_TYPES):
@@ -140,15 +152,30 @@ def read_pooling_mode(file: Path) -> str:
     if len(modes) != 1 or modes[0] not in MODES:
         raise ValueError(
             f"{file}: the pooling mode is {brief(modes)}; supported: one of cls_token, mean_tokens "
-            "and lasttoken. Correct the file, or copy it again."
+            "and lasttoken. A checkpoint that was made for another one cannot run here."
         )
     return MODES[modes[0]]
 
 
+def warn_of_prompt(folder: Path) -> None:
+    """Log it if sentence-transformers would write a prompt before each text by itself: here, as in
+    vLLM, texts are taken as they are."""
+    file = folder / "config_sentence_transformers.json"
+    config = read_json(file) if os.path.lexists(file) else {}
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if isinstance(name, str) and isinstance(prompts, dict) and (prompt := prompts.get(name)):
+        text = "%s: sentence-transformers writes %s before each text. Here nobody does: write it."
+        logger.warning(text, file, brief(prompt))
+
+
 def read_max_seq_length(folder: Path) -> int | None:
-    """How many tokens a text may have, of sentence_bert_config.json; None if it does not say.
-    Raises ValueError for a tokenizer that has to get lower case."""
-    file = folder / "sentence_bert_config.json"
+    """How many tokens a text may have, of sentence_bert_config.json, which older checkpoints name
+    for their own family; None if it does not say. Raises ValueError for a tokenizer that has to get
+    lower case."""
+    [file, *_] = [
+        *sorted(folder.glob("sentence_*_config.json")),
+        folder / "sentence_bert_config.json",
+    ]
     config = read_json(file) if os.path.lexists(file) else {}
     if config.get("do_lower_case"):
         raise ValueError(

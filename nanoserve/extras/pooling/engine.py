@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.extras.pooling.config import PoolerConfig, read_max_seq_length
+from nanoserve.exceptions import brief
+from nanoserve.extras.pooling.config import PoolerConfig, read_max_seq_length, warn_of_prompt
 from nanoserve.extras.pooling.models import as_causal, is_encoder, most_positions
 from nanoserve.extras.pooling.params import PoolingParams
 from nanoserve.extras.pooling.processor import (
@@ -71,7 +72,13 @@ def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, M
             )
     config = replace(config, max_model_len=config.max_model_len or length)
     if is_bidirectional or kind != "LAST":
-        # Sums of hidden states are in no block that could be shared or swapped out.
+        # Sums of hidden states are in no block that could be shared, kept or swapped out.
+        if config.has_kv_connector:
+            what = "an encoder" if is_bidirectional else f"pooling {kind}"
+            raise ValueError(
+                f"kv_offloading_size and kv_transfer_config keep cached prefixes, and {what} uses "
+                "none. Leave them out."
+            )
         config = replace(config, enable_prefix_caching=False, preemption_mode="recompute")
         config = replace(config, num_cpu_blocks=None, swap_space=None)
     if is_bidirectional:
@@ -87,13 +94,21 @@ def configure(config: EngineConfig, model: ModelConfig) -> tuple[EngineConfig, M
         num_blocks = per_sequence * (config.max_num_seqs or MOST_SEQS)
         config = replace(config, enable_chunked_prefill=False, num_gpu_blocks_override=num_blocks)
     params = PoolingParams().verify(model, config)  # raises for dimensions that no request may have
-    how = ", normalised" if pooler.use_activation else ""
-    logger.info("pooling    %s%s, of %d numbers", kind, how, params.dimensions or model.hidden_size)
+    what = "normalised vectors" if pooler.use_activation else "vectors"
+    size = params.dimensions or model.hidden_size
+    logger.info("pooling    %s, %s of %d numbers", kind, what, size)
+    warn_of_prompt(model.path)
     return config, model
 
 
 def install(engine: LLMEngine) -> None:
-    """Let `engine`, just built, take PoolingParams and hand out vectors."""
+    """Let `engine`, just built, take PoolingParams and hand out vectors. Raises TypeError for a
+    scheduler that waits for tokens."""
+    if not isinstance(engine.scheduler, PoolingScheduler):
+        raise TypeError(
+            f"scheduler_cls made {brief(engine.scheduler)}, and a pooling engine needs a subclass "
+            "of PoolingScheduler (nanoserve.extras.pooling.processor)."
+        )
     engine.input_processor = PoolingInputProcessor(
         engine.config, engine.model_config, engine.tokenizer, engine.executor.num_kv_blocks
     )

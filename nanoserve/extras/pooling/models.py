@@ -12,7 +12,8 @@ a file has is left out.
 *Encoders.* Each token of an encoder sees all others. So a prompt is computed in one step, whole,
 and nothing of it is kept: there is no KV cache, and the scheduler's blocks only count tokens. The
 prompts of a step are padded and masked, in batches of similar lengths, so that less than half of a
-batch is padding.
+batch is padding. In a few families the padding shows in spite of the mask (FNet has none, ConvBERT
+has convolutions), so each model is asked once (`sees_padding`): then a batch has one length.
 
 vLLM: vllm/model_executor/models/: adapters.py, bert.py, roberta.py, transformers/pooling.py (V1);
 bert.py (V0).
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -33,56 +34,62 @@ from torch import Tensor, nn
 from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.checkpoint import find_quantization, transformers_lock
 from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.layers import LayerConfig, Shard
+from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
 from nanoserve.models.decoder import CausalLM
 from nanoserve.models.loader import build_and_fill, load_model, read_quantization
 from nanoserve.models.registry import ModelRegistry, build_model
+from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import TensorInfo, find_files, read_headers
 
-ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining")
 # Their position 0 is pad_token_id + 1, so that the table has fewer positions than rows.
 OFFSET_POSITIONS = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "mpnet"),
-    *("xmod", "longformer", "data2vec-text", "ibert"),
+    *("xmod", "longformer", "data2vec-text", "ibert", "esm", "luke"),
 }
 
 
-def tables_of_transformers() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Model type -> the class that writes text; model type -> the class that fills gaps in a text,
-    which encoders have. Each is a name, or several."""
+def classes_of(model: ModelConfig) -> tuple[list[str], list[str], list[str]]:
+    """What transformers calls the classes of its model type: the body; what writes text; what fills
+    gaps in a text, which encoders have."""
     with transformers_lock:  # imported here, because it takes a second
         from transformers.models.auto import modeling_auto as auto
-    causal, masked = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return dict(causal), dict(masked)
+
+    def look_up(table: Mapping[str, Any]) -> list[str]:
+        names = table.get(str(model.hf_config.get("model_type")), ())
+        return [names] if isinstance(names, str) else list(names)
+
+    masked = look_up(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    masked += look_up(auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES) if masked else []
+    bodies = look_up(auto.MODEL_MAPPING_NAMES)
+    return bodies, look_up(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), masked
 
 
 def as_causal(model: ModelConfig) -> ModelConfig | None:
     """The same model with the architecture of its decoder that writes text: Qwen3Model ->
     Qwen3ForCausalLM. None if it has none, or is an encoder."""
-    name, kind = model.architecture, str(model.hf_config.get("model_type"))
+    name = model.architecture
     for other in (name, f"{name.removesuffix('Model')}ForCausalLM"):
         if ModelRegistry.get(other) is not None:
             return replace(model, architecture=other)
-    causal, masked = tables_of_transformers()
-    names = causal.get(kind, ())
-    names = (names,) if isinstance(names, str) else names
-    if name in names:
+    bodies, causal, masked = classes_of(model)
+    if name in causal:
         return model
-    is_body = bool(names) and name.endswith("Model") and kind not in masked
-    return replace(model, architecture=names[0]) if is_body else None
+    is_body = name in bodies and causal and not masked
+    return replace(model, architecture=causal[0]) if is_body else None
 
 
 def is_encoder(model: ModelConfig) -> bool:
     """Does each token see all others? Raises ValueError for what makes no vectors here."""
-    name, kind = model.architecture, str(model.hf_config.get("model_type"))
+    name = model.architecture
     if as_causal(model) is not None:
         if model.get("is_causal", True):
             return False
         refuse(model, "config.json says is_causal false, and decoders are causal here")
     if name.endswith(("Classification", "RewardModel")):
         refuse(model, "there are no classifiers, cross-encoders and reward models here")
-    if kind not in tables_of_transformers()[1] or not name.endswith(ENCODER_SUFFIXES):
+    bodies, _, masked = classes_of(model)
+    if not masked or name not in bodies + masked:
         refuse(model, "transformers knows no encoder and no causal language model of that name")
     if model.hf_config.get("is_decoder") or model.hf_config.get("is_encoder_decoder"):
         refuse(model, "it is a decoder beside an encoder")
@@ -117,7 +124,9 @@ def load_pooling_model(
     model = as_causal(model) or model  # a rank has read config.json itself
     cls = ModelRegistry.get(model.architecture)
     if config.model_impl == "transformers" or cls is None or not issubclass(cls, CausalLM):
-        return load_model(replace(config, runner="generate"), model, layer_config, use_tqdm)
+        tied = {**model.hf_config, "tie_word_embeddings": True}  # so that files may lack a head
+        model, config = replace(model, hf_config=tied), replace(config, runner="generate")
+        return load_model(config, model, layer_config, use_tqdm)
     layer_config = replace(layer_config, quant_config=read_quantization(config, model))
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model.path))
@@ -167,6 +176,20 @@ class EncoderModel(Model):
     def __init__(self, body: nn.Module, pad_token_id: int) -> None:
         super().__init__()
         self.body, self.pad_token_id = body, pad_token_id
+        self.needs_same_length = self.sees_padding()
+
+    @torch.inference_mode()
+    def sees_padding(self) -> bool:
+        """Do a prompt's hidden states change with the tokens that pad it? To the last bit: behind a
+        mask they count exactly 0, in every type of numbers."""
+        device = next(self.body.parameters()).device
+        mask = torch.tensor([[1] * 4 + [0] * 4], device=device)
+
+        def pad_with(token_id: int) -> Tensor:
+            input_ids = torch.tensor([[0] * 4 + [token_id] * 4], device=device)
+            return self.body(input_ids=input_ids, attention_mask=mask).last_hidden_state[:, :4]
+
+        return not torch.equal(pad_with(self.pad_token_id), pad_with(int(self.pad_token_id == 0)))
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
@@ -176,7 +199,7 @@ class EncoderModel(Model):
         prompts = input_ids.split(lengths)
         batches: dict[int, list[int]] = defaultdict(list)  # 9 to 16 tokens: one batch
         for i, length in enumerate(lengths):
-            batches[max(0, length - 1).bit_length()].append(i)
+            batches[length if self.needs_same_length else (length - 1).bit_length()].append(i)
         hidden: list[Any] = [None] * len(prompts)
         for members in batches.values():
             states = self.encode([prompts[i] for i in members])
@@ -199,20 +222,21 @@ class EncoderModel(Model):
 def load_encoder(config: EngineConfig, model: ModelConfig, layer_config: LayerConfig) -> Model:
     """The encoder in `model.path`, built and filled (or dummy) by transformers. Raises ValueError
     as load_with_transformers does."""
-    if layer_config.parallel.world_size > 1:
+    if layer_config.parallel.tp_size > 1:
         refuse(model, "through transformers it can't be cut among ranks")
+    if config.model_impl == "nanoserve":
+        refuse(model, "nanoserve has no encoders of its own, and model_impl is 'nanoserve'")
     if config.quantization or find_quantization(model.hf_config):
         refuse(model, "the weights of encoders cannot be quantized here")
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model.path))
+    [name, *_], _, _ = classes_of(model)
     with transformers_lock:
         import transformers
-        from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
         from nanoserve.models import transformers_fallback as fallback
 
-        name = MODEL_MAPPING_NAMES[str(model.hf_config["model_type"])]
-        model_cls = getattr(transformers, name if isinstance(name, str) else name[0])
+        model_cls = getattr(transformers, name)
         try:
             with fallback.without_logs(fallback.SAID_HERE):
                 body = make_encoder(config, model, layer_config, model_cls, tensors)

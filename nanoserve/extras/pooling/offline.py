@@ -28,7 +28,8 @@ from nanoserve.extras.pooling.outputs import (
 )
 from nanoserve.extras.pooling.params import TASKS, PoolingParams, check_pools
 
-__all__ = [
+__all__ = [  # what LLM and the server take from this chapter
+    "PoolingParams",
     "check_encode",
     "check_pairs",
     "check_pools",

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RequestError:
-    """Why one request has no result. The engine goes on."""
+    """Why one request has no result. The engine goes on. (The name is vLLM's. Inside the engine,
+    the error of one request is exceptions.RequestError.)"""
 
     code: str  # "error" or "abort"
     message: str

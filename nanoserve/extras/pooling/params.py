@@ -6,7 +6,8 @@
 
 *Matryoshka.* Some models are trained so that the beginning of a vector is a good vector, too, like
 the smaller doll inside the larger one (arXiv 2205.13147). Of any other model the first 256 numbers
-are arbitrary, so `dimensions` is refused there. As in vLLM, config.json has to say it:
+are arbitrary, so `dimensions` is refused there. As in vLLM, config.json has to say it (add it where
+it is missing, as vLLM's users do with hf_overrides):
 
     {"is_matryoshka": true}                          any number up to hidden_size
     {"matryoshka_dimensions": [128, 256, 512]}       these
@@ -97,7 +98,7 @@ def check_dimensions(dimensions: int, model: ModelConfig) -> None:
     several, what = model.get("matryoshka_dimensions"), f"dimensions is {brief(dimensions)}"
     if not several and not model.get("is_matryoshka", False):
         what += f"; allowed: None, because {model.path.name} is not made for Matryoshka embeddings"
-        what += " (config.json would have is_matryoshka or matryoshka_dimensions)"
+        what += ', says its config.json. If it is, write "is_matryoshka": true there'
     elif not 1 <= dimensions <= model.hidden_size:
         what += f"; allowed: 1 to {model.hidden_size}"
     elif several and dimensions not in several:

@@ -55,8 +55,8 @@ class PoolingInputProcessor(InputProcessor):
         if isinstance(sampling_params, SamplingParams):
             raise VLLMValidationError(
                 f"{self.model_config.path.name} runs as a pooling model, which makes vectors and "
-                "writes no text. Use embed, encode or score; to write text, build the engine with "
-                "runner='generate'."
+                "writes no text. Use embed, encode or score (of a server /v1/embeddings or "
+                "/v1/score). To write text, build the engine with runner='generate'."
             )
         if not isinstance(sampling_params, PoolingParams):
             given = brief(sampling_params)
@@ -103,8 +103,11 @@ class PoolingScheduler(Scheduler):
             error = model_output.errors.get(item.seq_id)
             if pooled is None and error is None:
                 if item.num_computed_tokens + item.num_scheduled_tokens >= seq.num_tokens:
-                    text = f"the model's output has no vector for sequence {item.seq_id}"
-                    raise RuntimeError(text)
+                    raise RuntimeError(
+                        f"the model's output has no vector for sequence {item.seq_id}. A "
+                        "runner_cls of a pooling engine is a subclass of PoolingModelRunner "
+                        "(nanoserve.extras.pooling.runner)."
+                    )
                 continue  # a chunk
             updates.append(SequenceUpdate(seq, (), (), error=error, pooler_output=pooled))
             if error is None:
