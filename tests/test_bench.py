@@ -39,6 +39,7 @@ from nanoserve.bench import (
     suites,
     turns,
 )
+from nanoserve.bench.parallel import measure_pipeline
 from nanoserve.bench.peers import PEERS, EngineArgs, Server
 from nanoserve.bench.process import EngineError, EngineProcess
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts, ideal_steps, roofline_seconds
@@ -872,6 +873,7 @@ def test_engines_take_turns_on_a_cpu_and_run_one_after_the_other_on_a_gpu(
 # -- the command --
 
 
+@pytest.mark.slow
 def test_the_command_as_a_user_runs_it(tiny: Path, tmp_path: Path) -> None:
     """The gpu suite on a CPU, which says so; a peer that is not there; a picture."""
     file, picture = tmp_path / "result.json", tmp_path / "picture.png"
@@ -950,7 +952,9 @@ def test_the_command_line_names_every_suite() -> None:
         "quantization",
         "offload",
         "parallel",
+        "scale",
         "serve",
+        "replicas",
     }
     page = (ROOT / "notebooks" / "results" / "README.md").read_text(encoding="utf-8")
     assert [name for name in run.SUITES if f"\n| `{name}` | " not in page] == []
@@ -1107,3 +1111,14 @@ def test_what_is_not_measured_becomes_one_sentence(readme_results: Any) -> None:
     assert table.endswith(
         "- [a.json](a.json): x, 2026-01-01, python 3.11 (a busy machine). `python bench.py`\n"
     )
+
+
+@pytest.mark.slow
+def test_the_bubble_is_measured() -> None:
+    """On two processes, with one step in flight and with two."""
+    for depth in (1, 2):
+        measured = measure_pipeline(
+            2, depth, num_requests=4, prompt_len=8, num_steps=6, num_kv_blocks=32, device="cpu"
+        )
+        assert measured["tokens_per_second"] > 0
+        assert 0 < measured["stage_0_busy"] < 1

@@ -23,7 +23,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.bench import cli, http_client, plot, report, run, servers, serving, suites, turns
+from nanoserve.bench import (
+    cli,
+    http_client,
+    plot,
+    replicas,
+    report,
+    run,
+    servers,
+    serving,
+    suites,
+    turns,
+)
 from nanoserve.bench.http_client import Exchange, Stream, send_all
 from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess, ServerProcess
@@ -348,8 +359,10 @@ def test_the_real_server_gives_the_tokens_of_llm_generate(tmp_path: Path) -> Non
     with ServerProcess("nanoserve", threads=1) as server, EngineProcess("nanoserve") as engine:
         assert server.build(args)["versions"]["uvicorn"]
         engine.build(args)
+        assert server.counters()["vllm:generation_tokens_total"] == 0
         load = server.replay(requests, arrivals)
         expected = engine.generate(requests)["token_ids"]
+        assert server.counters()["vllm:generation_tokens_total"] == sum(map(len, expected))
     assert [stream["token_ids"] for stream in load["streams"]] == expected
     for stream in load["streams"]:
         assert stream["times"][0] > 0
@@ -389,6 +402,13 @@ class FakeEngine:
 class FakeServer(FakeEngine):
     """nanoserve: 10 ms to the first token, then 2 ms each. vllm: twice that, and with more than one
     request a first token after 0.2 s."""
+
+    num_asked = 0
+
+    def counters(self) -> dict[str, float]:
+        self.num_asked += 1
+        names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+        return dict(zip(names, (200.0, 150.0), strict=True)) if self.num_asked % 2 == 0 else {}
 
     def replay(self, requests: list[Request], arrivals: list[float]) -> dict[str, Any]:
         self.log.append((self.name, [request.prompt for request in requests], arrivals))
@@ -466,6 +486,31 @@ def test_all_servers_get_the_same_requests_at_the_same_moments(
     *_, slow, fast = [arrivals for _, arrivals in ours]
     assert slow == pytest.approx([4 * moment for moment in fast])
     assert slow == draw_arrivals(4, chosen.seed, round_=1)
+
+
+def test_ways_to_choose_among_replicas(chosen: turns.Settings, fakes: list[Any]) -> None:
+    """A fake counts what it would have found if all turns of a chat came to it."""
+    result = replicas.replicas_suite(replace(chosen, replicas=2, prefix_len=40))
+    labels = ["nanoserve", "nanoserve, round_robin", "nanoserve, one engine"]
+    assert [row["engine"] for row in result["rows"]] == labels
+    assert (result["num_chats"], result["shared"], result["longest"]) == (2, 20, 232)
+    rounds = [prompts for _, prompts, arrivals in fakes if arrivals]
+    assert len(rounds) == 3 * 2 * 4, "engines, rounds, turns"
+    assert {len(prompts) for prompts in rounds} == {2}
+    assert {len(prompt) for prompt in rounds[1]} == {40 + 32 + 16 + 32}
+    assert len({tuple(prompt[:20]) for prompts in rounds[:4] for prompt in prompts}) == 1
+    for row in result["rows"]:
+        assert (row["hits"], row["computed"]) == (0.75, 50)
+        assert (row["seconds"], row["nanoserve_is"], row["same_tokens"]) == (10.0, 1.0, True)
+    assert "2 replicas, " in report.format_suite("replicas", result)
+
+
+def test_serve_with_replicas_is_a_suite_of_its_own() -> None:
+    args = cli.make_parser().parse_args(["serve", "latency", "--replicas", "3"])
+    assert run.fill_in(args) == (["replicas", "latency"], False)
+    assert args.replicas == 3
+    with pytest.raises(ValueError, match="--replicas is 1; allowed: 2 or more"):
+        run.fill_in(cli.make_parser().parse_args(["serve", "--replicas", "1"]))
 
 
 def test_limits_can_be_given(chosen: turns.Settings) -> None:

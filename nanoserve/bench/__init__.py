@@ -9,6 +9,12 @@
     control.py    scheduler and memory: the control plane alone
     kernels.py    attention alone
     roofline.py   the limits of the machine: bytes / bandwidth, operations / rate
+    cost_model.py what more machines would do: on paper
+    ratios.py     what was measured, beside what the cost model says of it
+    published.py  what others have published of GPUs, beside what the cost model says of it
+    scale.py      replicas behind a router: the control plane alone, in virtual time
+    hit_rates.py  what real replicas found in their caches, beside what scale.py finds
+    scale_page.py the tables of notebooks/results/scale.md
     turns.py      how several engines are measured in turns
     peers.py      the engines under one interface; runs inside each engine's own process
     servers.py    the HTTP servers under the same interface; with http_client.py

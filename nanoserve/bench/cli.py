@@ -16,8 +16,9 @@ measured bandwidth and operation rate of this machine allow. On a busy machine, 
 say nothing: see the range.
 
 Suites: throughput, batch, latency, batching, chunked, prefix, spec, structured, quantization,
-offload, scheduler, memory, steps, kernel, parallel, serve; `gpu` is throughput, batch, batching,
-chunked, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape, 256 requests).
+offload, scheduler, memory, steps, kernel, parallel, scale, serve, replicas; `gpu` is throughput,
+batch, batching, chunked, steps and kernel in nano-vllm's published workload (Qwen3-0.6B's shape,
+256 requests).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ SERVICE_LEVELS = ("ttft", "tpot", "e2el")  # times that can be limited, by vLLM'
 SUITE_NAMES = (
     "throughput", "batch", "latency", "batching", "chunked", "prefix", "spec", "structured",
     "quantization", "offload",
-    "scheduler", "memory", "steps", "kernel", "parallel", "serve", "gpu",
+    "scheduler", "memory", "steps", "kernel", "parallel", "scale", "serve", "replicas", "gpu",
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("suites", nargs="*", type=suite, metavar="SUITE", help="the same as --suite")
     add("--suite", type=names_of("suite", SUITE_NAMES), metavar="SUITE,...",
         help=f"{', '.join(SUITE_NAMES)}; several with commas (default: all but batch, spec, "
-        "structured, quantization, offload, parallel, serve and gpu)")  # fmt: skip
+        "structured, quantization, offload, parallel, scale, serve, replicas and gpu)")  # fmt: skip
     add("--model", help="folder or Hugging Face id (default: the demo model)")
     add("--dummy", choices=DUMMY_MODELS, help="random weights in a published shape instead")
     add("--dummy-dir", type=Path, help="keep random weights here for the next run")
@@ -106,6 +107,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--goodput", type=service_level, nargs="+", metavar="NAME:MS", default=[],
         help="limits of the serve suite: ttft, tpot and e2el in ms, such as ttft:200 tpot:50 "
         "(default: by the latencies without load)")  # fmt: skip
+    add("--replicas", type=count, metavar="N",
+        help="the serve suite compares ways to choose among N replicas (2 or more)")  # fmt: skip
     add("--temperature", type=float, help="default: 0, in the gpu suite 0.6")
     add("--threads", type=count, help="of every engine's CPU work (default: each one's own choice)")
     add("--repeat", type=count, help="rounds; medians are shown (default: 3)")

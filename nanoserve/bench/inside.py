@@ -3,7 +3,8 @@
     prefix   many prompts with one beginning: how many tokens are not computed again, and the time
              that saves; and what prefix caching costs when no tokens are shared
     steps    the parts of a step's time: schedule, prepare, model (on a GPU: launch), sample, update
-    parallel decode steps on one rank and on two: their time, and the bytes sent between ranks
+    parallel decode steps on one rank and on two: their time, and the bytes sent between ranks; and
+             on two pipeline stages, with one step in flight, two and three
 
 vLLM: benchmarks/benchmark_prefix_caching.py; for steps, its --profile and torch's profiler.
 """
@@ -18,7 +19,7 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.bench.control import control_plane_seconds
-from nanoserve.bench.parallel import measure_ranks
+from nanoserve.bench.parallel import measure_pipeline, measure_ranks
 from nanoserve.bench.roofline import synchronize
 from nanoserve.bench.turns import WARM_UP, Settings
 from nanoserve.bench.workload import Request, draw_requests, draw_shared_prefix
@@ -151,19 +152,18 @@ def measure_steps(settings: Settings, llm: LLM) -> dict[str, Any]:
 
 
 def parallel_suite(settings: Settings) -> dict[str, Any]:
-    """Decode steps of num_requests sequences with the longest prompts, for each number of ranks."""
+    """Decode steps of num_requests sequences with the longest prompts, for each number of ranks;
+    then pipeline stages, for each number of steps in flight."""
+    workload = str(settings.folder), settings.num_requests, settings.max_len
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": settings.num_requests * (-(-settings.max_len // 16) + 4),
+        "dtype": settings.dtype,
+        "device": settings.device,
+    }
     sizes = (1, 2) if settings.is_cpu else range(1, torch.cuda.device_count() + 1)
     rows = []
     for size in settings.progress(sizes, "parallel"):
-        measured = measure_ranks(
-            size,
-            str(settings.folder),
-            settings.num_requests,
-            settings.max_len,
-            num_gpu_blocks_override=settings.num_requests * (-(-settings.max_len // 16) + 4),
-            dtype=settings.dtype,
-            device=settings.device,
-        )
+        measured = measure_ranks(size, *workload, **options)
         bytes_per_step = measured["bytes_per_step"]
         rows.append(
             {
@@ -173,4 +173,11 @@ def parallel_suite(settings: Settings) -> dict[str, Any]:
                 **{f"{name}_bytes": number for name, number in bytes_per_step.items()},
             }
         )
-    return {"num_requests": settings.num_requests, "prompt_len": settings.max_len, "rows": rows}
+    pp_size = sizes[-1]
+    depths = range(1, pp_size + 2) if pp_size > 1 else ()
+    pipeline = []
+    for depth in settings.progress(depths, "pipeline"):
+        measured = measure_pipeline(pp_size, depth, *workload, **options)
+        pipeline.append({"stages": pp_size, "in_flight": depth, **measured})
+    sizes_of_requests = {"num_requests": settings.num_requests, "prompt_len": settings.max_len}
+    return {**sizes_of_requests, "rows": rows, "pipeline": pipeline}

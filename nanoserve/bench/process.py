@@ -161,6 +161,10 @@ class ServerProcess(EngineProcess):
             raise ValueError("servers are measured on Linux and macOS only: no process groups here")
         super().__init__(name, **options)
 
+    def counters(self) -> dict[str, float]:
+        """What /metrics of the server counts, by name, over all labels."""
+        return self.call("counters")
+
     def replay(self, requests: list[Request], arrivals: list[float]) -> dict[str, Any]:
         """Send each request at its arrival, in seconds from now. Returns the fields of
         http_client.Load."""

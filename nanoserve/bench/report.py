@@ -188,6 +188,12 @@ COLUMNS: dict[str, Columns] = {
         "way": ("way", ""),
         "MB/s": ("mb_per_second", ".0f"),
     },
+    "parallel.pipeline": {
+        "stages": ("stages", "d"),
+        "steps in flight": ("in_flight", "d"),
+        "output tok/s": ("tokens_per_second", ".0f"),
+        "stage 0 computes": ("stage_0_busy", ".0%"),
+    },
     "scheduler": {
         "running": ("num_running", "d"),
         "context": ("context", "d"),
@@ -209,6 +215,20 @@ COLUMNS: dict[str, Columns] = {
         "step ms": ("step_ms", ".2f"),
         **{part: (f"parts_ms.{part}", ".2f") for part in STEP_PARTS},
         "GPU": ("gpu_ms", ".2f"),
+    },
+    "scale": {
+        "policy": ("policy", ""),
+        "replicas": ("replicas", "d"),
+        "hit rate": ("hit_rate", ".1%"),
+        "output tok/s": ("tokens_per_second", ".0f"),
+        "TTFT p50 ms": ("ttft_ms.p50", ".0f"),
+        "TTFT p99": ("ttft_ms.p99", ".0f"),
+        "TPOT p50 ms": ("tpot_ms.p50", ".1f"),
+        "TPOT p99": ("tpot_ms.p99", ".1f"),
+        "busy": ("busy", ".1%"),
+        "least busy": ("least_busy", ".1%"),
+        "imbalance": ("imbalance", ".2f"),
+        "at once": ("most_running", "d"),
     },
     "serve": {
         "engine": ("engine", ""),
@@ -235,6 +255,16 @@ COLUMNS: dict[str, Columns] = {
         "same tokens": ("same_tokens", ".0%"),
         "saturation tok/s": ("most_tokens_per_second", ".0f"),
         "most goodput/s": ("most_goodput", ".2f"),
+    },
+    "replicas": {
+        "engine": ("engine", ""),
+        "hits": ("hits", ".1%"),
+        "computed": ("computed", "d"),
+        "TTFT p50 ms": ("ttft_ms.p50", ".0f"),
+        "TTFT p99": ("ttft_ms.p99", ".0f"),
+        "seconds": ("seconds", ".2f"),
+        "nanoserve is": ("nanoserve_is", ".2f"),
+        "same tokens": ("same_tokens", ""),
     },
     "kernel": {
         "case": ("case", ""),
@@ -270,8 +300,12 @@ WORKLOADS = {
     "with the queue against without: {growth_with_queue:.2f} x",
     "memory": "{num_requests} requests; the KV cache holds {num_slots} tokens, a request at most "
     "{max_model_len}",
+    "scale": "simulated, not measured: {simulated_model}, one {simulated_device} for each replica; "
+    "{said_before:.1%} of the prompts' tokens were said before",
     "serve": "{num_requests} requests in each load, {lengths[0]} to {lengths[1]} tokens in and "
     "out, {num_output_tokens} output tokens; limits of goodput: {limits}",
+    "replicas": "{num_replicas} replicas, {blocks_of_each} blocks each; {num_chats} chats of "
+    "{num_turns} turns, at most {longest} tokens each, {shared} of them the same in all",
     "kernel": "{dtype} {note}",
 }
 

@@ -29,6 +29,7 @@ from nanoserve.bench import (
     plot,
     policies,
     quantization,
+    replicas,
     report,
     serving,
     speculation,
@@ -79,7 +80,9 @@ SUITES: dict[str, Callable[[Settings], Values]] = {
     "steps": inside.steps_suite,
     "kernel": kernels.kernel_suite,
     "parallel": inside.parallel_suite,
+    "scale": suite_of_chapter("scale", "replicas"),
     "serve": serving.serve_suite,
+    "replicas": replicas.replicas_suite,
 }
 DEFAULT_SUITES = (
     "throughput", "latency", "batching", "chunked", "prefix", "scheduler", "memory", "steps",
@@ -107,6 +110,7 @@ DEFAULTS = {
     "batch_sizes": (1, 2, 4, 8, 16, 32),
     "temperature": 0.0,
     "repeat": 3,
+    "replicas": 2,
     "variants": [],
 }
 
@@ -166,6 +170,10 @@ def fill_in(args: argparse.Namespace) -> tuple[list[str], bool]:
     defaults |= (GPU_WORKLOAD if is_gpu_suite else {}) | (TOY if is_toy else {})
     if args.model:
         defaults.pop("dummy", None)
+    if args.replicas == 1:
+        raise ValueError("--replicas is 1; allowed: 2 or more. The serve suite has one engine.")
+    if args.replicas:
+        given = ["replicas" if name == "serve" else name for name in given]
     for option, value in defaults.items():
         if getattr(args, option) is None:
             setattr(args, option, value)

@@ -67,7 +67,7 @@ SMALL = {"head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 4096}
 TINY = {"head_dim": 16, "vocab_size": 320, "max_position_embeddings": 1024}
 
 
-def _shape(family: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
+def make_shape(family: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
     """A config.json: the family's entries, then SIZES in order, then what this member changes."""
     return {**family, **dict(zip(SIZES, sizes, strict=True)), **others}
 
@@ -75,16 +75,16 @@ def _shape(family: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]
 # name -> config.json. All but the last two have the published shapes of released models. (Llama's
 # scaling of the rope's frequencies is left out: it costs no time.)
 DUMMY_MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _shape(QWEN3, 28, 1024, 3072, 16, 8, True),
-    "qwen3-1.7b": _shape(QWEN3, 28, 2048, 6144, 16, 8, True),
-    "qwen3-4b": _shape(QWEN3, 36, 2560, 9728, 32, 8, True),
-    "qwen3-8b": _shape(QWEN3, 36, 4096, 12288, 32, 8, False),
-    "qwen3-14b": _shape(QWEN3, 40, 5120, 17408, 40, 8, False),
-    "qwen2.5-0.5b": _shape(QWEN2_5, 24, 896, 4864, 14, 2, True, head_dim=64),
-    "llama-3.1-8b": _shape(LLAMA_3, 32, 4096, 14336, 32, 8, False),
-    "llama-3.2-1b": _shape(LLAMA_3, 16, 2048, 8192, 32, 8, True, head_dim=64),
-    "qwen3-29m": _shape(QWEN3, 8, 512, 1536, 8, 4, True, **SMALL),
-    "qwen3-tiny": _shape(QWEN3, 2, 64, 112, 4, 2, True, **TINY),
+    "qwen3-0.6b": make_shape(QWEN3, 28, 1024, 3072, 16, 8, True),
+    "qwen3-1.7b": make_shape(QWEN3, 28, 2048, 6144, 16, 8, True),
+    "qwen3-4b": make_shape(QWEN3, 36, 2560, 9728, 32, 8, True),
+    "qwen3-8b": make_shape(QWEN3, 36, 4096, 12288, 32, 8, False),
+    "qwen3-14b": make_shape(QWEN3, 40, 5120, 17408, 40, 8, False),
+    "qwen2.5-0.5b": make_shape(QWEN2_5, 24, 896, 4864, 14, 2, True, head_dim=64),
+    "llama-3.1-8b": make_shape(LLAMA_3, 32, 4096, 14336, 32, 8, False),
+    "llama-3.2-1b": make_shape(LLAMA_3, 16, 2048, 8192, 32, 8, True, head_dim=64),
+    "qwen3-29m": make_shape(QWEN3, 8, 512, 1536, 8, 4, True, **SMALL),
+    "qwen3-tiny": make_shape(QWEN3, 2, 64, 112, 4, 2, True, **TINY),
 }
 
 # Linear layers keep the size of a vector. Embeddings are small beside them: with large ones, a

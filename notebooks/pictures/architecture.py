@@ -32,8 +32,8 @@ DATA = [
 # The others of each plane, in this order. Those that a checkout does not have are not drawn.
 CONTROL_OTHERS = ["inputs", "sampling_params", "logprobs", "config", "checkpoint", "arg_utils"]
 CONTROL_OTHERS += ["guard", "memory", "interrupts", "fault_isolation", "exceptions", "logger"]
-DATA_OTHERS = ["models/", "kernels/", "kv_cache", "staging", "cuda_graph", "executor", "parallel"]
-DATA_OTHERS += ["distributed/", "logits_processors", "prompt_logprobs"]
+DATA_OTHERS = ["models/", "kernels/", "kv_cache", "staging", "cuda_graph", "executor", "device"]
+DATA_OTHERS += ["parallel", "distributed/", "logits_processors", "prompt_logprobs"]
 AROUND = ["extras/", "tools/", "bench/", "demo/"]
 
 WORDS = {

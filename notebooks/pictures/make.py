@@ -3,6 +3,8 @@
     hero            hero.svg, hero.zh-CN.svg: a run of the demo model, step by step
     architecture    architecture.svg, architecture.zh-CN.svg: the two planes
     benchmark       benchmark.svg, benchmark.zh-CN.svg: throughput, from notebooks/results/
+    scale           scale.svg, scale.zh-CN.svg: what a cost model says of more GPUs
+    replicas        replicas.svg, replicas.zh-CN.svg: routers, from notebooks/results/
 
 Needs no GPU, no download, and no package but nanoserve. After a change to the engine, the demo
 model or a result, run it again; `pytest tests/test_pictures.py` says when that is due.
@@ -42,7 +44,25 @@ def make_benchmark() -> dict[str, str]:
     return {f"benchmark{s}.svg": benchmark.draw(name) for name, s in LANGUAGES.items()}
 
 
-MAKERS = {"hero": make_hero, "architecture": make_architecture, "benchmark": make_benchmark}
+def make_scale() -> dict[str, str]:
+    import scale
+
+    return {f"scale{s}.svg": scale.draw_scale(name) for name, s in LANGUAGES.items()}
+
+
+def make_replicas() -> dict[str, str]:
+    import scale
+
+    return {f"replicas{s}.svg": scale.draw_replicas(name) for name, s in LANGUAGES.items()}
+
+
+MAKERS = {
+    "hero": make_hero,
+    "architecture": make_architecture,
+    "benchmark": make_benchmark,
+    "scale": make_scale,
+    "replicas": make_replicas,
+}
 
 
 def main() -> None:
