@@ -6,7 +6,8 @@ Each figure is taken from the newest result that holds it; results of toy sizes 
 tables stand between markers: <!-- bench --> in the front pages (a few figures) and in
 notebooks/results/README.md (all, then what is not measured yet, then a line for each result that
 was used: machine, versions, command); <!-- claims --> there, too (what the documents claim);
-<!-- targets --> in tests/README.md (those with a target).
+<!-- targets --> in tests/README.md (those with a target). Those of notebooks/results/scale.md and
+of its twin are computed (nanoserve/bench/scale_page.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanoserve.bench import scale_page
 from nanoserve.bench.claims import CLAIMS, NOT_MEASURED
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +33,21 @@ def at(key: str, **row: Any) -> Getter:
     def get(suite: Suite) -> Any:
         found = [each for each in suite["rows"] if row.items() <= each.items()]
         return found[-1][key] if found else None
+
+    return get
+
+
+def policy_found(name: str) -> Getter:
+    """The share of blocks that an eviction policy has kept."""
+    return lambda suite: {row["policy"]: row["found"] for row in suite["policies"]}[name]
+
+
+def in_flight(key: str) -> Getter:
+    """How many times as much it is with two steps in flight as with one."""
+
+    def get(suite: Suite) -> Any:
+        by_number = {row["in_flight"]: row[key] for row in suite.get("pipeline", ())}
+        return by_number[2] / by_number[1] if by_number else None
 
     return get
 
@@ -164,6 +181,49 @@ FIGURES: dict[str, Figure] = {
             at("speed_up_1", engine=kind),
         )
         for kind in ("int8", "int4")
+    },
+    **{
+        f"CPU, 29M parameters, turns of chats, {tier}: TTFT without a tier, divided by it": (
+            SMALL,
+            "offload",
+            TIMES,
+            at("none_is", engine=f"nanoserve, {tier}"),
+        )
+        for tier in ("main memory", "disk")
+    },
+    **{
+        f"chats between documents that are read once, {policy.upper()}: blocks found again": (
+            SMALL,
+            "offload",
+            SHARE,
+            policy_found(policy),
+        )
+        for policy in ("lru", "arc")
+    },
+    "CPU, 29M parameters, 2 pipeline stages: two steps in flight, against one": (
+        SMALL,
+        "parallel",
+        TIMES,
+        in_flight("tokens_per_second"),
+    ),
+    "CPU, 29M parameters, 2 pipeline stages: time in which stage 0 computes, two against one": (
+        SMALL,
+        "parallel",
+        TIMES,
+        in_flight("stage_0_busy"),
+    ),
+    **{
+        f"chats over 2 replicas, {how}: tokens found in the prefix cache": (
+            DEMO,
+            "replicas",
+            SHARE,
+            at("hits", engine=engine),
+        )
+        for how, engine in (
+            ("routed by prefix", "nanoserve"),
+            ("in turns", "nanoserve, round_robin"),
+            ("one engine with the blocks of both", "nanoserve, one engine"),
+        )
     },
     "prefix of 512 tokens: shared tokens never computed again": (
         DEMO,
@@ -344,11 +404,32 @@ def claims_table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def scale_tables(language: str) -> list[tuple[str, Callable[[Results], str]]]:
+    """Those of the page on scale. "simulation" is the newest run of the suite "scale"."""
+
+    def simulation(results: Results) -> str:
+        found = [each["suites"]["scale"] for each in results.values() if "scale" in each["suites"]]
+        return scale_page.simulation_table(found[-1], language)
+
+    return [
+        ("ratios", lambda _: scale_page.ratios_table(RESULTS, language)),
+        ("published", lambda _: scale_page.published_table(language)),
+        ("latencies", lambda _: scale_page.latencies_table(language)),
+        ("node", lambda _: scale_page.node_table(language)),
+        ("cluster", lambda _: scale_page.cluster_table(language)),
+        ("tensor", lambda _: scale_page.tensor_table(language)),
+        ("hits", lambda _: scale_page.hits_table(RESULTS, language)),
+        ("simulation", simulation),
+    ]
+
+
 # Document -> marker, and what stands behind it.
 TABLES: dict[str, list[tuple[str, Callable[[Results], str]]]] = {
     "README.md": [("bench", lambda results: front_table(results, {}))],
     "README.zh-CN.md": [("bench", lambda results: front_table(results, FRONT))],
     "notebooks/results/README.md": [("bench", full_table), ("claims", claims_table)],
+    "notebooks/results/scale.md": scale_tables("en"),
+    "notebooks/results/scale.zh-CN.md": scale_tables("zh-CN"),
     "tests/README.md": [("targets", targets_table)],
 }
 

@@ -442,7 +442,7 @@ BAD_OPTIONS: dict[str, Any] = {
     "tokenizer": (5, "", "/nowhere", b"x"),
     "quantization": ("gptq", "bitsandbytes", 5),
     "trust_remote_code": ("x",),
-    "pipeline_parallel_size": (2,),
+    "pipeline_parallel_size": (99,),
     "max_num_sequences": (8,),
     "scheduler_cls": (5, "x"),
     "executor_cls": (5,),

@@ -92,13 +92,15 @@ def check(engine: LLMEngine) -> None:
     scheduler, manager, executor = engine.scheduler, engine.block_manager, engine.executor
     manager.check()
     assert unread_steps(engine) == [step.pending for step in engine._in_flight]
-    assert len(engine._in_flight) <= engine.config.async_scheduling
+    most_in_flight = engine.config.max_concurrent_batches - 1
+    assert len(engine._in_flight) <= most_in_flight
     in_flight = Counter(
         item.seq_id for step in engine._in_flight for item in step.scheduler_output.scheduled
     )
     for seq in scheduler.sequences.values():
         assert 0 <= seq.num_computed_tokens <= seq.num_tokens + seq.num_output_placeholders
-        assert seq.num_output_placeholders <= in_flight[seq.seq_id] <= 1
+        assert seq.num_output_placeholders <= in_flight[seq.seq_id] <= most_in_flight
+        assert seq.num_output_placeholders <= 1
         assert seq.num_output_tokens < seq.max_tokens
     for block_id, block_hash in enumerate(manager.pool.block_hashes):
         if block_hash is not None:

@@ -195,11 +195,11 @@ def fp8(
 # -- reading them --
 
 
-def load(folder: Path, rank: int = 0, world_size: int = 1, **options: Any) -> Model:
+def load(folder: Path, rank: int = 0, tp_size: int = 1, **options: Any) -> Model:
     """The model as it is loaded, before weights are packed."""
     model_config = ModelConfig.from_folder(folder)
     config = EngineConfig(max_model_len=64, **options).resolve(model_config)
-    parallel = ParallelState(rank, world_size)
+    parallel = ParallelState(rank, tp_size)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QuantizedWeight, "prepare", lambda self: None)
         return load_model(config, model_config, LayerConfig(parallel=parallel), use_tqdm=False)

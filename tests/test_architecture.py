@@ -358,12 +358,13 @@ def code_lines(source: str) -> int:
 def test_a_request_can_be_followed_in_a_dozen_modules() -> None:
     """About 2,800 code lines; comments and docstrings are free."""
     total = sum(code_lines(FILES[module].read_text(encoding="utf-8")) for module in DOZEN)
-    assert 2000 < total <= 2865, f"the dozen has {total} code lines"
+    assert 2000 < total <= 2845, f"the dozen has {total} code lines"
 
 
 # Modules that one decode step enters beside the dozen: who asks, where tensors wait, and what is
 # one process or several.
-AROUND_THE_DOZEN = {"llm", "executor", "staging", "kv_cache", "parallel", "sampling_params"}
+AROUND_THE_DOZEN = {"llm", "executor", "device", "staging", "kv_cache", "parallel"}
+AROUND_THE_DOZEN |= {"sampling_params"}
 AROUND_THE_DOZEN |= {"exceptions", "fault_isolation"}  # what failed; nothing in most steps
 AROUND_THE_DOZEN |= {"interrupts"}  # so that no change is left half made
 
@@ -397,6 +398,7 @@ def test_a_decode_step_stays_within_them() -> None:
 # -- chapters can be deleted --
 
 
+@pytest.mark.slow
 def test_the_core_works_without_the_outer_folders(tmp_path: Path) -> None:
     """A copy without extras/, tools/ and bench/ serves requests and passes the core's tests. (The
     tests need one file of tools/: the fake executor.)"""

@@ -151,9 +151,12 @@ def test_none_where_vllm_allows_it() -> None:
 
 
 def test_values_that_change_nothing_are_accepted() -> None:
+    """But for "embed", which chooses the runner."""
     for name, known in KNOWN.items():
         for value in (None, *(known.accepted or (object(), 5, "x"))):
-            assert read_options("LLM", {name: value}) == {}, name
+            asks_for_vectors = value in ("embed", "embedding")
+            expected = {"runner": "pooling"} if asks_for_vectors else {}
+            assert read_options("LLM", {name: value}) == expected, name
 
 
 def test_what_is_not_here_is_refused_by_name() -> None:
@@ -167,15 +170,25 @@ def test_what_is_not_here_is_refused_by_name() -> None:
         assert known.accepted == ANY or not known.accepts(12345), name
 
 
+def test_vllms_other_ways_to_ask_for_vectors() -> None:
+    for options in ({"convert": "embed"}, {"task": "embed"}, {"task": "embedding"}):
+        assert EngineArgs(**options).runner == "pooling"
+        assert EngineArgs(runner="auto", **options).runner == "pooling"
+    assert EngineArgs(runner="pooling", convert="embed").runner == "pooling"
+    assert EngineArgs(convert="none", task="generate").runner == "auto"
+    assert parse("--convert", "embed").runner == "pooling"
+
+
 def test_some_messages() -> None:
     for options, words in [
         ({"quantization": "bitsandbytes"}, "quantization is 'bitsandbytes'; allowed: fp8, int8"),
         ({"enable_sleep_mode": True}, "Leave enable_sleep_mode out, or set it to False."),
         ({"runner": "reward"}, "runner is 'reward'; allowed: auto, generate, pooling."),
         ({"convert": "classify"}, "set it to 'auto' or 'none' or 'embed'."),
-        ({"pipeline_parallel_size": 2}, "tensor_parallel_size only"),
+        ({"task": "classify"}, "runner='pooling' makes vectors"),
         ({"enable_sleep_mode": 0}, "LLM(enable_sleep_mode=0)"),  # a switch is True or False
         ({"data_parallel_size": True}, "LLM(data_parallel_size=True)"),
+        ({"data_parallel_size": 2}, "`nanoserve serve --data-parallel-size N` puts N behind one"),
         ({"logits_processors": ["x"]}, "SamplingParams(logits_processors=[...])"),
     ]:
         with pytest.raises(ValueError, match=re.escape(words)):
@@ -258,7 +271,7 @@ def test_the_methods_of_the_seams_are_those_that_are_used() -> None:
     folder = Path(arg_utils.__file__).parent
     callers = {
         "scheduler": ["engine.py", "extras/beam_search.py"],
-        "block_manager": ["engine.py", "scheduler.py"],
+        "block_manager": ["engine.py", "scheduler.py", "extras/speculative/config.py"],
         "executor": ["engine.py", "logger.py"],
         "runner": ["executor.py", "distributed/multiproc.py"],
     }
@@ -392,7 +405,7 @@ def test_engine_args_answer_for_options_that_are_not_here() -> None:
     engine_args = EngineArgs()
     assert engine_args.enable_sleep_mode is False
     assert engine_args.quantization is None
-    assert engine_args.pipeline_parallel_size == 1
+    assert engine_args.data_parallel_size == 1
     for alias, name in ALIASES.items():
         assert getattr(engine_args, alias) == getattr(engine_args, name)
     assert EngineArgs(num_kv_blocks=8).num_kv_blocks == 8
@@ -511,7 +524,6 @@ def test_vllms_short_flags(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert parse(*words.split()) == EngineArgs(), words
     for words, option in [
-        ("-pp 2", "pipeline_parallel_size=2"),
         ("-dp 2", "data_parallel_size=2"),
         ("-ep", "enable_expert_parallel=True"),
     ]:

@@ -55,6 +55,7 @@ OPTIONAL = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # intege
 OPTIONAL = (*OPTIONAL, "max_num_waiting", "max_cpu_loras")
 OPTIONAL = (*OPTIONAL, "num_gpu_blocks_override", "num_cpu_blocks", "kv_cache_memory_bytes")
 SMALLEST = dict.fromkeys(("block_size", "tensor_parallel_size", *OPTIONAL), 1)
+SMALLEST |= {"pipeline_parallel_size": 1}
 SMALLEST |= {"max_loras": 1, "max_lora_rank": 1}
 SMALLEST |= {"long_prefill_token_threshold": 0, "max_logprobs": -1, "seed": 0}
 IN_32_BITS = ("block_size", "num_gpu_blocks_override", "num_cpu_blocks")

@@ -334,10 +334,14 @@ def test_what_reaches_out_is_not_run(body: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "body", "message"),
     [
-        ("8.1", "return os.getpid()", "uses os.getpid"),  # a global of the engine's module
-        ("8.1", "def f(os): pass\nreturn os.getpid()", "uses os.getpid"),
-        ("8.1", "os = 1\nclass A:\n    y = os\n    os = 2\nA.y.getpid()", "uses os"),
-        ("8.1", "o = os\nreturn o.getpid()", "uses os"),
+        ("8.1", "return pickle.loads(b'')", "uses pickle.loads"),  # a global of that module
+        ("8.1", "def f(pickle): pass\nreturn pickle.loads(b'')", "uses pickle.loads"),
+        (
+            "8.1",
+            "pickle = 1\nclass A:\n    y = pickle\n    pickle = 2\nA.y.loads(b'')",
+            "uses pickle",
+        ),
+        ("8.1", "p = pickle\nreturn p.loads(b'')", "uses pickle"),
         ("1.4", "class A:\n    import math\nreturn 1", "imports in the body of a class"),
         ("1.4", "import math\nm = math\nreturn 1", "passes on the module math"),
     ],

@@ -58,7 +58,7 @@ def spans(text: str) -> list[str]:
 def our_texts(name: str) -> list[str]:
     """All that names things of nanoserve: cells, and the answers to the four questions."""
     cells = [row[1] for number in DOCUMENTS for row in table(name, f"sections{number}")]
-    cells += [row[2] for row in table(name, "names")] + [row[0] for row in table(name, "not-yet")]
+    cells += [row[2] for row in table(name, "names")]
     answers = re.findall(r"(?ms)^- \*\*.*?(?=^- |^## )", read(name))
     assert len(answers) == 4
     return cells + answers
@@ -187,7 +187,7 @@ def test_every_notebook_section_exists(name: str) -> None:
 
 def test_every_section_has_a_place_or_a_reason() -> None:
     """A row names a file, or says why there is none."""
-    reasons = ("not there yet", " below", " above", "this page", "code lines in", "no co")
+    reasons = ("left out", " below", " above", "this page", "code lines in", "no co")
     for number in DOCUMENTS:
         rows = table(ENGLISH, f"sections{number}")
         assert len(rows) > 10
@@ -197,19 +197,16 @@ def test_every_section_has_a_place_or_a_reason() -> None:
 
 
 def test_what_a_section_lacks_is_in_the_table_of_what_is_missing() -> None:
-    """A row says "AsyncLLM, EngineCoreClient: not there yet": the table of this title has both."""
-    known = {
-        words: " ".join(row[0] for row in table(ENGLISH, marker)).lower()
-        for words, marker in (("not there yet", "not-yet"), ("left out", "left-out"))
-    }
+    """A row says "FlashAttention, xFormers: left out": the table of this title has both."""
+    known = " ".join(row[0] for row in table(ENGLISH, "left-out")).lower()
     unknown, found = [], 0
     for number in DOCUMENTS:
         for _, place, _ in table(ENGLISH, f"sections{number}"):
-            for names, verdict in re.findall(r"([^.;:|)`]*(?:\.py[^.;:|)`]*)*): (not|left)", place):
-                words = "not there yet" if verdict == "not" else "left out"
+            assert "not there" not in place
+            for names in re.findall(r"([^.;:|)`]*(?:\.py[^.;:|)`]*)*): left out", place):
                 for item in re.split(r", | and ", names.strip()):
                     found += 1
-                    unknown += [item] * (item.strip().lower() not in known[words])
+                    unknown += [item] * (item.strip().lower() not in known)
     assert found > 15
     assert unknown == []
 
@@ -223,23 +220,19 @@ def test_other_names_are_in_alphabetical_order(name: str) -> None:
 
 
 @both
-def test_every_page_agrees_on_what_is_planned_and_what_is_left_out(name: str) -> None:
-    """The front page's two lists, the two tables, and the answers to vLLM's options."""
+def test_every_page_agrees_on_what_is_left_out(name: str) -> None:
+    """The front page's list, the table, and the answers to vLLM's options."""
     front = (PACKAGE.parent / name.replace("documents", "README")).read_text("utf-8")
-    for verdict, marker, words in (
-        ("not there yet", "not-yet", r"Planned, not there yet: |计划中，尚未实现："),
-        ("left out", "left-out", r"Left out on purpose: |有意不做："),
-    ):
-        [listed] = re.findall(rf"(?m)^- (?:{words})((?:.|\n  )*)[.。]$", front)
-        items = re.split(r",\s+|、", listed.replace("\n ", ""))
-        titles = [re.findall(r"\*\*(.*?)\*\*", row[0])[0] for row in table(name, marker)]
-        assert len(items) > 1
-        assert [item for item in items if item not in " | ".join(titles)] == []
-        for topic in (group.topic for group in GROUPS if group.verdict != verdict):
-            assert [item for item in items if item.lower() in topic.lower()] == []
-        named = set(re.findall(r"\w+", " ".join(row[0] for row in table(name, marker))))
-        others = {"not there yet", "left out"} - {verdict}
-        assert [n for n in named & KNOWN.keys() if KNOWN[n].group.verdict in others] == []
+    titles = [re.findall(r"\*\*(.*?)\*\*", row[0])[0] for row in table(name, "left-out")]
+    words = "Left out on purpose: |有意不做："
+    [listed] = re.findall(rf"(?m)^- (?:{words})((?:.|\n  )*)[.。]$", front)
+    items = re.split(r",\s+|、", listed.replace("\n ", ""))
+    assert [item for item in items if item not in " | ".join(titles)] == []
+    for topic in (group.topic for group in GROUPS if group.verdict != "left out"):
+        assert [item for item in items if item.lower() in topic.lower()] == []
+    named = set(re.findall(r"\w+", " ".join(row[0] for row in table(name, "left-out"))))
+    others = [n for n in named & KNOWN.keys() if KNOWN[n].group.verdict == "not there yet"]
+    assert others == []
 
 
 # -- both languages --
@@ -289,7 +282,7 @@ def test_every_name_of_vllm_has_a_file() -> None:
 
 def vllm_cells() -> list[str]:
     cells = [row[1] for number in DOCUMENTS for row in table(ENGLISH, f"diff{number}")]
-    return cells + [row[1] for marker in ("not-yet", "left-out") for row in table(ENGLISH, marker)]
+    return cells + [row[1] for row in table(ENGLISH, "left-out")]
 
 
 @pytest.mark.skipif(not all(VLLM.values()), reason="VLLM_0_6 and VLLM_0_32 name no folders")

@@ -6,6 +6,7 @@ import _signal
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,18 @@ from typing import Any
 
 import pytest
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, SamplingParams, __main__
 from nanoserve.distributed.rank_thread import RankThread
 from nanoserve.distributed.ranks import read_failure
 from nanoserve.exceptions import Caught, VLLMValidationError, as_validation_error
 from nanoserve.inputs import render_chat
-from nanoserve.interrupts import delayed_interrupt, is_from_signal, suppress, unless_signal
+from nanoserve.interrupts import (
+    delayed_interrupt,
+    is_from_signal,
+    repeated_interrupt,
+    suppress,
+    unless_signal,
+)
 from nanoserve.kernels import native_cpu
 from nanoserve.models.weight_files import read_slices
 
@@ -131,6 +138,7 @@ def test_what_a_handler_raises_is_nobody_elses_error(name: str) -> None:
         assert is_from_signal(raised.value)
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_the_wait_for_a_rank() -> None:
     """Its TimeoutError is not mistaken for the wait's own."""
     thread, go_on = RankThread(), threading.Event()
@@ -298,3 +306,38 @@ def test_a_handler_that_raises_while_the_others_are_put_back(
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(TimeoutError), delayed_interrupt():
             signal.raise_signal(signal.SIGTERM)
+
+
+def press_in_a_callback(*_: Any) -> None:
+    """As when an import calls back a weak reference because its module is there."""
+    lock = type("Lock", (), {})()
+    reference = weakref.ref(lock, lambda _: signal.raise_signal(signal.SIGINT))
+    del lock
+    assert reference() is None
+    threading.Event().wait(60)
+
+
+def test_a_ctrl_c_that_python_drops_comes_once_more() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = sys.unraisablehook
+    with pytest.raises(KeyboardInterrupt), repeated_interrupt():
+        press_in_a_callback()
+    assert sys.unraisablehook is before
+
+
+def test_other_errors_that_python_drops_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __del__(self) -> None:
+            raise ValueError
+
+    seen: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_type))
+    with repeated_interrupt():
+        Broken()
+    assert seen == [ValueError]
+
+
+def test_a_command_hears_a_ctrl_c_while_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(__main__, "import_module", press_in_a_callback)
+    assert __main__.main(["doctor"]) == 130

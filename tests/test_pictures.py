@@ -23,11 +23,11 @@ from nanoserve.extras.trace.recorder import Recorder
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "notebooks" / "pictures"
 sys.path.insert(0, str(PICTURES))
-make, hero, architecture, benchmark = map(
-    import_module, ("make", "hero", "architecture", "benchmark")
+make, hero, architecture, benchmark, scale = map(
+    import_module, ("make", "hero", "architecture", "benchmark", "scale")
 )
 
-NAMES = ("hero", "architecture", "benchmark")
+NAMES = ("hero", "architecture", "benchmark", "scale", "replicas")
 FILE_NAMES = [f"{name}{suffix}.svg" for name in NAMES for suffix in make.LANGUAGES.values()]
 each_picture = pytest.mark.parametrize("file", FILE_NAMES)
 
@@ -45,6 +45,8 @@ def fresh(story: list[Any]) -> dict[str, str]:
         made[f"hero{suffix}.svg"] = hero.draw(story, language)
         made[f"architecture{suffix}.svg"] = architecture.draw(language)
         made[f"benchmark{suffix}.svg"] = benchmark.draw(language)
+        made[f"scale{suffix}.svg"] = scale.draw_scale(language)
+        made[f"replicas{suffix}.svg"] = scale.draw_replicas(language)
     return made
 
 
@@ -87,7 +89,7 @@ def test_nothing_is_drawn_outside_the_picture(file: str, fresh: dict[str, str]) 
 
 
 def test_every_language_has_all_words() -> None:
-    for module in (hero, architecture, benchmark, movie):
+    for module in (hero, architecture, benchmark, scale, movie):
         assert set(module.WORDS) == set(make.LANGUAGES)
         english, *others = module.WORDS.values()
         assert all(other.keys() == english.keys() for other in others)
@@ -106,8 +108,9 @@ def test_make_writes_what_it_is_asked_for(
     monkeypatch.setattr(sys, "argv", ["make.py", "zero"])
     with pytest.raises(SystemExit):
         make.main()
-    assert "no picture is called zero; there are hero, architecture, benchmark" in (
-        capsys.readouterr().err
+    assert (
+        "no picture is called zero; there are hero, architecture, benchmark, scale, replicas"
+        in (capsys.readouterr().err)
     )
 
 

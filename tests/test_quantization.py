@@ -93,16 +93,16 @@ def make_quantized(
 # -- formats --
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", [name for name in FORMATS if "order" not in name])
 def test_codes_mean_what_was_written(
-    name: str, world_size: int, make_quantized: Callable[..., tuple[Path, Path]]
+    name: str, tp_size: int, make_quantized: Callable[..., tuple[Path, Path]]
 ) -> None:
     """Each rank has its part of the numbers, bit for bit."""
     quantized, plain = make_quantized(name)
-    for rank in range(world_size):
-        expected = linear_layers(load(plain, rank, world_size))
-        layers = linear_layers(load(quantized, rank, world_size))
+    for rank in range(tp_size):
+        expected = linear_layers(load(plain, rank, tp_size))
+        layers = linear_layers(load(quantized, rank, tp_size))
         for key, layer in layers.items():
             assert torch.equal(weight_of(layer), weight_of(expected[key])), key
         names = [
@@ -131,11 +131,11 @@ def test_with_act_order_columns_are_sorted_by_group(
     group=st.sampled_from([-1, 2, 8, 16, 24]),
     outputs=st.sampled_from([8, 16, 24, 64]),
     inputs=st.sampled_from([8, 16, 48, 64]),
-    world_size=st.sampled_from([1, 2, 4]),
+    tp_size=st.sampled_from([1, 2, 4]),
     is_row=st.booleans(),
 )
 def test_a_cut_is_right_or_refused(
-    name: str, bits: int, group: int, outputs: int, inputs: int, world_size: int, is_row: bool
+    name: str, bits: int, group: int, outputs: int, inputs: int, tp_size: int, is_row: bool
 ) -> None:
     """Layers of any size on any number of ranks."""
     if group != -1 and inputs % group:
@@ -149,9 +149,9 @@ def test_a_cut_is_right_or_refused(
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
     tensors, expected = write("q_proj", weight)
     hf = {"quantization_config": settings}
-    for rank in range(world_size):
+    for rank in range(tp_size):
         layer_config = LayerConfig(
-            parallel=ParallelState(rank, world_size),
+            parallel=ParallelState(rank, tp_size),
             quant_config=get_quantization_config(None, FakeModelConfig(hf)),
             prefix="q_proj",
         )
@@ -166,14 +166,14 @@ def test_a_cut_is_right_or_refused(
                 )
             shards = list(layer.shards("mlp.q_proj"))
         except ValueError as error:
-            assert "tensor_parallel_size" in str(error) and world_size > 1  # noqa: PT017
+            assert "tensor_parallel_size" in str(error) and tp_size > 1  # noqa: PT017
             return
         for key, shard in shards:
             if (tensor := tensors.get(key.removeprefix("mlp.q_proj."))) is not None:
                 assert tensor.shape == shard.full_shape
                 shard.weight_loader(shard.target, tensor[shard.slices])
         [matrix] = layer.matrices("mlp.q_proj")
-        size = outputs // world_size if matrix.dim == 0 else inputs // world_size
+        size = outputs // tp_size if matrix.dim == 0 else inputs // tp_size
         part = expected.narrow(matrix.dim, matrix.start, size)
         assert torch.equal(weight_of(layer), part)
 
@@ -488,14 +488,14 @@ def test_groups_of_int4_while_loading(num_inputs: int, num_groups: int) -> None:
     assert weight.scales.shape == (8, num_groups)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_quantized_head(world_size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_quantized_head(tp_size: int, make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     """The vocabulary is divided among ranks, in whole int32 numbers."""
     source = make_checkpoint("llama", **SIZES)
     quantized, plain = write_checkpoint(source, tmp_path, *gptq(lm_head=True), with_head=True)
-    for rank in range(world_size):
-        head = load(quantized, rank, world_size).lm_head
-        expected = load(plain, rank, world_size).lm_head
+    for rank in range(tp_size):
+        head = load(quantized, rank, tp_size).lm_head
+        expected = load(plain, rank, tp_size).lm_head
         assert torch.equal(weight_of(head), expected.weight)
     with LLM(quantized, num_kv_blocks=32, max_model_len=64) as llm:
         for prompt, tokens in zip(PROMPTS, answers(llm), strict=True):

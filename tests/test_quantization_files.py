@@ -143,9 +143,9 @@ def test_the_numbers_of_each_scheme(
     name: str, make_folders: Callable[[str], tuple[Path, Path]]
 ) -> None:
     quantized, plain = make_folders(name)
-    for rank, world_size in ((0, 1), (0, 2), (1, 2)):
-        expected = linear_layers(load(plain, rank, world_size))
-        for key, layer in linear_layers(load(quantized, rank, world_size)).items():
+    for rank, tp_size in ((0, 1), (0, 2), (1, 2)):
+        expected = linear_layers(load(plain, rank, tp_size))
+        for key, layer in linear_layers(load(quantized, rank, tp_size)).items():
             assert hasattr(layer, "quantized_weight") == ("layers" in key)
             torch.testing.assert_close(weight_of(layer), weight_of(expected[key]), msg=key)
 

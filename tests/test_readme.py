@@ -54,7 +54,8 @@ from nanoserve.sampling_params import MISSING
 ROOT = Path(__file__).parent.parent
 FRONT, INSIDE, GUIDE = "README.md", "nanoserve/README.md", "nanoserve/GUIDE.md"
 TESTS, RESULTS = "tests/README.md", "notebooks/results/README.md"
-TWINS = {name: name.replace(".md", ".zh-CN.md") for name in (FRONT, INSIDE, GUIDE)}
+SCALE = "notebooks/results/scale.md"
+TWINS = {name: name.replace(".md", ".zh-CN.md") for name in (FRONT, INSIDE, GUIDE, SCALE)}
 ENGLISH = [*TWINS, TESTS, RESULTS]
 OURS = [*ENGLISH, *TWINS.values()]  # whose names and code this file checks
 DOCUMENTS = sorted(
@@ -312,7 +313,9 @@ def test_the_reading_map_has_every_module_and_its_symbols() -> None:
 def test_names_with_a_dot_exist() -> None:
     """`scheduler.Scheduler.add` and `LLM.chat`, wherever they stand in the text."""
     classes = re.compile(r"(?m)^class (\w+)")
-    homes = {name: m for m in MODULES for name in classes.findall(FILES[m].read_text("utf-8"))}
+    homes = {
+        name: m for m in sorted(MODULES) for name in classes.findall(FILES[m].read_text("utf-8"))
+    }
     ours = homes.keys() | {module.split(".")[0] for module in MODULES}
     dotted = []
     for span in (span for name in ENGLISH for span in spans(read(name))):
@@ -384,6 +387,8 @@ def test_every_option_is_listed_with_its_default(is_chinese: bool) -> None:
 def test_every_feature_has_a_place_and_a_test() -> None:
     """Beside a feature stand lines: `module.symbol` ..., then [test_file.py](...) `test` ..."""
     rows = table(part(read(TESTS), "features"))
+    features = [row[0] for row in rows]
+    assert sorted(features) == sorted(set(features)), "a feature has one row"
     wrong = []
     for feature, cell in rows:
         places, *tests = cell.split("<br>")

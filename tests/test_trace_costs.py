@@ -16,12 +16,16 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import matplotlib
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoserve import SamplingParams
 from nanoserve.bench.roofline import MachineLimits, ModelCosts
 from nanoserve.bench.workload import DUMMY_MODELS
 from nanoserve.extras import lesson, trace
 from nanoserve.extras.trace import launches as launches_module
+from nanoserve.extras.trace.async_steps import Call
+from nanoserve.extras.trace.bubble import idle_share, plan_stages
 from nanoserve.extras.trace.timer import PARTS
 from nanoserve.tools.fake_executor import FakeExecutor
 
@@ -210,3 +214,34 @@ def test_goodput_follows_littles_law(rate: int, served: int) -> None:
         throughput, goodput = trace.serve_at(llm, rate, num_steps=320)
     assert throughput == pytest.approx(served, abs=1)
     assert goodput == pytest.approx(rate, rel=0.05) if rate <= 50 else goodput == 0
+
+
+# -- the stages of a pipeline --
+
+
+@settings(deadline=None)
+@given(num_stages=st.integers(1, 5), depth=st.integers(1, 6), num_steps=st.integers(1, 20))
+def test_the_scheme_of_a_pipeline(num_stages: int, depth: int, num_steps: int) -> None:
+    """Each step passes through the stages in order, and no stage computes two at a time. As many
+    steps in flight as stages leave nobody idle but at the beginning and at the end."""
+    launches = [Call("schedule", step) for step in range(1, num_steps + 1)]
+    reads = [Call("update", step) for step in range(1, num_steps + 1)]
+    events = launches[: depth - 1]
+    for launch, read in itertools.zip_longest(launches[depth - 1 :], reads):
+        events += [call for call in (launch, read) if call]
+    parts = plan_stages(events, num_stages)
+    assert len({(part.stage, part.begin) for part in parts}) == num_stages * num_steps
+    for step in range(1, num_steps + 1):
+        begins = [part.begin for part in parts if part.step == step]
+        assert begins == sorted(set(begins))
+    total = max(part.begin for part in parts) + 1
+    if depth == 1:
+        assert total == num_stages * num_steps
+    if depth >= num_stages:
+        assert total == num_steps + num_stages - 1
+    assert idle_share(events, num_stages) == 1 - num_steps / total
+
+
+def test_the_picture_of_a_pipeline() -> None:
+    trace.pipeline("a scheme", {"run": [Call("schedule", 1), Call("update", 1)]}, num_stages=3)
+    assert num_pictures() == 1

@@ -622,7 +622,9 @@ def test_the_rule_for_values_of_options(file: str) -> None:
             is_bool = isinstance(value, bool)
             same = (value == each and isinstance(each, bool) == is_bool for each in allowed)
             if said in ("any", "任意") or any(same):
-                assert read_options("LLM", {option: value}) == {}, option
+                is_for_vectors = value in ("embed", "embedding")
+                expected = {"runner": "pooling"} if is_for_vectors else {}
+                assert read_options("LLM", {option: value}) == expected, option
             else:
                 with pytest.raises(ValueError, match=re.escape(KNOWN[option].group.reason)):
                     read_options("LLM", {option: value})
@@ -642,6 +644,8 @@ def test_both_languages_have_the_same_tables() -> None:
                 if theirs[1] in WORDS or ours[1] in WORDS.values():
                     assert ours[1] == WORDS[theirs[1]], theirs[0]
     parts = [text.partition(BEGIN)[2].partition(END)[0] for text in (english, chinese)]
+    same = [[line for line in part.splitlines() if line.startswith("`model`")] for part in parts]
+    assert [names(line) for line in same[1]] == [names(line) for line in same[0]] != []
     bullets = [[line for line in part.splitlines() if line[:2] == "- "] for part in parts]
     assert len(bullets[0]) == len(bullets[1]) == len(GROUPS)
     for ours, theirs in zip(*bullets, strict=True):

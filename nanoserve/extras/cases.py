@@ -28,7 +28,7 @@ from nanoserve import SamplingParams
 from nanoserve.attention import AttentionBackend, StepMetadata
 from nanoserve.config import ModelConfig
 from nanoserve.demo import MODEL_DIR
-from nanoserve.extras import lesson
+from nanoserve.extras import lesson, trace
 from nanoserve.extras.speculative.proposer import TokenProposer
 from nanoserve.extras.trace.model import placements
 from nanoserve.layers import LayerConfig, RMSNorm, VocabParallelEmbedding
@@ -44,9 +44,9 @@ class Cases(NamedTuple):
     oracle: list[Any]
 
 
-def meta_model(config: ModelConfig, rank: int = 0, world_size: int = 1) -> Model:
+def meta_model(config: ModelConfig, rank: int = 0, tp_size: int = 1) -> Model:
     """The share of one rank in a model with shapes and no memory."""
-    parallel = ParallelState(rank, world_size)
+    parallel = ParallelState(rank, tp_size)
     return build_model(config, 64, LayerConfig(device=torch.device("meta"), parallel=parallel))
 
 
@@ -255,6 +255,24 @@ def steps(llm: Any) -> Cases:
     return Cases(inputs, oracle)
 
 
+def steps_in_flight(llm: Any, number: int) -> Any:
+    """The scheduler's calls (trace.calls) while A, B, C and D decode with so many steps in flight
+    at most."""
+    engine = llm.engine
+    before = engine.batch_queue_size
+    engine.batch_queue_size = engine.scheduler.max_concurrent_batches = number
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    for name in "ABCD":
+        llm.add_request(name, lesson.prompt(llm, name), params)
+    while not all(seq.num_output_tokens for seq in engine.scheduler.sequences.values()):
+        llm.step()
+    with trace.calls(llm) as events:
+        while llm.has_unfinished_requests():
+            llm.step()
+    engine.batch_queue_size = engine.scheduler.max_concurrent_batches = before
+    return events
+
+
 def embedding_parts() -> Cases:
     """(token ids, the rows of the embedding on this rank, its first token id) of three ranks, and
     what each rank gives to the sum."""
@@ -274,10 +292,10 @@ def embedding_parts() -> Cases:
 def key_head_shares() -> Cases:
     """(rank, number of ranks, number of key heads) and the key heads that this rank holds."""
     inputs, oracle = [], []
-    for world_size, num_kv_heads in ((2, 2), (2, 8), (4, 2), (8, 4)):
-        for rank in range(world_size):
-            inputs.append((rank, world_size, num_kv_heads))
-            start, size = ParallelState(rank, world_size).shard_range(num_kv_heads, "heads", 1)
+    for tp_size, num_kv_heads in ((2, 2), (2, 8), (4, 2), (8, 4)):
+        for rank in range(tp_size):
+            inputs.append((rank, tp_size, num_kv_heads))
+            start, size = ParallelState(rank, tp_size).shard_range(num_kv_heads, "heads", 1)
             oracle.append(list(range(start, start + size)))
     return Cases(inputs, oracle)
 

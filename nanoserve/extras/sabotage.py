@@ -216,7 +216,7 @@ class WithoutOneSum(ModelRunner):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        alone = ParallelState(self.parallel.rank, self.parallel.world_size)  # and no groups
+        alone = ParallelState(self.parallel.tp_rank, self.parallel.tp_size)  # and no groups
         self.model.model.layers[3].self_attn.o_proj.parallel = alone  # type: ignore
 
 

@@ -33,6 +33,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from nanoserve import LLM, RequestOutput, SamplingParams
@@ -114,18 +115,22 @@ def add_option_args(parser: argparse.ArgumentParser, without: Seq[str], **defaul
 
 
 def add_fields(
-    group: argparse._ArgumentGroup, cls: Any, prefix: str, without: Seq[str] = (), **defaults: Any
+    group: argparse._ArgumentGroup,
+    cls: Any,
+    prefix: str,
+    without: Seq[str] = (),
+    short: Mapping[str, str] = MappingProxyType({}),
+    **defaults: Any,
 ) -> None:
     """Flags for the fields of a dataclass. Their values are in args.<prefix>NAME, None if not
-    given."""
+    given. short: second flags of some fields."""
     hints, comments = get_type_hints(cls), read_comments(cls)
     for each in fields(cls):
         how = flag_of(hints[each.name])
         if how is None or each.name in without:
             continue
-        action = group.add_argument(
-            to_flag(each.name), dest=prefix + each.name, default=None, **how
-        )
+        flags = [to_flag(each.name), *short.get(each.name, "").split()]
+        action = group.add_argument(*flags, dest=prefix + each.name, default=None, **how)
         default = defaults.get(each.name, each.default)
         shown = "none" if default in ((), "") else default
         text = f"{comments.get(each.name, '')} (default: {shown})"

@@ -82,7 +82,7 @@ class Report:
 def examine(model: str | None = None) -> Report:
     """Make the whole report. Raises ValueError if `model` has no readable config.json."""
     load_torch()
-    from nanoserve.parallel import choose_device
+    from nanoserve.device import choose_device
 
     report, device = Report(), choose_device("auto")
     model_config = None if model is None else read_config(model)

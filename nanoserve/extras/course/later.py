@@ -36,10 +36,13 @@ BODIES = {
         "if self.block_manager.can_append(seq, num_tokens): return True\n"
         "    raise NotImplementedError('4.1: Scheduler._preempt_until_fits')"
     ),
-    "4.3": "self.running.remove(seq); self._dropped_seq_ids.append(seq.seq_id)",
+    "4.3": (
+        "queue = next((q for q in (self.running, self.swapped) if seq in q), self.waiting)\n"
+        "    queue.remove(seq); self._dropped_seq_ids.append(seq.seq_id)"
+    ),
     "4.7": "return False",
     "4.8": "return False",
-    "8.1": "return self.rank * total // self.world_size, total // self.world_size",
+    "8.1": "return self.tp_rank * total // self.tp_size, total // self.tp_size",
     "8.2": (
         "rows = slice(0, self.output_size); "
         "yield Matrix(name, (self.output_size, self.input_size), rows, 1, 0)"

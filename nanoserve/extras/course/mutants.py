@@ -543,19 +543,17 @@ MUTANTS = [
         "for file in dict.fromkeys(tensor.file for tensor in tensors.values()):",
         "for file in list(dict.fromkeys(tensor.file for tensor in tensors.values()))[:1]:",
     ),
-    Mutant(
-        "8.1", "the unit is cut", "size = total // num_parts", "size = total // self.world_size"
-    ),
+    Mutant("8.1", "the unit is cut", "size = total // num_parts", "size = total // self.tp_size"),
     Mutant(
         "8.1",
         "units are repeated in turn",
-        "self.rank * num_parts // self.world_size * size",
-        "self.rank % num_parts * size",
+        "self.tp_rank * num_parts // self.tp_size * size",
+        "self.tp_rank % num_parts * size",
     ),
     Mutant(
         "8.1",
         "what is left over is lost",
-        "if num_units % num_parts or self.world_size % num_parts:",
+        "if num_units % num_parts or self.tp_size % num_parts:",
         "if False:",
     ),
     Mutant(
@@ -568,7 +566,7 @@ MUTANTS = [
     Mutant(
         "8.3",
         "each rank adds the bias",
-        "self.bias if self.parallel.rank == 0 else None",
+        "self.bias if self.parallel.tp_rank == 0 else None",
         "self.bias",
     ),
     Mutant(
@@ -593,12 +591,12 @@ MUTANTS = [
     Mutant(
         "8.5", "parts below each other", "torch.cat(parts[0], dim=-1)", "torch.cat(parts[0], dim=0)"
     ),
-    Mutant("8.5", "each rank wants the parts", "if self.rank == 0 else []", "if True else []"),
+    Mutant("8.5", "each rank wants the parts", "if self.tp_rank == 0 else []", "if True else []"),
     Mutant(
         "8.5",
         "one rank sends to itself",
-        "if self.group is None:\n            return tensor\n",
-        "if self.group is None:\n            return tensor.clone()\n",
+        "if self.device_group is None:\n            return tensor\n",
+        "if self.device_group is None:\n            return tensor.clone()\n",
     ),
     Mutant("8.6", "the padding can be sampled", "[:, : self.vocab_size]", ""),
     Mutant("8.6", "each rank has its own part only", "self.parallel.gather(logits)", "logits"),
@@ -785,14 +783,14 @@ MUTANTS = [
     Mutant(
         "12.6",
         "what was accepted is not cached",
-        "self.block_manager.cache_blocks(seq, item.num_computed_tokens, seq.num_computed_tokens)",
+        "scheduler.block_manager.cache_blocks(seq, start, end)",
         "pass",
     ),
     Mutant(
         "12.6",
         "the rejected ones are cached, too",
-        "item.num_computed_tokens, seq.num_computed_tokens)",
-        "item.num_computed_tokens, seq.num_computed_tokens + number)",
+        "(seq, start, end)",
+        "(seq, start, end + number)",
     ),
     Mutant(
         "12.6",

@@ -100,6 +100,7 @@ REFUSED = {
     "fan_in_fan_out": "transposed weights (GPT-2's Conv1D)",
     "megatron_config": "Megatron's layers",
 }
+TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")
 # Of init_lora_weights: these change the base model when the training begins.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -130,7 +131,7 @@ class AdapterFiles(NamedTuple):
                 f"{self.file} has changed since it was checked. Load the adapter again, under a "
                 "new lora_int_id."
             )
-        tensors = {name: source[:] for name, source in read_slices(self.file)}
+        tensors = with_prefix({name: source[:] for name, source in read_slices(self.file)})
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise ValueError(
@@ -168,7 +169,7 @@ def read_adapter(lora_path: str, shapes: Mapping[str, Shape], max_lora_rank: int
     check_is_file(file)
     stat = _stat(file)
     config = read_config(folder / CONFIG_FILE)
-    headers = read_headers([file])
+    headers = with_prefix(read_headers([file]))
     names = check_tensors(headers, shapes, max_lora_rank, file)
     check_targets(names, config, shapes, file)
     ranks = {name: headers[f"{PREFIX}{name}.lora_A.weight"].shape[0] for name in names}
@@ -195,8 +196,9 @@ def read_config(file: Path) -> dict[str, Any]:
     given = read_json(file)
     if (kind := given.get("peft_type")) != "LORA":
         raise ValueError(f"{file}: peft_type is {brief(kind)}; allowed: 'LORA'.")
-    if (task := given.get("task_type")) not in (None, "CAUSAL_LM"):
-        raise ValueError(f"{file}: task_type is {brief(task)}; allowed: 'CAUSAL_LM' or null.")
+    if (task := given.get("task_type")) not in TASKS:
+        allowed = "CAUSAL_LM, FEATURE_EXTRACTION (vectors) or null"
+        raise ValueError(f"{file}: task_type is {brief(task)}; allowed: {allowed}.")
     if (bias := given.get("bias", "none")) not in (None, "none"):
         raise ValueError(f"{file}: bias is {brief(bias)}; allowed: 'none'. {ADVICE}")
     for key, value in given.items():
@@ -239,6 +241,13 @@ def _scaling(config: Mapping[str, Any], name: str, rank: int) -> float:
     own = [value for end, value in patterns.items() if _is_part(name, end)]
     alpha = (own or [config["lora_alpha"]])[0]
     return float(alpha / math.sqrt(rank) if config["use_rslora"] else alpha / rank)
+
+
+def with_prefix(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the names of a whole model: an adapter that was trained on a body (AutoModel),
+    as those of embeddings are, has "layers.0" where the whole model has "model.layers.0"."""
+    body = f"{PREFIX}layers."
+    return {name.replace(body, f"{PREFIX}model.layers."): each for name, each in tensors.items()}
 
 
 def check_tensors(

@@ -40,7 +40,7 @@ class ModelMetrics:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.costs = _read_costs(engine)
-        self.num_ranks = engine.config.tensor_parallel_size
+        self.num_ranks = engine.config.world_size
 
     def measure(self, output: SchedulerOutput, num_sampled: int) -> PerfStats:
         """The cost of a step that sampled from num_sampled rows of logits. Zeros if bench/, where

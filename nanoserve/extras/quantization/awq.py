@@ -39,7 +39,8 @@ from nanoserve.extras.quantization.linear import (
     weight_of,
 )
 from nanoserve.kernels.quantized import pack_int4, unpack_int4
-from nanoserve.layers import LinearBase, Matrix
+from nanoserve.layers import LinearBase
+from nanoserve.models.shards import Matrix
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in an int32
 

@@ -53,7 +53,8 @@ from nanoserve.extras.quantization.linear import (
     skip,
     weight_of,
 )
-from nanoserve.layers import LinearBase, Matrix, Shard
+from nanoserve.layers import LinearBase
+from nanoserve.models.shards import Matrix, Shard
 
 # format -> (type of the codes, bits) that it can hold
 FORMATS = {

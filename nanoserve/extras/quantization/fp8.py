@@ -41,7 +41,8 @@ from nanoserve.extras.quantization.linear import (
     largest,
     weight_of,
 )
-from nanoserve.layers import LinearBase, Matrix, Shard
+from nanoserve.layers import LinearBase
+from nanoserve.models.shards import Matrix, Shard
 
 
 @dataclass(frozen=True)

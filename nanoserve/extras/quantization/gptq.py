@@ -48,7 +48,8 @@ from nanoserve.extras.quantization.linear import (
     optional,
     weight_of,
 )
-from nanoserve.layers import LinearBase, Matrix, Shard
+from nanoserve.layers import LinearBase
+from nanoserve.models.shards import Matrix, Shard
 
 BITS = Rule("4 or 8", lambda value: value in (4, 8) and type(value) is int)
 ONES = {4: 0x11111111, 8: 0x01010101}  # 1 for each zero in an int32

@@ -31,8 +31,9 @@ from torch import Tensor
 
 from nanoserve.attention import StepMetadata
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4, unpack_int4
-from nanoserve.layers import LayerConfig, LinearBase, Matrix, RowParallelLinear, Shard
+from nanoserve.layers import LayerConfig, LinearBase, RowParallelLinear
 from nanoserve.models.moe import ExpertsLinear, ExpertsMethod, GroupedMatmul
+from nanoserve.models.shards import Matrix, Shard
 
 Shards = Iterator[tuple[str, Shard]]
 Load = Callable[[Tensor, Tensor], object]  # (target, part of a checkpoint tensor)
@@ -57,7 +58,7 @@ class QuantizedLinearMethod(ExpertsMethod):
         self, layer: LinearBase, output_size: int, input_size: int, layer_config: LayerConfig
     ) -> None:
         """Raises ValueError if this rank's inputs are no whole groups."""
-        ranks, name = layer_config.parallel.world_size, layer_config.prefix or "a layer"
+        ranks, name = layer_config.parallel.tp_size, layer_config.prefix or "a layer"
         group_size = input_size if self.group_size == -1 else self.group_size
         if input_size % group_size or (self.kind == "int4" and input_size % 2):
             advice = "Choose another tensor_parallel_size."

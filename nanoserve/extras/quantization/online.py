@@ -28,7 +28,8 @@ from torch import Tensor
 from nanoserve.extras.quantization.base_config import QuantizationConfig, Section
 from nanoserve.extras.quantization.linear import QuantizedLinearMethod, Shards, weight_of
 from nanoserve.kernels.quantized import pack_int4
-from nanoserve.layers import LayerConfig, LinearBase, Matrix, Shard
+from nanoserve.layers import LayerConfig, LinearBase
+from nanoserve.models.shards import Matrix, Shard
 
 GROUP_SIZE = 64  # of int4, if it divides the inputs
 LARGEST = {"int8": 127.0, "fp8": 448.0}

@@ -6,7 +6,8 @@ speculative_config is a dict (or its JSON text, on the command line) with vLLM's
     --speculative-config '{"method": "suffix"}'
 
 EngineConfig turns it into a SpeculativeConfig. The scheduler asks it how many drafts a sequence may
-get (`choose_num_spec_tokens`), and the runner gets its proposer here (`make_proposer`).
+get (`choose_num_spec_tokens`) and tells it which were accepted (`accept`). The runner gets its
+proposer here (`make_proposer`).
 
 *Who gets none?* A beam, and a sequence that is about to fork: what follows is not one continuation.
 A request with logits_processors: the functions are the user's own, and may count their calls. A
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from nanoserve.extras.speculative.proposer import Proposer
     from nanoserve.model_runner import ModelRunner
     from nanoserve.scheduler import Scheduler
-    from nanoserve.sequence import Sequence
+    from nanoserve.sequence import ModelOutput, ScheduledSequence, Sequence, SequenceUpdate
 
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 3}'
 # method -> module of this folder, class
@@ -222,6 +223,30 @@ class SpeculativeConfig:
         if not scheduler.block_manager.can_append(seq, num_tokens + num_slots):
             return 0, 0
         return number, num_slots
+
+    def accept(
+        self,
+        scheduler: Scheduler,
+        item: ScheduledSequence,
+        output: ModelOutput,
+        update: SequenceUpdate,
+    ) -> None:
+        """Take back what was computed behind the accepted drafts, and note the next ones: at most
+        item.num_spec_tokens, and one less than max_tokens leaves. `update` and the metrics count
+        drafts and accepted ones."""
+        seq, number = update.sequence, len(item.draft_token_ids)
+        if number:
+            update.num_accepted_tokens = len(output.sampled_token_ids[seq.seq_id]) - 1
+            seq.num_computed_tokens -= number - update.num_accepted_tokens
+            start, end = item.num_computed_tokens, seq.num_computed_tokens
+            scheduler.block_manager.cache_blocks(seq, start, end)
+            seq.metrics.num_drafts += 1
+            seq.metrics.num_draft_tokens += number
+            seq.metrics.num_accepted_tokens += update.num_accepted_tokens
+        most = min(item.num_spec_tokens, seq.max_tokens - seq.num_output_tokens - 1)
+        seq.spec_token_ids = output.draft_token_ids.get(seq.seq_id, ())[: max(0, most)]
+        if (grammar := seq.structured_output_request) is not None:
+            seq.spec_token_ids = grammar.validate_drafts(seq.spec_token_ids)
 
     def make_proposer(self, runner: ModelRunner) -> Proposer:
         """The proposer of this method. Raises ValueError if it does not fit the model."""

@@ -49,17 +49,12 @@ from nanoserve.extras.speculative.draft_model import (
     check_vocab_size,
     whole,
 )
-from nanoserve.layers import (
-    LayerConfig,
-    RotaryEmbedding,
-    RowParallelLinear,
-    Shard,
-    VocabParallelEmbedding,
-)
+from nanoserve.layers import LayerConfig, RotaryEmbedding, RowParallelLinear, VocabParallelEmbedding
 from nanoserve.models.base import Model
 from nanoserve.models.decoder import CausalLM, DecoderLayer, Stream, llama
 from nanoserve.models.loader import build_and_fill
 from nanoserve.models.rope import rope_frequencies
+from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import find_files, read_headers
 
 if TYPE_CHECKING:
@@ -155,7 +150,7 @@ class EagleProposer(DraftModelProposer):
         tensors = {} if is_dummy else read_headers(find_files(folder))
         own = {EMBEDDING, HEAD} & tensors.keys()
         names_in_target: dict[str, str] = {}
-        if runner.parallel.world_size > 1:
+        if runner.parallel.tp_size > 1:
             in_target = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
             if target.tie_word_embeddings:
                 in_target[HEAD] = in_target[EMBEDDING]

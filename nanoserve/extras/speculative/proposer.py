@@ -41,9 +41,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.device import current_device
 from nanoserve.exceptions import Caught
 from nanoserve.logger import init_logger
-from nanoserve.parallel import current_device
 from nanoserve.sampler import Choose
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
 

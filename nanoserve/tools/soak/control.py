@@ -39,10 +39,12 @@ from nanoserve.tools.fake_executor import (
 from nanoserve.tools.soak.rounds import Round
 
 VOCAB_SIZE = 50
+NUM_LAYERS = 2  # of the fake cache: a byte for each slot
 EOS = 49
 MAX_MODEL_LEN = 96
 MAX_IDLE_STEPS = 600  # without a new token: more than the longest prompts take, token by token
 TRANSIENT_GAP = 2000  # steps between two passing failures: a search for the guilty is shorter
+HAS_TIERS = Path(__file__).parents[2].joinpath("extras", "kv_offload", "connector.py").exists()
 # Where a guilty request fails: at the launch of its step, when the step is read, in the sampler
 # (its own row only), or in the code that makes its output.
 FAULTS = ("launch", "result", "row", "consumer")
@@ -157,7 +159,9 @@ class ControlPart:
         self.folder = write_config(Path(self._root.name, "fake"), VOCAB_SIZE, (EOS,), MAX_MODEL_LEN)
 
     def __call__(self, round: Round) -> None:
-        engine_args = EngineArgs(model=self.folder, **make_options(round))
+        options = make_options(round)
+        options |= make_tiers(round, options, NUM_LAYERS * options["block_size"])
+        engine_args = EngineArgs(model=self.folder, **options)
         engine = LLMEngine.from_engine_args(engine_args, **self.seams)
         capacity = min(
             engine.config.max_model_len or MAX_MODEL_LEN,
@@ -199,6 +203,24 @@ def make_options(round: Round) -> dict[str, Any]:
     if options["preemption_mode"] == "swap" and round.chance(0.7):
         options["num_cpu_blocks"] = rng.choice([1, smallest, 4 * smallest])
     return options
+
+
+def make_tiers(
+    round: Round, options: dict[str, Any], row_bytes: int, folder: str | None = None
+) -> dict[str, Any]:
+    """At times, tiers for what the prefix cache forgets; with `folder`, perhaps a disk, too."""
+    rng = round.rng
+    if not options["enable_prefix_caching"] or not HAS_TIERS or round.chance(0.5):
+        return {}
+    extra: dict[str, Any] = {
+        "cpu_bytes_to_use": row_bytes * rng.choice([1, 2, 5, 20, 200]),
+        "eviction_policy": rng.choice(["lru", "arc"]),
+    }
+    if folder is not None and round.chance(0.7):
+        max_bytes = (row_bytes + 200) * rng.choice([1, 5, 1000])
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": folder, "max_bytes": max_bytes}]
+    connector = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {"kv_transfer_config": {**connector, "kv_connector_extra_config": extra}}
 
 
 def make_plans(round: Round, capacity: int) -> list[Plan]:
@@ -284,7 +306,7 @@ def drive(round: Round, engine: LLMEngine, plans: list[Plan]) -> bool:
                 news.append(number)
         except StepFailed:
             pass
-        engine.block_manager.check()
+        check_now(engine)
         del news[:-1]
         number += 1
         idle_since = max([*news, *events])
@@ -292,6 +314,13 @@ def drive(round: Round, engine: LLMEngine, plans: list[Plan]) -> bool:
             guilty = [plan for plan in plans if plan.fault]
             return round.expect(False, "no request gets a token any more", engine, guilty)
     return True
+
+
+def check_now(engine: LLMEngine) -> None:
+    """The books of blocks and rows agree, whatever is on its way. Raises AssertionError."""
+    engine.block_manager.check()
+    if engine.kv_connector is not None:
+        engine.kv_connector.check()
 
 
 def make_events(

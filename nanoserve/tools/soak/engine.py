@@ -23,7 +23,7 @@ from typing import Any
 from nanoserve.llm import LLM
 from nanoserve.output_processor import CompletionOutput, RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.tools.soak.control import make_options
+from nanoserve.tools.soak.control import check_now, make_options, make_tiers
 from nanoserve.tools.soak.rounds import Round
 from nanoserve.tools.soak.worker import resident_megabytes
 
@@ -50,6 +50,7 @@ TEXTS = (
     "\u732b\U0001f600 e\u0301\u0000 ...",
 )
 WORDS = ("the", " a", "was", "little", "Tom", ".", " to the", "\u732b")
+BYTES_PER_TOKEN = 2560  # of keys and values, at most
 NEAR_TIE = 1e-4  # of the logits' standard deviation, in float32
 MAX_FAILED_STEPS = 40  # in one round; each planted fault may fail a step or two
 
@@ -239,7 +240,15 @@ class EnginePart:
         if self.ranks > 1:
             options["tensor_parallel_size"] = self.ranks
         with_faults = round.chance(0.5)
-        with self.llm_cls(plain.engine.model_config.path, **options) as llm:
+        row_bytes = BYTES_PER_TOKEN * options["block_size"] * self.ranks
+        with (
+            TemporaryDirectory(prefix="soak-kv-") as folder,
+            self.llm_cls(
+                plain.engine.model_config.path,
+                **options,
+                **make_tiers(round, options, row_bytes, folder),
+            ) as llm,
+        ):
             for run in rng.sample([run_steps, run_generate, run_stream], 2):
                 asks = make_asks(round, llm, with_faults)
                 round.num_requests += len(asks)
@@ -374,7 +383,7 @@ def run_stream(round: Round, llm: LLM, asks: list[Ask]) -> None:
 def check_books(round: Round, llm: LLM) -> None:
     """Nothing is left, every block is free."""
     engine = llm.engine
-    engine.block_manager.check()
+    check_now(engine)
     if not engine.get_num_unfinished_requests():
         engine.step()  # reads what was in flight when the last requests were aborted
     round.expect(not engine.has_unfinished_requests(), "requests are left", engine)

@@ -77,7 +77,7 @@ class Wire:
 
 
 def run_ranks(
-    world_size: int, work: Callable[[ParallelState], Result]
+    tp_size: int, work: Callable[[ParallelState], Result]
 ) -> tuple[list[Result], list[CommStats]]:
     """work(parallel) on each rank: the results, and what each rank has sent. Raises Wrong if the
     ranks do not make the same calls."""
@@ -85,12 +85,12 @@ def run_ranks(
     while len(done) < MOST_CALLS:
         results: list[Result] = []
         waiting: dict[int, Waits] = {}
-        stats = [CommStats() for _ in range(world_size)]
-        for rank in range(world_size):
+        stats = [CommStats() for _ in range(tp_size)]
+        for rank in range(tp_size):
             wire = Wire(rank, done)
             try:
                 results.append(
-                    work(ParallelState(rank, world_size, group=wire, comm_stats=stats[rank]))
+                    work(ParallelState(rank, tp_size, device_group=wire, comm_stats=stats[rank]))
                 )
             except Waits as call:
                 waiting[rank] = call
@@ -100,12 +100,12 @@ def run_ranks(
             rank: f"{waiting[rank].name} of {list(waiting[rank].tensor.shape)}"
             if rank in waiting
             else "nothing"
-            for rank in range(world_size)
+            for rank in range(tp_size)
         }
         text = "; ".join(f"rank {rank} calls {call}" for rank, call in calls.items())
         must(
             len(set(calls.values())) == 1,
             f"all ranks make the same calls, or wait for ever: {text}",
         )
-        done.append([waiting[rank].tensor for rank in range(world_size)])
+        done.append([waiting[rank].tensor for rank in range(tp_size)])
     raise Wrong(f"after {MOST_CALLS} operations the ranks are not done")

@@ -14,7 +14,7 @@ from nanoserve.sequence import SequenceStatus
 BLOCKS, SCHEDULER = "nanoserve.block_manager", "nanoserve.scheduler"
 MAKE_ROOM = Task("4.1", SCHEDULER, "Scheduler._preempt_until_fits")
 PREEMPT = Task("4.2", SCHEDULER, "Scheduler.preempt")
-REMOVE = Task("4.3", SCHEDULER, "Scheduler._remove_running")
+REMOVE = Task("4.3", SCHEDULER, "Scheduler._remove")
 SWAP_OUT = Task("4.4", BLOCKS, "BlockManager.swap_out")
 SWAP_IN = Task("4.5", BLOCKS, "BlockManager.swap_in")
 FORK = Task("4.6", BLOCKS, "BlockManager.fork")
@@ -134,10 +134,10 @@ def not_running() -> None:
     board = Board(num_blocks=8, block_size=4)
     first, second = board.add(6, 5), board.add(6, 5)
     board.step(1)
-    board.scheduler._remove_running(first)
+    board.scheduler._remove(first)
     names = [seq.request_id for seq in board.scheduler.running]
     must(names == ["B"], f"A was removed; running are {names}")
-    board.scheduler._remove_running(second)
+    board.scheduler._remove(second)
     must(not board.scheduler.running, "B was removed, too")
 
 

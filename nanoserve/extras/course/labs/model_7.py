@@ -21,18 +21,12 @@ from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import ModelConfig
 from nanoserve.extras.course.labs.tensors import as_text
 from nanoserve.extras.course.spec import Lab, Task, must
-from nanoserve.layers import (
-    ColumnParallelLinear,
-    LayerConfig,
-    QKNorm,
-    RMSNorm,
-    RotaryEmbedding,
-    Shard,
-)
+from nanoserve.layers import ColumnParallelLinear, LayerConfig, QKNorm, RMSNorm, RotaryEmbedding
 from nanoserve.models import loader
 from nanoserve.models.base import Model
 from nanoserve.models.decoder import DecoderLayer
 from nanoserve.models.registry import build_model
+from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import TensorInfo
 from nanoserve.parallel import ParallelState
 
@@ -335,7 +329,7 @@ def stream_like_transformers(seed: int) -> None:
 
 
 def check_shards(
-    outputs: dict[str, int], unit: int | None, bias: bool, world_size: int, input_size: int = 3
+    outputs: dict[str, int], unit: int | None, bias: bool, tp_size: int, input_size: int = 3
 ) -> None:
     """Fill the layer of each rank by what `shards` says, and look at its rows."""
     whole = {}
@@ -344,10 +338,10 @@ def check_shards(
         whole[f"model.attn.{name}.weight"] = rows[:, None].expand(-1, input_size)
         if bias:
             whole[f"model.attn.{name}.bias"] = rows + 0.5
-    for rank in range(world_size):
-        config = LayerConfig(parallel=ParallelState(rank, world_size))
+    for rank in range(tp_size):
+        config = LayerConfig(parallel=ParallelState(rank, tp_size))
         layer = ColumnParallelLinear(input_size, outputs, bias=bias, layer_config=config, unit=unit)
-        text = f"{outputs}, rank {rank} of {world_size}"
+        text = f"{outputs}, rank {rank} of {tp_size}"
         targets = dict(layer.named_parameters())
         for parameter in targets.values():
             parameter.fill_(-1)
@@ -402,9 +396,9 @@ def biases() -> None:
 def any_sizes(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(20):
-        world_size, unit = rng.choice([1, 2, 4]), rng.randint(1, 3)
+        tp_size, unit = rng.choice([1, 2, 4]), rng.randint(1, 3)
         outputs = {f"{name}_proj": unit * rng.choice([1, 2, 4, 8]) for name in "qkv"}
-        check_shards(outputs, unit, rng.random() < 0.5, world_size, rng.randint(1, 4))
+        check_shards(outputs, unit, rng.random() < 0.5, tp_size, rng.randint(1, 4))
 
 
 # -- 7.7 --

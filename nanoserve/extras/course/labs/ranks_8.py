@@ -62,15 +62,11 @@ def check_close(got: Tensor, right: Tensor, text: str) -> None:
 # -- 8.1 --
 
 
-def check_range(
-    total: int, world_size: int, unit: int | None, right: list[tuple[int, int]]
-) -> None:
-    got = [
-        ParallelState(rank, world_size).shard_range(total, "x", unit) for rank in range(world_size)
-    ]
+def check_range(total: int, tp_size: int, unit: int | None, right: list[tuple[int, int]]) -> None:
+    got = [ParallelState(rank, tp_size).shard_range(total, "x", unit) for rank in range(tp_size)]
     must(
         [tuple(each) for each in got] == right,
-        f"{total} rows, unit {unit}, {world_size} ranks: (first, size) of the ranks are {got}, and "
+        f"{total} rows, unit {unit}, {tp_size} ranks: (first, size) of the ranks are {got}, and "
         f"should be {right}",
     )
 
@@ -92,25 +88,25 @@ def neighbours() -> None:
 
 @RANGE.behaviour(1, "what cannot be divided evenly is refused by ValueError, which names it")
 def refused() -> None:
-    for total, world_size, unit in [(12, 5, None), (6, 4, 2), (9, 2, 3), (1, 2, None)]:
+    for total, tp_size, unit in [(12, 5, None), (6, 4, 2), (9, 2, 3), (1, 2, None)]:
         try:
-            got = ParallelState(0, world_size).shard_range(total, "the heads", unit)
+            got = ParallelState(0, tp_size).shard_range(total, "the heads", unit)
         except ValueError as error:
             must("the heads" in str(error), f"the error does not name what it is about: {error}")
         else:
-            must(False, f"{total} rows, unit {unit}, {world_size} ranks: {got} and no ValueError")
+            must(False, f"{total} rows, unit {unit}, {tp_size} ranks: {got} and no ValueError")
 
 
 @RANGE.behaviour(0.5, "any numbers", is_property=True)
 def any_numbers(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
-        unit, world_size = rng.randint(1, 6), 2 ** rng.randint(0, 4)
+        unit, tp_size = rng.randint(1, 6), 2 ** rng.randint(0, 4)
         units = 2 ** rng.randint(0, 5)
-        parts, repeats = min(units, world_size), max(world_size // units, 1)
+        parts, repeats = min(units, tp_size), max(tp_size // units, 1)
         size = units // parts * unit
-        right = [(rank // repeats * size, size) for rank in range(world_size)]
-        check_range(units * unit, world_size, unit, right)
+        right = [(rank // repeats * size, size) for rank in range(tp_size)]
+        check_range(units * unit, tp_size, unit, right)
 
 
 # -- 8.2, 8.3 --
@@ -124,8 +120,8 @@ def make_linear(parallel: ParallelState, weight: Tensor, bias: Tensor | None) ->
         bias=bias is not None,
         layer_config=LayerConfig(parallel=parallel),
     )
-    size = weight.shape[1] // parallel.world_size
-    layer.weight.copy_(weight[:, parallel.rank * size : (parallel.rank + 1) * size])
+    size = weight.shape[1] // parallel.tp_size
+    layer.weight.copy_(weight[:, parallel.tp_rank * size : (parallel.tp_rank + 1) * size])
     if layer.bias is not None and bias is not None:
         layer.bias.copy_(bias)
     return layer
@@ -134,13 +130,13 @@ def make_linear(parallel: ParallelState, weight: Tensor, bias: Tensor | None) ->
 @COLUMNS.behaviour(1, "a rank reads its own columns of the matrix")
 def own_columns() -> None:
     weight = torch.arange(24.0).view(3, 8)
-    for world_size in (1, 2, 4):
-        for rank in range(world_size):
-            parallel = ParallelState(rank, world_size)
+    for tp_size in (1, 2, 4):
+        for rank in range(tp_size):
+            parallel = ParallelState(rank, tp_size)
             right = make_linear(parallel, weight, None).weight
             layer = make_linear(parallel, torch.zeros(3, 8), None)
             shards = dict(layer.shards("mlp.down_proj"))
-            text = f"rank {rank} of {world_size}"
+            text = f"rank {rank} of {tp_size}"
             must([*shards] == ["mlp.down_proj.weight"], f"{text}: the names are {[*shards]}")
             shard = shards["mlp.down_proj.weight"]
             must(
@@ -163,19 +159,19 @@ def whole_bias() -> None:
         must(layer.bias is not None and torch.equal(layer.bias, bias), f"rank {rank}: {layer.bias}")
 
 
-def check_linear(world_size: int, has_bias: bool, seed: int = 0) -> None:
+def check_linear(tp_size: int, has_bias: bool, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, x = (torch.randn(rows, 8, generator=generator) for rows in (3, 5))
     bias = torch.randn(3, generator=generator) if has_bias else None
 
     def work(parallel: ParallelState) -> Tensor:
-        size = 8 // parallel.world_size
-        part = x[:, parallel.rank * size : (parallel.rank + 1) * size]
+        size = 8 // parallel.tp_size
+        part = x[:, parallel.tp_rank * size : (parallel.tp_rank + 1) * size]
         return make_linear(parallel, weight, bias)(part)
 
-    results, stats = run_ranks(world_size, work)
+    results, stats = run_ranks(tp_size, work)
     right = x @ weight.T if bias is None else x @ weight.T + bias
-    text = f"{world_size} ranks" + ", with a bias" * has_bias
+    text = f"{tp_size} ranks" + ", with a bias" * has_bias
     for rank, got in enumerate(results):
         check_close(got, right, f"{text}: rank {rank}'s result")
     check_calls(stats, {"all_reduce": 5 * 3 * 4}, text)
@@ -209,12 +205,12 @@ def make_embedding(parallel: ParallelState, weight: Tensor) -> VocabParallelEmbe
     return layer
 
 
-def check_embedding(vocab_size: int, world_size: int, ids: list[int], seed: int = 0) -> None:
+def check_embedding(vocab_size: int, tp_size: int, ids: list[int], seed: int = 0) -> None:
     weight = torch.randn(vocab_size, 4, generator=torch.Generator().manual_seed(seed))
-    text = f"{vocab_size} tokens on {world_size} ranks, ids {ids}"
+    text = f"{vocab_size} tokens on {tp_size} ranks, ids {ids}"
     input_ids = torch.tensor(ids)
     results, stats = run_ranks(
-        world_size, lambda parallel: make_embedding(parallel, weight)(input_ids)
+        tp_size, lambda parallel: make_embedding(parallel, weight)(input_ids)
     )
     for rank, got in enumerate(results):
         for token, vector, right in zip(ids, got, weight[input_ids], strict=True):
@@ -249,12 +245,12 @@ def embedding_in_a_model(seed: int) -> None:
     check_model(seed)
 
 
-def check_logits(vocab_size: int, world_size: int) -> None:
+def check_logits(vocab_size: int, tp_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weight, hidden = (torch.randn(rows, 4, generator=generator) for rows in (vocab_size, 3))
-    text = f"{vocab_size} tokens on {world_size} ranks"
+    text = f"{vocab_size} tokens on {tp_size} ranks"
     results, stats = run_ranks(
-        world_size, lambda parallel: make_embedding(parallel, weight).compute_logits(hidden)
+        tp_size, lambda parallel: make_embedding(parallel, weight).compute_logits(hidden)
     )
     check_close(results[0], hidden @ weight.T, f"{text}: rank 0's logits")
     for rank, got in enumerate(results[1:], start=1):
@@ -262,7 +258,7 @@ def check_logits(vocab_size: int, world_size: int) -> None:
             got.shape == (3, 0),
             f"{text}: rank {rank} samples nothing; [3, 0], not {list(got.shape)}",
         )
-    check_calls(stats, {"gather": 3 * -(-vocab_size // world_size) * 4}, text)
+    check_calls(stats, {"gather": 3 * -(-vocab_size // tp_size) * 4}, text)
 
 
 @LOGITS.behaviour(1, "rank 0 has the logits of all tokens")
@@ -280,15 +276,15 @@ def padding_is_cut() -> None:
 # -- 8.5 --
 
 
-def check_gather(world_size: int, make: Any) -> None:
+def check_gather(tp_size: int, make: Any) -> None:
     """make(rank) -> this rank's tensor."""
-    results, stats = run_ranks(world_size, lambda parallel: parallel.gather(make(parallel.rank)))
-    right = torch.cat([make(rank) for rank in range(world_size)], dim=-1)
-    check_close(results[0], right, f"{world_size} ranks: rank 0's result")
+    results, stats = run_ranks(tp_size, lambda parallel: parallel.gather(make(parallel.tp_rank)))
+    right = torch.cat([make(rank) for rank in range(tp_size)], dim=-1)
+    check_close(results[0], right, f"{tp_size} ranks: rank 0's result")
     for rank, got in enumerate(results[1:], start=1):
         shape = [*right.shape[:-1], 0]
         must(list(got.shape) == shape, f"rank {rank} has the shape {list(got.shape)}, not {shape}")
-    check_calls(stats, {"gather": make(0).nbytes}, f"{world_size} ranks")
+    check_calls(stats, {"gather": make(0).nbytes}, f"{tp_size} ranks")
 
 
 @GATHER.behaviour(1, "rank 0 has all parts side by side, the others an empty tensor")
@@ -346,17 +342,17 @@ def check_model(seed: int) -> None:
     """A Llama of two layers, with biases, and 13 tokens that no number of ranks divides."""
     tokens = torch.randint(0, 13, (9,), generator=torch.Generator().manual_seed(seed))
     [alone], _ = run_ranks(1, lambda parallel: run_model(parallel, tokens, seed))
-    for world_size in (2, 4):
-        results, stats = run_ranks(world_size, lambda parallel: run_model(parallel, tokens, seed))
+    for tp_size in (2, 4):
+        results, stats = run_ranks(tp_size, lambda parallel: run_model(parallel, tokens, seed))
         gap = float((results[0] - alone).abs().max() / alone.std())
         must(
             gap < 1e-3,
-            f"a Llama of two layers on {world_size} ranks: the logits differ from those on one "
+            f"a Llama of two layers on {tp_size} ranks: the logits differ from those on one "
             f"rank by {gap:.2g} of their standard deviation",
         )
         calls = dict(stats[0].num_calls)
         must(
             calls == {"all_reduce": 5, "gather": 1},
             f"two layers need 5 all_reduce (the embedding's, and two in each layer) and 1 gather; "
-            f"{world_size} ranks called {calls}",
+            f"{tp_size} ranks called {calls}",
         )

@@ -23,16 +23,17 @@ from nanoserve.sampler import SamplingBatch, uniform_noise
 from nanoserve.sequence import SchedulerOutput
 from nanoserve.tools.fake_executor import Row, next_token
 
-DRAFTS, REJECTION = (
+DRAFTS, REJECTION, CONFIG = (
     "nanoserve.extras.speculative.proposer",
     "nanoserve.extras.speculative.rejection",
+    "nanoserve.extras.speculative.config",
 )
 FIND = Task("12.1", DRAFTS, "find_ngram")
 PROPOSE = Task("12.2", DRAFTS, "NgramProposer.propose_one")
 SAMPLE = Task("12.3", REJECTION, "rejection_sample")
 NOISE = Task("12.4", REJECTION, "rejection_noise")
 CALL = Task("12.5", REJECTION, "RejectionSampler.__call__")
-ACCEPT = Task("12.6", "nanoserve.scheduler", "Scheduler._accept")
+ACCEPT = Task("12.6", CONFIG, "SpeculativeConfig.accept")
 LAB = Lab(
     12,
     "Speculation",
