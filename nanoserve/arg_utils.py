@@ -203,6 +203,13 @@ GROUPS = (
     ),
     Group(
         "left out",
+        "processes of the HTTP server without an engine, and engines without a server",
+        "An engine and its server are one process. --data-parallel-size starts several, behind one "
+        "address; extras/ray_serve.py starts them on several machines.",
+        "api_server_count=1 headless=False",
+    ),
+    Group(
+        "left out",
         "other kinds of LoRA adapters, and how they are divided",
         "enable_lora, max_loras, max_lora_rank and max_cpu_loras are there. Adapters have the "
         "model's dtype, and are divided as its matrices are.",

@@ -18,15 +18,19 @@ ValueError nor RuntimeError.
 
 from __future__ import annotations
 
+import functools
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from nanoserve.sampling_params import SamplingParams
 
 from nanoserve.interrupts import is_from_signal
+
+Class = TypeVar("Class")
 
 
 class VLLMError(Exception):
@@ -160,3 +164,27 @@ def as_validation_error(what: str, value: Any) -> Iterator[None]:
             raise
         message = f"{what} {brief(value)}: {describe_error(error):.300}."
         raise VLLMValidationError(message) from error
+
+
+def explain_unknown(removed: Mapping[str, str]) -> Callable[[type[Class]], type[Class]]:
+    """Decorates a dataclass: an argument that its constructor does not know raises TypeError with
+    what it is here (`removed`, by name), or with the name that was probably meant."""
+
+    def decorate(cls: type[Class]) -> type[Class]:
+        init = cls.__init__
+
+        @functools.wraps(init)
+        def explain(self: Any, *args: Any, **given: Any) -> None:
+            names = cls.__dataclass_fields__  # type: ignore[attr-defined]
+            for name in given.keys() - names.keys():
+                message = f"{cls.__name__}() got an unexpected keyword argument {name!r}."
+                if name in removed:
+                    raise TypeError(f"{message} nanoserve does not have it: {removed[name]}")
+                near = get_close_matches(name, names, n=1)
+                raise TypeError(message + "".join(f" Did you mean {other!r}?" for other in near))
+            init(self, *args, **given)
+
+        cls.__init__ = explain  # type: ignore[method-assign]
+        return cls
+
+    return decorate

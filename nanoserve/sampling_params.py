@@ -24,21 +24,19 @@ vLLM: V0 and V1 share vllm/sampling_params.py.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from enum import Enum
 from importlib import import_module
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from nanoserve.config import ABOVE_ZERO, SEED_LIMIT, check_bool, check_number
-from nanoserve.exceptions import VLLMValidationError, brief, describe_error
+from nanoserve.exceptions import VLLMValidationError, brief, describe_error, explain_unknown
 from nanoserve.inputs import as_python
 from nanoserve.interrupts import unless_signal
 from nanoserve.logger import warning_once
@@ -134,28 +132,7 @@ SHOWN = (
 LogitsProcessor = Callable[..., Any]
 
 
-Class = TypeVar("Class")
-
-
-def _explain_unknown(cls: type[Class]) -> type[Class]:
-    """Let the constructor say what is known, in place of Python's own TypeError."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def explain(self: Any, *args: Any, **given: Any) -> None:
-        for name in given.keys() - FIELDS:
-            message = f"{cls.__name__}() got an unexpected keyword argument {name!r}."
-            if name in REMOVED:
-                raise TypeError(f"{message} nanoserve does not have it: {REMOVED[name]}")
-            near = get_close_matches(name, FIELDS, n=1)
-            raise TypeError(message + "".join(f" Did you mean {other!r}?" for other in near))
-        init(self, *args, **given)
-
-    cls.__init__ = explain  # type: ignore[method-assign]
-    return cls
-
-
-@_explain_unknown
+@explain_unknown(REMOVED)
 @dataclass(repr=False)
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.

@@ -152,6 +152,11 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 ]
 
 
+def test_a_misspelt_argument_is_explained() -> None:
+    with pytest.raises(TypeError, match=r"argument 'beam_with'\. Did you mean 'beam_width'\?"):
+        BeamSearchParams(beam_with=2, max_tokens=4)
+
+
 @pytest.mark.parametrize(("name", "value", "allowed"), BAD_VALUES)
 def test_bad_values_are_refused(name: str, value: Any, allowed: str) -> None:
     """The message names the field, what was given, and what is allowed."""

@@ -584,6 +584,8 @@ def test_matryoshka(qwen3: Path, tmp_path: Path) -> None:
         ({"task": "classify"}, ValueError, "task is 'classify'; allowed: None or 'embed'"),
         ({"step_tag_id": 5}, ValueError, "step_tag_id is 5; allowed: None"),
         ({"output_kind": None}, ValueError, "FINAL_ONLY"),
+        ({"dimension": 8}, TypeError, "'dimension'. Did you mean 'dimensions'?"),
+        ({"normalize": True}, TypeError, "use_activation says"),
     ],
 )
 def test_bad_params(fields: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -605,11 +605,20 @@ def test_bad_constraints(fields: dict[str, Any], message: str) -> None:
         SamplingParams(structured_outputs=good)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("choise", "Did you mean 'choice'?"), ("backend", "structured_outputs_config={'backend'")],
+)
+def test_unknown_constraints_are_explained(name: str, message: str) -> None:
+    with pytest.raises(TypeError, match=f"argument '{name}'.*{re.escape(message)}"):
+        StructuredOutputsParams(**{name: ["a"]})
+
+
 def test_what_no_backend_takes(get_llm: Callable[..., LLM]) -> None:
     """Refused when the request is added, with the reasons of each."""
     request = constrained(regex="(")
     with pytest.raises(
-        VLLMValidationError, match=r"(?s)no backend takes it\. nano: .* xgrammar: "
+        VLLMValidationError, match=r"no backend takes it\.\n  nano, xgrammar: .*\n  guidance: .*$"
     ) as caught:
         get_llm().generate("a", request)
     assert caught.value.parameter == "structured_outputs"
@@ -625,7 +634,7 @@ def test_without_the_packages(get_llm: Callable[..., LLM], monkeypatch: pytest.M
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.delitem(sys.modules, f"{folder}.{module}", raising=False)
     request = SamplingParams(structured_outputs=StructuredOutputsParams(json={}))
-    with pytest.raises(VLLMValidationError, match=r"xgrammar: .* guidance: ") as caught:
+    with pytest.raises(VLLMValidationError, match=r"xgrammar: .*\n  guidance: ") as caught:
         get_llm().generate("a", request)
     assert str(caught.value).count('pip install -e ".[structured]"') == 1
     [output] = get_llm().generate("a", constrained(), use_tqdm=False)

@@ -31,7 +31,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanoserve.exceptions import VLLMValidationError, as_validation_error, brief
+from nanoserve.exceptions import (
+    VLLMValidationError,
+    as_validation_error,
+    brief,
+    explain_unknown,
+)
 from nanoserve.inputs import PromptType, as_python, attach
 from nanoserve.logger import output_stream
 from nanoserve.logprobs import Logprob, name_logprobs
@@ -47,6 +52,7 @@ MOST_BEAMS = 16384  # vLLM's limit, as that of n
 MOST_CANDIDATES = 2**24  # of one search, over all its steps: about 240 bytes each
 
 
+@explain_unknown({})
 @dataclass
 class BeamSearchParams:
     """The settings of a beam search, with vLLM's names and order. Raises VLLMValidationError, a

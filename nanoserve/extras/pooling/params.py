@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoserve.config import EngineConfig, ModelConfig, check_bool
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import VLLMValidationError, brief, explain_unknown
 from nanoserve.inputs import as_python
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
@@ -42,9 +42,14 @@ MISSING: dict[str, tuple[tuple[Any, ...], str]] = {
     "extra_kwargs": ((None, {}), "None"),
     "output_kind": ((RequestOutputKind.FINAL_ONLY,), "FINAL_ONLY: there is one output"),
 }
+REMOVED = {
+    "normalize": "use_activation says whether the vector is normalised.",
+    "truncate_prompt_tokens": "prompts are never cut. Give the last token ids as the prompt.",
+}
 KEY = "pooling_params"  # in extra_args
 
 
+@explain_unknown(REMOVED)
 @dataclass
 class PoolingParams:
     """How the vector of one request is made. Raises VLLMValidationError, a ValueError, for a value

@@ -149,7 +149,7 @@ def get_backend_cls(name: str) -> type[StructuredOutputBackend]:
 def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBackend]:
     """The class that compiles this: `backend`, or for "auto" the first one that can. Raises
     VLLMValidationError with the reasons of all that refuse it."""
-    reasons: list[str] = []
+    refused_by: dict[str, list[str]] = {}  # reason -> names
     advice = ""
     for name in AUTO.get(spec.request_type, OTHERS) if backend == "auto" else [backend]:
         try:
@@ -157,12 +157,13 @@ def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBack
             cls.check(spec)
             return cls
         except ImportError as error:
-            reasons.append(f"{name}: {error}.")
-            advice = ' pip install -e ".[structured]" installs what is missing.'
+            refused_by.setdefault(f"{error}.", []).append(name)
+            advice = '\npip install -e ".[structured]" installs what is missing.'
         except ValueError as error:
-            reasons.append(f"{name}: {error}")
+            refused_by.setdefault(str(error), []).append(name)
+    reasons = "".join(f"\n  {', '.join(names)}: {why}" for why, names in refused_by.items())
     raise VLLMValidationError(
-        f"structured_outputs: no backend takes it. {' '.join(reasons)}{advice}",
+        f"structured_outputs: no backend takes it.{reasons}{advice}",
         parameter="structured_outputs",
     )
 

@@ -19,6 +19,7 @@ vLLM: vllm/v1/structured_output/backend_guidance.py (V1).
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -42,6 +43,7 @@ from nanoserve.extras.structured_output.vocabulary import Vocabulary
 # Where only one text can follow, any tokens of it are allowed, and not only those that a tokenizer
 # would choose.
 OPTIONS = '%llguidance {"no_forcing": true}\n'
+LONGEST = 500  # characters of a reason of llguidance in an error message
 
 
 class GuidanceBackend(StructuredOutputBackend):
@@ -213,5 +215,16 @@ def _tag_grammar(tag: Any, spec: GrammarSpec) -> str:
 
 def _error(spec: GrammarSpec, error: str) -> VLLMValidationError:
     kind = spec.request_type.name.lower()
-    message = f"llguidance refuses this {kind}, {brief(spec.grammar_spec)}: {error}"
+    message = f"llguidance refuses this {kind}, {brief(spec.grammar_spec)}: {_essence(error)}"
     return VLLMValidationError(message, parameter="structured_outputs")
+
+
+def _essence(error: str) -> str:
+    """One line of what llguidance says: without its listing of the grammar, and without what of a
+    regex is repeated over a line of carets."""
+    text = re.sub(r"^at \d+\(\d+\): ", "", re.split(r"\n *\d+ \| ", error)[0])
+    text = re.sub(
+        r"( \(in regex\))?: regex parse error:\s.*?\nerror: ", ": ", text, flags=re.DOTALL
+    )
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

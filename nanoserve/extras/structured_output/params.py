@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoserve.config import check_bool
-from nanoserve.exceptions import VLLMValidationError, brief
+from nanoserve.exceptions import VLLMValidationError, brief, explain_unknown
 from nanoserve.extras.structured_output.backend import BACKENDS, StructuredOutputOptions
 from nanoserve.inputs import as_python, check_is_dict, parse_option
 from nanoserve.interrupts import unless_signal
@@ -49,6 +49,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@explain_unknown({"backend": "it is of the engine: structured_outputs_config={'backend': ...}."})
 @dataclass
 class StructuredOutputsParams:
     """What the output must obey: exactly one of the constraints. The fields and their order are
