@@ -371,7 +371,7 @@ def test_any_config_is_served_or_refused(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3_moe", "gpt2"])
-@settings(max_examples=1500)
+@settings(max_examples=750)
 @given(changes=MUTATIONS, rope=IN_ROPE)
 def test_many_configs_are_served_or_refused(
     make_checkpoint: Callable[..., Path],

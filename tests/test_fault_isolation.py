@@ -758,7 +758,7 @@ def test_planted_faults(
 
 
 @pytest.mark.slow
-@settings(quick, max_examples=2000)
+@settings(quick, max_examples=1000)
 @CASES
 def test_many_planted_faults(
     options: dict[str, Any], arrivals: list[Arrival], troubles: list[tuple[int, str, int]]

@@ -679,7 +679,7 @@ def test_same_tokens_no_row_lost_and_everything_ends(**drawn: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(WHATEVER, max_examples=1500)
+@settings(WHATEVER, max_examples=750)
 @HISTORIES
 def test_the_same_in_many_more_histories(**drawn: Any) -> None:
     play(**drawn)

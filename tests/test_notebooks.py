@@ -16,6 +16,7 @@ import io
 import os
 import re
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -284,11 +285,10 @@ def test_imports_what_the_extra_installs(path: Path) -> None:
                 assert (node.module or "").split(".")[0] in allowed, cell.id
 
 
-@each_notebook
-def test_redefines_nothing(path: Path) -> None:
-    """A notebook imports nanoserve; functions of the notebook have other names than its functions.
-    (A method of a class of the reader's own may have the name of the method that it replaces.)"""
-    taken = {
+@cache
+def public_names() -> set[str]:
+    """The functions and classes of nanoserve's modules, but for those that no notebook imports."""
+    return {
         node.name
         for file in PACKAGE.rglob("*.py")
         if file.relative_to(PACKAGE).parts[0] not in ("bench", "demo", "tools")
@@ -296,6 +296,13 @@ def test_redefines_nothing(path: Path) -> None:
         for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
     }
+
+
+@each_notebook
+def test_redefines_nothing(path: Path) -> None:
+    """A notebook imports nanoserve; functions of the notebook have other names than its functions.
+    (A method of a class of the reader's own may have the name of the method that it replaces.)"""
+    taken = public_names()
     for cell in code_cells(path):
         for node in parse(cell).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -305,6 +312,7 @@ def test_redefines_nothing(path: Path) -> None:
 # -- the tables --
 
 
+@cache
 def names_of_nanoserve() -> set[str]:
     """Every function, class and attribute that a module of nanoserve defines."""
     names: set[str] = set()

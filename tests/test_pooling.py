@@ -442,15 +442,20 @@ def test_random_weights(encoder: Callable[..., Path], qwen3: Path) -> None:
             assert all(vector.norm().isclose(torch.tensor(1.0)) for vector in vectors_of(llm))
 
 
+@pytest.mark.parametrize(
+    "model_type", ["roberta", *(pytest.param(m, marks=pytest.mark.slow) for m in ("esm", "luke"))]
+)
+def test_how_many_positions_an_encoder_has(encoder: Callable[..., Path], model_type: str) -> None:
+    """Two fewer than RoBERTa's table has rows."""
+    model = ModelConfig.from_folder(encoder(model_type))
+    assert configure(EngineConfig(), model)[0].max_model_len == 64 - 2
+    with LLM(model.path, dtype="float32", max_num_seqs=2) as llm:
+        longest = [5] * 62
+        assert close(*vectors_of(llm, [longest]), *reference(model.path, "CLS", [longest]))
+
+
 def test_how_long_a_text_may_be(encoder: Callable[..., Path], tmp_path: Path) -> None:
-    """As many tokens as an encoder has positions: two fewer than RoBERTa's table has rows, or what
-    sentence-transformers says."""
-    for model_type in ("roberta", "esm", "luke"):
-        model = ModelConfig.from_folder(encoder(model_type))
-        assert configure(EngineConfig(), model)[0].max_model_len == 64 - 2
-        with LLM(model.path, dtype="float32", max_num_seqs=2) as llm:
-            longest = [5] * 62
-            assert close(*vectors_of(llm, [longest]), *reference(model.path, "CLS", [longest]))
+    """As sentence-transformers says."""
     folder = change_config(encoder("roberta"), tmp_path / "short")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
     model = ModelConfig.from_folder(folder)

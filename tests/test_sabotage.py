@@ -155,6 +155,16 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
 }
 
 
+# What holds for one holds for most: a plain run tries every fourth.
+each_sabotage = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 4 else [])
+        for number, name in enumerate(sabotage.SABOTAGES)
+    ],
+)
+
+
 @pytest.mark.parametrize("name", sabotage.SABOTAGES)
 def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
     """Inside, the answer is another one; afterwards it is the right one again."""
@@ -167,7 +177,7 @@ def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
     assert story() == right
 
 
-@pytest.mark.parametrize("name", sabotage.SABOTAGES)
+@each_sabotage
 def test_an_engine_that_was_used_inside_is_right_afterwards(name: str) -> None:
     """Blocks, prefix cache and rows are forgotten; a request that has not ended goes on."""
     with lesson.small_llm(48, max_num_batched_tokens=8) as llm:
@@ -194,7 +204,7 @@ def test_a_request_that_is_running_at_the_end_goes_on() -> None:
         assert list(outputs[0].outputs[0].token_ids) == right
 
 
-@pytest.mark.parametrize("name", sabotage.SABOTAGES)
+@each_sabotage
 def test_undone_whatever_happens_inside(name: str) -> None:
     method, _ = sabotage.REPLACEMENTS[name]
     module, _, dotted = method.partition(".")

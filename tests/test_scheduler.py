@@ -353,7 +353,7 @@ def test_same_tokens_no_block_lost_and_everything_ends(**drawn: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 @few_requests
 def test_the_same_in_many_more_histories(**drawn: Any) -> None:
     History(**drawn).play()

@@ -200,7 +200,7 @@ def test_a_short_run_of_the_control_plane() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 def test_a_run_of_each_part_finds_nothing(name: str) -> None:
-    report = soak(20, SEED, [name])
+    report = soak(10, SEED, [name])
     assert report.rounds[name] > 0
     assert report.findings == [], report
 

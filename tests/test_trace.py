@@ -796,7 +796,7 @@ def test_timeline_and_timelines(story: Any, plt: Any) -> None:
     assert {"one", "two", "place 1", "place 3", "step"} <= set(texts)
 
 
-@pytest.mark.parametrize("more", [0, 1, 140])
+@pytest.mark.parametrize("more", [0, 1, pytest.param(140, marks=pytest.mark.slow)])
 def test_a_timeline_has_a_limit_of_lanes(more: int, plt: Any) -> None:
     engine = make_engine(num_kv_blocks=256, max_num_seqs=200, max_num_batched_tokens=256)
     recorder = trace.Recorder(engine)
