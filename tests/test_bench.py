@@ -210,7 +210,8 @@ def expected(tiny: Path) -> tuple[list[Request], list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["nanoserve", "hf", pytest.param("hf-continuous", marks=pytest.mark.slow)]
+    "name",
+    ["nanoserve", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hf", "hf-continuous"))],
 )
 def test_engines_give_the_same_tokens(
     name: str, tiny: Path, expected: tuple[list[Request], list[list[int]]]

@@ -418,7 +418,13 @@ def is_quick(task: Task) -> bool:
     return task.promise > 0 and not re.search("1536|2000", task.name)
 
 
-@pytest.mark.parametrize("task", list(filter(is_quick, TASKS)), ids=lambda task: task.name)
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, id=task.name, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, task in enumerate(filter(is_quick, TASKS))
+    ],
+)
 def test_a_fresh_sample_keeps_the_promise(demo: DemoModel, task: Task) -> None:
     score = score_task(demo, task, size=16, seed=99)
     allowed = 2 * (score.promise * (1 - score.promise) / score.n) ** 0.5  # of sampling error

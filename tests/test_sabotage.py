@@ -155,17 +155,17 @@ STORIES: dict[str, Callable[[], list[list[int]]]] = {
 }
 
 
-# What holds for one holds for most: a plain run tries every fourth.
+# What holds for one holds for most: a plain run tries every third.
 each_sabotage = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if number % 4 else [])
+        pytest.param(name, marks=[pytest.mark.slow] if number % 3 else [])
         for number, name in enumerate(sabotage.SABOTAGES)
     ],
 )
 
 
-@pytest.mark.parametrize("name", sabotage.SABOTAGES)
+@each_sabotage
 def test_a_sabotage_changes_tokens_and_leaves_nothing(name: str) -> None:
     """Inside, the answer is another one; afterwards it is the right one again."""
     story = STORIES[name]
