@@ -176,8 +176,7 @@ class MultiprocExecutor:
         """Run `work` in rank 0's thread; set `failure` if a rank has failed, or if rank 0 has and
         the other ranks wait for it."""
         self.failure = self.failure or self.ranks.find_failure(timeout=0)
-        if self.failure is not None:
-            raise RankError(f"{self.failure}\nThis engine cannot go on: build a new LLM.")
+        self._check_failure()
         try:
             result = self._thread.run(work, self._report_wait)
         except RankError as error:
@@ -188,12 +187,16 @@ class MultiprocExecutor:
                 if found is None or "exit code" in found:  # rank 0 may have seen the cause
                     found = "\n".join(filter(None, (found, str(error))))
                 self.failure = found
-            raise RankError(self.failure) from error
+            self._check_failure(error)
         # An aborted nccl call raises nothing.
         self.failure = self.failure or self.ranks.find_failure(timeout=0)
-        if self.failure is not None:
-            raise RankError(self.failure)
+        self._check_failure()
         return result
+
+    def _check_failure(self, cause: RankError | None = None) -> None:
+        if self.failure is not None:
+            message = f"{self.failure}\nThis engine cannot go on: build a new LLM."
+            raise RankError(message) from cause
 
     def _report_wait(self, seconds: float) -> None:
         """Log that a step takes long, if a rank stands still or the wait is very long."""
