@@ -543,8 +543,8 @@ def generate():
     [output] = llm.generate([[7, 8, 9, 10, 11]], params, use_tqdm=False)
     print("tokens", *output.outputs[0].token_ids, flush=True)
 
-generate()
 try:
+    generate()
     while sys.argv[3] == "for ever":
         llm.generate([[5, 6]], params, use_tqdm=False)
 except KeyboardInterrupt:
