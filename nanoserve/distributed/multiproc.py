@@ -175,7 +175,6 @@ class MultiprocExecutor:
     def _run_and_check(self, work: Callable[[], Result]) -> Result:
         """Run `work` in rank 0's thread; set `failure` if a rank has failed, or if rank 0 has and
         the other ranks wait for it."""
-        self.failure = self.failure or self.ranks.find_failure(timeout=0)
         self._check_failure()
         try:
             result = self._thread.run(work, self._report_wait)
@@ -189,11 +188,12 @@ class MultiprocExecutor:
                 self.failure = found
             self._check_failure(error)
         # An aborted nccl call raises nothing.
-        self.failure = self.failure or self.ranks.find_failure(timeout=0)
         self._check_failure()
         return result
 
     def _check_failure(self, cause: RankError | None = None) -> None:
+        """Raise RankError if a rank has failed, now or before; `cause`: how rank 0 noticed it."""
+        self.failure = self.failure or self.ranks.find_failure(timeout=0)
         if self.failure is not None:
             message = f"{self.failure}\nThis engine cannot go on: build a new LLM."
             raise RankError(message) from cause
