@@ -23,19 +23,19 @@ QUESTIONS = [
 
 
 def main() -> None:
-    from nanoserve import LLM, EngineConfig, SamplingParams
+    from nanoserve import LLM, SamplingParams
+    from nanoserve.entrypoints.flags import add_engine_flags, read_engine_flags
 
     parser = argparse.ArgumentParser(description="Complete two stories, answer a few questions.")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest")
     parser.add_argument("--max-tokens", type=int, default=200, help="per answer")
-    EngineConfig.add_cli_args(parser)
+    add_engine_flags(parser)
     args = parser.parse_args()
 
     bold, plain = ("\033[1m", "\033[0m") if sys.stdout.isatty() else ("", "")
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    config = EngineConfig.from_cli_args(args)
     # Under torchrun, the processes of ranks above 0 work for rank 0 in this line, and exit there.
-    with LLM(**vars(config)) as llm:
+    with LLM(**read_engine_flags(args)) as llm:
         for output in llm.generate(STORIES, params):
             print(f"{output.prompt}{bold}{output.outputs[0].text}{plain}\n", flush=True)
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]

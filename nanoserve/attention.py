@@ -17,9 +17,9 @@ cached prefixes and decode:
                             query 0    x x x x x .     at position 6 - 2 + 0 = 4
                             query 1    x x x x x x     at position 5
 
-`AttentionBackend` is the definition of attention, in plain PyTorch: the slowest and clearest way
-(attention_backend="reference"). The fast backends are subclasses, held to this definition by
-tests: kernels/attention_cpu.py ("torch") and kernels/attention_triton.py ("triton").
+`AttentionBackend` is attention in plain PyTorch, one sequence after the other. It is what runs for a
+small model, and the definition that the fast backends are held to by tests: they are subclasses,
+kernels/attention_cpu.py ("torch"), native_cpu.py ("native") and attention_triton.py ("triton");
 kernels/selector.py chooses. Override `attend` to try an idea of your own:
 
     class MyBackend(AttentionBackend):
@@ -37,14 +37,14 @@ selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAtten
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Keys and values of one layer: [num_blocks, block_size, num_kv_heads, key_dim or value_dim] each;
-# and if they have 8 bits, the scale of each vector: [num_blocks, block_size, num_kv_heads, 1] each.
+# Keys and values of one layer: [num_blocks, block_size, num_kv_heads, key_dim or value_dim] each.
+# (And if they have 8 bits, their scales: kernels/quantized_cache.py.)
 KVCache = tuple[Tensor, ...]
 
 
@@ -52,34 +52,24 @@ KVCache = tuple[Tensor, ...]
 class StepMetadata:
     """Where the tokens of one step belong; the same for all layers."""
 
-    slot_mapping: Tensor  # [num_tokens] int64: each token's slot; negative: do not store
+    slot_mapping: Tensor  # [num_tokens] int64: each token's slot; negative: a graph's padding
     block_table: Tensor  # [num_seqs, max_blocks] int32: a sequence's blocks, then anything
     query_start_loc: Tensor  # [num_seqs + 1] int32: tokens [loc[i], loc[i + 1]) are sequence i's
     seq_lens: Tensor  # [num_seqs] int32: keys after this step
     plan: Any = None  # what the backend's `plan` prepared for all layers
-    lora: Any = None  # which tokens have which adapter (extras/lora); None: none has one
 
 
-def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [.., n] as numbers of 8 bits (int8 or float8_e4m3fn), and a float32 scale for each row,
-    [.., 1]: numbers * scale is x, rounded. A row with a NaN or an infinity has a scale that is none
-    either."""
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = x.abs().amax(dim=-1, keepdim=True).float() / largest
-    numbers = x / scale.clamp(min=torch.finfo(torch.float32).tiny)
-    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scale
+class Part(NamedTuple):
+    """One sequence's part of a step."""
 
-
-def as_stored(key: Tensor, value: Tensor, kv_cache: KVCache) -> tuple[Tensor, ...]:
-    """What a cache keeps of key and value [num_tokens, num_kv_heads, dim], in its order."""
-    if len(kv_cache) == 2:
-        return key, value
-    numbers, scales = zip(*(quantize_rows(x, kv_cache[0].dtype) for x in (key, value)), strict=True)
-    return *numbers, *scales
+    start: int  # its queries are the tokens [start, end) of the step
+    end: int
+    seq_len: int  # keys that it has after this step
+    blocks: Tensor  # [num_blocks] int32: where they are
 
 
 class AttentionBackend:
-    """The definition of paged attention, and the base of its fast implementations.
+    """Paged attention in plain PyTorch, and the base of its fast implementations.
 
     Once a step the runner calls `plan`. Then each layer calls `store`, then `attend`.
     """
@@ -88,17 +78,23 @@ class AttentionBackend:
     supports_cuda_graphs = False  # True: no kernel launch depends on the contents of a tensor
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        """The metadata, with whatever all layers share in its field `plan`. `dtype` is that of the
-        KV cache."""
-        return metadata
+        """The metadata, with what all layers share in its field `plan`: here, the step's parts.
+        `dtype` is that of the KV cache."""
+        starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        parts = [
+            Part(start, end, seq_len, blocks[: -(-seq_len // block_size)])
+            for start, end, seq_len, blocks in zip(
+                starts, starts[1:], lengths, metadata.block_table, strict=False
+            )
+        ]
+        return replace(metadata, plan=parts)
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         """Write key and value [num_tokens, num_kv_heads, dim] to the slots of their tokens."""
         block_size = kv_cache[0].shape[1]
-        for token, slot in enumerate(metadata.slot_mapping.tolist()):
-            if slot >= 0:
-                for cache, new in zip(kv_cache, as_stored(key, value, kv_cache), strict=True):
-                    cache[slot // block_size, slot % block_size] = new[token]
+        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        for cache, new in zip(kv_cache, (key, value), strict=True):
+            cache[block, offset] = new
 
     def attend(
         self,
@@ -113,33 +109,32 @@ class AttentionBackend:
         """Causal attention: [num_tokens, num_heads, key_dim] -> [num_tokens, num_heads, value_dim].
 
         With `sliding_window`, a query sees that many keys at most, the key at its own position
-        included. `logits_soft_cap` brings the scores smoothly between -cap and cap. The sums are
-        made in float64, so that no rounding but the last one counts.
+        included. `logits_soft_cap` brings the scores smoothly between -cap and cap.
         """
-        block_size, num_kv_heads = kv_cache[0].shape[1:3]
-        heads_per_kv_head = query.shape[1] // num_kv_heads
-        output = query.new_empty(*query.shape[:2], kv_cache[1].shape[-1])
-        for i, seq_len in enumerate(metadata.seq_lens.tolist()):
-            start, end = metadata.query_start_loc[i : i + 2].tolist()
-            position = torch.arange(seq_len, device=query.device)
-            # 1. Fetch: the sequence's keys and values, wherever its blocks are.
-            block, slot = metadata.block_table[i, position // block_size], position % block_size
-            key, value, *scales = (cache[block.long(), slot].double() for cache in kv_cache)
-            if scales:
-                key, value = key * scales[0], value * scales[1]
-            # 2. Share: several query heads read the same key head (GQA).
-            key = key.repeat_interleave(heads_per_kv_head, dim=1)  # [seq_len, num_heads, key_dim]
-            value = value.repeat_interleave(heads_per_kv_head, dim=1)
-            # 3. Score: every query against every key, [num_heads, end - start, seq_len].
-            score = torch.einsum("qhd,khd->hqk", query[start:end].double(), key) * scale
+        (num_kv_heads, value_dim), dtype = kv_cache[1].shape[2:], query.dtype
+        wide = torch.promote_types(dtype, torch.float32)  # sums of many numbers need it
+        # 1. Share: the query heads that read the same key head lie side by side (GQA).
+        query = query.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).to(wide)
+        output = query.new_empty(*query.shape[:3], value_dim)
+        for start, end, seq_len, blocks in metadata.plan:
+            # 2. Fetch: the sequence's keys and values, wherever its blocks are.
+            key, value = (
+                cache.index_select(0, blocks).flatten(0, 1)[:seq_len].transpose(0, 1).to(wide)
+                for cache in kv_cache
+            )  # [num_kv_heads, seq_len, dim]
+            # 3. Score: every query against every key, [num_kv_heads, q * heads of each, seq_len].
+            score = query[:, start:end].flatten(1, 2) @ key.mT * scale
             if logits_soft_cap is not None:
                 score = logits_soft_cap * torch.tanh(score / logits_soft_cap)
             # 4. Mask: the queries stand at the last positions, and see the past only.
-            distance = position[seq_len - (end - start) :, None] - position
-            hidden = distance < 0
-            if sliding_window is not None:
-                hidden |= distance >= sliding_window
+            if end - start > 1 or sliding_window is not None:
+                position = torch.arange(seq_len, device=query.device)
+                distance = position[start - end :, None] - position  # from each key to each query
+                hidden = distance < 0
+                if sliding_window is not None:
+                    hidden |= distance >= sliding_window
+                score.unflatten(1, (end - start, -1)).masked_fill_(hidden[:, None], -torch.inf)
             # 5. Mix: each output is a weighted sum of values.
-            weight = score.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-            output[start:end] = torch.einsum("hqk,khd->qhd", weight, value).to(query.dtype)
-        return output
+            mixed = score.softmax(dim=-1) @ value
+            output[:, start:end] = mixed.unflatten(1, (end - start, -1))
+        return output.transpose(0, 1).flatten(1, 2).to(dtype)

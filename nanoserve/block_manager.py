@@ -40,21 +40,11 @@ kv_cache_manager.py, block_pool.py, kv_cache_utils.py (V1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from enum import Enum
+from collections.abc import Hashable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from nanoserve.logger import to_html
 from nanoserve.sequence import BlockPair, Sequence
-
-
-class BlockState(Enum):
-    """The states of a block, as vLLM's documents draw them."""
-
-    FREE = "free"  # reference count 0; the block may still hold a prefix that can be found
-    ALLOCATED = "allocated"  # in at least one block table
-    SWAPPED = "swapped"  # a block of the CPU pool that holds a swapped sequence
 
 
 class Copies(NamedTuple):
@@ -104,33 +94,19 @@ class BlockPool:
     Invariant: a block is in the free queue exactly if its reference count is 0.
     """
 
-    def __init__(self, num_blocks: int, held: BlockState = BlockState.ALLOCATED) -> None:
-        """`held` is the state of a block with a reference count above 0."""
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.held = held
         self.ref_counts = [0] * num_blocks
         # Least recently used first. An OrderedDict is a doubly linked list with an index: O(1) at
         # both ends and in the middle. vLLM V1 builds the same by hand as FreeKVCacheBlockQueue.
         self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached_blocks: dict[BlockHash, int] = {}
         self.block_hashes: list[BlockHash | None] = [None] * num_blocks
-        # Called with a block that can be found, before it is overwritten (extras/kv_offload).
-        self.on_evict: Callable[[int, BlockHash], object] | None = None
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self.free_queue)
-
-    def get_state(self, block_id: int) -> BlockState:
-        return self.held if self.ref_counts[block_id] else BlockState.FREE
 
     def allocate(self) -> int:
         """Take the least recently used free block; its old content can no longer be found."""
         block_id, _ = self.free_queue.popitem(last=False)
-        if (block_hash := self.block_hashes[block_id]) is not None:
-            self.uncache(block_id)
-            if self.on_evict is not None:
-                self.on_evict(block_id, block_hash)
+        self.uncache(block_id)
         self.ref_counts[block_id] = 1
         return block_id
 
@@ -168,8 +144,8 @@ class BlockManager:
     """The block tables of all sequences that hold blocks. Running sequences hold KV blocks; swapped
     sequences hold blocks of a second pool, in CPU memory.
 
-    Invariant: `check()` passes between any two calls; when no sequence is left, every block's
-    reference count is 0.
+    Invariant: tools/check_blocks.py passes between any two calls; when no sequence is left, every
+    block's reference count is 0.
     """
 
     def __init__(
@@ -189,16 +165,10 @@ class BlockManager:
         self.num_hit_tokens = 0
         self._hash_table = BlockHashTable()
 
-    def __repr__(self) -> str:
-        return f"BlockManager({self.num_free_blocks} of {self.num_blocks} blocks free)"
-
-    def _repr_html_(self) -> str | None:
-        return to_html("blocks", self)
-
     def reset(self) -> None:
         """Forget everything: no block tables, every block free, an empty prefix cache."""
         self.pool = BlockPool(self.num_blocks)
-        self.cpu_pool = BlockPool(self.num_cpu_blocks, held=BlockState.SWAPPED)
+        self.cpu_pool = BlockPool(self.num_cpu_blocks)
         self.block_tables: dict[int, list[int]] = {}  # seq_id -> block ids
         self.swapped_tables: dict[int, list[int]] = {}  # seq_id -> ids of CPU blocks
         # Pending copies. By CPU block: of two copies into one CPU block only the last one counts,
@@ -208,10 +178,6 @@ class BlockManager:
         self._copy_on_write: list[BlockPair] = []
 
     # -- questions (nothing changes) --
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens: 5 tokens in blocks of 4 need 2."""
@@ -229,7 +195,7 @@ class BlockManager:
             return []
         block_ids: list[int] = []
         max_hits = (seq.num_tokens - 1) // self.block_size
-        for block_hash in self._hashes_of(seq, max_hits)[:max_hits]:
+        for block_hash in self.hashes_of(seq, max_hits)[:max_hits]:
             block_id = self.pool.cached_blocks.get(block_hash)
             if block_id is None:
                 break
@@ -240,23 +206,23 @@ class BlockManager:
         """Do the free blocks hold all known tokens of `seq`, given these cached blocks?"""
         num_new = self.num_blocks_for(seq.num_tokens) - len(cached_blocks)
         num_taken_back = sum(self.pool.ref_counts[block_id] == 0 for block_id in cached_blocks)
-        return num_new + num_taken_back <= self.pool.num_free_blocks
+        return num_new + num_taken_back <= len(self.pool.free_queue)
 
-    def can_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def can_append_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Are there blocks for the next `num_new_tokens` tokens of `seq`?"""
         needed = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens)
-        num_left = self.pool.num_free_blocks + len(self.block_tables[seq.seq_id]) - needed
+        num_left = len(self.pool.free_queue) + len(self.block_tables[seq.seq_id]) - needed
         return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes a block
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""
-        return len(self.block_tables[seq.seq_id]) <= self.cpu_pool.num_free_blocks
+        return len(self.block_tables[seq.seq_id]) <= len(self.cpu_pool.free_queue)
 
     def can_swap_in(self, seq: Sequence) -> bool:
         """Do the free blocks hold all known tokens of a swapped sequence, and all that was swapped
         out? (That may be more: slots of rejected drafts.)"""
         num_blocks = max(self.num_blocks_for(seq.num_tokens), len(self.swapped_tables[seq.seq_id]))
-        return num_blocks <= self.pool.num_free_blocks
+        return num_blocks <= len(self.pool.free_queue)
 
     def _must_copy(self, seq: Sequence) -> bool:
         """True if the next token of `seq` goes into a partly filled block that others share."""
@@ -267,6 +233,10 @@ class BlockManager:
 
     # -- changes --
 
+    def take_block(self) -> int:
+        """A free KV block; its old content is about to be overwritten."""
+        return self.pool.allocate()
+
     def allocate(self, seq: Sequence, cached_blocks: list[int]) -> None:
         """Open a block table for `seq` with `cached_blocks`, whose tokens count as computed."""
         for block_id in cached_blocks:
@@ -276,7 +246,7 @@ class BlockManager:
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 
-    def append(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
+    def append_slots(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
         """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append was True. (The
         last ones may be drafts, and slots behind them in which a proposer writes.)
 
@@ -286,35 +256,34 @@ class BlockManager:
         """
         block_table = self.block_tables[seq.seq_id]
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens
-        first_new = len(block_table) - self.copy_on_write(seq)
+        first_new = len(block_table)
+        if self._must_copy(seq):
+            self.copy_on_write(seq)
+            first_new -= 1
         num_new = self.num_blocks_for(end) - len(block_table)
-        block_table += [self.pool.allocate() for _ in range(num_new)]
+        block_table += [self.take_block() for _ in range(num_new)]
         # From start - 1: the block of the token before may have been filled in flight.
-        self.cache_blocks(seq, max(start - 1, 0), end)
+        if end // self.block_size > max(start - 1, 0) // self.block_size:  # rare in decodes
+            self.cache_blocks(seq, max(start - 1, 0), end)
         return first_new, block_table[first_new:]
 
     def cache_blocks(self, seq: Sequence, start: int, end: int) -> None:
         """Let the blocks be found that the known ones of the tokens [start, end) fill."""
         first, last = start // self.block_size, end // self.block_size
-        if last > first and self.enable_prefix_caching:  # rare in decodes
+        if self.enable_prefix_caching:
             last = min(last, seq.num_tokens // self.block_size)
             blocks = self.block_tables[seq.seq_id][first:last]
-            hashes = self._hashes_of(seq, last)[first:last]
+            hashes = self.hashes_of(seq, last)[first:last]
             for block_id, block_hash in zip(blocks, hashes, strict=True):
                 self.pool.cache(block_id, block_hash)
 
-    def copy_on_write(self, seq: Sequence) -> bool:
-        """Before `seq` writes: replace its last block by a copy of its own, if the block is shared.
-
-        True if the block was shared: then the copy is pending.
-        """
-        if not self._must_copy(seq):
-            return False
+    def copy_on_write(self, seq: Sequence) -> None:
+        """Before `seq` writes into its last block, which is shared: replace it by a copy of its
+        own. The copy is pending."""
         block_table = self.block_tables[seq.seq_id]
-        shared, block_table[-1] = block_table[-1], self.pool.allocate()
+        shared, block_table[-1] = block_table[-1], self.take_block()
         self._copy_on_write.append((shared, block_table[-1]))
         self.pool.free(shared)
-        return True
 
     def take_copies(self) -> Copies:
         """The pending copies, for the step that was just decided; none are pending afterwards."""
@@ -346,7 +315,7 @@ class BlockManager:
     def swap_in(self, seq: Sequence) -> None:
         """Move `seq` back to KV blocks, after can_swap_in said that they fit."""
         cpu_blocks = self.swapped_tables[seq.seq_id]
-        block_table = [self.pool.allocate() for _ in cpu_blocks]
+        block_table = [self.take_block() for _ in cpu_blocks]
         self._swap_in += zip(cpu_blocks, block_table, strict=True)
         self.free(seq)
         self.block_tables[seq.seq_id] = block_table
@@ -368,24 +337,7 @@ class BlockManager:
             self.pool.uncache(block_id)
         return True
 
-    def check(self) -> None:
-        """Raise AssertionError unless reference counts agree with block tables, the free queue with
-        reference counts, and the two directions of the hash map with each other."""
-        for pool, tables in ((self.pool, self.block_tables), (self.cpu_pool, self.swapped_tables)):
-            counted = [0] * pool.num_blocks
-            for block_table in tables.values():
-                assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"
-                for block_id in block_table:
-                    counted[block_id] += 1
-            assert counted == pool.ref_counts, f"counted {counted}, recorded {pool.ref_counts}"
-            free = {block_id for block_id, count in enumerate(counted) if count == 0}
-            assert free == set(pool.free_queue), f"free {free}, queued {set(pool.free_queue)}"
-            found = {h: block_id for block_id, h in enumerate(pool.block_hashes) if h is not None}
-            assert found == pool.cached_blocks, "hash map and blocks disagree"
-        both = self.block_tables.keys() & self.swapped_tables.keys()
-        assert not both, f"sequences {both} are in both pools"
-
-    def _hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
+    def hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
         """seq.block_hashes, made to cover at least its first `num_blocks` (full) blocks."""
         hashes, size = seq.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._hash_table.get(None, seq.extra_keys)

@@ -1,6 +1,6 @@
 """What does the runner remember of each sequence?
 
-InputBatch has one row for each sequence that the runner knows: token ids, block table and sampling
+RequestState has one row for each sequence that the runner knows: token ids, block table and sampling
 parameters, in NumPy arrays. A SchedulerOutput says what changed, and only that is written. A step
 reads its rows with vectorised indexing, so the cost of a step does not grow with the length of the
 contexts.
@@ -10,7 +10,7 @@ contexts.
     1     (free)
     2     [5 9 2 4 4 1 . .]    6            [7 8 . .]      0.8          50
 
-In this module `row` always means a row of InputBatch. A sampling batch has an order of its own: its
+In this module `row` always means a row of RequestState. A sampling batch has an order of its own: its
 i-th entry belongs to the i-th row of the logits, and is called `logits_row`.
 
 Few requests change single logits (penalties, bad words, ...). The rows of such requests have a
@@ -25,24 +25,66 @@ vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanoserve.attention import StepMetadata
+from nanoserve.config import EngineConfig
+from nanoserve.kernels.cuda_graph import GraphShape
 from nanoserve.kernels.seen_tokens import SeenTokens
-from nanoserve.logits_processors import RequestProcessors
-from nanoserve.sampler import LogitEdits, LogitMask, Penalties, SamplingBatch, uniform_noise
+from nanoserve.sampler import (
+    LogitEdits,
+    LogitMask,
+    Penalties,
+    RequestProcessors,
+    SamplingBatch,
+    uniform_noise,
+)
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
-from nanoserve.sequence import NewSequence, ScheduledSequence
-from nanoserve.staging import StagingBuffer
+from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
 
 PLACEHOLDER = -1  # in token_ids: the token is sampled, but its id has not reached the CPU yet
-LogitsRow = tuple[int, int]  # (row of the logits, row of InputBatch)
+Send = Callable[..., dict[str, Tensor]]  # arrays by name -> tensors on the device, by name
+LogitsRow = tuple[int, int]  # (row of the logits, row of RequestState)
 # Of one row: token ids [k] int64, and what to add to their logits [k] float32; -inf forbids.
 Edits = tuple[np.ndarray, np.ndarray]
+Array: TypeAlias = Any  # an np.ndarray before it is sent, a Tensor after
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """What one step sends to the device: NumPy arrays before it is sent, tensors after.
+
+    The order of the fields is the order of their addresses. The fields before block_table have the
+    same sizes, and so the same addresses, in all steps of one CUDA graph.
+    """
+
+    input_ids: Array  # [num_tokens] int64; PLACEHOLDER for a token that only the device knows
+    positions: Array  # [num_tokens] int64
+    token_rows: Array  # [num_tokens] int64: each token's row in the RequestState
+    slot_mapping: Array  # [num_tokens] int64: where to store each token's key and value
+    query_start_loc: Array  # [num_seqs + 1] int32
+    seq_lens: Array  # [num_seqs] int32
+    block_table: Array  # [num_seqs, max_blocks] int32
+    # For each token to sample; behind a prompt with n forks there are n.
+    sampled_rows: Array  # [num_samples] int64: its row in the RequestState
+    logits_indices: Array  # [num_samples] int64: where in the step the token before it is
+
+
+class InputBatch(NamedTuple):
+    """One step, on the CPU and on the device. Only `tensors` and `metadata` are padded, in a decode
+    step that runs as a graph."""
+
+    step: SchedulerOutput
+    arrays: StepArrays
+    tensors: StepArrays
+    metadata: StepMetadata
+    graph_shape: GraphShape | None = None  # run as the graph of this shape
 
 
 def make_edits(values: Mapping[int, float]) -> Edits:
@@ -60,8 +102,6 @@ class RowLogitState:
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
         self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
-        self.grammar = new.structured_output_request
-        self.changes_logits = self.params.changes_logits
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
@@ -76,7 +116,7 @@ class RowLogitState:
                 yield make_edits({last: -math.inf})
 
 
-class InputBatch:
+class RequestState:
     """One row per known sequence.
 
     Invariant: row `row_of[seq_id]` holds all that a step may ask about the sequence; rows not in
@@ -84,26 +124,18 @@ class InputBatch:
     """
 
     def __init__(
-        self,
-        max_num_seqs: int,
-        max_model_len: int,
-        block_size: int,
-        vocab_size: int,
-        staging: StagingBuffer | None = None,
+        self, config: EngineConfig, vocab_size: int, device: torch.device, send: Send
     ) -> None:
-        """`staging` sends arrays to the device. None: each array is copied, and stays on the
-        CPU."""
-        max_blocks = -(-max_model_len // block_size)
-        self.vocab_size = vocab_size
-        self.staging = staging or StagingBuffer(0, torch.device("cpu"))
+        """`send` makes tensors on the device of arrays."""
+        max_num_seqs, max_model_len = config.max_num_seqs, config.max_model_len
+        max_blocks = -(-max_model_len // config.block_size)
+        self.vocab_size, self.device, self.send = vocab_size, device, send
         self.row_of: dict[int, int] = {}
         self.free_rows = list(range(max_num_seqs))[::-1]
         self.logit_states: dict[int, RowLogitState] = {}  # by row
         self.num_prompt_logprobs: dict[int, int] = {}  # by row, where asked for
         # On the device, by row: the input of the next step, before it has reached the CPU.
-        self.last_sampled_token_ids = torch.zeros(
-            max_num_seqs, dtype=torch.long, device=self.staging.device
-        )
+        self.last_sampled_token_ids = torch.zeros(max_num_seqs, dtype=torch.long, device=device)
         # np.zeros maps memory only when it is written: long-context tables cost nothing up front.
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.seq_ids = np.zeros(max_num_seqs, np.int64)
@@ -113,7 +145,6 @@ class InputBatch:
         self.seeds = np.zeros(max_num_seqs, np.int64)
         self.branches = np.zeros(max_num_seqs, np.int64)
         self.num_samples = np.zeros(max_num_seqs, np.int64)
-        self.lora_slots = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.zeros(max_num_seqs, np.float32)
@@ -130,7 +161,7 @@ class InputBatch:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.block_tables[row, : len(new.block_ids)] = new.block_ids
         self.seeds[row], self.branches[row] = new.seed, new.branch
-        self.num_samples[row], self.lora_slots[row] = new.num_samples, new.lora_slot
+        self.num_samples[row] = new.num_samples
         params = new.sampling_params
         self.temperature[row] = params.temperature
         self.top_k[row] = min(params.top_k or self.vocab_size, self.vocab_size)
@@ -138,7 +169,7 @@ class InputBatch:
         self.num_logprobs[row] = params.logprobs
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
-        if params.changes_logits or new.structured_output_request is not None:
+        if params.changes_logits:
             self.logit_states[row] = RowLogitState(new)
 
     def remove(self, seq_id: int) -> None:
@@ -156,55 +187,55 @@ class InputBatch:
             self.remove(seq_id)
         self.free_rows = list(range(len(self.num_tokens)))[::-1]
 
-    def write_blocks(self, row: int, item: ScheduledSequence) -> None:
-        """Write new block ids where the scheduler says, and drafts behind the known tokens."""
-        end = item.first_new_block + len(item.new_block_ids)
-        self.block_tables[row, item.first_new_block : end] = item.new_block_ids
-        start = self.num_tokens[row]
-        self.token_ids[row, start : start + len(item.draft_token_ids)] = item.draft_token_ids
+    def write_blocks(self, item: ScheduledSequence) -> int:
+        """Write new block ids where the scheduler says; return the sequence's row."""
+        row = self.row_of[item.seq_id]
+        if item.new_block_ids:
+            end = item.first_new_block + len(item.new_block_ids)
+            self.block_tables[row, item.first_new_block : end] = item.new_block_ids
+        return row
 
-    def append_placeholders(self, rows: np.ndarray) -> np.ndarray:
-        """Append to each row the token that the device is sampling for it; return the positions.
+    def append_placeholders(self, rows: np.ndarray) -> None:
+        """Append to each row the token that the device is sampling for it.
 
         The id of that token is not known yet, so a placeholder holds its position. A row of
         max_model_len tokens is full: its last token is never a model input, and is not stored.
-        From now on each row samples one token: its branches, if it had any, have rows of their own.
         """
-        positions = self.num_tokens[rows]
-        has_room = positions < self.token_ids.shape[1]
-        self.token_ids[rows[has_room], positions[has_room]] = PLACEHOLDER
-        self.num_tokens[rows[has_room]] += 1
+        rows = rows[self.num_tokens[rows] < self.token_ids.shape[1]]
+        self.token_ids[rows, self.num_tokens[rows]] = PLACEHOLDER
+        self.num_tokens[rows] += 1
         self.num_samples[rows] = 1
-        return positions
 
-    def fill_placeholder(self, row: int, position: int, token_id: int) -> None:
-        """Write the sampled token over its placeholder, or behind it an accepted draft."""
-        if position < self.token_ids.shape[1]:
+    def write_token(self, seq_id: int, position: int, token_id: int) -> None:
+        """A sampled token is known: write it over its placeholder, or behind the known tokens. The
+        sequence may have finished, or was preempted, meanwhile. From now on the row samples one
+        token: its branches, if it had any, have rows of their own."""
+        row = self.row_of.get(seq_id)
+        if row is not None and position < self.token_ids.shape[1]:
             self.token_ids[row, position] = token_id
+            self.num_tokens[row] = max(self.num_tokens[row], position + 1)
+            self.num_samples[row] = 1
 
-    def get_output_token_ids(self, row: int, end: int | None = None) -> np.ndarray:
-        """[num_output_tokens]: those before position `end`, or all known ones. The last ones may be
-        placeholders, or drafts."""
-        end = self.num_tokens[row] if end is None else end
+    def get_output_token_ids(self, row: int, end: int) -> np.ndarray:
+        """[num_output_tokens]: those before position `end`. The last may be a placeholder."""
         return self.token_ids[row, self.num_prompt_tokens[row] : end]
 
     def make_sampling_batch(
-        self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray | None = None
+        self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
     ) -> SamplingBatch:
         """The sampling parameters of `rows`, one entry for each row of the logits.
 
-        A row that is about to fork appears n times, each time with the number of another branch. A
-        row with k drafts appears 1 + k times, with the positions of the tokens to sample, for which
-        the drafts count as output. positions: None for the row's next token.
+        A row that is about to fork appears n times, each time with the number of another branch.
+        `positions` are those of the tokens to sample: all tokens before them count as output.
         """
         row_list = rows.tolist()
-        positions = self.num_tokens[rows] if positions is None else positions
         with_state = [(i, row) for i, row in enumerate(row_list) if row in self.logit_states]
+        num_logprobs = tuple(self.num_logprobs[row] for row in row_list)
         is_greedy = bool((self.temperature[rows] < GREEDY_TEMPERATURE).all())
         return SamplingBatch(
             **({} if is_greedy else self._make_filters(rows, branches, positions)),
             is_greedy=is_greedy,
-            num_logprobs=tuple(self.num_logprobs[row] for row in row_list),
+            num_logprobs=num_logprobs if any(n is not None for n in num_logprobs) else (),
             **(self._make_constraints(with_state, positions) if with_state else {}),
         )
 
@@ -222,41 +253,29 @@ class InputBatch:
         arrays |= {"top_p": top_p} if (top_p < 1).any() else {}
         arrays |= {"min_p": min_p} if (min_p > 0).any() else {}
         max_top_k = top_k[(top_k < self.vocab_size) | (top_p < 1)].max(initial=0)
-        return {**self.staging.send(**arrays), "max_top_k": int(max_top_k)}
+        return {**self.send(**arrays), "max_top_k": int(max_top_k)}
 
-    def _make_constraints(
-        self, rows_with_state: list[LogitsRow], positions: np.ndarray
-    ) -> dict[str, Any]:
-        states = self.logit_states
-        rows = [(i, row) for i, row in rows_with_state if states[row].changes_logits]
+    def _make_constraints(self, rows: list[LogitsRow], positions: np.ndarray) -> dict[str, Any]:
+        """What changes single logits of these rows."""
         outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows]
         return {
-            "bitmask": self._make_bitmask(rows_with_state, positions),
             "mask": self._make_mask(rows),
             "edits": self._make_edits(rows, outputs),
-            "processors": self._make_processors(rows),
+            "processors": self._make_processors(rows, outputs),
             "penalties": self._make_penalties(rows),
-            "params": {i: states[row].params for i, row in rows_with_state},
         }
-
-    def _make_bitmask(self, rows_with_state: list[LogitsRow], positions: np.ndarray) -> Any:
-        """What grammars forbid behind the known tokens and the drafts."""
-        states = [(i, row, self.logit_states[row].grammar) for i, row in rows_with_state]
-        grammars = [each for each in states if each[2] is not None]
-        make = grammars and grammars[0][2].manager.grammar_bitmask
-        return make(self, grammars, positions) if make else None
 
     def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
         states = [(i, self.logit_states[row]) for i, row in rows_with_state]
         masks = {i: self._get_mask(state) for i, state in states if state.params.allowed_token_ids}
         if not masks:
             return None
-        rows = self.staging.send(rows=np.array(list(masks)))["rows"]
+        rows = self.send(rows=np.array(list(masks)))["rows"]
         return LogitMask(rows, torch.stack(list(masks.values())))
 
     def _get_mask(self, state: RowLogitState) -> Tensor:
         if state.mask is None:
-            ids = self.staging.send(ids=np.array(state.params.allowed_token_ids))["ids"]
+            ids = self.send(ids=np.array(state.params.allowed_token_ids))["ids"]
             nothing = torch.full((self.vocab_size,), -torch.inf, device=ids.device)
             state.mask = nothing.index_fill_(0, ids, 0.0)
         return state.mask
@@ -273,18 +292,18 @@ class InputBatch:
         if not edits:
             return None
         logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
-        sent = self.staging.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
+        sent = self.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
         return LogitEdits(**sent)
 
-    def _make_processors(self, rows_with_state: list[LogitsRow]) -> tuple[RequestProcessors, ...]:
-        result = []
-        for logits_row, row in rows_with_state:
-            processors = tuple(self.logit_states[row].params.logits_processors or ())
-            if processors:
-                prompt = self.token_ids[row, : self.num_prompt_tokens[row]].tolist()
-                output = self.get_output_token_ids(row).tolist()
-                result.append(RequestProcessors(logits_row, processors, prompt, output))
-        return tuple(result)
+    def _make_processors(
+        self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
+    ) -> tuple[RequestProcessors, ...]:
+        return tuple(
+            RequestProcessors(i, processors, self.token_ids[row, :end].tolist(), output.tolist())
+            for (i, row), output in zip(rows_with_state, outputs, strict=True)
+            for end in [self.num_prompt_tokens[row]]
+            if (processors := self.logit_states[row].params.logits_processors)
+        )
 
     def _make_penalties(self, rows_with_state: list[LogitsRow]) -> Penalties | None:
         states = [(i, row, self.logit_states[row].params) for i, row in rows_with_state]
@@ -295,7 +314,7 @@ class InputBatch:
         self.seen_tokens.update(np.array(rows))
         return Penalties(
             **self.seen_tokens.gather(np.array(rows)),
-            **self.staging.send(
+            **self.send(
                 logits_rows=np.array(logits_rows),
                 repetition=np.array([p.repetition_penalty for p in params], np.float32),
                 frequency=np.array([p.frequency_penalty for p in params], np.float32),

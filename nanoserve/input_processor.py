@@ -1,4 +1,4 @@
-"""What must be true of a request before it is queued?
+"""How does text become a sequence?
 
 The InputProcessor turns a prompt into token ids, refuses what would fail later, and makes a
 Sequence:
@@ -9,12 +9,12 @@ Sequence:
        stop_token_ids {1}                   the model's EOS tokens and the request's own
        seed, seq_id                         drawn here: a seed fixes the random stream, in any batch
 
-Any thread may call the InputProcessor at any time, also while the engine runs a step.
+A prompt is a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; a dict may
+have a "cache_salt". A prompt is tokenized in the thread of the caller, so a long one stops no step.
 
-Left out: tokenizers that are not backed by the `tokenizers` library.
+Left out: images and sound, encoder-decoder prompts, prompt embeddings.
 
-vLLM: vllm/inputs/preprocess.py, transformers_utils/tokenizer_group/ (V0);
-vllm/v1/engine/input_processor.py (V1).
+vLLM: vllm/inputs/preprocess.py (V0); vllm/v1/engine/input_processor.py (0.32).
 """
 
 from __future__ import annotations
@@ -22,28 +22,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from pathlib import Path
 from typing import Any
 
-from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.exceptions import VLLMValidationError, brief
-from nanoserve.guard import read_tokenizer
-from nanoserve.inputs import PromptType, check_request, encode, parse_prompt, pick_salt, render_chat
+from nanoserve.config import EngineConfig
+from nanoserve.models.config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-
-
-def load_tokenizer(folder: Path, explicit: bool) -> Any | None:
-    """The tokenizer in `folder`. None if `folder` has none, unless the user named the folder
-    (`explicit`). Raises ValueError if the tokenizer cannot be read.
-    """
-    if not explicit and not any((folder / name).exists() for name in TOKENIZER_FILES):
-        return None
-    return read_tokenizer(folder)  # imports torch: not before an engine is built
 
 
 class InputProcessor:
@@ -59,165 +45,135 @@ class InputProcessor:
         model_config: ModelConfig,
         tokenizer: Any | None,
         num_kv_blocks: int,
+        sequence_cls: type[Sequence] = Sequence,
     ) -> None:
-        assert config.max_model_len, "EngineConfig not resolved"
-        self.config = config
-        self.model_config = model_config
-        self.tokenizer = tokenizer
-        self.max_model_len = config.max_model_len
-        self.kv_capacity = num_kv_blocks * config.block_size  # tokens
-        self.capacity = min(self.max_model_len, self.kv_capacity)  # tokens of prompt and output
-        # Nothing else ever changes. The lock guards the seq_id; a Random is thread-safe.
+        self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
+        self.capacity = min(config.max_model_len, num_kv_blocks * config.block_size)  # tokens
+        self.sequence_cls = sequence_cls
         self._lock, self._next_seq_id = threading.Lock(), 0
         self._seeds = random.Random(config.seed)
 
     def process(
         self,
         request_id: str,
-        prompt: PromptType,
+        prompt: Any,
         sampling_params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Sequence:
         """A Sequence for one request, with a clone of its parameters. Raises ValueError or
         TypeError for a request that this engine can never run to its end."""
-        priority = check_request(request_id, priority)
+        if not isinstance(request_id, str) or not isinstance(priority, int):
+            raise TypeError(f"request_id {request_id!r}, priority {priority!r}: a str, an int.")
         if not isinstance(sampling_params, SamplingParams):
-            given = brief(sampling_params)
-            raise TypeError(f"sampling_params must be SamplingParams, got {given}.")
+            raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
         params = sampling_params.clone()
         self._check_sampling(params)
-        components = parse_prompt(prompt)
-        cache_salt = pick_salt(components.cache_salt, cache_salt)
-        prompt_token_ids = self.tokenize(components)
-        room = self._room_after(len(prompt_token_ids))
-        bad_word_ids = self._tokenize_bad_words(params.bad_words or ())
-        stop_token_ids = frozenset(params.stop_token_ids or ())
-        eos_token_id = None
+        prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None and not isinstance(text, str):
+            text, token_ids = None, text
+        token_ids = self.tokenize(text) if token_ids is None else as_token_ids(token_ids)
+        if not token_ids:
+            raise ValueError("the prompt is empty: it has no tokens. Give at least one token.")
+        self.check_vocabulary(token_ids, "the prompt")
+        if (room := self.capacity - len(token_ids)) < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with one output token that is more than "
+                f"fits ({self.capacity}): see max_model_len, num_gpu_blocks_override."
+            )
+        stop_token_ids, eos_token_id = frozenset(params.stop_token_ids or ()), None
         if not params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
             eos_token_id = getattr(self.tokenizer, "eos_token_id", None)
-        return Sequence(
-            seq_id=self.next_seq_ids(params.n),
+        return self.sequence_cls(
+            seq_id=self.take_seq_ids(params.n),
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=token_ids,
             sampling_params=params,
             max_tokens=min(params.max_tokens or room, room),
             stop_token_ids=stop_token_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
             eos_token_id=eos_token_id,
-            prompt=components.text,
+            prompt=text,
             priority=priority,
-            cache_salt=cache_salt,
-            bad_word_ids=bad_word_ids,
-            num_pending_forks=min(params.n, self.config.max_num_seqs or 1) - 1,
+            extra_keys=prompt.get("cache_salt") or cache_salt,
+            bad_word_ids=self._tokenize_bad_words(params.bad_words or ()),
+            num_pending_forks=min(params.n, self.config.max_num_seqs) - 1,
         )
 
-    def next_seq_ids(self, number: int = 1) -> int:
-        """Take `number` consecutive seq_ids; return the first."""
+    def take_seq_ids(self, number: int) -> int:
+        """The first of so many new ids."""
         with self._lock:
             first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
         return first
 
-    def render_chat(
-        self, messages: Any, options: dict[str, Any], content_format: str = "auto"
-    ) -> str:
-        """The text of a conversation, made by the tokenizer's chat template. `options` go to the
-        template: add_generation_prompt, tools, ...; content_format: see inputs.render_chat.
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises ValueError if there is no tokenizer, or if it fails."""
+        tokenizer = self.require_tokenizer("a text prompt")
+        try:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # such as half of a surrogate pair
+            raise ValueError(f"the tokenizer cannot encode {text[:50]!r}: {error}") from error
 
-        >>> processor.render_chat([{"role": "user", "content": "Hello"}], {})
-        "<|im_start|>user\\nHello<|im_end|>\\n"
-        """
-        tokenizer = self.require_tokenizer("chat")
-        return render_chat(tokenizer, messages, options, content_format)
-
-    def tokenize(self, prompt: Any, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, each in the vocabulary. A text from render_chat contains its
-        special tokens already (give add_special_tokens=False with it)."""
-        text, token_ids, _ = parse_prompt(prompt)
-        if token_ids is None:
-            tokenizer = self.require_tokenizer("a text prompt")
-            token_ids = encode(tokenizer, text or "", self.capacity, add_special_tokens)
-        if not token_ids:
-            raise VLLMValidationError(
-                "the prompt is empty: it has no tokens. Give at least one token."
-            )
-        self.check_vocabulary(token_ids)
-        return token_ids
-
-    def check_vocabulary(self, token_ids: Collection[int], where: str = "") -> None:
+    def check_vocabulary(self, token_ids: Collection[int], where: str) -> None:
         """Raise ValueError for a token id that the model does not have."""
         last = self.model_config.vocab_size - 1
-        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
-            if not 0 <= token_id <= last:
-                raise VLLMValidationError(
-                    f"{where}token id {brief(token_id)} is out of range; allowed: 0 to {last} "
-                    "(vocab_size - 1)."
-                )
+        if wrong := [each for each in token_ids if not 0 <= each <= last][:1]:
+            raise ValueError(f"{where}: token id {wrong[0]} is out of range; allowed: 0 to {last}.")
+
+    def render_chat(self, messages: Seq[Any], **options: Any) -> dict[str, Any]:
+        """The prompt of a conversation, made by the tokenizer's chat template, which gets the
+        `options`. The text has its special tokens already."""
+        render = self.require_tokenizer("chat").apply_chat_template
+        try:
+            text = render(list(messages), tokenize=False, **options)
+        except Exception as error:  # a template may raise anything
+            raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, False)}
 
     def require_tokenizer(self, what: str) -> Any:
         """The tokenizer. Raises ValueError if the checkpoint has none."""
         if self.tokenizer is None:
-            raise VLLMValidationError(
-                f"{what} needs a tokenizer, and {self.model_config.path} has none. Give prompts as "
-                "token ids, or LLM(tokenizer=...)."
-            )
+            message = f"{what} needs a tokenizer, and {self.model_config.path} has none."
+            raise ValueError(f"{message} Give prompts as token ids, or LLM(tokenizer=...).")
         return self.tokenizer
 
-    def _room_after(self, num_prompt_tokens: int) -> int:
-        """The number of output tokens that fit. Raises ValueError if it is 0."""
-        if num_prompt_tokens < self.capacity:
-            return self.capacity - num_prompt_tokens
-        if num_prompt_tokens >= self.max_model_len:
-            raise VLLMValidationError(
-                f"the prompt has {num_prompt_tokens} tokens; with one output token that is more "
-                f"than max_model_len={self.max_model_len}. Shorten it, or raise max_model_len."
-            )
-        raise VLLMValidationError(
-            f"the prompt has {num_prompt_tokens} tokens; with one output token that is more than "
-            f"the whole KV cache holds ({self.kv_capacity} tokens). Shorten it, or raise "
-            "num_gpu_blocks_override or kv_cache_memory_bytes."
-        )
-
     def _check_sampling(self, params: SamplingParams) -> None:
-        """Refuse values that this engine or model does not allow. SamplingParams has checked the
-        rest."""
+        """Refuse values that this engine or model does not allow."""
         if params.stop:
             self.require_tokenizer("a stop string")
         vocab_size = self.model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            self.check_vocabulary(getattr(params, name) or (), f"{name}: ")
+            self.check_vocabulary(getattr(params, name) or (), name)
         most = self.config.max_logprobs if self.config.max_logprobs >= 0 else vocab_size
-        most = min(most, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(params, name)
-            if number is not None and (vocab_size if number == -1 else number) > most:
-                raise VLLMValidationError(
-                    f"{name} is {brief(number)}; this engine allows {most}. Build it with a larger "
-                    "max_logprobs (-1: no limit)."
-                )
-        if params.prompt_logprobs is not None and self.config.pipeline_parallel_size > 1:
-            message = "prompt_logprobs needs an engine with pipeline_parallel_size=1."
-            raise VLLMValidationError(message, parameter="prompt_logprobs")
+            number = getattr(params, name) or 0
+            if (vocab_size if number == -1 else number) > min(most, vocab_size):
+                raise ValueError(f"{name} is {number}; max_logprobs of this engine is {most}.")
 
     def _tokenize_bad_words(self, words: Seq[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences that spell these words, at the beginning of a text and within it.
 
-        Most tokenizers write a word differently after a space. vLLM's rule: the spelling after a
-        space counts only if it has as many tokens as the spelling alone and begins with another
-        token. So a word with one token after a space and two tokens alone is forbidden in the
-        second spelling only. To forbid both, use logit_bias or a logits processor.
+        vLLM's rule: the spelling after a space counts only if it has as many tokens as the spelling
+        alone and begins with another token.
         """
         spellings: list[tuple[int, ...]] = []
         for word in words:
-            tokenizer, text = self.require_tokenizer("bad_words"), word.lstrip()
-            alone = tuple(encode(tokenizer, text, self.capacity, False, "a bad word"))
-            after_space = tuple(encode(tokenizer, " " + text, self.capacity, False, "a bad word"))
-            if not alone:
-                raise VLLMValidationError(f"bad_words holds {brief(word)}, which has no tokens.")
-            self.check_vocabulary(alone + after_space, f"{brief(word)} of bad_words: ")
+            text = word.lstrip()
+            alone, after_space = (tuple(self.tokenize(t, False)) for t in (text, " " + text))
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:
                 spellings.append(after_space)
-        return tuple(spellings)
+        return tuple(filter(None, spellings))
+
+
+def as_token_ids(given: Any) -> list[int]:
+    """A new list of Python ints, of a list, an array or a tensor. Raises TypeError for others."""
+    items = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(items, Seq) or isinstance(items, (str, bytes)):
+        raise TypeError(f"a prompt must be a string, token ids, or a dict, got {given!r}.")
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise TypeError("token ids must be ints.")
+    return list(items)

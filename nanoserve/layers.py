@@ -12,10 +12,8 @@ ones. Two ranks, 4 query heads, 2 key heads:
                           heads, and the partial results of all ranks are summed.
 
 Layers say what is computed, and which matrices of the checkpoint they are made of. How a weight is
-stored, filled and multiplied is up to a `LinearMethod`, the work between two products to a few
-functions. A layer gets them from its `LayerConfig`: those of this module are plain PyTorch, and
-kernels/ has faster ones. Linear layers pass the step's metadata on to the method: LoRA chooses an
-adapter for each token.
+stored, filled and multiplied is up to a `LinearMethod`. All is plain PyTorch, and runs as it stands
+for a small model; kernels/selector.py says what takes its place in a large one.
 
 vLLM: vllm/model_executor/layers/: linear.py, layernorm.py, activation.py, rotary_embedding,
 vocab_parallel_embedding.py (V0 and V1).
@@ -23,7 +21,7 @@ vocab_parallel_embedding.py (V0 and V1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,56 +29,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.attention import AttentionBackend
+from nanoserve.distributed.parallel import ParallelState
 from nanoserve.models.shards import Matrix, Shard
-from nanoserve.parallel import ParallelState
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin of each token, as RotaryEmbedding gives them
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, the mean taken in float32.
-
-    [..., size] -> [..., size]. Not in place: the residual stream needs x again. arXiv 1910.07467.
-    """
-    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum, which takes the place of x: [num_tokens, size]."""
-    residual = x.add_(residual)
-    return rms_norm(residual, weight, eps), residual
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def rope_and_store(
-    qkv: Tensor,
-    qk_norm: QKNorm | None,
-    rope: Rope,
-    backend: AttentionBackend,
-    kv_cache: KVCache,
-    metadata: StepMetadata,
-) -> Tensor:
-    """Normalize and turn queries and keys, store keys and values, return the queries.
-
-    `qkv` [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] has the heads of q, k and v side
-    by side. Returns [num_tokens, num_heads, head_dim].
-    """
-    num_kv_heads, head_dim = kv_cache[0].shape[2:]
-    num_rows = qkv.shape[1] // head_dim
-    heads = qkv.view(-1, num_rows, head_dim)
-    qk, v = heads.split_with_sizes((num_rows - num_kv_heads, num_kv_heads), dim=1)
-    if qk_norm is not None:
-        qk = qk_norm(qk)
-    qk = apply_rope(qk, *rope)
-    q, k = qk.split_with_sizes((num_rows - 2 * num_kv_heads, num_kv_heads), dim=1)
-    backend.store(k, v, kv_cache, metadata)
-    return q
+    return F.silu(gate) * up
 
 
 class LinearMethod:
@@ -104,27 +63,20 @@ class LinearMethod:
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Called once, when the weights are filled and will not change any more."""
 
-    def apply(
-        self, layer: LinearBase, x: Tensor, bias: Tensor | None, metadata: StepMetadata | None
-    ) -> Tensor:
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [num_tokens, in] -> x W^T + b, [num_tokens, out]."""
         return F.linear(x, layer.weight, bias)
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What every layer's constructor gets, so that nothing is process-wide. The defaults are the
-    plainest ways; kernels/selector.py chooses the fastest ones for a device."""
+    """What every layer's constructor gets, so that nothing is process-wide."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     parallel: ParallelState = field(default_factory=ParallelState)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     linear_method: LinearMethod = field(default_factory=LinearMethod)
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm
-    rope_and_store: Callable[..., Tensor] = rope_and_store
-    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
     quant_config: Any = None  # QuantizationConfig: which layers have a quantized weight
     prefix: str = ""  # name in the checkpoint of the module to be built: "model.layers.0.mlp"
 
@@ -139,29 +91,25 @@ class LayerConfig:
 
 
 class RMSNorm(nn.Module):
-    """rms_norm with a weight [size]."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float, layer_config: LayerConfig) -> None:
         super().__init__()
         self.weight, self.eps = layer_config.empty(size), eps
-        self.rms_norm, self.add_rms_norm = layer_config.rms_norm, layer_config.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., size] -> [..., size]."""
-        return self.rms_norm(x, self.weight, self.eps)
-
-    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum: see add_rms_norm. None counts as 0."""
-        if residual is None:
-            return self(x), x
-        return self.add_rms_norm(x, residual, self.weight, self.eps)
+        """[..., size] -> [..., size], the mean taken in float32. Not in place: the residual stream
+        needs x again."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
 
     def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
 class QKNorm(RMSNorm):
-    """rms_norm on each head of queries and keys, which lie side by side: one call for both.
+    """The norm of each head of queries and keys, which lie side by side: one call for both.
 
     The weight has a row for each head: first the rows of the queries, all equal, then the rows of
     the keys. So the checkpoint's q_norm and k_norm fill several rows each.
@@ -236,9 +184,9 @@ class ColumnParallelLinear(LinearBase):
         self.parts, self.sizes = parts, sizes
         self.bias = layer_config.empty(sum(sizes)) if bias else None
 
-    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, sum(sizes)]."""
-        return self.linear_method.apply(self, x, self.bias, metadata)
+        return self.linear_method.apply(self, x, self.bias)
 
     def matrices(self, name: str) -> Iterator[Matrix]:
         """Named beside this layer: ...self_attn.qkv_proj -> ...self_attn.q_proj."""
@@ -263,10 +211,11 @@ class RowParallelLinear(LinearBase):
         self.input_size, self.output_size = input_size, output_size
         self.bias = layer_config.empty(output_size) if bias else None
 
-    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, input_size / tp_size] -> [num_tokens, output_size]; b is added once."""
         bias = self.bias if self.parallel.tp_rank == 0 else None
-        return self.parallel.all_reduce(self.linear_method.apply(self, x, bias, metadata))
+        y = self.linear_method.apply(self, x, bias)
+        return self.parallel.all_reduce(y) if self.parallel.tp_size > 1 else y
 
     def matrices(self, name: str) -> Iterator[Matrix]:
         """One, of the layer's own name: all of its rows, and this rank's columns."""
@@ -308,8 +257,10 @@ class VocabParallelEmbedding(LinearBase):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] on rank 0, which samples; on the others
         [num_rows, 0]."""
-        logits = self.linear_method.apply(self, hidden, None, None)
-        return self.parallel.gather(logits)[:, : self.vocab_size]
+        logits = self.linear_method.apply(self, hidden, None)
+        if self.parallel.tp_size > 1:
+            logits = self.parallel.gather(logits)
+        return logits[:, : self.vocab_size]
 
     def matrices(self, name: str) -> Iterator[Matrix]:
         rows = slice(0, self.num_tokens)

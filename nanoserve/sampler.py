@@ -6,7 +6,7 @@ that of V0 (0.6.6):
 
     V1, and here                              V0
     1  raw logprobs, if asked for             1  logits processors (bias, allowed ids, yours)
-    2  batch-level mask (grammars)            2  min_tokens
+    2  (grammars: chapters/structured_output)            2  min_tokens
     3  allowed_token_ids                      3  repetition, frequency, presence penalty
     4  bad_words                              4  temperature
     5  min_tokens, logit_bias, your own       5  top_k, top_p
@@ -35,19 +35,17 @@ ops/topk_topp_sampler.py (V1). Penalties: CTRL, arXiv 1909.05858 (repetition). m
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import isnan
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.exceptions import NoTokenError
-from nanoserve.logits_processors import RequestProcessors, apply_logits_processors
-from nanoserve.sampling_params import GREEDY_TEMPERATURE, SamplingParams
-from nanoserve.sequence import TokenLogprobs
+from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
+from nanoserve.sequence import RequestError, SampledToken, TokenLogprobs
 
 
 class LogitMask(NamedTuple):
@@ -76,11 +74,20 @@ class Penalties(NamedTuple):
     presence: Tensor  # [k] float32
 
 
+class RequestProcessors(NamedTuple):
+    """The Python callables of one request, and the token ids that they are called with."""
+
+    logits_row: int
+    processors: list[LogitsProcessor]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """One entry for each row of the logits. None or empty where no row uses the feature."""
 
-    num_logprobs: tuple[int | None, ...]  # per row: how many of the likeliest to report
+    num_logprobs: tuple[int | None, ...] = ()  # per row: how many of the likeliest to report
     is_greedy: bool = False  # every row is: then temperature, filters and uniform are None
     drawn_rows: Tensor | None = None  # int64: the rows that are not greedy. None: all, or none
     temperature: Tensor | None = None  # [num_rows] float32
@@ -91,14 +98,12 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
-    bitmask: Any = None  # TokenBitmask of extras/structured_output: what grammars forbid
     mask: LogitMask | None = None  # allowed_token_ids
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
-    params: dict[int, SamplingParams] = field(default_factory=dict)  # of rows that change logits
     # Row -> what its logits processors did wrong: filled while they run.
-    errors: dict[int, BaseException] = field(default_factory=dict)
+    errors: dict[int, RequestError] = field(default_factory=dict)
 
 
 class LogprobsTensors(NamedTuple):
@@ -109,10 +114,6 @@ class LogprobsTensors(NamedTuple):
     token_ids: Tensor  # [k, 1 + max(numbers)]: the sampled one first
     logprobs: Tensor  # the same shape
     ranks: Tensor  # [k]: of the sampled one, from 0
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> LogprobsTensors:
-        """A copy with `function` applied to each tensor."""
-        return LogprobsTensors(*self[:2], *(function(tensor) for tensor in self[2:]))
 
     def to_host(self) -> list[TokenLogprobs]:
         """As Python numbers, one entry for each of the k rows. Waits for the device."""
@@ -126,37 +127,28 @@ class LogprobsTensors(NamedTuple):
 class SampledTokens(NamedTuple):
     """One token for each row of the logits, on the device."""
 
-    token_ids: Tensor  # [num_rows] int64; below 0 where no token is possible: see find_cause
+    token_ids: Tensor  # [num_rows] int64
+    is_possible: Tensor  # [num_rows] bool: False where no token is, or a logit is NaN
     logprobs: LogprobsTensors | None
-    errors: dict[int, BaseException]  # row -> what its logits processors did wrong
-    params: dict[int, SamplingParams]  # of rows that change logits
+    errors: dict[int, RequestError]  # row -> what its logits processors did wrong
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> SampledTokens:
-        """A copy with `function` applied to each tensor."""
-        logprobs = self.logprobs.map(function) if self.logprobs else None
-        return SampledTokens(function(self.token_ids), logprobs, self.errors, self.params)
-
-    def to_host(self) -> SamplerOutput:
-        """As Python numbers; waits for the device."""
-        token_ids, errors = self.token_ids.tolist(), dict(self.errors)
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+    def to_host(self) -> list[SampledToken | RequestError]:
+        """As Python objects, one for each row: a token, or why there is none. Waits for the
+        device."""
+        logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
-            for i, entry in zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True):
-                logprobs[i] = entry
-        for row, found in enumerate(logprobs):
-            if token_ids[row] < 0 or (found and isnan(found.logprobs[0])):
-                cause = min(token_ids[row], 0) or NoTokenError.BAD_LOGITS
-                errors.setdefault(row, NoTokenError(cause, self.params.get(row)))
-        return SamplerOutput(token_ids, logprobs, errors)
-
-
-@dataclass(frozen=True)
-class SamplerOutput:
-    """The tokens and logprobs of the rows in `errors` mean nothing."""
-
-    token_ids: list[int]  # per row
-    logprobs: list[TokenLogprobs | None]  # per row; None where not asked for
-    errors: dict[int, BaseException]  # row -> why it has no token
+            logprobs = dict(zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True))
+        tokens: list[SampledToken | RequestError] = [
+            SampledToken(token_id, logprobs.get(row))
+            if is_possible
+            else RequestError("no token is possible: all are forbidden, or a logit is no number.")
+            for row, (token_id, is_possible) in enumerate(
+                zip(self.token_ids.tolist(), self.is_possible.tolist(), strict=True)
+            )
+        ]
+        for row, error in self.errors.items():
+            tokens[row] = error
+        return tokens
 
 
 class ChosenTokens(NamedTuple):
@@ -167,12 +159,12 @@ class ChosenTokens(NamedTuple):
 
 
 def choose_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
-    """Stages 7 to 10. This is the definition; kernels/sampling.py has a faster choose_tokens."""
+    """Stages 7 to 10. (For large vocabularies kernels/sampling.py has a faster choose_tokens.)"""
     likeliest, token_ids = logits.max(dim=-1)  # NaN counts as the likeliest
     if not batch.is_greedy:
         assert batch.temperature is not None and batch.uniform is not None
         is_greedy = batch.temperature < GREEDY_TEMPERATURE
-        filtered = apply_temperature(logits, batch.temperature.masked_fill(is_greedy, 1.0))
+        filtered = logits / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
         if batch.min_p is not None:
             filtered = apply_min_p(filtered, batch.min_p)
         if batch.top_k is not None or batch.top_p is not None:
@@ -188,48 +180,36 @@ Choose = Callable[[Tensor, SamplingBatch], ChosenTokens]
 def sample(logits: Tensor, batch: SamplingBatch, choose: Choose = choose_tokens) -> SampledTokens:
     """Choose one token for each row of logits [num_rows, vocab_size]; the CPU does not wait."""
     raw = logits.float()
-    logits = apply_constraints(raw, batch)
-    token_ids, is_possible = choose(logits, batch)
-    logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
-    # Most steps have nothing to explain. Only on a CPU this is known without waiting for it.
-    if logits.device.type != "cpu" or not is_possible.numpy().all():
-        token_ids = token_ids.where(is_possible, find_cause(raw, logits))
-    return SampledTokens(token_ids, logprobs, batch.errors, batch.params)
-
-
-def find_cause(raw: Tensor, logits: Tensor) -> Tensor | int:
-    """Why no token is possible in a row [num_rows], or in any; see NoTokenError. Of the model's
-    logits `raw`, stages 2 to 6 have made `logits`."""
-    if logits is raw:
-        return NoTokenError.BAD_LOGITS
-    is_forbidden = logits.amax(dim=-1) == -torch.inf
-    changed = torch.where(is_forbidden, NoTokenError.FORBIDDEN, NoTokenError.BAD_CHANGES)
-    return changed.where(raw.amax(dim=-1).isfinite(), NoTokenError.BAD_LOGITS)
+    token_ids, is_possible = choose(apply_constraints(raw, batch), batch)
+    logprobs = None
+    if batch.num_logprobs:
+        logprobs = gather_logprobs(raw, token_ids, batch.num_logprobs)
+    return SampledTokens(token_ids, is_possible, logprobs, batch.errors)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to."""
-    if batch.bitmask is not None:
-        logits = batch.bitmask.apply(logits)
-    if batch.mask is not None:
-        logits = apply_mask(logits, batch.mask)
-    if batch.edits is not None:
-        logits = apply_edits(logits, batch.edits)
-    if batch.processors:
-        logits = apply_logits_processors(logits, batch.processors, batch.errors)
+    """Stages 3 to 6: all that can change which token is likeliest. `logits` is not written to.
+
+    What a request's own logits processor raises ends this request alone. As in V0, one with three
+    parameters gets the prompt, too.
+    """
+    if (mask := batch.mask) is not None:
+        logits = logits.index_add(0, mask.logits_rows, mask.values)
+    if (edits := batch.edits) is not None:  # several edits of one logit add up
+        places = (edits.logits_rows, edits.token_ids)
+        logits = logits.index_put(places, edits.values, accumulate=True)
+    logits = logits.clone() if batch.processors else logits
+    for row, processors, prompt, output in batch.processors:
+        try:
+            for processor in processors:
+                both = len(inspect.signature(processor).parameters) == 3
+                result = processor(*([prompt] if both else []), output, logits[row].clone())
+                logits[row] = result.view(logits[row].shape)
+        except Exception as error:
+            batch.errors[row] = RequestError(f"a logits processor failed: {error!r}")
     if batch.penalties is not None:
         logits = apply_penalties(logits, batch.penalties)
     return logits
-
-
-def apply_mask(logits: Tensor, mask: LogitMask) -> Tensor:
-    """Forbid many tokens of some rows."""
-    return logits.index_add(0, mask.logits_rows, mask.values)
-
-
-def apply_edits(logits: Tensor, edits: LogitEdits) -> Tensor:
-    """Add to single logits. Several edits of one logit add up."""
-    return logits.index_put((edits.logits_rows, edits.token_ids), edits.values, accumulate=True)
 
 
 def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -245,11 +225,6 @@ def apply_penalties(logits: Tensor, penalties: Penalties) -> Tensor:
     some = some - penalties.frequency[:, None] * counts
     some = some - penalties.presence[:, None] * (counts > 0)
     return logits.index_put(seen, some)  # a token that comes twice has the same value twice
-
-
-def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Divide each row by its temperature: below 1 sharpens the distribution, above 1 flattens."""
-    return logits / temperature[:, None]
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
@@ -326,14 +301,12 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 
 def gather_logprobs(
     logits: Tensor, token_ids: Tensor, num_logprobs: tuple[int | None, ...]
-) -> LogprobsTensors | None:
-    """Log-probabilities of the sampled token and of the likeliest ones; None if no row asks.
+) -> LogprobsTensors:
+    """Log-probabilities of the sampled token and of the likeliest ones, of the rows that ask.
 
     Computed from the raw logits, before temperature and filters, as in vLLM V1.
     """
     logits_rows = [i for i, number in enumerate(num_logprobs) if number is not None]
-    if not logits_rows:
-        return None
     numbers = [num_logprobs[i] or 0 for i in logits_rows]
     numbers = [logits.shape[1] if number == -1 else number for number in numbers]
     if len(logits_rows) < len(num_logprobs):

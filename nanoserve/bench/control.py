@@ -30,7 +30,7 @@ from nanoserve.bench.turns import Settings
 from nanoserve.bench.workload import Request, draw_requests
 from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.input_batch import InputBatch
+from nanoserve.input_batch import RequestState
 from nanoserve.model_runner import ModelRunner
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
@@ -90,7 +90,7 @@ class InputRunner(ModelRunner):
         self.backend = AttentionBackend()
         self.graphs = self.lora_slots = None
         self.staging = StagingBuffer(staging_bytes(config), self.device)
-        self.batch = InputBatch(max_num_seqs, max_model_len, BLOCK_SIZE, 1000, self.staging)
+        self.req_states = RequestState(max_num_seqs, max_model_len, BLOCK_SIZE, 1000, self.staging)
 
     def prepare_seconds(self, scheduler_output: SchedulerOutput) -> float:
         """The time to write what changed and to send the step. Then every scheduled sequence whose
@@ -100,9 +100,9 @@ class InputRunner(ModelRunner):
         rows = self.update_batch(scheduler_output)
         inputs = self.prepare_inputs(scheduler_output.scheduled, rows)
         end = time.perf_counter()
-        sampled = inputs.arrays.sampled_rows
-        positions = self.batch.append_placeholders(sampled)
-        self.batch.token_ids[sampled, positions] = np.int32(TOKEN)
+        sampled = input_batch.arrays.sampled_rows
+        positions = self.req_states.append_placeholders(sampled)
+        self.req_states.token_ids[sampled, positions] = np.int32(TOKEN)
         return end - start
 
 

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 
 from nanoserve.bench.roofline import Cost, MachineLimits, ModelCosts
 from nanoserve.bench.workload import DUMMY_MODELS, LLAMA_3, Request, make_shape
-from nanoserve.config import ModelConfig
+from nanoserve.models.config import ModelConfig
 
 # Published, and too large to be written as a dummy: huggingface.co/meta-llama.
 LARGE_MODELS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ class ModelShape:
         """Of one token, in all layers."""
         return self.kv_itemsize * self.costs.kv_numbers
 
-    def parts(self, step: Step) -> tuple[Cost, Cost, Cost]:
+    def parts(self, step: StepPlan) -> tuple[Cost, Cost, Cost]:
         """Of the layers' products, of attention, of the head."""
         costs = self.costs
         return (
@@ -150,7 +150,7 @@ class ModelShape:
             ),
         )
 
-    def messages(self, step: Step) -> Messages:
+    def messages(self, step: StepPlan) -> Messages:
         """Two all-reduces of a hidden vector a token in each layer, and one for the embeddings."""
         vocab_size = self.costs.head_weights // self.hidden_size
         return Messages(
@@ -245,7 +245,7 @@ class Layout(NamedTuple):
     replicas: int = 1
 
 
-def pass_seconds(model: ModelShape, cluster: Cluster, layout: Layout, step: Step) -> float:
+def pass_seconds(model: ModelShape, cluster: Cluster, layout: Layout, step: StepPlan) -> float:
     """Seconds of a step from the first stage's input to the last one's logits."""
     layers, attention, head = model.parts(step)
     size, stages, device = layout.tensor, layout.pipeline, cluster.device

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from nanoserve.bench.workload import Request
-from nanoserve.config import ModelConfig
+from nanoserve.models.config import ModelConfig
 
 
 @dataclass(frozen=True)

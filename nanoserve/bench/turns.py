@@ -32,7 +32,7 @@ from nanoserve.bench.peers import EngineArgs
 from nanoserve.bench.process import EngineError, EngineProcess, ServerProcess
 from nanoserve.bench.roofline import MachineLimits, ModelCosts
 from nanoserve.bench.workload import Request, draw_requests
-from nanoserve.config import ModelConfig
+from nanoserve.models.config import ModelConfig
 
 Item = TypeVar("Item")
 

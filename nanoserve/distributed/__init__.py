@@ -1,18 +1,28 @@
-"""Several processes that run one model together: see multiproc.py and ranks.py.
+"""On one process or on several ranks?
 
-vLLM's examples end with a call of `cleanup_dist_env_and_memory`. It is here under that name.
+The engine hands each step to an executor and gets the sampled tokens back. It does not know how
+many processes work on the step:
+
+    engine  --SchedulerOutput-->  executor  -->  runner (one process), or a runner on every rank
+    engine  <---ModelOutput-----  executor  <--  the sampled tokens
+
+vLLM: vllm/executor/ (V0); vllm/v1/executor/ (V1).
 """
 
-import gc
-import sys
+from __future__ import annotations
+
+from typing import Any
+
+from nanoserve.config import EngineConfig
+from nanoserve.models.config import ModelConfig
 
 
-def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Free the memory of engines that nobody holds any more (`del llm`); LLM.close() does the same
-    at once. Other engines of this process go on. shutdown_ray: also end this process's connection
-    to Ray, and with it the engines whose ranks are there, and a Ray that they have started."""
-    gc.collect()
-    if shutdown_ray and "ray" in sys.modules:
-        sys.modules["ray"].shutdown()
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        sys.modules["torch"].cuda.empty_cache()
+def make_executor(config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> Any:
+    """The executor for this config (vLLM: Executor.get_class)."""
+    if config.num_ranks == 1:
+        from nanoserve.distributed.uniproc import UniprocExecutor
+
+        return UniprocExecutor(config, model_config, runner_cls)
+    from nanoserve.distributed.multiproc import MultiprocExecutor
+
+    return MultiprocExecutor(config, model_config, runner_cls)

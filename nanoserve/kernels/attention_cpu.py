@@ -32,7 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata, as_stored
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.kernels.quantized_cache import as_stored
 
 QUERY_TILE = 256  # queries of one sequence attended to at once: bounds the size of the mask
 MAX_DECODE_QUERIES = 4  # of one sequence: with more queries, copying its keys together pays

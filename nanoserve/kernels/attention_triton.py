@@ -62,7 +62,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata, as_stored
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.kernels.quantized_cache import as_stored
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # decode programs: while one waits for memory, the others compute

@@ -34,8 +34,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoserve import layers
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.kernels import fused
 from nanoserve.kernels.attention_triton import OPTIONS, TritonBackend
 from nanoserve.layers import QKNorm, Rope
 
@@ -212,7 +212,7 @@ def num_warps_for(numbers: int) -> int:
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """layers.add_rms_norm on a GPU: the norm of x + residual, and that sum in the place of x.
+    """fused.Ops.add_rms_norm on a GPU: the norm of x + residual, and that sum in the place of x.
 
     x and residual [num_tokens, size], rows of neighbouring numbers.
     """
@@ -244,10 +244,10 @@ def rope_and_store_triton(
     kv_cache: KVCache,
     metadata: StepMetadata,
 ) -> Tensor:
-    """layers.rope_and_store on a GPU. A backend that stores in its own way keeps doing so, and a
+    """fused.rope_and_store on a GPU. A backend that stores in its own way keeps doing so, and a
     cache of 8 bits is stored apart."""
     if type(backend).store is not TritonBackend.store or len(kv_cache) > 2:
-        return layers.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
+        return fused.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
     (cos, sin), (key_cache, value_cache) = rope, kv_cache[:2]
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
@@ -305,3 +305,11 @@ def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
             **OPTIONS,
         )
     return output
+
+
+class TritonOps:
+    """fused.Ops."""
+
+    add_rms_norm = staticmethod(add_rms_norm_triton)
+    rope_and_store = staticmethod(rope_and_store_triton)
+    silu_and_mul = staticmethod(silu_and_mul_triton)

@@ -8,7 +8,7 @@ compiler, the PyTorch versions do the same work in more passes:
 
                     with a compiler        without
     attention       NativeBackend          TorchBackend
-    the rest        Native                 RMSNormCPU, layers.py
+    the rest        Native                 layers.py
 
 Prompts of many tokens are attended to as TorchBackend does it: there, products are all the work.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -42,13 +43,11 @@ import torch
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.interrupts import suppress, unless_signal
 from nanoserve.kernels.attention_cpu import SparseDecode, TorchBackend, as_rows
-from nanoserve.kernels.linear_cpu import RMSNormCPU
-from nanoserve.layers import QKNorm, Rope, rms_norm, rope_and_store, silu_and_mul
-from nanoserve.logger import init_logger
+from nanoserve.kernels.fused import rope_and_store
+from nanoserve.layers import QKNorm, Rope, silu_and_mul
 
-logger = init_logger(__name__)
+logger = logging.getLogger("nanoserve")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = "-std=c++17 -O3 -march=native -fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC"
@@ -83,7 +82,7 @@ def load_library(source: Path | None = None) -> ctypes.CDLL | None:
             )
             return None
         return library or _compile([*command, str(source)], name, folder)
-    except unless_signal(OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         logger.info(
             "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s",
             _reason(error),
@@ -101,7 +100,7 @@ def cache_folder() -> Path | None:
         folder /= "nanoserve"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
-    except unless_signal(OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
     is_ours = status.st_uid in (0, os.getuid())
     return folder if is_ours and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else None
@@ -114,7 +113,7 @@ def _load_kept(folder: Path, name: str) -> ctypes.CDLL | None:
         try:
             if file.stem == f"{name}-{_digest(file.read_bytes())}":
                 return ctypes.CDLL(str(file))
-        except unless_signal(OSError):  # it went away, or is another system's (same home)
+        except OSError:  # it went away, or is another system's (same home)
             continue
     return None
 
@@ -168,7 +167,7 @@ def _run(command: list[str]) -> None:
 def _remove_old(folder: Path, stem: str) -> None:
     """Delete what earlier sources, and processes that were killed, left behind."""
     for path in folder.glob(f"{stem}-*"):
-        with suppress(OSError):  # another process may do the same
+        with contextlib.suppress(OSError):  # another process may do the same
             if time.time() - path.stat().st_mtime > KEEP_FOR:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -232,21 +231,11 @@ class Native:
         self._silu.argtypes = (ctypes.c_int, ctypes.c_int, pointer, pointer)
         self._norm.restype = self._silu.restype = None
         self._dtype = dtype
-        self._plain_norm = RMSNormCPU() if dtype == torch.float32 else rms_norm
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """layers.rms_norm."""
-        if weight.dim() > 1 or not x.is_contiguous():
-            return self._plain_norm(x, weight, eps)
-        output, size = torch.empty_like(x), x.shape[-1]
-        number = x.numel() // size
-        self._norm(number, size, x.data_ptr(), None, weight.data_ptr(), eps, output.data_ptr())
-        return output
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """layers.add_rms_norm."""
+        """The norm of x + residual, and that sum."""
         x, residual, output = x.contiguous(), residual.contiguous(), torch.empty_like(x)
         self._norm(
             len(x), x.shape[1], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps,
@@ -263,7 +252,7 @@ class Native:
         kv_cache: KVCache,
         metadata: StepMetadata,
     ) -> Tensor:
-        """layers.rope_and_store. Raises IndexError for a slot that the cache does not have."""
+        """fused.rope_and_store. Raises IndexError for a slot that the cache does not have."""
         (cos, sin), (keys, values) = rope, kv_cache[:2]
         num_blocks, block_size, num_kv_heads, head_dim = keys.shape
         slots = metadata.slot_mapping

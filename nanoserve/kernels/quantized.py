@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import quantize_rows
+from nanoserve.kernels.quantized_cache import quantize_rows
 from nanoserve.kernels.quantized_cpu import KINDS, LIBRARY, NativeProduct, unpack_int4
 
 FP8 = torch.float8_e4m3fn

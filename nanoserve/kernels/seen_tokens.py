@@ -1,7 +1,7 @@
 """How do penalties know the tokens so far, without waiting for the CPU?
 
 A penalty changes the logits of tokens that are in the prompt or in the output. Those tokens are
-kept on the device, one row for each row of the InputBatch. A row is filled when a token is first
+kept on the device, one row for each row of the RequestState. A row is filled when a token is first
 sampled for it: then the CPU knows all of its tokens. Each later step adds the token that the device
 sampled last, whether or not the token has reached the CPU.
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanoserve.input_batch import InputBatch
+    from nanoserve.input_batch import RequestState
 
 
 def allocate_seen_tokens(
@@ -53,9 +53,9 @@ class SeenTokens:
     counts those of the output. Rows with num_counted 0 are not in use.
     """
 
-    def __init__(self, batch: InputBatch) -> None:
+    def __init__(self, batch: RequestState) -> None:
         """`batch` knows the rows' tokens on the CPU, and on the device the last one of each."""
-        self.batch = batch
+        self.req_states = batch
         self.num_counted = np.zeros(len(batch.token_ids), np.int64)
         self.num_seen = np.zeros(len(batch.token_ids), np.int64)
         self.token_ids: Tensor | None = None  # [num_rows, max_model_len] int32
@@ -70,32 +70,39 @@ class SeenTokens:
         row that is sampled for the first time is filled."""
         if self.token_ids is None or self.output_counts is None:
             self.token_ids, self.output_counts = allocate_seen_tokens(
-                *self.batch.token_ids.shape, self.batch.vocab_size, self.batch.staging.device
+                *self.req_states.token_ids.shape, self.req_states.vocab_size, self.req_states.device
             )
         rows = np.unique(rows)  # a row that is about to fork comes n times
         is_filled = self.num_counted[rows] > 0
         for row in rows[~is_filled].tolist():
             self._fill(row)
-        num_tokens = self.batch.num_tokens[rows]
+        num_tokens = self.req_states.num_tokens[rows]
         rows = rows[num_tokens > self.num_counted[rows]]
         if len(rows):
-            sent = self.batch.staging.send(rows=rows, positions=self.num_seen[rows])
-            sampled = self.batch.last_sampled_token_ids.index_select(0, sent["rows"])
+            known = self.req_states.token_ids[rows, self.req_states.num_tokens[rows] - 1].astype(
+                np.int64
+            )
+            sent = self.req_states.send(rows=rows, positions=self.num_seen[rows], known=known)
+            sampled = sent["known"]
+            if (known < 0).any():  # placeholders
+                last_sampled = self.req_states.last_sampled_token_ids.index_select(0, sent["rows"])
+                sampled = torch.where(sampled < 0, last_sampled, sampled)
             self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
             one = torch.ones_like(sampled, dtype=torch.int32)
             self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
             self.num_seen[rows] += 1
             self.num_counted[rows] += 1
-            is_complete = self.num_counted[rows] == self.batch.num_tokens[rows]
+            is_complete = self.num_counted[rows] == self.req_states.num_tokens[rows]
             assert is_complete.all(), "a sampled token was missed"
 
     def _fill(self, row: int) -> None:
         assert self.token_ids is not None and self.output_counts is not None
-        token_ids = self.batch.token_ids[row, : self.batch.num_tokens[row]]
+        token_ids = self.req_states.token_ids[row, : self.req_states.num_tokens[row]]
         assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
         seen = np.unique(token_ids)  # int32
-        counts = np.bincount(self.batch.get_output_token_ids(row), minlength=int(seen[-1]) + 1)
-        sent = self.batch.staging.send(seen=seen, counts=counts[seen].astype(np.int32))
+        output = self.req_states.get_output_token_ids(row, len(token_ids))
+        counts = np.bincount(output, minlength=int(seen[-1]) + 1)
+        sent = self.req_states.send(seen=seen, counts=counts[seen].astype(np.int32))
         self.output_counts[row].zero_().index_copy_(0, sent["seen"].long(), sent["counts"])
         self.token_ids[row] = sent["seen"][0]
         self.token_ids[row, : len(seen)] = sent["seen"]
@@ -104,7 +111,7 @@ class SeenTokens:
     def gather(self, rows: np.ndarray) -> dict[str, Tensor]:
         """The tokens of each of k rows, and their counts: both [k, the largest num_seen]."""
         assert self.token_ids is not None and self.output_counts is not None
-        index = self.batch.staging.send(rows=rows)["rows"]
+        index = self.req_states.send(rows=rows)["rows"]
         token_ids = self.token_ids[:, : int(self.num_seen[rows].max())]
         token_ids = token_ids.index_select(0, index).long()
         counts = self.output_counts[index[:, None], token_ids]

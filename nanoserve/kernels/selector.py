@@ -1,28 +1,42 @@
-"""Which implementation runs on this device?
+"""Plain or fast: which code runs?
 
-The flat modules hold the plain ways; the fast ones are in this folder. One function chooses among
-them for a model that is to be built:
+The flat modules are plain PyTorch, and what one reads there is what runs a small model. A large one
+on a CPU, and any on a GPU, gets the fast code of this folder in the place of some of it, once it is
+loaded (LLM(kernels="plain") or "fast" decides otherwise):
 
-    device, dtype        attention   linear layers         between them
-    CPU, float32         native      PackedLinearMethod    native_cpu.py
-    CPU, bfloat16        native      PackedLinearMethod    native_cpu.py
-    CPU, float16         torch       LinearMethod          layers.py
-    CPU, no compiler     torch       as above              RMSNormCPU (float32), layers.py
-    CUDA                 triton      LinearMethod          fused_triton.py (custom_ops="all")
+    in place of                     plain                    fast on a CPU    fast on CUDA
+    AttentionBackend                attention.py             native_cpu.py    attention_triton.py
+    LinearMethod                    layers.py                linear_cpu.py    layers.py
+    Attention, MLP, Decoder         model.py                 fused.py         fused.py
+    choose_tokens                   sampler.py               sampling.py      sampling.py
+
+Without a C++ compiler, and in float16, a CPU has attention_cpu.py in place of native_cpu.py, and
+model.py in place of fused.py.
 
 vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
 """
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
+from nanoserve import sampler
 from nanoserve.attention import AttentionBackend
+from nanoserve.config import EngineConfig
+from nanoserve.kernels import sampling
 from nanoserve.kernels.attention_cpu import TorchBackend
-from nanoserve.kernels.linear_cpu import PackedLinearMethod, RMSNormCPU
+from nanoserve.kernels.fused import fuse
+from nanoserve.kernels.linear_cpu import PackedLinearMethod
+from nanoserve.kernels.memory import describe_size
 from nanoserve.kernels.native_cpu import NAMES, Native, NativeBackend, load_library
-from nanoserve.layers import LayerConfig, LinearMethod
-from nanoserve.parallel import ParallelState
+from nanoserve.kernels.quantized_cache import QuantizedReference
+from nanoserve.kernels.threads import SMALL_MODEL
+from nanoserve.layers import LinearBase, LinearMethod
+from nanoserve.models.base import Model
+
+logger = logging.getLogger("nanoserve")
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
@@ -35,50 +49,48 @@ def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dt
     return dtype
 
 
-def make_layer_config(
-    device: torch.device,
-    dtype: torch.dtype,
-    parallel: ParallelState,
-    attention_backend: str | AttentionBackend = "auto",
-    custom_ops: str = "all",
-) -> LayerConfig:
-    """What the layers of a model get on this device. Raises ValueError as get_attn_backend does.
+def choose_kernels(
+    model: Model, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[AttentionBackend, sampler.Choose]:
+    """Give a loaded model its kernels; what attends, and what chooses tokens. Raises ValueError as
+    get_attn_backend does."""
+    num_bytes = model.num_bytes()
+    is_large = device.type == "cuda" or num_bytes >= SMALL_MODEL
+    is_fast = config.kernels == "fast" or (config.kernels == "auto" and is_large)
+    wanted = config.attention_backend
+    if wanted == "auto" and not is_fast:
+        wanted = "reference"
+    attention = get_attn_backend(wanted, device, dtype)
+    if type(attention) is AttentionBackend and config.kv_cache_dtype != "auto":
+        attention = QuantizedReference()
+    for module in model.modules():
+        if isinstance(getattr(module, "backend", None), AttentionBackend):
+            module.backend = attention
+    if is_fast:
+        speed_up(model, attention, device, dtype)
+    what = "fast" if is_fast else "plain: what runs is what the flat modules say"
+    logger.info(
+        "kernels: %s (weights of %s on %s; attention: %s)",
+        what, describe_size(num_bytes), device, attention.name,
+    )  # fmt: skip
+    return attention, sampling.choose_tokens if is_fast else sampler.choose_tokens
 
-    The fused kernels come with the Triton backend, into whose cache one of them stores, unless
-    `custom_ops` is "none".
-    """
-    attention = get_attn_backend(attention_backend, device, dtype)
-    if attention.name == "triton" and custom_ops == "all":
-        from nanoserve.kernels import fused_triton
 
-        return LayerConfig(
-            dtype,
-            device,
-            parallel,
-            attention,
-            add_rms_norm=fused_triton.add_rms_norm_triton,
-            rope_and_store=fused_triton.rope_and_store_triton,
-            silu_and_mul=fused_triton.silu_and_mul_triton,
-        )
-    is_packed = device.type == "cpu" and dtype != torch.float16
-    linear = PackedLinearMethod() if is_packed else LinearMethod()
-    if isinstance(attention, NativeBackend) and dtype in NAMES and custom_ops == "all":
-        native = Native(attention.library, dtype)
-        return LayerConfig(
-            dtype,
-            device,
-            parallel,
-            attention,
-            linear,
-            native.rms_norm,
-            native.add_rms_norm,
-            native.rope_and_store,
-            native.silu_and_mul,
-        )
-    if device.type == "cpu" and dtype == torch.float32:
-        norm = RMSNormCPU()
-        return LayerConfig(dtype, device, parallel, attention, linear, norm, norm.add)
-    return LayerConfig(dtype, device, parallel, attention, linear)
+def speed_up(
+    model: Model, attention: AttentionBackend, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Exchange the plain parts of a loaded model for fast ones."""
+    if device.type == "cpu" and dtype != torch.float16:
+        for module in model.modules():
+            if isinstance(module, LinearBase) and type(module.linear_method) is LinearMethod:
+                module.linear_method = PackedLinearMethod()
+                module.linear_method.process_weights_after_loading(module)
+    if isinstance(attention, NativeBackend) and dtype in NAMES:
+        fuse(model, Native(attention.library, dtype))
+    elif attention.name == "triton":
+        from nanoserve.kernels.fused_triton import TritonOps  # a Mac has no Triton
+
+        fuse(model, TritonOps())
 
 
 def get_attn_backend(

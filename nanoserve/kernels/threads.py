@@ -7,14 +7,14 @@ a large model on an idle machine: one thread for each core, and a waiting thread
 *Other programs run.* A spinning thread takes the time that the thread it waits for needs. On two
 cores beside two busy programs, decoding became up to 100 times slower. A thread that sleeps takes
 nothing, but waking it takes as long as a small operation. The next operation usually begins within
-microseconds. So `load_torch` loads torch with threads that spin for a moment (SPIN_COUNT turns,
-about 50 microseconds) and then sleep. A decode of a model of 29M parameters on two cores, in
-milliseconds:
+microseconds. So `load_torch` loads torch with threads that spin for a moment (SPIN_BUSY, or
+SPIN_IDLE if the machine had a core to spare in the last minute) and then sleep. A decode of a model
+of 29M parameters on two cores, in milliseconds:
 
-    waiting threads       idle cores    beside two busy programs
-    sleep                        7.9                         5.6
-    spin for a moment            4.6                         7.8
-    spin, 10,000 turns           4.0                        27.2
+    waiting threads            idle cores    beside two busy programs
+    sleep                             7.9                         5.6
+    spin 50 microseconds              4.6                         7.8
+    spin 500 microseconds             4.0                        27.2
 
 Only GNU's OpenMP library can do so. It is in torch's packages for Linux. With another one, waiting
 threads sleep.
@@ -41,21 +41,23 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import math
+import mmap
 import os
+import platform
 import sys
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoserve.interrupts import delayed_interrupt, unless_signal
-
 Result = TypeVar("Result")
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPIN_COUNT = 1000  # turns of the loop in which a thread waits, before it sleeps
+SPIN_BUSY, SPIN_IDLE = 50, 200  # microseconds for which a waiting thread spins before it sleeps
 # One entry, when load_torch has told torch's OpenMP library what waiting threads do. The library
 # reads its settings once, and cannot be asked for them.
 TOLD_TO: list[str] = []
@@ -109,7 +111,29 @@ def wait_policy() -> dict[str, str]:
         return {"OMP_WAIT_POLICY": "passive"}
     # Without "active" nothing would spin while several threads of Python compute: GNU's library
     # then has more threads than cores.
-    return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+    return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": str(spin_count())}
+
+
+def spin_count() -> int:
+    """Turns of the loop in which a thread of GNU's library waits: for SPIN_IDLE microseconds if the
+    last minute left a core unused, else for SPIN_BUSY."""
+    is_idle = os.getloadavg()[0] <= num_cores() - 1
+    return round((SPIN_IDLE if is_idle else SPIN_BUSY) / turn_microseconds())
+
+
+def turn_microseconds() -> float:
+    """One turn is one `pause`: 3 to 50 nanoseconds, depending on the processor. So a thousand of
+    them are timed, as machine code; 0.05 where that cannot be done."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return 0.05
+    try:
+        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except OSError:  # a system that runs no code from memory that can be written
+        return 0.05
+    code.write(bytes.fromhex("f390 ffcf 75fa c3"))  # again: pause; dec edi; jnz again; ret
+    run = ctypes.CFUNCTYPE(None, ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))
+    starts = [(time.perf_counter(), run(1000))[0] for _ in range(9)]  # the shortest: undisturbed
+    return 1000 * min(end - start for start, end in itertools.pairwise(starts))
 
 
 def rank_environment() -> dict[str, str]:
@@ -161,10 +185,9 @@ def call_with_threads(
         set_openmp(number)
         return action(*args)
     finally:
-        with delayed_interrupt():
-            set_openmp(before)
-            for set_threads, threads in zip(set_mkl, mkl_before or [0], strict=False):
-                set_threads(threads)  # 0: as before the first call, no number of this thread's own
+        set_openmp(before)
+        for set_threads, threads in zip(set_mkl, mkl_before or [0], strict=False):
+            set_threads(threads)  # 0: as before the first call, no number of this thread's own
 
 
 def thread_setters() -> tuple[Callable[[int], Any], ...]:
@@ -231,7 +254,7 @@ def _read(file: Path) -> str:
     """The text of a file; "" if it cannot be read."""
     try:
         return file.read_text()
-    except unless_signal(OSError):
+    except OSError:
         return ""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import LinearBase
 from nanoserve.models.shards import Shard
 
@@ -30,6 +30,7 @@ class Model(nn.Module):
     supports_cuda_graphs = True  # the forward pass reads no tensor's contents on the CPU
     supports_pp = False  # can be divided into stages: does what CausalLM does, and has two sizes
     hidden_size = vocab_size = 0
+    foreign_names: frozenset[str] = frozenset()  # tensors of the checkpoint that other ranks hold
     is_tied = False  # the head is the embedding: a checkpoint's lm_head.weight may be ignored
 
     def forward(

@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanoserve.checkpoint import find_quantization, transformers_lock
-from nanoserve.config import EngineConfig, ModelConfig, load_chapter
-from nanoserve.interrupts import unless_signal
+from nanoserve.config import EngineConfig
 from nanoserve.layers import LayerConfig
-from nanoserve.logger import output_stream
 from nanoserve.models.base import Model
+from nanoserve.models.checkpoint import find_quantization, transformers_lock
+from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import (
@@ -60,6 +59,7 @@ def load_model(
     config: EngineConfig,
     model_config: ModelConfig,
     layer_config: LayerConfig,
+    build: Build | None = None,
     use_tqdm: bool = True,
 ) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
@@ -72,9 +72,6 @@ def load_model(
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    if config.runner == "pooling":
-        chapter = load_chapter("runner='pooling'", "pooling.models")
-        return chapter.load_pooling_model(config, model_config, layer_config, use_tqdm)
     layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
     impl = config.model_impl
@@ -96,7 +93,7 @@ def load_model(
             from nanoserve.models.transformers_fallback import load_with_transformers
 
             return load_with_transformers(config, model_config, layer_config, tensors)
-    build = partial(build_model, model_config)
+    build = build or partial(build_model, model_config)
     return build_and_fill(build, config, model_config.path, tensors, layer_config, use_tqdm)
 
 
@@ -114,10 +111,8 @@ def build_and_fill(
     is_dummy = config.load_format == "dummy"
     plan = plan_model(build, layer_config)
     if plan is not None:
-        if not is_dummy:  # with the tensors of all stages
-            whole = replace(layer_config.parallel, pp_rank=0, pp_size=1)
-            whole_plan = plan_model(build, replace(layer_config, parallel=whole))
-            compare(whole_plan or plan, tensors, folder)
+        if not is_dummy:
+            compare(plan, tensors, folder)
         check_memory(plan.num_bytes(), layer_config)
     model = build(config.max_model_len, layer_config)
     if is_dummy:
@@ -137,11 +132,11 @@ def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
     if config.quantization is None and how is None:
         return None
     try:
-        chapter = import_module("nanoserve.extras.quantization.base_config")
+        chapter = import_module("nanoserve.chapters.quantization.base_config")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, "
-            f"quantization is {config.quantization!r}, and nanoserve/extras/quantization is not "
+            f"quantization is {config.quantization!r}, and nanoserve/chapters/quantization is not "
             f"there: {error}. Use a checkpoint in bfloat16, float16 or float32, and leave "
             "quantization out."
         ) from error
@@ -154,7 +149,7 @@ def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
     on_meta = replace(layer_config, device=torch.device("meta"))
     try:
         return build(1, on_meta)  # tables of positions are not loaded
-    except unless_signal(NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):
         return None
 
 
@@ -198,7 +193,6 @@ def fill_from_checkpoint(
         unit="tensor",
         disable=not use_tqdm,
         delay=1,  # seconds; below that, a bar would only flash
-        file=output_stream(),
     ) as bar:
         for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
             for name, source in read_slices(file):
@@ -238,4 +232,6 @@ def fill_randomly(model: Model, seed: int) -> None:
 def _is_ignorable(model: Model, name: str) -> bool:
     """True for tensors that a checkpoint may have and no model needs: computed tensors, and the
     head of a model that uses its embedding as head."""
-    return name.endswith(COMPUTED + KV_SCALES) or (model.is_tied and name == "lm_head.weight")
+    if name.endswith(COMPUTED + KV_SCALES) or name in model.foreign_names:
+        return True
+    return model.is_tied and name == "lm_head.weight"

@@ -41,7 +41,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.attention import StepMetadata
 from nanoserve.layers import LayerConfig, LinearBase, LinearMethod, silu_and_mul
 from nanoserve.models.shards import Matrix, Shard
 
@@ -266,7 +265,7 @@ class MixtureOfExperts(nn.Module):
             )
         self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 
-    def forward(self, x: Tensor, metadata: StepMetadata | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         weights, expert_ids = route(
             F.linear(x, self.router), self.config.top_k, self.config.normalize

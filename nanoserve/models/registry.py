@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import torch
 
-from nanoserve.config import ModelConfig
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
-from nanoserve.models.decoder import (
+from nanoserve.models.config import ModelConfig
+from nanoserve.models.families import (
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,

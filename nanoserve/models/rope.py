@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from reprlib import repr as brief
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from nanoserve.exceptions import brief
 
 
 def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:

@@ -34,6 +34,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -44,13 +45,12 @@ from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentio
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.checkpoint import check_common_keys
-from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.exceptions import brief
-from nanoserve.interrupts import unless_signal
-from nanoserve.kv_cache import KVCacheSpec
+from nanoserve.config import EngineConfig
+from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
+from nanoserve.models.checkpoint import check_common_keys
+from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.models.weight_files import TensorInfo, check_dtype, check_memory, read_slices
 
@@ -298,7 +298,7 @@ def run_probe(
         run_body(body, torch.zeros_like(positions), positions, probe, modules_with_step)
     except Unsupported:
         raise
-    except unless_signal(Exception) as error:  # any model's code: anything
+    except Exception as error:  # any model's code: anything
         raise Unsupported(f"fails on two tokens ({type(error).__name__}: {error})") from error
     if not probe.calls:
         raise Unsupported(NO_INTERFACE)
@@ -402,7 +402,7 @@ def read_hf_config(model_cls: Any, model_config: ModelConfig) -> Any:
     check_common_keys(model_config.hf_config, file)
     try:
         return model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
-    except unless_signal(Exception) as error:  # each family has its own checks
+    except Exception as error:  # each family has its own checks
         raise ValueError(f"{file}: {reason_of(error)}.") from None
 
 
@@ -511,9 +511,9 @@ def check_sizes(
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
             plan = build(hf_config)
-    except unless_signal(ImportError, NotImplementedError) as error:  # config.json is right
+    except (ImportError, NotImplementedError) as error:  # config.json is right
         raise Unsupported(f"can't be built here ({error})") from error
-    except unless_signal(Exception) as error:  # each family has its own checks
+    except Exception as error:  # each family has its own checks
         if isinstance(error, KeyError) and ATTENTION_NAME in error.args:  # it has its own table
             raise Unsupported(NO_INTERFACE) from error
         file, reason = model_config.path / "config.json", reason_of(error)
@@ -557,7 +557,7 @@ def fill_checkpoint(
             ignore_mismatched_sizes=True,  # named below instead
             **options,
         )
-    except unless_signal(Exception) as error:  # any model's code: anything
+    except Exception as error:  # any model's code: anything
         raise ValueError(
             f"transformers can't load the weights in {folder} ({type(error).__name__}: {error}). "
             "Is the download complete, and do the weights belong to config.json?"

@@ -15,16 +15,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from nanoserve.checkpoint import MAX_INDEX_BYTES, check_is_file, is_plain_name, read_json
-from nanoserve.exceptions import brief
-from nanoserve.interrupts import unless_signal
-from nanoserve.kv_cache import memory_limit
+from nanoserve.kernels.kv_cache import memory_limit
+from nanoserve.kernels.memory import check_fits
 from nanoserve.layers import LayerConfig
-from nanoserve.memory import check_fits
+from nanoserve.models.checkpoint import MAX_INDEX_BYTES, check_is_file, is_plain_name, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -105,7 +104,7 @@ def read_slices(file: Path) -> Iterator[tuple[str, Any]]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_slice(name)
-    except unless_signal(SafetensorError, OSError) as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is damaged or cut short ({error}). Download it again.") from error
 
 

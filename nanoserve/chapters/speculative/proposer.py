@@ -1,0 +1,135 @@
+"""What will the next tokens be?
+
+A Proposer lives beside the model, on rank 0. After each step, when its tokens are known, the runner
+calls `propose`; the drafts go to the scheduler with the step's tokens, and come back with the next
+step, which verifies them:
+
+    runner      step 1: samples b            propose -> c d e
+    scheduler   step 2: compute b c d e
+    runner      step 2: samples c d f g      c and d are accepted, f is new    propose -> ...
+
+A proposer that looks at tokens alone is a subclass with one method:
+
+    class Parrot(TokenProposer):
+        def propose_one(self, seq_id, token_ids, most):
+            return token_ids[-1:].tolist() * most
+
+    LLM(speculative_config={"method": "custom_class", "model": "my_module.Parrot",
+                            "num_speculative_tokens": 3})
+
+NgramProposer looks for the last tokens of a sequence earlier in the same sequence: texts that copy
+(summaries, edits, code, tables) go on as before. Of the longest matches it takes the earliest one,
+as vLLM does. With prompt_lookup_min 1 and _max 3:
+
+    tokens     p q r s   x q r t   y q r      "q r" is found twice, "y q r" is not
+    drafts     s x q                          behind the earliest "q r"
+
+Left out: drafts while the next step already runs (with speculation, no steps overlap).
+
+vLLM: vllm/spec_decode/ngram_worker.py (V0); vllm/v1/spec_decode/ngram_proposer.py,
+custom_class_proposer.py (V1). Paper of n-grams: github.com/apoorvumang/prompt-lookup-decoding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from nanoserve.chapters.speculative.config import METHODS, SpeculativeConfig
+from nanoserve.kernels.kv_cache import KVCacheSpec
+from nanoserve.sequence import ModelOutput
+
+if TYPE_CHECKING:
+    from nanoserve.model_runner import ModelRunner, PendingOutput
+
+
+def make_proposer(runner: ModelRunner, config: SpeculativeConfig) -> Proposer:
+    """The proposer of this method."""
+    module, name = METHODS[config.method]
+    module = f"{__package__}.{module}"
+    if config.method == "custom_class":
+        module, _, name = str(config.model).rpartition(".")
+    proposer: Proposer = getattr(import_module(module), name)(runner, config)
+    return proposer
+
+
+class Proposer:
+    """Guesses the next tokens of the sequences of a step.
+
+    Invariant: a guess is never more than a guess. Whatever a proposer returns, the tokens of the
+    requests are the same; only their number per step changes.
+    """
+
+    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        self.runner: ModelRunner = weakref.proxy(runner)  # the runner holds the proposer
+        self.config = config
+        # seq_id -> what its drafts of the last step were drawn from, [num drafts, vocab_size]; for
+        # RejectionSampler. A draft of a sequence that is missing here was certain.
+        self.draft_probs: dict[int, Tensor] = {}
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """Of the proposer's own layers. Their caches stand behind the model's in
+        runner.kv_caches, and have the same blocks."""
+        return []
+
+    def propose(
+        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
+    ) -> dict[int, tuple[int, ...]]:
+        """Drafts by seq_id, at most as many as `limits` says for each.
+
+        Called after every step, with what the step was made of (pending.inputs, pending.hidden),
+        and the tokens that it has brought. runner.req_states holds these already.
+        """
+        raise NotImplementedError
+
+
+class TokenProposer(Proposer):
+    """A proposer that looks at the known tokens of one sequence at a time."""
+
+    def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
+        """At most `most` drafts behind `token_ids` [num_tokens] int32, prompt and output."""
+        raise NotImplementedError
+
+    def propose(
+        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
+    ) -> dict[int, tuple[int, ...]]:
+        batch, drafts = self.runner.req_states, {}
+        for seq_id, most in limits.items():
+            if most and seq_id in output.sampled:
+                row = batch.row_of[seq_id]
+                token_ids = batch.token_ids[row, : batch.num_tokens[row]]
+                drafts[seq_id] = tuple(self.propose_one(seq_id, token_ids, most))
+        return drafts
+
+
+class NgramProposer(TokenProposer):
+    """Drafts what stood behind the last tokens of a sequence when they came before."""
+
+    def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
+        """At most `most` tokens from the place that find_ngram finds; [] if it finds none."""
+        least, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+        assert least is not None and longest is not None
+        end = find_ngram(token_ids, least, longest)
+        return [] if end is None else token_ids[end : end + most].tolist()
+
+
+def find_ngram(token_ids: np.ndarray, least: int, longest: int) -> int | None:
+    """Where the text goes on behind the earliest of the longest matches with its last tokens, at
+    least `least` and at most `longest` of them; None if there is no match.
+
+    find_ngram(np.array([1, 2, 3, 9, 2, 3]), 1, 3) -> 3: behind the first "2 3" stands 9.
+    """
+    last, length, end = len(token_ids) - 1, 0, 0
+    ends = (token_ids[:last] == token_ids[last]).nonzero()[0]  # of matches of `length` + 1 tokens
+    while len(ends):
+        length, end = length + 1, int(ends[0])
+        if length == longest:
+            break
+        ends = ends[ends >= length]
+        ends = ends[token_ids[ends - length] == token_ids[last - length]]
+    return end + 1 if length >= least else None

@@ -1,0 +1,161 @@
+"""May this draft stay, and if not, what comes in its place?
+
+Two methods give each row of logits a token. A sequence with k drafts has k + 1 rows, and it gets
+their tokens up to the first one that is not the draft of its row (this one too):
+
+    drafts       the  cat  sat   -          -: the last row has no draft
+    tokens       the  cat  lay  ...         the sequence gets: the cat lay
+
+*Sampling and comparing* (the default) draws each token as plain decoding does. The random number of
+a position does not depend on how the tokens before it were found, so the tokens are those of plain
+decoding, bit for bit. A draft of probability p(draft) is right as often as that.
+
+*RejectionSampler* decides with the draft's probability q as well, if the proposer drew the draft
+from a distribution q:
+
+    accepted    with probability min(1, p(draft) / q(draft)): the token is the draft
+    recovered   otherwise: a token drawn from max(p - q, 0), made to sum to 1
+    bonus       in a row without a draft: a token drawn from p
+
+Example: a vocabulary of three tokens.
+
+    p                        0.5   0.3   0.2     of the target model
+    q                        0.2   0.7   0.1     of the draft model
+    min(p, q)                0.2   0.3   0.1     drafted and accepted; sum 0.6
+    max(p - q, 0)            0.3   0     0.1     sum 0.4; made to sum to 1: 0.75 0 0.25
+    0.4 * (0.75 0 0.25)      0.3   0     0.1     rejected, then recovered
+    both together            0.5   0.3   0.2     = p
+
+*Why this is exact.* The probability to draft x and to accept it is q(x) min(1, p(x) / q(x)) =
+min(p(x), q(x)). A draft is rejected with probability 1 - sum min(p, q) = sum max(p - q, 0), and
+then x is recovered with probability max(p(x) - q(x), 0) / sum max(p - q, 0). So x comes out with
+probability min(p(x), q(x)) + max(p(x) - q(x), 0) = p(x). This holds at each position, given the
+tokens before it; so it holds for all of them together.
+
+*What the two methods give.* In the example 60% of the drafts are accepted. If the target is sampled
+and compared, independently of the draft, 0.5 * 0.2 + 0.3 * 0.7 + 0.2 * 0.1 = 33% are right: sum p q
+is at most sum min(p, q). A draft that nobody drew (n-gram, suffix, argmax) has q = 1, and both
+methods accept it with probability p(draft). (A drawn draft may count as one of q = 1, too: that is
+exact, and accepts fewer.) The tokens differ: those of the RejectionSampler have the distribution of
+plain decoding, but they are other ones, and they depend on the drafts.
+
+A condition: whether a position has a draft must not depend on which token was drawn there. A
+proposer that draws may stop behind an unlikely token; if it takes that token back, p is missed.
+
+Greedy rows have a p of 1 at the argmax: their tokens are the argmax, whatever the drafts are.
+
+Left out: verifying the drafts of a sequence as one block (arXiv 2403.10444).
+
+Papers: Leviathan and others, arXiv 2211.17192; Chen and others, arXiv 2302.01318.
+vLLM: vllm/model_executor/layers/rejection_sampler.py (V0);
+vllm/v1/sample/rejection_sampler.py (V1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.input_batch import RequestState, StepArrays
+from nanoserve.kernels.sampling import choose_tokens, compute_probs, draw
+from nanoserve.sampler import Choose, ChosenTokens, SamplingBatch, uniform_noise
+from nanoserve.sampling_params import GREEDY_TEMPERATURE
+
+STREAM = 2**32  # far beyond the branches of a request, so that a stream is a branch of its own
+
+
+def rejection_noise(
+    seeds: np.ndarray, branches: np.ndarray, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The random numbers that accept and recover, [num_rows] float64 in [0, 1) each.
+
+    They are functions of (seed, branch, position), as those of plain decoding, with which a bonus
+    token is drawn; a draft may be drawn with these too. The three have nothing in common.
+    """
+    return {
+        name: uniform_noise(seeds, branches + stream * STREAM, positions)
+        for stream, name in enumerate(("accept", "recover"), start=1)
+    }
+
+
+def make_rejection_sampler(
+    batch: RequestState,
+    arrays: StepArrays,
+    draft_probs: dict[int, Tensor],
+    choose: Choose,
+) -> Choose:
+    """`choose`, or what takes its place in a step with drafts."""
+    rows, positions = arrays.sampled_rows, arrays.positions[arrays.logits_indices] + 1
+    is_draft = np.zeros(len(rows), bool)  # a row has a draft if the next row is behind it
+    is_draft[:-1] = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
+    if not is_draft.any():
+        return choose
+    drafts = np.full(len(rows), -1)
+    drafts[is_draft] = batch.token_ids[rows[is_draft], positions[is_draft]]
+    noise = rejection_noise(batch.seeds[rows], batch.branches[rows], positions)
+    sent = batch.staging.send(drafts=drafts, **noise)
+    probs = None
+    if draft_probs:
+        probs = torch.zeros(len(rows), batch.vocab_size, device=sent["drafts"].device)
+        probs.scatter_(1, sent["drafts"].clamp(min=0)[:, None], 1.0)
+        for i in is_draft.nonzero()[0].tolist():
+            drawn_from = draft_probs.get(int(batch.seq_ids[rows[i]]))
+            if drawn_from is not None:
+                probs[i] = drawn_from[positions[i] - batch.num_tokens[rows[i]]]
+    return RejectionSampler(sent["drafts"], probs, sent["accept"], sent["recover"], choose)
+
+
+@dataclass(frozen=True)
+class RejectionSampler:
+    """A `choose` for sampler.sample, for rows that have drafts."""
+
+    draft_token_ids: Tensor  # [num_rows] int64; -1: the row has no draft
+    draft_probs: Tensor | None  # [num_rows, vocab_size], or None: nobody drew the drafts
+    accept: Tensor  # [num_rows] float64: see rejection_noise
+    recover: Tensor  # [num_rows] float64
+    choose: Choose = choose_tokens  # of plain decoding
+
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
+        """One token for each row of `logits`: accepted, recovered or bonus."""
+        chosen = self.choose(logits, batch)
+        if batch.is_greedy:
+            return chosen
+        assert batch.temperature is not None
+        token_ids = rejection_sample(
+            compute_probs(logits, batch),
+            self.draft_token_ids,
+            self.draft_probs,
+            self.accept,
+            self.recover,
+        )
+        is_plain = (self.draft_token_ids < 0) | (batch.temperature < GREEDY_TEMPERATURE)
+        return ChosenTokens(torch.where(is_plain, chosen.token_ids, token_ids), chosen.is_possible)
+
+
+def rejection_sample(
+    target_probs: Tensor,
+    draft_token_ids: Tensor,
+    draft_probs: Tensor | None,
+    accept: Tensor,
+    recover: Tensor,
+) -> Tensor:
+    """The draft of each row, or a recovered token in its place, which is another one.
+
+    target_probs and draft_probs [num_rows, vocab_size], draft_token_ids [num_rows] int64, accept
+    and recover [num_rows] float64 in [0, 1) -> [num_rows] int64. draft_probs None: each draft was
+    certain. Rows without a draft (-1) mean nothing. p and q are rounded: a draft may be rejected
+    though nothing of p is left; then the token comes from p.
+    """
+    drafts = draft_token_ids.clamp(min=0)[:, None]
+    target = target_probs.gather(1, drafts)[:, 0]
+    if draft_probs is None:
+        is_accepted = accept < target
+        rest = target_probs.scatter(1, drafts, 0.0)
+    else:
+        is_accepted = accept * draft_probs.gather(1, drafts)[:, 0] < target
+        rest = (target_probs - draft_probs).clamp(min=0)
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target_probs)
+    return torch.where(is_accepted, draft_token_ids, draw(rest, recover).token_ids)

@@ -1,0 +1,40 @@
+"""How does one process run the model?
+
+An executor has num_kv_blocks, num_cpu_blocks, launch(step) and close(). This one hands the step to
+a ModelRunner, with as many threads as are good for the model on this machine's cores.
+
+vLLM: vllm/executor/gpu_executor.py (V0); vllm/v1/executor/uniproc_executor.py (V1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanoserve.config import EngineConfig
+from nanoserve.kernels.threads import call_with_threads, most_threads, thread_setters
+from nanoserve.models.config import ModelConfig
+from nanoserve.sequence import ModelOutput, SchedulerOutput
+
+
+class UniprocExecutor:
+    """Runs the model in this process."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> None:
+        self.runner = runner_cls(config, model_config)
+        self.num_kv_blocks = self.runner.num_kv_blocks
+        self.num_cpu_blocks = self.runner.num_cpu_blocks
+        # Start one step; what is returned waits for its tokens. The next step may be launched first.
+        self.launch: Callable[[SchedulerOutput], Callable[[], ModelOutput]] = self.runner.launch
+        self.num_threads = torch.get_num_threads()
+        most = most_threads(self.runner.model.num_bytes()) or self.num_threads
+        if self.runner.device.type == "cpu" and most < self.num_threads:
+            self.num_threads = most
+            self.launch = partial(call_with_threads, most, thread_setters(), self.launch)
+
+    def close(self) -> None:
+        """Release the model and the KV cache."""
+        del self.runner, self.launch

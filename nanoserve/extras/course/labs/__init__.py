@@ -1,1 +1,0 @@
-"""The labs: one module each, pages_1.py to ..., with its tasks and their behaviours."""

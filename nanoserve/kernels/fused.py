@@ -1,0 +1,120 @@
+"""How do neighbouring operations of a layer become one?
+
+Between two matrix products, model.py makes a pass over memory for each thing it says. Compiled code
+(native_cpu.py, fused_triton.py) does several of them in one pass:
+
+    model.py                                         here
+    x = x + attention; norm(x)                       add_rms_norm
+    qk_norm, apply_rope, store                       rope_and_store
+    silu(gate) * up                                  silu_and_mul
+
+The modules of a model are exchanged for these subclasses when it has been loaded (`fuse`): they
+have the same weights, and print(model) shows them by name. A subclass of a user's own stays as it
+is.
+
+The residual stream is two parts that are still to be added, the last layer's output and what was
+before it, because the addition is a part of the next norm. (vLLM writes all of its models so.)
+
+vLLM: CustomOp in vllm/model_executor/custom_op.py; csrc/layernorm_kernels.cu (V0 and V1).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.layers import QKNorm, Rope, apply_rope
+from nanoserve.model import MLP, Attention, Decoder, DecoderLayer
+
+
+class Ops(Protocol):
+    """The compiled code of one device."""
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and that sum, which may take the place of x."""
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        qk_norm: QKNorm | None,
+        rope: Rope,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        metadata: StepMetadata,
+    ) -> Tensor: ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+def rope_and_store(
+    qkv: Tensor,
+    qk_norm: QKNorm | None,
+    rope: Rope,
+    backend: AttentionBackend,
+    kv_cache: KVCache,
+    metadata: StepMetadata,
+) -> Tensor:
+    """What model.Attention does between its product and attend. `qkv` [num_tokens, (num_heads + 2 *
+    num_kv_heads) * head_dim]; returns the queries [num_tokens, num_heads, head_dim]."""
+    num_kv_heads, head_dim = kv_cache[0].shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+    if qk_norm is not None:
+        qk = qk_norm(qk)
+    q, k = apply_rope(qk, *rope).split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+    backend.store(k, v, kv_cache, metadata)
+    return q
+
+
+class FusedAttention(Attention):
+    ops: Any
+
+    def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
+        qkv = self.qkv_proj(x)
+        q = self.ops.rope_and_store(qkv, self.qk_norm, rope, self.backend, kv_cache, metadata)
+        output = self.backend.attend(
+            q, kv_cache, metadata, scale=self.scale, sliding_window=self.window
+        )
+        return self.o_proj(output.flatten(1))
+
+
+class FusedMLP(MLP):
+    ops: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class FusedDecoder(Decoder):
+    ops: Any
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
+    ) -> Tensor:
+        add, rope = self.ops.add_rms_norm, self.rotary_emb(positions)
+        residual = self.embed_tokens(input_ids)
+        y = self.layers[0].input_layernorm(residual)
+        next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
+            y, norm = layer.self_attn(y, rope, kv_cache, metadata), layer.post_attention_layernorm
+            y, residual = add(y, residual, norm.weight, norm.eps)
+            y, residual = add(layer.mlp(y), residual, next_norm.weight, next_norm.eps)
+        return y
+
+
+# What is exchanged for what.
+FUSED = {Attention: FusedAttention, MLP: FusedMLP, Decoder: FusedDecoder}
+
+
+def fuse(model: nn.Module, ops: Ops) -> None:
+    """Exchange the modules of a loaded model for those above."""
+    for module in model.modules():
+        fused: Any = FUSED.get(type(module))
+        layers = module.layers if fused is FusedDecoder else ()
+        if fused and all(type(layer).forward is DecoderLayer.forward for layer in layers):
+            module.__class__ = fused
+            module.ops = ops

@@ -1,0 +1,55 @@
+"""What does a KV cache of 8 bits keep?
+
+Numbers of 8 bits, and for each token and head a scale in float32: half the memory of bfloat16 or
+less. With kv_cache_dtype "int8" or "fp8" a layer's cache is (keys, values, scales of the keys,
+scales of the values). The fast backends multiply by the scales while they read. This one brings the
+whole cache back to float32 first: slow, and what the others are compared with.
+
+vLLM: csrc/quantization/w8a8/, vllm/model_executor/layers/quantization/kv_cache.py (V1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [.., n] as numbers of 8 bits (int8 or float8_e4m3fn), and a float32 scale for each row,
+    [.., 1]: numbers * scale is x, rounded. A row with a NaN or an infinity has a scale that is none
+    either."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = x.abs().amax(dim=-1, keepdim=True).float() / largest
+    numbers = x / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scale
+
+
+def as_stored(key: Tensor, value: Tensor, kv_cache: KVCache) -> tuple[Tensor, ...]:
+    """What a cache keeps of key and value [num_tokens, num_kv_heads, dim], in its order."""
+    if len(kv_cache) == 2:
+        return key, value
+    numbers, scales = zip(*(quantize_rows(x, kv_cache[0].dtype) for x in (key, value)), strict=True)
+    return *numbers, *scales
+
+
+class QuantizedReference(AttentionBackend):
+    """The definition, on a cache of 8 bits."""
+
+    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
+        numbers_and_scales = as_stored(key, value, kv_cache)
+        for i in (0, 2):
+            two, caches = numbers_and_scales[i : i + 2], kv_cache[i : i + 2]
+            if two[0].dtype == torch.float8_e4m3fn:  # PyTorch writes no rows of this type
+                two, caches = ([x.view(torch.int8) for x in each] for each in (two, caches))
+            super().store(*two, tuple(caches), metadata)
+
+    def attend(
+        self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
+    ) -> Tensor:
+        keys, values, key_scales, value_scales = (cache.float() for cache in kv_cache)
+        caches = (keys * key_scales, values * value_scales)
+        return super().attend(query, caches, metadata, **options)
