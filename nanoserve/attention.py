@@ -17,8 +17,8 @@ cached prefixes and decode:
                             query 0    x x x x x .     at position 6 - 2 + 0 = 4
                             query 1    x x x x x x     at position 5
 
-`AttentionBackend` is attention in plain PyTorch, one sequence after the other. It is what runs for a
-small model, and the definition that the fast backends are held to by tests: they are subclasses,
+`AttentionBackend` is attention in plain PyTorch, one sequence after the other. It is what runs for
+a small model, and the definition that the fast backends are held to by tests: they are subclasses,
 kernels/attention_cpu.py ("torch"), native_cpu.py ("native") and attention_triton.py ("triton");
 kernels/selector.py chooses. Override `attend` to try an idea of your own:
 

@@ -41,18 +41,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoserve.sequence import BlockPair, Sequence
-
-
-class Copies(NamedTuple):
-    """Blocks to copy before a step computes anything, as (source, destination), in this order."""
-
-    swap_out: tuple[BlockPair, ...]  # (KV block, CPU block)
-    swap_in: tuple[BlockPair, ...]  # (CPU block, KV block)
-    copy_on_write: tuple[BlockPair, ...]  # (shared KV block, the writer's own)
 
 
 class BlockHash:
@@ -68,24 +60,6 @@ class BlockHash:
     def __init__(self, parent: BlockHash | None, token_ids: Hashable) -> None:
         self.parent = parent
         self.token_ids = token_ids
-
-
-BlockKey = tuple[BlockHash | None, Hashable]  # (parent, token ids)
-
-
-class BlockHashTable:
-    """(parent, token ids) -> BlockHash. Entries that no block and no sequence uses are dropped."""
-
-    def __init__(self) -> None:
-        self._interned: WeakValueDictionary[BlockKey, BlockHash] = WeakValueDictionary()
-
-    def get(self, parent: BlockHash | None, token_ids: Hashable) -> BlockHash:
-        """The one BlockHash of this content. A root (parent None) holds the extra keys."""
-        key = (parent, token_ids)
-        block_hash = self._interned.get(key)
-        if block_hash is None:
-            block_hash = self._interned[key] = BlockHash(parent, token_ids)
-        return block_hash
 
 
 class BlockPool:
@@ -163,7 +137,7 @@ class BlockManager:
         # The prefix cache's hit rate is num_hit_tokens / num_queried_tokens, over all admissions.
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._hash_table = BlockHashTable()
+        self._interned: WeakValueDictionary[Any, BlockHash] = WeakValueDictionary()
 
     def reset(self) -> None:
         """Forget everything: no block tables, every block free, an empty prefix cache."""
@@ -173,9 +147,9 @@ class BlockManager:
         self.swapped_tables: dict[int, list[int]] = {}  # seq_id -> ids of CPU blocks
         # Pending copies. By CPU block: of two copies into one CPU block only the last one counts,
         # because the sequence of the first has ended.
-        self._swap_out: dict[int, BlockPair] = {}
-        self._swap_in: list[BlockPair] = []
-        self._copy_on_write: list[BlockPair] = []
+        self.blocks_to_swap_out: dict[int, BlockPair] = {}
+        self.blocks_to_swap_in: list[BlockPair] = []
+        self.blocks_to_copy: list[BlockPair] = []
 
     # -- questions (nothing changes) --
 
@@ -183,7 +157,7 @@ class BlockManager:
         """Blocks that hold `num_tokens` tokens: 5 tokens in blocks of 4 need 2."""
         return -(-num_tokens // self.block_size)
 
-    def get_cached_blocks(self, seq: Sequence) -> list[int]:
+    def get_computed_blocks(self, seq: Sequence) -> list[int]:
         """The cached blocks of the longest cached prefix of `seq`, which must hold no blocks yet.
 
         The last token is never taken from the cache, because its logits are needed. So a prompt of
@@ -282,15 +256,18 @@ class BlockManager:
         own. The copy is pending."""
         block_table = self.block_tables[seq.seq_id]
         shared, block_table[-1] = block_table[-1], self.take_block()
-        self._copy_on_write.append((shared, block_table[-1]))
+        self.blocks_to_copy.append((shared, block_table[-1]))
         self.pool.free(shared)
 
-    def take_copies(self) -> Copies:
-        """The pending copies, for the step that was just decided; none are pending afterwards."""
-        copies = Copies(
-            tuple(self._swap_out.values()), tuple(self._swap_in), tuple(self._copy_on_write)
-        )
-        self._swap_out, self._swap_in, self._copy_on_write = {}, [], []
+    def take_copies(self) -> dict[str, tuple[BlockPair, ...]]:
+        """The pending copies, for the step that was just decided, by the names of the fields of
+        SchedulerOutput; none are pending afterwards."""
+        copies = {
+            "blocks_to_swap_out": tuple(self.blocks_to_swap_out.values()),
+            "blocks_to_swap_in": tuple(self.blocks_to_swap_in),
+            "blocks_to_copy": tuple(self.blocks_to_copy),
+        }
+        self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy = {}, [], []
         return copies
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -308,7 +285,9 @@ class BlockManager:
         too, and keeps the references of the other sequences."""
         block_table = self.block_tables[seq.seq_id]
         cpu_blocks = [self.cpu_pool.allocate() for _ in block_table]
-        self._swap_out |= {pair[1]: pair for pair in zip(block_table, cpu_blocks, strict=True)}
+        self.blocks_to_swap_out |= {
+            pair[1]: pair for pair in zip(block_table, cpu_blocks, strict=True)
+        }
         self.free(seq)
         self.swapped_tables[seq.seq_id] = cpu_blocks
 
@@ -316,7 +295,7 @@ class BlockManager:
         """Move `seq` back to KV blocks, after can_swap_in said that they fit."""
         cpu_blocks = self.swapped_tables[seq.seq_id]
         block_table = [self.take_block() for _ in cpu_blocks]
-        self._swap_in += zip(cpu_blocks, block_table, strict=True)
+        self.blocks_to_swap_in += zip(cpu_blocks, block_table, strict=True)
         self.free(seq)
         self.block_tables[seq.seq_id] = block_table
 
@@ -340,8 +319,14 @@ class BlockManager:
     def hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
         """seq.block_hashes, made to cover at least its first `num_blocks` (full) blocks."""
         hashes, size = seq.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else self._hash_table.get(None, seq.extra_keys)
+        parent = hashes[-1] if hashes else self.find_hash(None, seq.extra_keys)
         for start in range(len(hashes) * size, num_blocks * size, size):
-            parent = self._hash_table.get(parent, tuple(seq.token_ids[start : start + size]))
+            parent = self.find_hash(parent, tuple(seq.token_ids[start : start + size]))
             hashes.append(parent)
         return hashes
+
+    def find_hash(self, parent: BlockHash | None, token_ids: Hashable) -> BlockHash:
+        """The one BlockHash of this content. A root (parent None) holds the extra keys. Hashes that
+        no block and no sequence uses are forgotten."""
+        key = (parent, token_ids)
+        return self._interned.get(key) or self._interned.setdefault(key, BlockHash(*key))

@@ -1,7 +1,7 @@
 """What can be set?
 
-Each field of EngineConfig is an option of LLM, with its help text below it (entrypoints/cli.py
-makes a flag of each). It is frozen: where "auto" or None is resolved, a new object is made.
+Each field of EngineConfig is an option of LLM. The comment above it is its help text
+(entrypoints/flags.py makes a flag of each). It is frozen: where "auto" or None is resolved, a new object is made.
 (What the checkpoint's config.json says is a ModelConfig: models/config.py.)
 
     LLM(max_num_seqs=8)      ->  EngineConfig(max_num_seqs=8)
@@ -37,69 +37,69 @@ class EngineConfig:
     """What the user can set: vLLM's EngineArgs. Raises ValueError or TypeError at construction for
     a value that is not allowed."""
 
+    # Folder in Hugging Face format, or Hugging Face id; None: the embedded demo model.
     model: str | Path | None = None
-    """Folder in Hugging Face format, or Hugging Face id; None: the embedded demo model."""
+    # Folder or Hugging Face id of the tokenizer; None: the model's own.
     tokenizer: str | Path | None = None
-    """Folder or Hugging Face id of the tokenizer; None: the model's own."""
+    # Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's."""
+    # Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
+    # and head.
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token
-    and head."""
+    # cpu, cuda or cuda:N; auto: a CUDA GPU if there is one.
     device: str = "auto"
-    """cpu, cuda or cuda:N; auto: a CUDA GPU if there is one."""
+    # Tokens of one request at most, prompt and output; None: what the model was made for.
     max_model_len: int | None = None
-    """Tokens of one request at most, prompt and output; None: what the model was made for."""
+    # Sequences in one step at most; None: 256, or the token budget if that is less.
     max_num_seqs: int | None = None
-    """Sequences in one step at most; None: 256, or the token budget if that is less."""
+    # Token budget of one step; None: 8192 (2048 on a CPU), or more if it must be.
     max_num_batched_tokens: int | None = None
-    """Token budget of one step; None: 8192 (2048 on a CPU), or more if it must be."""
+    # Ranks among which each layer is divided: GPUs, or processes on a CPU.
     tensor_parallel_size: int = 1
-    """Ranks among which each layer is divided: GPUs, or processes on a CPU."""
+    # Tokens in one KV block.
     block_size: int = 16
-    """Tokens in one KV block."""
+    # KV blocks, on a CPU too; None: as many as the memory holds, up to max_num_seqs sequences of
+    # full length.
     num_gpu_blocks_override: int | None = None
-    """KV blocks, on a CPU too; None: as many as the memory holds, up to max_num_seqs sequences of
-    full length."""
+    # Bytes for the KV cache of each rank; None: from free memory.
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV cache of each rank; None: from free memory."""
+    # Share of a GPU's memory that the engine may fill.
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that the engine may fill."""
+    # Requests share the KV blocks of equal prefixes.
     enable_prefix_caching: bool = True
-    """Requests share the KV blocks of equal prefixes."""
+    # A prompt may be computed over several steps.
     enable_chunked_prefill: bool = True
-    """A prompt may be computed over several steps."""
+    # Tokens of one sequence in one step at most; 0: no limit.
     long_prefill_token_threshold: int = 0
-    """Tokens of one sequence in one step at most; 0: no limit."""
+    # fcfs: first come, first served; priority: lower values of a request's priority first.
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    """fcfs: first come, first served; priority: lower values of a request's priority first."""
+    # recompute: the KV cache of a preempted sequence is dropped and computed again; swap: its KV
+    # cache moves to CPU blocks and back.
     preemption_mode: Literal["recompute", "swap"] = "recompute"
-    """recompute: the KV cache of a preempted sequence is dropped and computed again; swap: its KV
-    cache moves to CPU blocks and back."""
+    # CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none.
     num_cpu_blocks: int | None = None
-    """CPU blocks for preemption_mode swap; None: as many as KV blocks. Other modes have none."""
+    # GiB of CPU memory for preemption_mode swap, of each rank; None: see num_cpu_blocks.
     swap_space: float | None = None
-    """GiB of CPU memory for preemption_mode swap, of each rank; None: see num_cpu_blocks."""
+    # Source of the seeds of requests that have none of their own.
     seed: int = 0
-    """Source of the seeds of requests that have none of their own."""
+    # auto: safetensors; dummy: random weights from config.json alone.
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: safetensors; dummy: random weights from config.json alone."""
+    # How weights are quantized, see chapters/quantization; None: as config.json says.
     quantization: str | None = None
-    """How weights are quantized, see chapters/quantization; None: as config.json says."""
+    # Whose code runs the model; auto: nanoserve's if there is any, else transformers'.
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
-    """Whose code runs the model; auto: nanoserve's if there is any, else transformers'."""
+    # reference, torch, native, triton, or an AttentionBackend of your own; auto: the fastest.
     attention_backend: Any = field(default="auto", hash=False)
-    """reference, torch, native, triton, or an AttentionBackend of your own; auto: the fastest."""
+    # plain: the code of the flat modules; fast: that of kernels/; auto: plain for weights under 32
+    # MiB on a CPU.
     kernels: Literal["auto", "plain", "fast"] = "auto"
-    """plain: the code of the flat modules; fast: that of kernels/; auto: plain for weights under 32
-    MiB on a CPU."""
+    # Never use CUDA graphs (a CPU never does).
     enforce_eager: bool = False
-    """Never use CUDA graphs (a CPU never does)."""
+    # Launch a step before the tokens of the last one are read: the same tokens, known one step()
+    # later.
     async_scheduling: bool = False
-    """Launch a step before the tokens of the last one are read: the same tokens, known one step()
-    later."""
+    # Most logprobs or prompt_logprobs that a request may ask for; -1: no limit.
     max_logprobs: int = 20
-    """Most logprobs or prompt_logprobs that a request may ask for; -1: no limit."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():

@@ -3,10 +3,10 @@
 LLMEngine is the loop that all of vLLM stands on: add requests, then call step() until nothing is
 unfinished. A step is four lines:
 
-    step    = self.scheduler.schedule()                         # who runs, how many tokens
-    read    = self.executor.launch(step)                        # tensors, the GPU's part
-    updates = self.scheduler.update_from_output(step, read())
-    outputs = self.process_outputs(updates)                     # text, stop strings
+    scheduler_output = self.scheduler.schedule()                    # who runs, how many tokens
+    pending = self.executor.launch(scheduler_output)                # tensors, the GPU's part
+    updates = self.scheduler.update_from_output(scheduler_output, pending())
+    self.process_outputs(updates)                                   # text, stop strings
 
 With async_scheduling=True the CPU schedules and launches a step while the GPU is still computing
 the one before (V1's AsyncScheduler and step_with_batch_queue):
@@ -15,7 +15,8 @@ the one before (V1's AsyncScheduler and step_with_batch_queue):
     overlapped   schedule 1 | GPU 1                  | GPU 2                | GPU 3 ...
                               schedule 2 | update 1    schedule 3 | update 2
 
-The tokens are the same. The tokens of a step are known one call of step() later.
+The tokens are the same. The tokens of a step are known one call of step() later. There is one code
+path: plain means that no step may stay in flight.
 
 *Parts.* The classes that an engine is made of are attributes of its class. A chapter, or you, put a
 subclass in the place of one (chapters/__init__.py does so for the options that are set):
@@ -23,16 +24,25 @@ subclass in the place of one (chapters/__init__.py does so for the options that 
     class MyEngine(LLMEngine):
         scheduler_cls = MyScheduler
 
+    LLM(engine_cls=MyEngine)        or, the same,        LLM(scheduler_cls=MyScheduler)
+
 *Threads.* One thread calls step(). Other threads may add and abort requests at any time: prompts
 are tokenized and checked in the caller's thread, and what changes the scheduler waits in an inbox
 until the next step begins.
 
-*Errors.* Three rules. A bad request is refused when it is added (ValueError, TypeError). What one
-request breaks later (its logits processor, its text) ends that request: its output has
-finish_reason "error". Any other failed step is forgotten: all blocks are freed and its requests are
-computed again, once; if that fails, too, step() raises. The same forgetting makes Ctrl-C safe.
+*Errors.* Four rules, and no block is lost by any of them.
+1. A bad request is refused when it is added (ValueError, TypeError).
+2. What one request breaks and can be told apart (its logits processor, its text) ends this request:
+   its output has finish_reason "error".
+3. Any other failed step is forgotten: all blocks are freed, and its sequences are computed again. A
+   sequence in two failed steps without a new token between them ends its request with an error. If
+   tokens were just being read, some may be lost, so the requests of that step end with an error.
+4. step() itself raises only if the failed step names no sequence (the scheduler has failed), or if
+   no step can ever run again (EngineDeadError: a rank has ended).
 
-vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/llm_engine.py, core.py (V1).
+Ctrl-C may stop a step anywhere. Then the next change or step begins with the forgetting of rule 3.
+
+vLLM: vllm/engine/llm_engine.py (V0); vllm/v1/engine/: llm_engine.py, core.py (0.32).
 """
 
 from __future__ import annotations
@@ -40,7 +50,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -55,8 +66,8 @@ from nanoserve.output_processor import Request
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import (
+    EngineDeadError,
     ModelOutput,
-    RequestError,
     RequestOutput,
     SchedulerOutput,
     Sequence,
@@ -75,11 +86,11 @@ class LLMEngine:
 
     config_cls = EngineConfig
     sequence_cls = Sequence
+    request_cls = Request
     block_manager_cls = BlockManager
     scheduler_cls = Scheduler
     runner_cls = ModelRunner
     input_processor_cls = InputProcessor
-    request_cls = Request
 
     def __init__(self, config: EngineConfig) -> None:
         """Read the checkpoint and build every part. Raises ValueError for what does not fit."""
@@ -97,22 +108,33 @@ class LLMEngine:
             config, self.model_config, self.tokenizer, num_blocks, self.sequence_cls
         )
         self.requests: dict[str, Request] = {}  # the unfinished ones
+        self.max_in_flight = 1 + config.async_scheduling
+        self._steps: deque[SchedulerOutput] = deque()  # decided, and not read to the end
+        self._pending: deque[Callable[[], ModelOutput]] = deque()  # of those that were launched
+        self._being_read: set[str] = set()  # request ids of the step that is being read
+        self._outputs: list[RequestOutput] = []  # for step() to hand out
         self._inbox: deque[Callable[[], object]] = deque()  # what is to change between two steps
-        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelOutput]]] = deque()
-        self.max_in_flight = 1 + self.config.async_scheduling
-        self._lock = threading.RLock()  # held by who runs a step
-        self._has_failed = False  # the last step
-        self._being_read: set[str] = set()  # request ids of the step whose tokens are being read
-        self._outputs: list[RequestOutput] = []  # for the next step() to hand out
+        self._lock, self._owner = threading.Lock(), 0  # which thread is inside a step
+        self.is_closed = False
+        self._is_whole = True  # False inside a step, and if one did not come to its end
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLMEngine:
+        """The engine that vLLM's EngineArgs describe (entrypoints/arguments.py)."""
+        return engine_args.create_engine(cls)
 
     # -- requests --
 
     def add_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | None = None,
+        **per_request: Any,
     ) -> str:
-        """Queue a request and return its id. `each`: see make_request. Raises ValueError or
+        """Queue a request and return its id. per_request: see make_request. Raises ValueError or
         TypeError if it can never be served."""
-        self.add(self.make_request(request_id, prompt, params, **each))
+        self.add(self.make_request(request_id, prompt, params, **per_request))
         return request_id
 
     def make_request(
@@ -131,6 +153,8 @@ class LLMEngine:
 
     def add(self, request: Request) -> None:
         """Queue a checked request. Raises ValueError if its request id is in use."""
+        if self.is_closed:
+            raise RuntimeError("the engine is closed: make a new one.")
         if self.requests.setdefault(request.request_id, request) is not request:
             raise ValueError(f"request id {request.request_id!r} is in use; choose another.")
         self._change(partial(self._queue, request))
@@ -140,21 +164,25 @@ class LLMEngine:
         for seq in request.sequences if self.has_request(request) else ():
             self.scheduler.add(seq)
 
-    def abort_request(self, request_id: str) -> bool:
-        """End a request, at whatever stage: it hands out nothing more. False if there is none."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            finish = partial(self.scheduler.finish, status=SequenceStatus.FINISHED_ABORTED)
-            self._change(lambda: [finish(seq.seq_id) for seq in request.sequences])
-        return request is not None
+    def abort_request(self, request_ids: str | Collection[str]) -> bool:
+        """End requests, at whatever stage: they hand out nothing more. False if none is known."""
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        found = [request for i in ids if (request := self.requests.pop(i, None)) is not None]
+        for request in found:
+            self._change(partial(self._forget, request))
+        return bool(found)
 
-    def fail_request(self, request_id: str, error: Exception) -> list[RequestOutput]:
-        """End a request with finish_reason "error"; its last output."""
-        logger.error("request %r failed: %s", request_id, error, exc_info=error.__cause__)
-        request = self.requests.pop(request_id)
-        for seq in request.sequences:
-            self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ERROR, str(error))
-        return request.fail(str(error))
+    def _forget(self, request: Request) -> None:
+        self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ABORTED)
+        self._outputs = [each for each in self._outputs if each.request_id != request.request_id]
+
+    def fail_request(self, request_id: str, error: Exception) -> None:
+        """End a request with finish_reason "error"."""
+        logger.error("request %r failed: %r", request_id, error, exc_info=error)
+        request, message = self.requests[request_id], str(error) or repr(error)
+        self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR, message)
+        self._outputs += request.fail(message)  # first hand over,
+        del self.requests[request_id]  # then forget
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self._outputs)
@@ -164,101 +192,127 @@ class LLMEngine:
         return self.requests.get(request.request_id) is request
 
     def _change(self, action: Callable[[], object]) -> None:
-        """Have `action` done between two steps: now, unless another thread is inside a step."""
+        """Have `action` done between two steps: now, unless somebody is inside a step. (It may be
+        this thread: a logits processor, say, that aborts a request.)"""
         self._inbox.append(action)
         if self._lock.acquire(blocking=False):
             try:
-                self._drain_inbox()
+                self.settle()
             finally:
                 self._lock.release()
-
-    def _drain_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
 
     # -- the step --
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs that the requests want to hand out now."""
-        with self._lock:
+        with self.between_steps():
             try:
-                self._outputs += self.run_step()
-                self._has_failed = False
-            except BaseException as error:
-                self.forget_steps()
-                is_second, self._has_failed = self._has_failed, True
-                if is_second or not isinstance(error, Exception):
-                    raise
-                logger.warning("a step failed; it is computed once more", exc_info=error)
+                self.run_step()
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                self.recover(error)
             outputs, self._outputs = self._outputs, []
             return outputs
 
-    def forget_steps(self) -> None:
-        """Compute again what was scheduled. Requests whose tokens were just being read, some known
-        to the scheduler and not yet to the user, end with an error: no text ever has a gap."""
-        self._in_flight.clear()
-        self.scheduler.preempt_all()
-        error = RequestError("the step failed while its tokens were read")
-        for request_id in self._being_read & self.requests.keys():
-            self._outputs += self.fail_request(request_id, error)
-        self._being_read = set()
-
-    def run_step(self) -> list[RequestOutput]:
+    def run_step(self) -> None:
         """Schedule and launch a step; then read the oldest ones in flight, until as few are left as
         may be. All are read if the next step depends on the tokens, or if nothing runs."""
-        if self._inbox:
-            self._drain_inbox()
+        if self._inbox or not self._is_whole:
+            self.settle()
+        self._is_whole = False
         step = self.scheduler.schedule()
         if step.scheduled:
-            self._in_flight.append((step, self.executor.launch(step)))
+            self._steps.append(step)
+            self._pending.append(self.executor.launch(step))
         may_overlap = step.scheduled and not step.needs_sync
-        outputs: list[RequestOutput] = []
-        while self._in_flight:
-            num_left = self.max_in_flight - 1 if may_overlap and self.scheduler.sequences else 0
-            if len(self._in_flight) <= num_left:
+        while self._pending:
+            if may_overlap and len(self._pending) < self.max_in_flight and self.scheduler.sequences:
                 break
-            oldest, read = self._in_flight.popleft()
-            outputs += self.update(oldest, read())
-        return outputs
+            self.update(self._steps[0], self._pending.popleft()())
+            self._steps.popleft()
+        self._is_whole = True
 
-    def update(self, step: SchedulerOutput, model_output: ModelOutput) -> list[RequestOutput]:
+    def update(self, step: SchedulerOutput, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, and make text of them."""
-        outputs, known = [], self.scheduler.sequences
+        known = self.scheduler.sequences
         owners = {i: known[i].request_id for i, *_ in step.scheduled if i in known}
         self._being_read = set(owners.values())
         for seq_id, error in model_output.errors.items():
             if owners.get(seq_id) in self.requests:
-                outputs += self.fail_request(owners[seq_id], error)
-        outputs += self.process_outputs(self.scheduler.update_from_output(step, model_output))
+                self.fail_request(owners[seq_id], error)
+        self.process_outputs(self.scheduler.update_from_output(step, model_output))
         self._being_read = set()
-        return outputs
 
-    def process_outputs(self, updates: list[SequenceUpdate]) -> list[RequestOutput]:
-        """Give a step's updates to their requests; return the outputs to hand out."""
+    def process_outputs(self, updates: list[SequenceUpdate]) -> None:
+        """Give a step's updates to their requests, and keep what these hand out."""
         by_request: dict[str, list[SequenceUpdate]] = {}
         for update in updates:
             by_request.setdefault(update.sequence.request_id, []).append(update)
-        outputs: list[RequestOutput] = []
         for request_id, its_updates in by_request.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted meanwhile
             try:
-                outputs += request.process(its_updates, self.scheduler.finish)
+                self._outputs += request.process(its_updates, self.scheduler.finish)
             except Exception as error:  # such as a tokenizer that cannot decode
-                outputs += self.fail_request(request_id, RequestError(repr(error)))
-            if request.is_finished:
-                self.requests.pop(request_id, None)
-        return outputs
+                self.fail_request(request_id, error)
+            else:
+                if request.is_finished:
+                    del self.requests[request_id]
+
+    def settle(self) -> None:
+        """Recover from a step that was interrupted, then do what waits in the inbox. What is
+        interrupted here is done again: each action may be done twice without harm."""
+        if not self._is_whole:
+            self.recover(None)
+        while self._inbox:
+            self._inbox[0]()
+            self._inbox.popleft()
+
+    def recover(self, error: Exception | None) -> None:
+        """Forget the steps in flight, the failed one among them; rules 3 and 4 of the header.
+        Without an error, the step was interrupted: that is nobody's failure."""
+        scheduled = {item.seq_id for step in self._steps for item in step.scheduled}
+        self.scheduler.preempt_all()
+        torn = RuntimeError("the step failed while its tokens were read")
+        for request_id in self._being_read & self.requests.keys():
+            self.fail_request(request_id, error or torn)
+        for seq_id in scheduled & self.scheduler.sequences.keys() if error else ():
+            if (seq := self.scheduler.sequences.get(seq_id)) is not None:
+                seq.num_failures += 1
+                if seq.num_failures == 2 and seq.request_id in self.requests:
+                    self.fail_request(seq.request_id, error)
+        self._steps.clear()
+        self._pending.clear()
+        self._being_read, self._is_whole = set(), True
+        if error is not None and not scheduled:
+            raise error
+        if error is not None:
+            logger.warning("a step failed; it is computed once more", exc_info=error)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Hold the lock of the step. Raises RuntimeError if this very thread is inside one."""
+        if self._owner == threading.get_ident():
+            raise RuntimeError("a step is running: this cannot be called from inside it.")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = 0
 
     # -- the rest --
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running."""
-        with self._lock:
+        with self.between_steps():
             return self.block_manager.reset_prefix_cache()
 
     def close(self) -> None:
-        """Abort all requests and free the memory of the model and the KV cache."""
-        for request_id in list(self.requests):
-            self.abort_request(request_id)
-        self.executor.close()
+        """Abort all requests and free the memory of the model and the KV cache. Closing twice does
+        no harm."""
+        self.is_closed = True
+        self.abort_request(list(self.requests))
+        with self.between_steps():
+            self.executor.close()

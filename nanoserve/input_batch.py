@@ -1,25 +1,27 @@
-"""What does the runner remember of each sequence?
+"""What does the runner remember of each sequence, and what does one step bring the model?
 
-RequestState has one row for each sequence that the runner knows: token ids, block table and sampling
-parameters, in NumPy arrays. A SchedulerOutput says what changed, and only that is written. A step
-reads its rows with vectorised indexing, so the cost of a step does not grow with the length of the
-contexts.
+RequestState has one row for each sequence that the runner knows: token ids, block table and
+sampling parameters, in NumPy arrays. A SchedulerOutput says what changed, and only that is written.
+A step reads its rows with vectorised indexing:
 
     row   token_ids            num_tokens   block_tables   temperature  top_k ...
     0     [5 9 2 7 . . . .]    4            [7 3 . .]      0.0          off
     1     (free)
     2     [5 9 2 4 4 1 . .]    6            [7 8 . .]      0.8          50
 
-In this module `row` always means a row of RequestState. A sampling batch has an order of its own: its
-i-th entry belongs to the i-th row of the logits, and is called `logits_row`.
+An InputBatch is one step: the tokens of its sequences laid end to end, on the CPU and on the
+device. `row` always means a row of RequestState. A sampling batch has an order of its own: its i-th
+entry belongs to the i-th row of the logits, which is called `logits_row`.
 
 Few requests change single logits (penalties, bad words, ...). The rows of such requests have a
-RowLogitState object; other rows cost nothing. What such a row needs in each step is made once, and
-kept: the edits that never change, the mask of its allowed tokens, and the tokens that its penalties
-count (SeenTokens). The last two are on the device.
+RowLogitState object; other rows cost nothing. The tokens that penalties count are on the device
+(kernels/seen_tokens.py).
 
-vLLM: vllm/worker/model_runner.py, model_executor/sampling_metadata.py (V0);
-vllm/v1/worker/gpu_input_batch.py, vllm/v1/sample/metadata.py (V1).
+Left out: block tables on the device. Each step sends those of its sequences, 4 bytes a block.
+
+vLLM: vllm/worker/model_runner.py, model_executor/sampling_metadata.py (V0); vllm/v1/worker/gpu/:
+states.py (RequestState), input_batch.py (InputBatch), sample/ (0.32); before it
+vllm/v1/worker/gpu_input_batch.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,6 @@ from nanoserve.kernels.cuda_graph import GraphShape
 from nanoserve.kernels.seen_tokens import SeenTokens
 from nanoserve.sampler import (
     LogitEdits,
-    LogitMask,
     Penalties,
     RequestProcessors,
     SamplingBatch,
@@ -101,7 +102,7 @@ class RowLogitState:
         bad_words = {word[0]: -math.inf for word in new.bad_word_ids if len(word) == 1}
         self.bias = make_edits({**(self.params.logit_bias or {}), **bad_words})
         self.no_stop = make_edits(dict.fromkeys(sorted(new.stop_token_ids), -math.inf))
-        self.mask: Tensor | None = None  # [vocab_size] of allowed_token_ids, when first needed
+        self.allowed = make_edits(dict.fromkeys(self.params.allowed_token_ids or (), 0.0))
 
     def get_edits(self, output_token_ids: np.ndarray) -> Iterator[Edits]:
         """The bias, and what forbids the last token of each bad word whose other tokens end the
@@ -258,42 +259,26 @@ class RequestState:
     def _make_constraints(self, rows: list[LogitsRow], positions: np.ndarray) -> dict[str, Any]:
         """What changes single logits of these rows."""
         outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows]
+        states = [(i, self.logit_states[row]) for i, row in rows]
+        edits = [
+            (i, each)
+            for (i, state), output in zip(states, outputs, strict=True)
+            for each in state.get_edits(output)
+        ]
         return {
-            "mask": self._make_mask(rows),
-            "edits": self._make_edits(rows, outputs),
+            "allowed": self._make_edits([(i, s.allowed) for i, s in states if len(s.allowed[0])]),
+            "edits": self._make_edits(edits),
             "processors": self._make_processors(rows, outputs),
             "penalties": self._make_penalties(rows),
         }
 
-    def _make_mask(self, rows_with_state: list[LogitsRow]) -> LogitMask | None:
-        states = [(i, self.logit_states[row]) for i, row in rows_with_state]
-        masks = {i: self._get_mask(state) for i, state in states if state.params.allowed_token_ids}
-        if not masks:
-            return None
-        rows = self.send(rows=np.array(list(masks)))["rows"]
-        return LogitMask(rows, torch.stack(list(masks.values())))
-
-    def _get_mask(self, state: RowLogitState) -> Tensor:
-        if state.mask is None:
-            ids = self.send(ids=np.array(state.params.allowed_token_ids))["ids"]
-            nothing = torch.full((self.vocab_size,), -torch.inf, device=ids.device)
-            state.mask = nothing.index_fill_(0, ids, 0.0)
-        return state.mask
-
-    def _make_edits(
-        self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
-    ) -> LogitEdits | None:
-        edits = [
-            (np.full(len(ids), logits_row), ids, values)
-            for (logits_row, row), output in zip(rows_with_state, outputs, strict=True)
-            for ids, values in self.logit_states[row].get_edits(output)
-            if len(ids)
-        ]
+    def _make_edits(self, edits: list[tuple[int, Edits]]) -> LogitEdits | None:
+        """Edits of rows of the logits, laid end to end."""
         if not edits:
             return None
-        logits_rows, token_ids, values = map(np.concatenate, zip(*edits, strict=True))
-        sent = self.send(logits_rows=logits_rows, token_ids=token_ids, values=values)
-        return LogitEdits(**sent)
+        ids, values = map(np.concatenate, zip(*(each for _, each in edits), strict=True))
+        rows = np.concatenate([np.full(len(each[0]), row) for row, each in edits])
+        return LogitEdits(**self.send(logits_rows=rows, token_ids=ids, values=values))
 
     def _make_processors(
         self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]

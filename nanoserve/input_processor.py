@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
+from numbers import Integral
 from typing import Any
 
 from nanoserve.config import EngineConfig
@@ -68,20 +69,17 @@ class InputProcessor:
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
         params = sampling_params.clone()
-        self._check_sampling(params)
+        self.check_sampling(params)
         prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        salt = prompt.get("cache_salt") or cache_salt
+        if not isinstance(salt, str | None):
+            raise TypeError(f"cache_salt must be a str, got {salt!r}.")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if token_ids is None and not isinstance(text, str):
             text, token_ids = None, text
-        token_ids = self.tokenize(text) if token_ids is None else as_token_ids(token_ids)
-        if not token_ids:
-            raise ValueError("the prompt is empty: it has no tokens. Give at least one token.")
-        self.check_vocabulary(token_ids, "the prompt")
-        if (room := self.capacity - len(token_ids)) < 1:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; with one output token that is more than "
-                f"fits ({self.capacity}): see max_model_len, num_gpu_blocks_override."
-            )
+        if token_ids is None:
+            token_ids = self.tokenize(text)
+        room = self.check_prompt(token_ids := as_token_ids(token_ids))
         stop_token_ids, eos_token_id = frozenset(params.stop_token_ids or ()), None
         if not params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
@@ -94,14 +92,26 @@ class InputProcessor:
             max_tokens=min(params.max_tokens or room, room),
             stop_token_ids=stop_token_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            metrics=RequestMetrics(arrival_time=time.time(), queued_ts=time.monotonic()),
+            metrics=RequestMetrics(arrival_time=time.time()),
             eos_token_id=eos_token_id,
             prompt=text,
             priority=priority,
-            extra_keys=prompt.get("cache_salt") or cache_salt,
+            extra_keys=salt,
             bad_word_ids=self._tokenize_bad_words(params.bad_words or ()),
             num_pending_forks=min(params.n, self.config.max_num_seqs) - 1,
         )
+
+    def check_prompt(self, token_ids: list[int]) -> int:
+        """How many tokens the output may have. Raises ValueError if there is no room for one."""
+        if not token_ids:
+            raise ValueError("the prompt is empty: it has no tokens. Give at least one token.")
+        self.check_vocabulary(token_ids, "the prompt")
+        if (room := self.capacity - len(token_ids)) < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with one output token that is more than "
+                f"fits ({self.capacity}): see max_model_len, num_gpu_blocks_override."
+            )
+        return room
 
     def take_seq_ids(self, number: int) -> int:
         """The first of so many new ids."""
@@ -109,11 +119,12 @@ class InputProcessor:
             first, self._next_seq_id = self._next_seq_id, self._next_seq_id + number
         return first
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises ValueError if there is no tokenizer, or if it fails."""
+    def tokenize(self, text: str, **options: Any) -> list[int]:
+        """Token ids of a text; `options` are those of the tokenizer, such as add_special_tokens.
+        Raises ValueError if there is no tokenizer, or if it fails."""
         tokenizer = self.require_tokenizer("a text prompt")
         try:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode(text, **options)
         except Exception as error:  # such as half of a surrogate pair
             raise ValueError(f"the tokenizer cannot encode {text[:50]!r}: {error}") from error
 
@@ -128,10 +139,11 @@ class InputProcessor:
         `options`. The text has its special tokens already."""
         render = self.require_tokenizer("chat").apply_chat_template
         try:
-            text = render(list(messages), tokenize=False, **options)
+            joined = [{**each, "content": join_parts(each.get("content"))} for each in messages]
+            text = render(joined, tokenize=False, **options)
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template cannot render {messages!r}: {error}") from error
-        return {"prompt": text, "prompt_token_ids": self.tokenize(text, False)}
+        return {"prompt": text, "prompt_token_ids": self.tokenize(text, add_special_tokens=False)}
 
     def require_tokenizer(self, what: str) -> Any:
         """The tokenizer. Raises ValueError if the checkpoint has none."""
@@ -140,7 +152,7 @@ class InputProcessor:
             raise ValueError(f"{message} Give prompts as token ids, or LLM(tokenizer=...).")
         return self.tokenizer
 
-    def _check_sampling(self, params: SamplingParams) -> None:
+    def check_sampling(self, params: SamplingParams) -> None:
         """Refuse values that this engine or model does not allow."""
         if params.stop:
             self.require_tokenizer("a stop string")
@@ -162,11 +174,18 @@ class InputProcessor:
         spellings: list[tuple[int, ...]] = []
         for word in words:
             text = word.lstrip()
-            alone, after_space = (tuple(self.tokenize(t, False)) for t in (text, " " + text))
+            alone, after_space = (
+                tuple(self.tokenize(each, add_special_tokens=False)) for each in (text, " " + text)
+            )
             spellings.append(alone)
             if len(after_space) == len(alone) and after_space[0] != alone[0]:
                 spellings.append(after_space)
         return tuple(filter(None, spellings))
+
+
+def join_parts(content: Any) -> Any:
+    """[{"type": "text", "text": "Hi"}, ...] -> "Hi...". Raises KeyError for a part without text."""
+    return "".join(part["text"] for part in content) if isinstance(content, list) else content
 
 
 def as_token_ids(given: Any) -> list[int]:
@@ -174,6 +193,6 @@ def as_token_ids(given: Any) -> list[int]:
     items = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(items, Seq) or isinstance(items, (str, bytes)):
         raise TypeError(f"a prompt must be a string, token ids, or a dict, got {given!r}.")
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+    if not all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
         raise TypeError("token ids must be ints.")
-    return list(items)
+    return list(map(int, items))

@@ -108,28 +108,6 @@ class RMSNorm(nn.Module):
         yield f"{name}.weight", Shard(self.weight, tuple(self.weight.shape))
 
 
-class QKNorm(RMSNorm):
-    """The norm of each head of queries and keys, which lie side by side: one call for both.
-
-    The weight has a row for each head: first the rows of the queries, all equal, then the rows of
-    the keys. So the checkpoint's q_norm and k_norm fill several rows each.
-    """
-
-    def __init__(
-        self, num_heads: int, num_rows: int, head_dim: int, eps: float, layer_config: LayerConfig
-    ) -> None:
-        """`num_rows`: heads of queries and keys; the first `num_heads` are queries."""
-        super().__init__(head_dim, eps, layer_config)
-        self.weight, self.num_heads = layer_config.empty(num_rows, head_dim), num_heads
-
-    def shards(self, name: str) -> Iterator[tuple[str, Shard]]:
-        """Names the norms beside this layer: ...self_attn.qk_norm -> ...self_attn.q_norm."""
-        parent, _, _ = name.rpartition(".")
-        for head, weight in enumerate(self.weight):
-            norm = "q_norm" if head < self.num_heads else "k_norm"
-            yield f"{parent}.{norm}.weight", Shard(weight, tuple(weight.shape))
-
-
 class LinearBase(nn.Module):
     """A layer with a weight [out, in] and the linear method that multiplies by it."""
 

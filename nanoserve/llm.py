@@ -10,23 +10,35 @@ the engine's step() until the requests of a call have ended.
 When a call is interrupted (by an error, by Ctrl-C, or because the caller leaves the loop), its own
 requests are aborted. Other requests in the engine go on.
 
-vLLM: vllm/entrypoints/llm.py (V0 and V1).
+Left out: images and sound. Chapters add methods (LLM.embed, LLM.beam_search, LLM.get_metrics).
+
+vLLM: vllm/entrypoints/llm.py (V0 and 0.32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanoserve.chapters import compose, find_active, stack
+from nanoserve.chapters import find_active, make_engine, stack
+from nanoserve.kernels.threads import load_torch
 from nanoserve.output_processor import Request
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.sequence import RequestOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nanoserve.chapters.options import Options
+
+Params = SamplingParams | Seq[SamplingParams] | None  # one for all prompts, or one each
 
 
 class LLM:
@@ -39,29 +51,35 @@ class LLM:
     misspelt one is a TypeError. An option that is named like a part of the engine (scheduler_cls,
     runner_cls, ...) is a class of your own in its place.
 
-    The arguments `each` of a call are those of the engine's make_request (priority, cache_salt, and
-    what chapters add, such as lora_request): one for all prompts, or a list of one each.
+    Where a call takes a value for each prompt (priority, cache_salt, lora_request), it is one for
+    all prompts, or a list of one each.
     """
 
     def __new__(cls, model: str | Path | None = None, **options: Any) -> LLM:
         """Chapters may add methods: what is made is of a subclass."""
         return object.__new__(stack("llm_cls", find_active(options), cls))
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
-        engine_cls, options = compose(options)
-        self.engine = engine_cls(engine_cls.config_cls(model=model, **options))
+        load_torch()
+        self.llm_engine = self.engine = make_engine({"model": model, **options})
         self._ids = count()
-        self._inboxes: dict[str, list[RequestOutput]] = {}  # of requests that a loop waits for
+        self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that a loop waits for
         self._outputs: list[RequestOutput] = []  # of all others, until step() hands them out
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """The LLM that vLLM's EngineArgs describe."""
+        return cls(**vars(engine_args))
 
     # -- step by step --
 
     def add_request(
         self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
     ) -> str:
-        """Queue one request and return its id; calls of step() compute its tokens."""
-        return self.engine.add_request(request_id, prompt, params, **each)
+        """Queue one request and return its id; calls of step() compute its tokens. `each`: see
+        LLMEngine.make_request."""
+        return self.llm_engine.add_request(request_id, prompt, params, **each)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that no loop of generate, stream or chat waits for."""
@@ -70,137 +88,165 @@ class LLM:
         return outputs
 
     def _run_step(self) -> None:
-        for output in self.engine.step():
+        for output in self.llm_engine.step():
             self._inboxes.get(output.request_id, self._outputs).append(output)
 
-    def abort_request(self, request_id: str) -> bool:
-        """End a request. False if there is none of this id. Any thread may call this."""
-        return self.engine.abort_request(request_id)
+    def abort_request(self, request_ids: str | Seq[str]) -> bool:
+        """End requests. False if there is none of these ids. Any thread may call this."""
+        return self.llm_engine.abort_request(request_ids)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._outputs) or self.engine.has_unfinished_requests()
+        return bool(self._outputs) or self.llm_engine.has_unfinished_requests()
 
     # -- whole calls --
 
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
-        use_tqdm: bool = True,
-        **each: Any,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: int | Seq[int] | None = None,
+        cache_salt: str | Seq[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt, or the one that is given; outputs in the order of the prompts.
 
         A request that fails later has an output with finish_reason "error". Raises ValueError or
         TypeError, before any work, if one of the requests can never be served.
         """
-        requests = self.make_requests(prompts, sampling_params, each)
+        requests = self.make_requests(
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
         outputs: dict[str, RequestOutput] = {}
-        with tqdm(total=len(requests), desc="Prompts", disable=not use_tqdm) as bar:
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=len(requests), desc="Prompts", disable=not use_tqdm) as bar:
             for output in self.run_requests(requests):
                 outputs[output.request_id] = output
-                bar.update()
-        return [outputs[request.request_id] for request in requests]
+                bar.update(1)
+        return [outputs[each.request_id] for each in requests if each.request_id in outputs]
 
     def stream(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        sampling_params: Params = None,
         *,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
         **each: Any,
     ) -> Iterator[RequestOutput]:
         """Complete every prompt; yield the new text of each step. Leaving the loop early aborts the
-        unfinished requests."""
-        return self.run_requests(self.make_requests(prompts, sampling_params, each, output_kind))
+        unfinished requests. `each`: as in generate."""
+        return self.run_requests(self.make_requests(prompts, sampling_params, output_kind, **each))
 
     def chat(
         self,
-        messages: Seq[Mapping[str, Any]] | Seq[Seq[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        messages: Seq[Any],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Any = None,
+        priority: int | Seq[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **each: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the model's chat template.
 
-        A message is {"role": "user", "content": "..."}. chat_template_kwargs go to the template.
+        A message is {"role": "user", "content": "..."}. The template (`chat_template` in place of
+        the model's own) gets tools and chat_template_kwargs. The other arguments are generate's.
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
-        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         prompts = [
-            self.engine.input_processor.render_chat(conversation, **options)
+            self.llm_engine.input_processor.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
             for conversation in ([messages] if isinstance(messages[0], Mapping) else messages)
         ]
+        each |= {"lora_request": lora_request, "priority": priority}
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **each)
 
     def make_requests(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Seq[SamplingParams] | None,
-        each: Mapping[str, Any],
+        params: Params,
         output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+        **each: Any,
     ) -> list[Request]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
-        is_one = isinstance(prompts, (str, Mapping)) or isinstance(next(iter(prompts), None), int)
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+        is_one = isinstance(prompts, (str, Mapping))
         prompts = [prompts] if is_one else list(prompts)
-        columns = {"params": sampling_params, **each}
-        for name, given in columns.items():
-            if not isinstance(given, (list, tuple)):
-                columns[name] = [given] * len(prompts)
-            elif len(given) != len(prompts):
+        if prompts and isinstance(prompts[0], Integral):  # the token ids of one prompt
+            prompts = [prompts]
+        each = {"params": params, **each}
+        for name, given in each.items():
+            if isinstance(given, (list, tuple)) and len(given) != len(prompts):
                 raise ValueError(f"{name} has {len(given)} items for {len(prompts)} prompts.")
         requests = []
-        for prompt, *values in zip(prompts, *columns.values(), strict=True):
-            given = {name: v for name, v in zip(columns, values, strict=True) if v is not None}
-            requests.append(self.engine.make_request(self._new_id(), prompt, **given))
-            requests[-1].root.sampling_params.output_kind = output_kind  # the request's own clone
+        for i, prompt in enumerate(prompts):
+            values = {k: v[i] if isinstance(v, (list, tuple)) else v for k, v in each.items()}
+            given = {name: value for name, value in values.items() if value is not None}
+            request = self.llm_engine.make_request(self._new_id(), prompt, **given)
+            request.root.sampling_params.output_kind = output_kind  # the request's own clone
+            requests.append(request)
         return requests
 
     def _new_id(self) -> str:
-        return next(each for each in map(str, self._ids) if each not in self.engine.requests)
+        return next(each for each in map(str, self._ids) if each not in self.llm_engine.requests)
 
-    def run_requests(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def run_requests(self, requests: Seq[Request]) -> Iterator[RequestOutput]:
         """Queue these requests and run steps until they have ended; yield their outputs. Each loop
         gets its own outputs only, also if another one runs inside it. However it ends, its
         unfinished requests are aborted."""
-        inbox: list[RequestOutput] = []
-        is_unfinished = self.engine.has_request
+        inbox: deque[RequestOutput] = deque()
+        engine, unfinished = self.llm_engine, deque(requests)
         try:
             for request in requests:
-                self.engine.add(request)
                 self._inboxes[request.request_id] = inbox
-            while inbox or any(map(is_unfinished, requests)):
-                if not inbox:
-                    self._run_step()
+                engine.add(request)
+            while True:
                 while inbox:
-                    yield inbox.pop(0)
+                    yield inbox.popleft()
+                while unfinished and not engine.has_request(unfinished[0]):
+                    unfinished.popleft()
+                if not (unfinished or inbox):
+                    return
+                self._run_step()
         finally:
             for request in requests:
                 self._inboxes.pop(request.request_id, None)
-            for request in filter(is_unfinished, requests):
-                self.engine.abort_request(request.request_id)
+            engine.abort_request([each.request_id for each in requests if engine.has_request(each)])
 
     # -- the rest --
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer. Raises ValueError if the checkpoint has none."""
-        return self.engine.input_processor.require_tokenizer("get_tokenizer")
+        return self.llm_engine.input_processor.require_tokenizer("get_tokenizer")
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
-        return SamplingParams.from_generation_config(self.engine.model_config.generation_defaults)
+        defaults = self.llm_engine.model_config.generation_defaults
+        return SamplingParams.from_generation_config(defaults)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running."""
-        return self.engine.reset_prefix_cache()
+        return self.llm_engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Free all memory; the LLM cannot be used afterwards."""
-        self.engine.close()
+        self.llm_engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -32,7 +32,6 @@ from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import (
     ColumnParallelLinear,
     LayerConfig,
-    QKNorm,
     RMSNorm,
     Rope,
     RotaryEmbedding,
@@ -82,19 +81,19 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             q_size, hidden, bias=family.o_bias, layer_config=layer_config.at("o_proj")
         )
-        self.qk_norm: QKNorm | None = None
+        self.has_qk_norm = family.qk_norm
         if family.qk_norm:
-            sizes = (self.num_heads, self.num_heads + self.num_kv_heads, head_dim)
-            self.qk_norm = QKNorm(*sizes, config.rms_norm_eps, layer_config)
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, layer_config)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, layer_config)
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]. The keys and values of this step are stored
         first, because its queries see them too."""
-        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))  # those of q, then k, then v
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = apply_rope(qk, *rope).split((self.num_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv_proj(x).unflatten(1, (-1, self.head_dim))
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.has_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         self.backend.store(k, v, kv_cache, metadata)
         output = self.backend.attend(
             q, kv_cache, metadata, scale=self.scale, sliding_window=self.window

@@ -18,12 +18,12 @@ vLLM: vllm/outputs.py, vllm/engine/output_processor/ (V0); vllm/v1/engine/: outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.models.tokenizer import Detokenizer, decode_token
+from nanoserve.models.tokenizer import Detokenizer, name_logprobs
 from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.sequence import (
     CompletionOutput,
@@ -32,7 +32,6 @@ from nanoserve.sequence import (
     Sequence,
     SequenceStatus,
     SequenceUpdate,
-    TokenLogprobs,
 )
 
 Finish = Callable[..., None]  # Scheduler.finish
@@ -64,6 +63,7 @@ class Completion:
     num_sent_tokens: int = 0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    finish_reason: str | None = None  # once its text is complete
 
     def append(self, update: SequenceUpdate) -> str | None:
         """Detokenize new tokens. Returns the stop string that ends the text, if there is one; then
@@ -94,8 +94,8 @@ class Completion:
 
     def build_output(self, is_delta: bool) -> CompletionOutput:
         """The completion so far, or the part that no delta has brought yet."""
-        seq = self.sequence
-        params, finish_reason = seq.sampling_params, seq.status.finish_reason
+        seq, finish_reason = self.sequence, self.finish_reason
+        params = seq.sampling_params
         first_token, first_char = self.num_sent_tokens * is_delta, self.num_sent_chars * is_delta
         # What may be the beginning of a stop string is held back, unless the text may contain it.
         stops = () if params.include_stop_str_in_output or finish_reason else params.stop or ()
@@ -144,9 +144,7 @@ class Request:
     def is_finished(self) -> bool:
         """True if all completions have ended."""
         has_all = len(self.completions) == self.root.sampling_params.n
-        return has_all and all(
-            completion.sequence.status.finish_reason for completion in self.completions.values()
-        )
+        return has_all and all(each.finish_reason for each in self.completions.values())
 
     def process(self, updates: list[SequenceUpdate], finish: Finish) -> list[RequestOutput]:
         """Append the new tokens, finish what a stop string ends, and build the output."""
@@ -169,6 +167,7 @@ class Request:
                     before = completion.logprobs[-MAX_CONTEXT:]
                     completion.logprobs.append(name_logprobs(entry, self.tokenizer, before))
                     completion.cumulative_logprob += entry.logprobs[0]
+            completion.finish_reason = seq.status.finish_reason
         changed = [u.sequence for u in updates if u.tokens or u.sequence.status.finish_reason]
         return self.build_output([seq.branch for seq in changed])
 
@@ -177,9 +176,9 @@ class Request:
         for branch in range(self.root.sampling_params.n):
             if branch not in self.completions:  # it has not forked off yet
                 self.completions[branch] = Completion(self.root.make_branch(branch), None)
-            seq = self.completions[branch].sequence
-            if seq.status.finish_reason is None:
-                seq.status, seq.stop_reason = SequenceStatus.FINISHED_ERROR, message
+            completion = self.completions[branch]
+            if completion.finish_reason is None:
+                completion.finish_reason, completion.sequence.stop_reason = "error", message
         return self.build_output(list(self.completions))
 
     def build_output(self, changed: list[int]) -> list[RequestOutput]:
@@ -201,20 +200,3 @@ class Request:
             num_cached_tokens=self.root.num_cached_tokens,
         )
         return [output]
-
-
-def name_logprobs(
-    entry: TokenLogprobs, tokenizer: Any | None, previous: Seq[Mapping[int, Logprob] | None]
-) -> dict[int, Logprob]:
-    """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones.
-
-    previous: the positions before this one. The first token of each is the sampled (or prompt) one.
-    """
-    context = [next(iter(named)) for named in previous if named]
-    ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
-    named: dict[int, Logprob] = {}
-    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        if token_id not in named:
-            text = None if tokenizer is None else decode_token(tokenizer, token_id, context)
-            named[token_id] = Logprob(logprob, rank, text)
-    return named

@@ -19,7 +19,7 @@ that of V0 (0.6.6):
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Stage 3 is a LogitMask: rows of 0 or -inf. Bad words, min_tokens and logit_bias are one list of
+it. Bad words, min_tokens and logit_bias are one list of
 LogitEdits: -inf is added to the logit of a forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
@@ -46,13 +46,6 @@ from torch import Tensor
 
 from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
 from nanoserve.sequence import RequestError, SampledToken, TokenLogprobs
-
-
-class LogitMask(NamedTuple):
-    """k additions to rows of the logits: -inf forbids a token, and 0 leaves it as it is."""
-
-    logits_rows: Tensor  # [k] int64
-    values: Tensor  # [k, vocab_size] float32: 0 or -inf
 
 
 class LogitEdits(NamedTuple):
@@ -98,7 +91,7 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
-    mask: LogitMask | None = None  # allowed_token_ids
+    allowed: LogitEdits | None = None  # allowed_token_ids: all other logits of these rows are -inf
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
@@ -193,8 +186,10 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
     What a request's own logits processor raises ends this request alone. As in V0, one with three
     parameters gets the prompt, too.
     """
-    if (mask := batch.mask) is not None:
-        logits = logits.index_add(0, mask.logits_rows, mask.values)
+    if (allowed := batch.allowed) is not None:
+        places = (allowed.logits_rows, allowed.token_ids)
+        only = logits.index_fill(0, allowed.logits_rows, -torch.inf)
+        logits = only.index_put(places, logits[places])
     if (edits := batch.edits) is not None:  # several edits of one logit add up
         places = (edits.logits_rows, edits.token_ids)
         logits = logits.index_put(places, edits.values, accumulate=True)

@@ -90,7 +90,11 @@ class Scheduler:
         self.is_restart = False
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
+        """Queue a sequence. (One that is known already is queued already.)"""
+        if seq.seq_id in self.sequences:
+            return
+        if seq.metrics.queued_ts is None:
+            seq.metrics.queued_ts = time.monotonic()
         self.sequences[seq.seq_id] = seq
         insort(self.waiting, seq, key=self.urgency)
 
@@ -161,7 +165,7 @@ class Scheduler:
     def admit(self, seq: Sequence, step: StepPlan) -> bool:
         """WAITING -> RUNNING, if `seq` fits. The first admission alone sets metrics.scheduled_ts
         and num_cached_tokens."""
-        cached_blocks = self.block_manager.get_cached_blocks(seq)
+        cached_blocks = self.block_manager.get_computed_blocks(seq)
         num_cached = len(cached_blocks) * self.block_manager.block_size
         num_tokens = self.first_chunk(seq.num_tokens - num_cached, step)
         fits = num_tokens and self.has_seq_slot(seq)
@@ -235,16 +239,13 @@ class Scheduler:
 
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         """The step, as the runner gets it."""
-        swap_out, swap_in, copy_on_write = self.block_manager.take_copies()
         dropped, self.dropped_seq_ids = tuple(self.dropped_seq_ids), []
         is_restart, self.is_restart = self.is_restart, False
         return SchedulerOutput(
             scheduled=tuple(step.scheduled),
             new_sequences=tuple(step.new_sequences),
             dropped_seq_ids=dropped,
-            blocks_to_swap_out=swap_out,
-            blocks_to_swap_in=swap_in,
-            blocks_to_copy=copy_on_write,
+            **self.block_manager.take_copies(),
             is_restart=is_restart,
             needs_sync=step.needs_sync,
             notes=step.notes,
@@ -282,7 +283,9 @@ class Scheduler:
         prompt_logprobs = model_output.prompt_logprobs.get(seq.seq_id)
         if not (tokens or prompt_logprobs):
             return []
-        seq.num_output_placeholders -= bool(tokens)
+        if tokens:
+            seq.num_output_placeholders -= 1
+            seq.num_failures = 0
         forks = model_output.forks.get(seq.seq_id, ())
         updates = [self.fork_branch(seq, i, first) for i, first in enumerate(forks, start=1)]
         num_new = self.append_tokens(seq, [token.token_id for token in tokens])
@@ -328,6 +331,14 @@ class Scheduler:
             seq.status = status
             seq.stop_reason = seq.stop_reason if stop_reason is None else stop_reason
             seq.metrics.finished_ts = time.monotonic()
+
+    def finish_request(
+        self, root: Sequence, status: SequenceStatus, stop_reason: str | None = None
+    ) -> None:
+        """End all sequences of a request: `root`, and its branches, those that forked off in this
+        very step among them. Their ids follow that of the root."""
+        for seq_id in range(root.seq_id, root.seq_id + root.sampling_params.n):
+            self.finish(seq_id, status, stop_reason)
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out of its list; the runner may drop it, if it knows it."""

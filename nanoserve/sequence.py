@@ -37,6 +37,10 @@ class RequestError(ValueError):
     """What one request brought cannot be computed: it ends this request, and no other one."""
 
 
+class EngineDeadError(RuntimeError):
+    """No step can run any more: a rank has ended, say. (vLLM: v1/engine/exceptions.py)"""
+
+
 class SequenceStatus(Enum):
     """Where a sequence is in its life: WAITING <-> RUNNING <-> SWAPPED, then one FINISHED_*."""
 
@@ -88,6 +92,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or in flight to it
     num_output_placeholders: int = 0  # tokens that steps in flight will bring, or at most bring
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
+    num_failures: int = 0  # steps that failed, since its last new token
     block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
 
     def __post_init__(self) -> None:
@@ -226,7 +231,7 @@ class RequestMetrics:
     """
 
     arrival_time: float
-    queued_ts: float
+    queued_ts: float | None = None  # when the scheduler got it
     scheduled_ts: float | None = None  # in its first step
     first_token_ts: float | None = None
     last_token_ts: float | None = None

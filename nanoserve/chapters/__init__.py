@@ -12,13 +12,22 @@ An option switches a chapter on. The parts of all active chapters are stacked on
     class Scheduler(LoRAScheduler, SpeculativeScheduler, Scheduler)          the same for each part
           LoRAScheduler.schedule -> SpeculativeScheduler.schedule -> Scheduler.schedule
 
-This is the one place that knows which chapters there are.
+A class of your own, LLM(scheduler_cls=Mine), is the base of the same stack. If you give a whole
+engine_cls, its parts are the bases.
+
+Rules for authors. A chapter overrides and calls only methods without an underscore, with the same
+positional arguments, and calls super(). Its options are the fields of its config class. Its
+scheduler talks to its runner by notes alone (SchedulerOutput.notes, ModelOutput.notes), keyed by
+the class of the note. A chapter may know another one only if it is stacked above it.
+
+This is the one place that knows which chapters there are: delete a chapter's folder and its line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+import copyreg
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -27,64 +36,97 @@ from typing import Any
 CHAPTERS = {
     "runner": "pooling",
     "pipeline_parallel_size": "pipeline",
-    "speculative_config": "speculative",
+    "speculative_config": "speculative",  # what a step computes
     "enable_lora": "lora",
     "structured_outputs_config": "structured_output",  # behind speculative: checks its drafts
     "kv_offloading_size": "kv_offload",
-    "collect_metrics": "metrics",
+    "collect_metrics": "metrics",  # who watches
+    "": "beam_search",  # no option: a method of LLM
 }
-ALWAYS = ("beam_search",)  # no option: methods of LLM
+ALWAYS = ("beam_search",)
 OFF = {"pipeline_parallel_size": 1, "runner": "generate"}  # values that mean no, beside None, 0
+# Pairs that make no sense together.
+REFUSED = {
+    ("pooling", "speculative"): "vectors have no next token to guess",
+    ("pooling", "pipeline"): "a pooling model runs on one stage",
+}
 PARTS = (
     "config_cls",
     "sequence_cls",
+    "request_cls",
     "block_manager_cls",
     "scheduler_cls",
     "runner_cls",
     "input_processor_cls",
-    "request_cls",
 )
 
 
+def make_engine(options: Mapping[str, Any]) -> Any:
+    """The engine for these options of LLM. Raises TypeError for an option that is not known, and
+    ValueError for a value that is not allowed."""
+    engine_cls, options = compose(options)
+    return engine_cls(engine_cls.config_cls(**options))
+
+
 def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The class of the engine for these options, and the options without the classes of parts that
-    are among them."""
-    bases = {part: options[part] for part in PARTS if options.get(part) is not None}
-    active = find_active(options)
-    off = {option for option, name in CHAPTERS.items() if name not in active}
-    parts = {part: stack(part, active, bases.get(part)) for part in PARTS}
-    engine_cls = type("LLMEngine", (stack("engine_cls", active, None),), parts)
-    return engine_cls, {name: v for name, v in options.items() if name not in {*PARTS, *off}}
+    """The class of the engine, and the options of its config: without classes of parts, without
+    switches that are off."""
+    from nanoserve.engine import LLMEngine  # imports torch
+
+    given = dict(options)
+    engine = given.pop("engine_cls", None) or LLMEngine
+    bases = {part: given.pop(part, None) or getattr(engine, part) for part in PARTS}
+    active = find_active(given)
+    for pair, reason in REFUSED.items():
+        if set(pair) <= set(active):
+            raise ValueError(f"{' and '.join(pair)} do not go together: {reason}.")
+    given = {name: v for name, v in given.items() if CHAPTERS.get(name, active[0]) in active}
+    parts = {part: stack(part, active, base) for part, base in bases.items()}
+    known = {each.name: each.default for each in fields(parts["config_cls"])}
+    for name in given.keys() - known:
+        for switch, config_cls in find_configs():
+            if name in config_cls.__annotations__:
+                raise TypeError(f"{name} needs {switch}, which is not set.")
+    return type("LLMEngine", (stack("engine_cls", active, engine),), parts), given
 
 
 def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
-    given = {option: options.get(option) for option in CHAPTERS}
-    found = [CHAPTERS[key] for key, value in given.items() if value and value != OFF.get(key)]
-    return (*found, *ALWAYS)
+    return tuple(
+        chapter
+        for switch, chapter in CHAPTERS.items()
+        if chapter in ALWAYS or (options.get(switch) and options[switch] != OFF.get(switch))
+    )
+
+
+def find_configs() -> Iterator[tuple[str, type]]:
+    """(switch, config class) of each chapter that has options."""
+    for switch, chapter in CHAPTERS.items():
+        parts = import_module(f"{__name__}.{chapter}.parts").PARTS
+        if "config_cls" in parts:
+            yield switch, parts["config_cls"]
+
+
+class Stacked(type):
+    """The metaclass of stacked classes. Another rank unpickles one by stacking it again."""
+
+    made_of: tuple[str, tuple[str, ...], type]
 
 
 @cache
-def stack(part: str, chapters: tuple[str, ...], base: type | None) -> type:
-    """The class of one part: those of the chapters, on `base`, or on the core's own."""
-    from nanoserve.engine import LLMEngine  # imports torch
-
-    base = base or (LLMEngine if part == "engine_cls" else getattr(LLMEngine, part))
+def stack(part: str, chapters: tuple[str, ...], base: type) -> type:
+    """The class of one part: those of the chapters, on `base`."""
     modules = [import_module(f"{__name__}.{chapter}.parts") for chapter in chapters]
     found = [module.PARTS.get(part) for module in modules]
-    if not (mixins := [each for each in reversed(found) if each is not None]):
+    mixins = [each for each in reversed(found) if each and not issubclass(base, each)]
+    if not mixins:
         return base
-    # The name says how to make it again: so another rank can unpickle the class.
-    names = {"__module__": __name__, "__qualname__": "__".join((part, *chapters))}
-    cls = type(base.__name__, (*mixins, base), names)
+    names = {"__module__": __name__, "__doc__": base.__doc__, "made_of": (part, chapters, base)}
+    cls: Any = Stacked(base.__name__, (*mixins, base), names)
     if is_dataclass(base):  # with the fields of all
-        how = base.__dataclass_params__
+        how = base.__dataclass_params__  # type: ignore[attr-defined]
         cls = dataclass(frozen=how.frozen, eq=how.eq)(cls)
     return cls
 
 
-def __getattr__(name: str) -> type:
-    part, *chapters = name.split("__")
-    if part not in (*PARTS, "engine_cls", "llm_cls"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return stack(part, tuple(chapters), None)
+copyreg.pickle(Stacked, lambda cls: (stack, cls.made_of))  # type: ignore[arg-type, return-value]

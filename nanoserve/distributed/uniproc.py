@@ -36,5 +36,5 @@ class UniprocExecutor:
             self.launch = partial(call_with_threads, most, thread_setters(), self.launch)
 
     def close(self) -> None:
-        """Release the model and the KV cache."""
-        del self.runner, self.launch
+        """Release the model and the KV cache. Closing twice does no harm."""
+        self.runner = self.launch = None

@@ -1,8 +1,9 @@
 """How does an option become a flag of the command line?
 
-Each field of EngineConfig, and of the active chapters' subclasses of it, is a flag, and the string
-below the field its help text:
+Each field of EngineConfig, and of the active chapters' subclasses of it, is a flag, and the comment
+above the field is its help text:
 
+    # Sequences in one step at most
     max_num_seqs: int | None = None     ->     --max-num-seqs 8
 
 vLLM: vllm/engine/arg_utils.py (V0 and V1).

@@ -22,11 +22,24 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.layers import QKNorm, Rope, apply_rope
+from nanoserve.layers import LayerConfig, RMSNorm, Rope, apply_rope
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer
+
+
+class QKNorm(RMSNorm):
+    """The norm of each head of queries and keys, which lie side by side: one call for both. The
+    weight has a row for each head: first the rows of the queries, all equal, then those of the keys.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
+        super().__init__(0, attention.q_norm.eps, LayerConfig(q_norm.dtype, q_norm.device))
+        rows = (q_norm.expand(attention.num_heads, -1), k_norm.expand(attention.num_kv_heads, -1))
+        self.weight = nn.Parameter(torch.cat(rows), requires_grad=False)
 
 
 class Ops(Protocol):
@@ -72,6 +85,7 @@ def rope_and_store(
 
 class FusedAttention(Attention):
     ops: Any
+    qk_norm: QKNorm | None
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -118,3 +132,5 @@ def fuse(model: nn.Module, ops: Ops) -> None:
         if fused and all(type(layer).forward is DecoderLayer.forward for layer in layers):
             module.__class__ = fused
             module.ops = ops
+            if fused is FusedAttention:
+                module.qk_norm = QKNorm(module) if module.has_qk_norm else None

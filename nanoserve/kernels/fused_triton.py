@@ -37,7 +37,8 @@ from torch import Tensor
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels import fused
 from nanoserve.kernels.attention_triton import OPTIONS, TritonBackend
-from nanoserve.layers import QKNorm, Rope
+from nanoserve.kernels.fused import QKNorm
+from nanoserve.layers import Rope
 
 PER_THREAD = 8  # numbers of a thread
 THREADS = 32  # of a warp

@@ -44,8 +44,8 @@ from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels.attention_cpu import SparseDecode, TorchBackend, as_rows
-from nanoserve.kernels.fused import rope_and_store
-from nanoserve.layers import QKNorm, Rope, silu_and_mul
+from nanoserve.kernels.fused import QKNorm, rope_and_store
+from nanoserve.layers import Rope, silu_and_mul
 
 logger = logging.getLogger("nanoserve")
 

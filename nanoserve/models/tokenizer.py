@@ -12,9 +12,13 @@ vllm/v1/engine/: detokenizer.py, logprobs.py (V1).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from nanoserve.sequence import Logprob, TokenLogprobs
 
 
 def load_tokenizer(folder: Path) -> Any | None:
@@ -93,3 +97,20 @@ def decode_token(tokenizer: Any, token_id: int, context: list[int]) -> str:
         num_known = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         return text[num_known:]
     return ""
+
+
+def name_logprobs(
+    entry: TokenLogprobs, tokenizer: Any | None, previous: Seq[Mapping[int, Logprob] | None]
+) -> dict[int, Logprob]:
+    """token id -> Logprob: of the sampled (or prompt) token, then of the likeliest ones.
+
+    previous: the positions before this one. The first token of each is the sampled (or prompt) one.
+    """
+    context = [next(iter(named)) for named in previous if named]
+    ranks = [entry.sampled_rank, *range(1, len(entry.token_ids))]
+    named: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        if token_id not in named:
+            text = None if tokenizer is None else decode_token(tokenizer, token_id, context)
+            named[token_id] = Logprob(logprob, rank, text)
+    return named

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoserve.block_manager import BlockManager, Copies
+from nanoserve.block_manager import BlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.sequence import Sequence
+from nanoserve.sequence import BlockPair, Sequence
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class OffloadBlockManager(BlockManager):
         is_new = block_hash is not None and block_hash not in self.cpu_pool.cached_blocks
         if is_new and self.cpu_pool.free_queue:
             cpu_block = self.cpu_pool.allocate()
-            self._swap_out[cpu_block] = (block_id, cpu_block)
+            self.blocks_to_swap_out[cpu_block] = (block_id, cpu_block)
             self.cpu_pool.cache(cpu_block, block_hash)
             self.cpu_pool.free(cpu_block)
         return block_id
 
-    def get_cached_blocks(self, seq: Sequence) -> list[int]:
+    def get_computed_blocks(self, seq: Sequence) -> list[int]:
         """Behind those on the device, those on the CPU."""
-        blocks = super().get_cached_blocks(seq)
+        blocks = super().get_computed_blocks(seq)
         if self.enable_prefix_caching and not seq.sampling_params.skip_reading_prefix_cache:
             most = (seq.num_tokens - 1) // self.block_size
             for block_hash in self.hashes_of(seq, most)[len(blocks) : most]:
@@ -65,7 +65,7 @@ class OffloadBlockManager(BlockManager):
         self.keep_until_copied(on_cpu)
         for cpu_block in on_cpu:
             block_id = self.take_block()
-            self._swap_in.append((cpu_block, block_id))
+            self.blocks_to_swap_in.append((cpu_block, block_id))
             self.pool.cache(block_id, self.cpu_pool.block_hashes[cpu_block])
             self.block_tables[seq.seq_id].append(block_id)
         seq.num_computed_tokens += len(on_cpu) * self.block_size
@@ -81,7 +81,7 @@ class OffloadBlockManager(BlockManager):
             self.cpu_pool.share(cpu_block)
         self.being_read += cpu_blocks
 
-    def take_copies(self) -> Copies:
+    def take_copies(self) -> dict[str, tuple[BlockPair, ...]]:
         for cpu_block in self.being_read:
             self.cpu_pool.free(cpu_block)
         self.being_read = []

@@ -40,8 +40,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.models.checkpoint import OBJECT, read_architecture, read_json, read_key
-from nanoserve.models.config import ModelConfig
 from nanoserve.chapters.speculative.draft_model import (
     DraftModelProposer,
     check_hidden_size,
@@ -49,8 +47,10 @@ from nanoserve.chapters.speculative.draft_model import (
     whole,
 )
 from nanoserve.layers import LayerConfig, RotaryEmbedding, RowParallelLinear, VocabParallelEmbedding
-from nanoserve.models.base import Model
 from nanoserve.model import CausalLM, DecoderLayer, Stream
+from nanoserve.models.base import Model
+from nanoserve.models.checkpoint import OBJECT, read_architecture, read_json, read_key
+from nanoserve.models.config import ModelConfig
 from nanoserve.models.families import llama
 from nanoserve.models.loader import build_and_fill
 from nanoserve.models.rope import rope_frequencies
@@ -59,7 +59,6 @@ from nanoserve.models.weight_files import find_files, read_headers
 
 if TYPE_CHECKING:
     from nanoserve.input_batch import InputBatch
-from nanoserve.model_runner import 
 
 ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
