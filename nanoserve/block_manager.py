@@ -329,4 +329,5 @@ class BlockManager:
         """The one BlockHash of this content. A root (parent None) holds the extra keys. Hashes that
         no block and no sequence uses are forgotten."""
         key = (parent, token_ids)
-        return self._interned.get(key) or self._interned.setdefault(key, BlockHash(*key))
+        found = self._interned[key] = self._interned.get(key) or BlockHash(*key)
+        return found

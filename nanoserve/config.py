@@ -1,8 +1,8 @@
 """What can be set?
 
 Each field of EngineConfig is an option of LLM. The comment above it is its help text
-(entrypoints/flags.py makes a flag of each). It is frozen: where "auto" or None is resolved, a new object is made.
-(What the checkpoint's config.json says is a ModelConfig: models/config.py.)
+(entrypoints/flags.py makes a flag of each). It is frozen: where "auto" or None is resolved, a new
+object is made. (What the checkpoint's config.json says is a ModelConfig: models/config.py.)
 
     LLM(max_num_seqs=8)      ->  EngineConfig(max_num_seqs=8)
     LLM(max_num_seqs=0)      ->  ValueError: max_num_seqs is 0; allowed: 1 or more.
@@ -15,14 +15,14 @@ vLLM: vllm/config.py, vllm/engine/arg_utils.py (V0); vllm/config/, vllm/engine/a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanoserve.models.config import ModelConfig
 
-GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: the default max_num_batched_tokens
+GPU_BUDGET, CPU_BUDGET = 8192, 2048  # tokens: max_num_batched_tokens, if it is not given
 # Of numbers that may be 0, or have a largest value: (smallest, largest).
 RANGES = {
     "gpu_memory_utilization": (0.01, 1),
@@ -89,7 +89,7 @@ class EngineConfig:
     # Whose code runs the model; auto: nanoserve's if there is any, else transformers'.
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     # reference, torch, native, triton, or an AttentionBackend of your own; auto: the fastest.
-    attention_backend: Any = field(default="auto", hash=False)
+    attention_backend: Any = "auto"
     # plain: the code of the flat modules; fast: that of kernels/; auto: plain for weights under 32
     # MiB on a CPU.
     kernels: Literal["auto", "plain", "fast"] = "auto"
@@ -135,8 +135,8 @@ class EngineConfig:
                 f"max_model_len is {max_model_len}, but {model.path.name} was made for at most "
                 f"{model.max_model_len} tokens. Ask for that or less."
             )
-        default = CPU_BUDGET if device == "cpu" else GPU_BUDGET
-        budget = self.max_num_batched_tokens or max(default, self.max_num_seqs or 0)
+        usual = CPU_BUDGET if device == "cpu" else GPU_BUDGET
+        budget = self.max_num_batched_tokens or max(usual, self.max_num_seqs or 0)
         if not self.enable_chunked_prefill and budget < max_model_len:
             if self.max_num_batched_tokens:
                 raise ValueError(

@@ -147,7 +147,7 @@ class LLMEngine:
     ) -> Request:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
         if params is None:  # what the checkpoint recommends
-            params = SamplingParams.from_generation_config(self.model_config.generation_defaults)
+            params = SamplingParams.from_generation_config(self.model_config.generation_config)
         root = self.input_processor.process(request_id, prompt, params, priority, cache_salt)
         return self.request_cls(root, self.tokenizer)
 
@@ -168,13 +168,13 @@ class LLMEngine:
         """End requests, at whatever stage: they hand out nothing more. False if none is known."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         found = [request for i in ids if (request := self.requests.pop(i, None)) is not None]
-        for request in found:
-            self._change(partial(self._forget, request))
+        self._change(partial(self._forget, found, frozenset(ids)))
         return bool(found)
 
-    def _forget(self, request: Request) -> None:
-        self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ABORTED)
-        self._outputs = [each for each in self._outputs if each.request_id != request.request_id]
+    def _forget(self, requests: list[Request], request_ids: frozenset[str]) -> None:
+        for request in requests:
+            self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ABORTED)
+        self._outputs = [each for each in self._outputs if each.request_id not in request_ids]
 
     def fail_request(self, request_id: str, error: Exception) -> None:
         """End a request with finish_reason "error"."""
@@ -195,7 +195,10 @@ class LLMEngine:
         """Have `action` done between two steps: now, unless somebody is inside a step. (It may be
         this thread: a logits processor, say, that aborts a request.)"""
         self._inbox.append(action)
-        if self._lock.acquire(blocking=False):
+        self._open_inbox()
+
+    def _open_inbox(self) -> None:
+        if self._inbox and self._lock.acquire(blocking=False):
             try:
                 self.settle()
             finally:
@@ -248,7 +251,8 @@ class LLMEngine:
         """Give a step's updates to their requests, and keep what these hand out."""
         by_request: dict[str, list[SequenceUpdate]] = {}
         for update in updates:
-            by_request.setdefault(update.sequence.request_id, []).append(update)
+            request_id = update.sequence.request_id
+            by_request[request_id] = [*by_request.get(request_id, ()), update]
         for request_id, its_updates in by_request.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted meanwhile
@@ -261,13 +265,19 @@ class LLMEngine:
                     del self.requests[request_id]
 
     def settle(self) -> None:
-        """Recover from a step that was interrupted, then do what waits in the inbox. What is
-        interrupted here is done again: each action may be done twice without harm."""
+        """Recover from a step that was interrupted, then do what waits in the inbox. An action that
+        is interrupted is done again: twice does no harm."""
         if not self._is_whole:
             self.recover(None)
+        self._is_whole = False
         while self._inbox:
-            self._inbox[0]()
+            try:
+                self._inbox[0]()
+            except Exception:  # of a scheduler of your own: it is not tried again
+                self._inbox.popleft()
+                raise
             self._inbox.popleft()
+        self._is_whole = True
 
     def recover(self, error: Exception | None) -> None:
         """Forget the steps in flight, the failed one among them; rules 3 and 4 of the header.
@@ -301,6 +311,7 @@ class LLMEngine:
                 yield
             finally:
                 self._owner = 0
+        self._open_inbox()  # what came meanwhile
 
     # -- the rest --
 

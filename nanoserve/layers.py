@@ -22,7 +22,7 @@ vocab_parallel_embedding.py (V0 and V1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,10 +73,10 @@ class LayerConfig:
     """What every layer's constructor gets, so that nothing is process-wide."""
 
     dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    parallel: ParallelState = field(default_factory=ParallelState)
-    attention: AttentionBackend = field(default_factory=AttentionBackend)
-    linear_method: LinearMethod = field(default_factory=LinearMethod)
+    device: torch.device = torch.device("cpu")
+    parallel: ParallelState = ParallelState()
+    attention: AttentionBackend = AttentionBackend()
+    linear_method: LinearMethod = LinearMethod()
     quant_config: Any = None  # QuantizationConfig: which layers have a quantized weight
     prefix: str = ""  # name in the checkpoint of the module to be built: "model.layers.0.mlp"
 

@@ -227,7 +227,10 @@ class LLM:
         finally:
             for request in requests:
                 self._inboxes.pop(request.request_id, None)
-            engine.abort_request([each.request_id for each in requests if engine.has_request(each)])
+            known = engine.requests  # another request may have got the id of one that has ended
+            engine.abort_request(
+                [i.request_id for i in requests if known.get(i.request_id, i) is i]
+            )
 
     # -- the rest --
 
@@ -237,8 +240,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
-        defaults = self.llm_engine.model_config.generation_defaults
-        return SamplingParams.from_generation_config(defaults)
+        return SamplingParams.from_generation_config(self.llm_engine.model_config.generation_config)
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache. False, and no change, while requests are running."""

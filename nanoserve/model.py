@@ -176,7 +176,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden]."""
         x, rope = self.embed_tokens(input_ids), self.rotary_emb(positions)
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=False):  # then a drafter's own
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=False):
             x = layer(x, rope, kv_cache, metadata)
         return self.norm(x)
 

@@ -292,23 +292,18 @@ class ModelRunner:
         tiles, because the logits of a whole prompt may take gigabytes. seq_id -> (position of the
         first token, tiles)."""
         result: dict[int, tuple[int, list[LogprobsTensors]]] = {}
-        wanted = self.req_states.num_prompt_logprobs
+        rows, wanted = self.req_states, self.req_states.num_prompt_logprobs
         starts = input_batch.arrays.query_start_loc.tolist()
         for item, start in zip(input_batch.step.scheduled, starts, strict=False):
-            row, first = self.req_states.row_of[item.seq_id], item.num_computed_tokens + 1
-            end = min(
-                first + item.num_scheduled_tokens, int(self.req_states.num_prompt_tokens[row])
-            )
-            tiles: list[LogprobsTensors] = []
-            for begin in range(first, end, LOGPROB_TILE) if row in wanted else ():
-                token_ids = self.req_states.token_ids[row, begin : min(begin + LOGPROB_TILE, end)]
+            row, first = rows.row_of[item.seq_id], item.num_computed_tokens + 1
+            end = min(first + item.num_scheduled_tokens, int(rows.num_prompt_tokens[row]))
+            for place in range(first, end, LOGPROB_TILE) if row in wanted else ():
+                token_ids = rows.token_ids[row, place : min(place + LOGPROB_TILE, end)]
                 tile = self.send(tile=token_ids.astype(np.int64))["tile"]
-                place = start + begin - first
-                logits = self.model.compute_logits(hidden[place : place + len(tile)]).float()
+                logits = self.model.compute_logits(hidden[start:][place - first :][: len(tile)])
                 if self.parallel.tp_rank == 0:  # which has the logits of all ranks
-                    tiles.append(gather_logprobs(logits, tile, (wanted[row],) * len(tile)))
-            if tiles:
-                result[item.seq_id] = (first, tiles)
+                    entries = gather_logprobs(logits.float(), tile, (wanted[row],) * len(tile))
+                    result.setdefault(item.seq_id, (first, []))[1].append(entries)
         return result
 
     # -- 5: back to the CPU --
@@ -336,9 +331,9 @@ class ModelRunner:
             seq_id, position = sample
             if isinstance(token, RequestError):
                 output.errors[seq_id] = token
-            elif sample == last:
-                output.forks.setdefault(seq_id, []).append(token)
-            else:
-                output.sampled.setdefault(seq_id, []).append(token)
+                continue
+            tokens_of = output.forks if sample == last else output.sampled
+            tokens_of[seq_id] = [*tokens_of.get(seq_id, ()), token]
+            if sample != last:
                 self.req_states.write_token(seq_id, position, token.token_id)
             last = sample

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.models.tokenizer import Detokenizer, name_logprobs
@@ -32,6 +32,7 @@ from nanoserve.sequence import (
     Sequence,
     SequenceStatus,
     SequenceUpdate,
+    new,
 )
 
 Finish = Callable[..., None]  # Scheduler.finish
@@ -49,7 +50,7 @@ def find_stop_string(text: str, stops: Seq[str], num_new: int) -> tuple[int, str
         for stop in stops
         if (position := text.find(stop, max(0, len(text) - num_new - len(stop) + 1))) >= 0
     ]
-    return min(found, key=lambda match: match[0] + len(match[1]), default=None)
+    return min(found, key=lambda match: match[0] + len(match[1])) if found else None
 
 
 @dataclass
@@ -61,7 +62,7 @@ class Completion:
     text: str = ""
     num_sent_chars: int = 0  # of text, in deltas
     num_sent_tokens: int = 0
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = new(list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None  # once its text is complete
 
@@ -99,7 +100,7 @@ class Completion:
         first_token, first_char = self.num_sent_tokens * is_delta, self.num_sent_chars * is_delta
         # What may be the beginning of a stop string is held back, unless the text may contain it.
         stops = () if params.include_stop_str_in_output or finish_reason else params.stop or ()
-        num_held = max((len(stop) - 1 for stop in stops), default=0)
+        num_held = max([0, *(len(stop) - 1 for stop in stops)])
         self.num_sent_tokens = seq.num_output_tokens
         self.num_sent_chars = max(first_char, len(self.text) - num_held)
         has_logprobs = params.logprobs is not None

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.sampling_params import GREEDY_TEMPERATURE, LogitsProcessor
-from nanoserve.sequence import RequestError, SampledToken, TokenLogprobs
+from nanoserve.sequence import RequestError, SampledToken, TokenLogprobs, new
 
 
 class LogitEdits(NamedTuple):
@@ -96,7 +96,7 @@ class SamplingBatch:
     processors: tuple[RequestProcessors, ...] = ()
     penalties: Penalties | None = None
     # Row -> what its logits processors did wrong: filled while they run.
-    errors: dict[int, RequestError] = field(default_factory=dict)
+    errors: dict[int, RequestError] = new(dict)
 
 
 class LogprobsTensors(NamedTuple):

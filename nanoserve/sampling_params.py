@@ -52,7 +52,6 @@ RANGES = {
     "logprobs": (int, -1, math.inf, "None, 0 or more, or -1 for the whole vocabulary"),
     "prompt_logprobs": (int, -1, math.inf, "None, 0 or more, or -1 for the whole vocabulary"),
 }
-OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # None is allowed, too
 # Of each list: the type of its items.
 LISTS = {
     "stop": str,
@@ -105,7 +104,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (kind, low, high, allowed) in RANGES.items():
             value = getattr(self, name)
-            if value is None and name in OPTIONAL:
+            if value is None and allowed.startswith("None"):
                 continue
             if hasattr(value, "item"):  # a number of NumPy or torch becomes Python's
                 setattr(self, name, value := value.item())

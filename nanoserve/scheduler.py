@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.block_manager import BlockManager
@@ -48,6 +48,7 @@ from nanoserve.sequence import (
     Sequence,
     SequenceStatus,
     SequenceUpdate,
+    new,
 )
 
 
@@ -57,10 +58,10 @@ class StepPlan:
 
     budget: int  # tokens left
     reserved: int = 0  # of these, one for each running sequence that has not had its turn yet
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
-    new_sequences: list[NewSequence] = field(default_factory=list)
+    scheduled: list[ScheduledSequence] = new(list)
+    new_sequences: list[NewSequence] = new(list)
     needs_sync: bool = False
-    notes: dict[type, Any] = field(default_factory=dict)
+    notes: dict[type, Any] = new(dict)
 
 
 class Scheduler:
@@ -74,7 +75,6 @@ class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.max_num_seqs = config.max_num_seqs
-        self.token_budget = config.max_num_batched_tokens
         self.max_chunk = config.max_num_batched_tokens
         if config.enable_chunked_prefill and config.long_prefill_token_threshold:
             self.max_chunk = config.long_prefill_token_threshold
@@ -111,7 +111,7 @@ class Scheduler:
 
         Returns an empty SchedulerOutput if no sequence can be scheduled.
         """
-        step = StepPlan(self.token_budget)
+        step = StepPlan(self.config.max_num_batched_tokens)
         if self.schedule_running(step) and (self.waiting or self.swapped):
             self.schedule_waiting(step)
         return self.make_output(step) if step.scheduled else SchedulerOutput()

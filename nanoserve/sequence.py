@@ -25,12 +25,17 @@ vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from nanoserve.sampling_params import SamplingParams
+
+
+def new(kind: Callable[[], Any]) -> Any:
+    """A field of a dataclass that begins as a new list, or dict, ..."""
+    return field(default_factory=kind)
 
 
 class RequestError(ValueError):
@@ -93,7 +98,7 @@ class Sequence:
     num_output_placeholders: int = 0  # tokens that steps in flight will bring, or at most bring
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at the first admission
     num_failures: int = 0  # steps that failed, since its last new token
-    block_hashes: list[Any] = field(default_factory=list)  # of its full blocks: BlockManager's own
+    block_hashes: list[Any] = new(list)  # of its full blocks: BlockManager's own
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -179,7 +184,7 @@ class SchedulerOutput:
     blocks_to_copy: tuple[BlockPair, ...] = ()  # (shared KV block, the writer's own): copy-on-write
     is_restart: bool = False  # the last step failed: the runner drops every sequence
     needs_sync: bool = False  # the next step depends on the tokens of this one
-    notes: dict[type, Any] = field(default_factory=dict)  # to the runners of chapters, by class
+    notes: dict[type, Any] = new(dict)  # to the runner, by class
 
 
 class TokenLogprobs(NamedTuple):
@@ -200,11 +205,11 @@ class ModelOutput:
     """The result of a step, by seq_id. A sequence is in `sampled` if its last known token was
     computed, or in `errors` if no token could be sampled for it: its request ends."""
 
-    sampled: dict[int, list[SampledToken]] = field(default_factory=dict)  # usually one token each
-    forks: dict[int, list[SampledToken]] = field(default_factory=dict)  # of branches 1 .. n - 1
-    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
-    errors: dict[int, RequestError] = field(default_factory=dict)
-    notes: dict[type, Any] = field(default_factory=dict)  # to the schedulers of chapters, by class
+    sampled: dict[int, list[SampledToken]] = new(dict)  # usually one token each
+    forks: dict[int, list[SampledToken]] = new(dict)  # of branches 1 .. n - 1
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = new(dict)
+    errors: dict[int, RequestError] = new(dict)
+    notes: dict[type, Any] = new(dict)  # to the scheduler, by class
 
 
 @dataclass
@@ -212,7 +217,7 @@ class SequenceUpdate:
     """What a step brought one sequence: from the scheduler to the output processor."""
 
     sequence: Sequence
-    tokens: list[SampledToken] = field(default_factory=list)
+    tokens: list[SampledToken] = new(list)
     prompt_logprobs: tuple[int, list[TokenLogprobs]] | None = None  # (first position, entries)
 
     def keep(self, number: int) -> None:

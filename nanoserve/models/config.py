@@ -44,7 +44,7 @@ class ModelConfig:
     rope_parameters: Mapping[str, Any]  # rope_type, rope_theta, and the type's own keys
     dtype: str  # of the checkpoint, such as "bfloat16"
     eos_token_ids: frozenset[int]  # of config.json and of generation_config.json
-    generation_defaults: Mapping[str, Any]  # generation_config.json
+    generation_config: Mapping[str, Any]  # generation_config.json
     hf_config: Mapping[str, Any] = field(repr=False)  # config.json itself
 
     @classmethod
@@ -76,7 +76,7 @@ class ModelConfig:
                     for token_id in (each if isinstance(each, list) else [each])
                     if isinstance(token_id, int) and 0 <= token_id < hf["vocab_size"]
                 ),
-                generation_defaults=defaults,
+                generation_config=defaults,
                 hf_config=hf,
             )
         except KeyError as error:

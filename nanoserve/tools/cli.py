@@ -248,7 +248,7 @@ def build_llm(config: EngineArgs) -> LLM:
 def make_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
     """What was given, over what the model recommends; `max_tokens` if neither says it."""
     recommended = llm.get_default_sampling_params()
-    if "max_new_tokens" not in llm.engine.model_config.generation_defaults:
+    if "max_new_tokens" not in llm.engine.model_config.generation_config:
         recommended = replace(recommended, max_tokens=max_tokens)
     return replace(recommended, **given)
 
