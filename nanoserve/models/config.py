@@ -63,7 +63,7 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, given: dict[str, Any] | None = None) -> ModelConfig:
-        """Read the two files; `given`: what stands for the first. Raises ValueError for a missing file or key."""
+        """Read the two files; `given` stands for the first. ValueError: a key is missing."""
         hf, defaults = given or read_json(folder / "config.json"), {}
         hf = {**FAMILY_DEFAULTS.get(hf.get("model_type", ""), {}), **hf}
         if (folder / "generation_config.json").exists():
