@@ -84,8 +84,6 @@ class EngineConfig:
     seed: int = 0
     # auto: safetensors; dummy: random weights from config.json alone.
     load_format: Literal["auto", "dummy"] = "auto"
-    # How weights are quantized, see chapters/quantization; None: as config.json says.
-    quantization: str | None = None
     # Whose code runs the model; auto: nanoserve's if there is any, else transformers'.
     model_impl: Literal["auto", "nanoserve", "transformers"] = "auto"
     # reference, torch, native, triton, or an AttentionBackend of your own; auto: the fastest.

@@ -21,9 +21,8 @@ vocab_parallel_embedding.py (V0 and V1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +75,8 @@ class LayerConfig:
     device: torch.device = torch.device("cpu")
     parallel: ParallelState = ParallelState()
     attention: AttentionBackend = AttentionBackend()
-    linear_method: LinearMethod = LinearMethod()
-    quant_config: Any = None  # QuantizationConfig: which layers have a quantized weight
+    # (layer, its name in the checkpoint) -> how it stores its weight
+    linear_method: Callable[[LinearBase, str], LinearMethod] = lambda layer, _: layer.method_cls()
     prefix: str = ""  # name in the checkpoint of the module to be built: "model.layers.0.mlp"
 
     def at(self, name: str) -> LayerConfig:
@@ -113,15 +112,14 @@ class LinearBase(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    method_cls: type[LinearMethod] = LinearMethod  # if a LayerConfig says nothing else
     is_embedding = False  # True: rows of the weight are looked up
     is_lm_head = False  # True: an embedding that is multiplied by, too
 
     def __init__(self, output_size: int, input_size: int, layer_config: LayerConfig) -> None:
         super().__init__()
-        self.bias, self.linear_method = None, layer_config.linear_method
-        if layer_config.quant_config is not None:
-            method = layer_config.quant_config.get_quant_method(self, layer_config.prefix)
-            self.linear_method = method or self.linear_method
+        self.bias = None
+        self.linear_method = layer_config.linear_method(self, layer_config.prefix)
         self.linear_method.create_weights(self, output_size, input_size, layer_config)
 
     def matrices(self, name: str) -> Iterator[Matrix]:

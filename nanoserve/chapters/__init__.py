@@ -42,8 +42,9 @@ CHAPTERS = {
     "kv_offloading_size": "kv_offload",
     "collect_metrics": "metrics",  # who watches
     "": "beam_search",  # no option: a method of LLM
+    "quantization": "quantization",  # how the weights of any of these models are stored
 }
-ALWAYS = ("beam_search",)
+ALWAYS = ("beam_search", "quantization")  # the second: a checkpoint may ask for it
 OFF = {"pipeline_parallel_size": 1, "runner": "generate"}  # values that mean no, beside None, 0
 # Pairs that make no sense together.
 REFUSED = {

@@ -16,7 +16,7 @@ is x W^T with that weight, in the fastest way that there is here for its kind:
     anywhere else        all kinds      the weight is dequantized for each product; so are experts
                                         on a GPU
 
-Nothing here knows a checkpoint's format: extras/quantization brings each one to this form.
+Nothing here knows a checkpoint's format: chapters/quantization brings each one to this form.
 
 vLLM: vllm/model_executor/layers/quantization/utils/w8a8_utils.py (V0);
 vllm/model_executor/kernels/linear/: mixed_precision/, scaled_mm/ (V1).

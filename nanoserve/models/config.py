@@ -1,8 +1,10 @@
 """What does the checkpoint say?
 
-config.json is read as plain JSON, not through transformers' AutoConfig. AutoConfig would import
-torch into the control plane, and it hides which of two layouts a checkpoint uses (rope_theta beside
-rope_scaling, or both inside rope_parameters).
+config.json is read as plain JSON, not through transformers' AutoConfig, which would import torch
+into the control plane. Families have several words for one thing, here they have one:
+
+    {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, ...}
+    ModelConfig(hidden_size=768, num_layers=12, num_heads=12, max_position_embeddings=1024, ...)
 
 vLLM: vllm/config.py ModelConfig, vllm/transformers_utils/config.py (V0 and V1).
 """
@@ -15,10 +17,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.models.checkpoint import read_rope_parameters
-
 DEMO_MODEL = Path(__file__).parent.parent / "demo"
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Names that older families use for the key at the left.
+ALIASES = {
+    "hidden_size": ("n_embd", "dim", "d_model"),
+    "intermediate_size": ("n_inner", "ffn_dim", "hidden_dim"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length"),
+}
+# model_type -> what transformers takes for a key that config.json lacks, where families differ.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3": {"head_dim": 128},
+}
 
 
 @dataclass(frozen=True)
@@ -49,23 +63,25 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, given: dict[str, Any] | None = None) -> ModelConfig:
-        """Read the two files; `given`: what stands for the first. Raises ValueError for a missing file or key."""
+        """Read the two files; `given` stands for the first. ValueError: a key is missing."""
         hf, defaults = given or read_json(folder / "config.json"), {}
+        hf = {**FAMILY_DEFAULTS.get(hf.get("model_type", ""), {}), **hf}
         if (folder / "generation_config.json").exists():
             defaults = read_json(folder / "generation_config.json")
         eos = [each.get("eos_token_id") for each in (hf, defaults)]
         try:
+            hidden_size, num_heads = read(hf, "hidden_size"), read(hf, "num_attention_heads")
             return cls(
                 path=folder,
                 architecture=hf["architectures"][0],
                 vocab_size=hf["vocab_size"],
-                hidden_size=hf["hidden_size"],
-                intermediate_size=hf["intermediate_size"],
-                num_layers=hf["num_hidden_layers"],
-                num_heads=hf["num_attention_heads"],
-                num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-                head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-                max_position_embeddings=hf["max_position_embeddings"],
+                hidden_size=hidden_size,
+                intermediate_size=read(hf, "intermediate_size", 4 * hidden_size),
+                num_layers=read(hf, "num_hidden_layers"),
+                num_heads=num_heads,
+                num_kv_heads=hf.get("num_key_value_heads") or num_heads,
+                head_dim=hf.get("head_dim") or hidden_size // num_heads,
+                max_position_embeddings=read(hf, "max_position_embeddings"),
                 rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
                 tie_word_embeddings=hf.get("tie_word_embeddings", False),
                 rope_parameters=read_rope_parameters(hf),
@@ -79,9 +95,11 @@ class ModelConfig:
                 generation_config=defaults,
                 hf_config=hf,
             )
-        except KeyError as error:
-            message = f"{folder / 'config.json'} has no {error}: is this a causal language model?"
-            raise ValueError(message) from None
+        except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"{folder / 'config.json'} does not describe a decoder-only language model with "
+                f"learnt or rotary positions ({type(error).__name__}: {error})."
+            ) from None
 
     def get(self, key: str, default: Any = None) -> Any:
         """What config.json says about `key`; `default` if it says nothing, or null."""
@@ -99,6 +117,38 @@ class ModelConfig:
         if rope["rope_type"] in ("linear", "dynamic", "yarn"):
             return int(length * factor)
         return self.max_position_embeddings
+
+
+def read(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A number of config.json, under one of its names, or `default`. Raises KeyError if there is
+    neither, TypeError for what is no positive int."""
+    found = [hf[name] for name in (key, *ALIASES[key]) if hf.get(name) is not None]
+    if not found and default is None:
+        raise KeyError(key)
+    value = found[0] if found else default
+    if type(value) is not int or value < 1:
+        raise TypeError(f"{key} is {value!r}")
+    return value
+
+
+def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings of a config.json in one layout; config.json has one of two.
+
+    transformers 5 writes `rope_parameters: {rope_theta, rope_type, ...}`. Earlier versions write
+    `rope_theta` beside `rope_scaling: {type or rope_type, ...}`. Both give
+    {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}.
+    """
+    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    given = given.get("full_attention") or given  # one for each type of layer, as in Gemma 3
+    rope = {key: value for key, value in given.items() if value is not None}
+    old_name = rope.pop("type", None)
+    rope["rope_type"] = rope.get("rope_type") or old_name or "default"
+    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+    rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
+        key = "original_max_position_embeddings"  # Phi-3 writes it at the top
+        rope[key] = hf.get(key) or rope.get(key) or hf["max_position_embeddings"]
+    return rope
 
 
 def read_json(file: Path) -> dict[str, Any]:

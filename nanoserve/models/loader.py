@@ -22,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tqdm import tqdm
 from nanoserve.config import EngineConfig
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import find_quantization, transformers_lock
+from nanoserve.models.checkpoint import transformers_lock
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
@@ -72,19 +71,9 @@ def load_model(
     found before memory for the model is taken.
     """
     assert config.max_model_len, "EngineConfig not resolved"
-    layer_config = replace(layer_config, quant_config=read_quantization(config, model_config))
     is_native = ModelRegistry.get(model_config.architecture) is not None
     impl = config.model_impl
     is_fallback = impl == "transformers" or (impl == "auto" and not is_native)
-    if is_fallback and layer_config.quant_config is not None:
-        how = find_quantization(model_config.hf_config)
-        raise ValueError(
-            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, and "
-            f"quantization is {config.quantization!r}: weights can be quantized in nanoserve's "
-            f"own models ({', '.join(ModelRegistry.architectures())}), and "
-            f"{model_config.architecture} would run through transformers. Use a checkpoint in "
-            "bfloat16, float16 or float32."
-        )
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model_config.path))
     if is_fallback:
@@ -123,24 +112,6 @@ def build_and_fill(
         fill_from_checkpoint(model, tensors, use_tqdm)
     model.process_weights_after_loading()
     return model.eval()
-
-
-def read_quantization(config: EngineConfig, model_config: ModelConfig) -> Any:
-    """The QuantizationConfig of the chapter, if config.json or the user asks for one. Raises
-    ValueError for a format that the chapter does not know."""
-    how = find_quantization(model_config.hf_config)
-    if config.quantization is None and how is None:
-        return None
-    try:
-        chapter = import_module("nanoserve.chapters.quantization.base_config")
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{model_config.path / 'config.json'} has {how or 'no quantization_config'}, "
-            f"quantization is {config.quantization!r}, and nanoserve/chapters/quantization is not "
-            f"there: {error}. Use a checkpoint in bfloat16, float16 or float32, and leave "
-            "quantization out."
-        ) from error
-    return chapter.get_quantization_config(config.quantization, model_config)
 
 
 def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:

@@ -22,7 +22,7 @@ For tensor parallelism every rank has a part of every expert: some rows of gate 
 of down, as in decoder.MLP. One sum over ranks follows.
 
 The matrices of all experts are stacked in two layers, gate_up and down, whose linear method may
-store them in another way: extras/quantization has one.
+store them in another way: a chapter has one.
 
 Left out: expert parallelism (each rank has some whole experts), shared experts, and a router with
 groups of experts (both in DeepSeek, which runs through the fallback).
@@ -34,7 +34,7 @@ vLLM: vllm/model_executor/layers/fused_moe/layer.py, fused_moe.py (V0 and V1). P
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -184,6 +184,8 @@ class ExpertsLinear(LinearBase):
     With outputs=("gate_proj", "up_proj"), the rows are: expert 0's gate, its up, expert 1's gate...
     """
 
+    method_cls = ExpertsMethod
+
     def __init__(
         self,
         config: ExpertsConfig,
@@ -238,14 +240,13 @@ class MixtureOfExperts(nn.Module):
         # A part of any size is padded with rows and columns of zeros: silu(0) * 0 = 0 adds nothing.
         padded = -(-size // per_row) * per_row
         self.router = layer_config.empty(config.num_experts, hidden_size)  # the same on every rank
-        plain = replace(layer_config, linear_method=ExpertsMethod())
         self.gate_up = ExpertsLinear(
             config,
             (config.gate_name, config.up_name),
             (full, hidden_size),
             (0, start, size),
             (padded, hidden_size),
-            plain,
+            layer_config,
         )
         self.down = ExpertsLinear(
             config,
@@ -253,7 +254,7 @@ class MixtureOfExperts(nn.Module):
             (hidden_size, full),
             (1, start, size),
             (hidden_size, padded),
-            plain,
+            layer_config,
         )
         if padded != size and any(
             type(layer.linear_method) is not ExpertsMethod for layer in (self.gate_up, self.down)

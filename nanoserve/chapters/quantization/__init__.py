@@ -14,6 +14,7 @@ Two ways lead to such weights. A checkpoint may have them: its config.json says 
 the codes were often chosen with the help of texts (AWQ, GPTQ). Or a checkpoint in floating point is
 quantized while it is read, tensor by tensor (LLM(quantization="int8")).
 
+    parts.py               what the chapter changes: the linear method of each layer
     base_config.py         get_quantization_config: which format, which layers
     linear.py              QuantizedLinearMethod: from tensors of a checkpoint to a QuantizedWeight
     fp8.py                 8-bit floats, a scale for each tensor, channel or block
@@ -24,8 +25,9 @@ quantized while it is read, tensor by tensor (LLM(quantization="int8")).
 Every format becomes the same QuantizedWeight while it is loaded. kernels/quantized.py multiplies by
 it; there, inputs stay floating-point, but for FP8 on GPUs that have such products.
 
-Left out: 2 and 3 bits, FP4, GGUF, bitsandbytes, weights that are sparse or rotated, models that run
-through transformers.
+Left out: 2 and 3 bits, FP4, GGUF, bitsandbytes, weights that are sparse or rotated, scales of a
+quantized KV cache (kv_cache_dtype is an option of the core), the config files of their own that old
+tools wrote, models that run through transformers.
 
 vLLM: vllm/model_executor/layers/quantization/ (V0 and V1).
 """

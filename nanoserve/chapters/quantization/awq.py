@@ -23,21 +23,8 @@ from functools import partial
 
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, TEXT, whole
-from nanoserve.extras.quantization.base_config import (
-    GROUP_SIZE,
-    QuantizationConfig,
-    Section,
-    matches,
-)
-from nanoserve.extras.quantization.linear import (
-    INT32,
-    SCALES,
-    QuantizedLinearMethod,
-    Shards,
-    as_bytes,
-    weight_of,
-)
+from nanoserve.chapters.quantization import linear
+from nanoserve.chapters.quantization.base_config import QuantizationConfig, Section, check, matches
 from nanoserve.kernels.quantized import pack_int4, unpack_int4
 from nanoserve.layers import LinearBase
 from nanoserve.models.shards import Matrix
@@ -47,7 +34,7 @@ PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in an int32
 
 def unpack_awq(values: Tensor) -> Tensor:
     """int32 [n, outputs / 8] -> uint8 [outputs, n]."""
-    numbers = unpack_int4(as_bytes(values))
+    numbers = unpack_int4(linear.as_bytes(values))
     return numbers.unflatten(1, (-1, 8))[..., PLACES].flatten(1).t()
 
 
@@ -60,44 +47,24 @@ def load_qzeros(target: Tensor, values: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class AWQLinearMethod(QuantizedLinearMethod):
-    def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows = weight_of(layer), matrix.rows
+class AWQLinearMethod(linear.QuantizedLinearMethod):
+    def shards(self, layer: LinearBase, matrix: Matrix) -> linear.Shards:
+        weight, rows, name = linear.weight_of(layer), matrix.rows, matrix.name
         if matrix.shape[0] % 8:
-            raise ValueError(
-                f"{matrix.name} has {matrix.shape[0]} outputs; allowed in an AWQ checkpoint: a "
-                "multiple of 8."
-            )
+            raise ValueError(f"{name} has {matrix.shape[0]} outputs; AWQ needs a multiple of 8.")
         shard = partial(self.shard, layer, matrix, packed=0, is_transposed=True)
-        for name, target, dtypes, load, units in (
-            ("qweight", weight.codes[rows], INT32, load_qweight, (8, 1)),
-            ("qzeros", weight.zeros[rows], INT32, load_qzeros, (8, self.group_size)),
-            ("scales", weight.scales[rows].t(), SCALES, Tensor.copy_, (1, self.group_size)),
-        ):
-            yield f"{matrix.name}.{name}", shard(target, dtypes, load, units)
+        units, each = (8, self.group_size), (1, self.group_size)
+        yield f"{name}.qweight", shard(weight.codes[rows], linear.INT32, load_qweight, (8, 1))
+        yield f"{name}.qzeros", shard(weight.zeros[rows], linear.INT32, load_qzeros, units)
+        yield f"{name}.scales", shard(weight.scales[rows].t(), linear.SCALES, units=each)
 
 
-@dataclass(frozen=True)
 class AWQConfig(QuantizationConfig):
-    name = "awq"
-    method: AWQLinearMethod
-    ignored: tuple[str, ...]
-    quantizes_head: bool
-
-    @classmethod
-    def from_config(cls, section: Section) -> AWQConfig:
-        """Raises ValueError for bits or a layout that are not supported."""
-        is_old = "w_bit" in section.values  # AutoAWQ's own names, in quant_config.json
-        section.require("w_bit" if is_old else "bits", whole(4, 4))
-        for key in ("version", "format"):
-            if section.get(key, TEXT, "gemm").lower() != "gemm":
-                section.refuse(key, "allowed: gemm, the layout that all tools read")
-        if not section.get("zero_point", FLAG, True):
-            section.refuse("zero_point", "allowed: true, because the files always have zeros")
-        group_size = section.require("q_group_size" if is_old else "group_size", GROUP_SIZE)
-        method = AWQLinearMethod("int4", group_size, has_zeros=True)
-        ignored = section.names("modules_to_not_convert")
-        return cls(method, ignored, section.get("lm_head", FLAG, False))
+    def __init__(self, section: Section) -> None:
+        check(section, bits=(4,), zero_point=(True,), version=("gemm", "GEMM", None))
+        self.method = AWQLinearMethod("int4", section["group_size"], has_zeros=True)
+        self.ignored = section.get("modules_to_not_convert")
+        self.quantizes_head = section.get("lm_head", False)
 
     def method_of(self, name: str) -> AWQLinearMethod | None:
         return None if matches(name, self.ignored) else self.method

@@ -19,7 +19,7 @@ per tensor: one number):
 Schemes w8a8 quantize the inputs too. Here this is so for FP8 on GPUs that have FP8 units; else the
 inputs stay floating-point, which is more exact.
 
-Left out: other formats (FP4, 2:4 sparsity), transforms, quantized outputs, scales of a KV cache.
+Left out: other formats (FP4, 2:4 sparsity), transforms, quantized outputs.
 
 vLLM: vllm/model_executor/layers/quantization/compressed_tensors/ (V0 and V1). The format:
 compressed_tensors/compressors/ and quantization/quant_args.py of that package.
@@ -30,41 +30,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from nanoserve.checkpoint import FLAG, OBJECT, TEXT, Rule, list_of, one_of, whole
-from nanoserve.extras.quantization.base_config import (
-    GROUP_SIZE,
-    QuantizationConfig,
-    Section,
-    matches,
-)
-from nanoserve.extras.quantization.fp8 import Fp8LinearMethod
-from nanoserve.extras.quantization.linear import (
-    INT8,
-    INT32,
-    SCALES,
-    QuantizedLinearMethod,
-    Shards,
-    load_codes,
-    load_zeros,
-    optional,
-    skip,
-    weight_of,
-)
+from nanoserve.chapters.quantization import linear
+from nanoserve.chapters.quantization.base_config import QuantizationConfig, Section, check, matches
+from nanoserve.chapters.quantization.fp8 import Fp8LinearMethod
 from nanoserve.layers import LinearBase
 from nanoserve.models.shards import Matrix, Shard
 
-# format -> (type of the codes, bits) that it can hold
+# format -> codes that it can hold
 FORMATS = {
-    "float-quantized": (("float", 8),),
-    "int-quantized": (("int", 8),),
-    "naive-quantized": (("float", 8), ("int", 8)),
-    "pack-quantized": (("int", 4), ("int", 8)),
+    "float-quantized": ("float8",),
+    "int-quantized": ("int8",),
+    "naive-quantized": ("float8", "int8"),
+    "pack-quantized": ("int4", "int8"),
 }
-ORDER = Rule("a string, true or false", lambda value: isinstance(value, (str, bool)))
-STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 @dataclass(frozen=True)
@@ -73,134 +53,81 @@ class IntLinearMethod(Fp8LinearMethod):
 
     is_packed: bool = False
 
-    def shards(self, layer: LinearBase, matrix: Matrix) -> Shards:
-        weight, rows, name = weight_of(layer), matrix.rows, matrix.name
+    def shards(self, layer: LinearBase, matrix: Matrix) -> linear.Shards:
+        weight, rows, name = linear.weight_of(layer), matrix.rows, matrix.name
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:
-            codes = shard(weight.codes[rows], INT32, load_codes, (1, per_int32), 1)
+            codes = shard(weight.codes[rows], linear.INT32, linear.load_codes, (1, per_int32), 1)
             yield f"{name}.weight_packed", codes
-            load = partial(_check_shape, name=f"{name}.weight_shape", shape=matrix.shape)
-            sizes = Shard(torch.empty(0), (2,), 0, 0, 2, ("I64", "I32"), load)
-            yield optional(f"{name}.weight_shape", sizes)
+            yield linear.optional("weight_shape", matrix, (2,), linear.skip)
         else:
-            yield f"{name}.weight", shard(weight.codes[rows], INT8)
+            yield f"{name}.weight", shard(weight.codes[rows], linear.INT8)
         yield f"{name}.weight_scale", self.scale_shard(layer, matrix)
         for unused in ("input_scale", "input_zero_point"):
-            empty = Shard(torch.empty(0), (), dtypes=(*SCALES, *INT8), weight_loader=skip)
-            yield optional(f"{name}.{unused}", empty)
+            yield linear.optional(unused, matrix, (), linear.skip)
         if weight.zeros is None:
             return
-        target = weight.zeros[rows]
+
+        def load_zeros(target: Tensor, values: Tensor) -> None:
+            linear.load_zeros(target, values.t(), self.kind)
+
+        zeros = Shard(weight.zeros[rows], (), dtypes=linear.INT8)
         if self.is_packed:
-            load = partial(_load_zeros, kind=self.kind)
-            zeros = shard(target, INT32, load, (per_int32, self.group_size), 0)
-        elif self.strategy == "tensor":
-            zeros = Shard(target, (), dtypes=INT8)
-        else:
-            zeros = shard(target, INT8, units=(1, self.group_size))
+            units = (per_int32, self.group_size)
+            zeros = shard(weight.zeros[rows], linear.INT32, load_zeros, units, 0)
+        elif self.strategy != "tensor":
+            zeros = shard(weight.zeros[rows], linear.INT8, units=(1, self.group_size))
         yield f"{name}.weight_zero_point", zeros
 
 
-def _load_zeros(target: Tensor, values: Tensor, kind: str) -> None:
-    load_zeros(target, values.t(), kind)
-
-
-def _check_shape(target: Tensor, values: Tensor, name: str, shape: tuple[int, int]) -> None:
-    if tuple(values.tolist()) != shape:
-        raise ValueError(f"{name} is {values.tolist()}, and config.json describes {list(shape)}.")
-
-
-@dataclass(frozen=True)
 class CompressedTensorsConfig(QuantizationConfig):
-    name = "compressed-tensors"
-    groups: tuple[tuple[tuple[str, ...], QuantizedLinearMethod], ...]  # targets, method
-    ignored: tuple[str, ...]
     quantizes_head = True  # unless it is ignored
 
-    @classmethod
-    def from_config(cls, section: Section) -> CompressedTensorsConfig:
-        """Raises ValueError for schemes that are not supported."""
+    def __init__(self, section: Section) -> None:
         for key in ("sparsity_config", "transform_config"):
-            if (inner := section.get(key, OBJECT)) and inner.get("format") != "dense":
-                section.refuse(key, "sparse and transformed weights are not supported")
-        layout = section.get("format", TEXT)
-        groups = section.at("config_groups")
-        found = []
-        for key in groups.values:
-            group = groups.at(key)
-            targets = group.names("targets")
-            found.append((targets, _read_method(group, group.get("format", TEXT, layout))))
-        return cls(tuple(found), section.names("ignore"))
+            if (inner := section.get(key)) and inner.get("format") != "dense":
+                raise ValueError(f"quantization_config: {key} is {inner}; allowed: null.")
+        self.ignored = section.get("ignore")
+        self.groups = [
+            (group["targets"], read_method(group, group.get("format") or section.get("format")))
+            for group in section["config_groups"].values()
+        ]
 
-    def method_of(self, name: str) -> QuantizedLinearMethod | None:
+    def method_of(self, name: str) -> linear.QuantizedLinearMethod | None:
         if matches(name, self.ignored):
             return None
-        for is_by_name in (True, False):  # a name says more than a class
-            for targets, method in self.groups:
-                if ("Linear" in targets) if not is_by_name else matches(name, targets):
-                    return method
-        return None
+        named = [method for targets, method in self.groups if matches(name, targets)]
+        others = [method for targets, method in self.groups if "Linear" in targets]
+        return next(iter(named + others), None)  # a name says more than a class
 
 
-def _read_method(group: Section, layout: str | None) -> QuantizedLinearMethod:
+def read_method(group: Section, layout: str) -> linear.QuantizedLinearMethod:
     """The scheme of a group of layers."""
-    weights = group.at("weights")
-    bits = weights.require("num_bits", whole(1, 64))
-    codes = weights.get("type", one_of("int", "float"), "int")
-    if layout not in FORMATS or (codes, bits) not in FORMATS[layout]:
-        allowed = "; ".join(
-            f"{name}: {' or '.join(f'{code} {bits}' for code, bits in has)}"
-            for name, has in FORMATS.items()
-        )
-        raise ValueError(
-            f"{group.place}: format {layout!r} with weights of type {codes!r} and {bits} bits is "
-            f"not supported; supported: {allowed}."
-        )
-    if group.get("output_activations", OBJECT):
-        group.refuse("output_activations", "allowed: null")
-    quantizes_inputs, has_input_scale = _read_inputs(group, codes)
-    is_symmetric = weights.get("symmetric", FLAG, True)
-    group_size, block = weights.get("group_size", GROUP_SIZE), [1, -1]
+    weights, inputs = group["weights"], group.get("input_activations") or {}
+    codes = f"{weights.get('type', 'int')}{weights['num_bits']}"
+    group_size = weights.get("group_size")
     default = {None: "tensor", -1: "channel"}.get(group_size, "group")
-    strategy = weights.get("strategy", one_of(*STRATEGIES), default)
-    if strategy == "group":
-        group_size = weights.require("group_size", GROUP_SIZE)
-    else:
-        group_size = -1
-    if strategy == "block":
-        block = weights.require("block_structure", list_of(whole(1, 2**16), least=2))
-        group_size = block[1]
-    if weights.get("actorder", ORDER) in ("group", "dynamic", True):
-        weights.refuse("actorder", "allowed: weight, static or null, which leave columns in place")
-    if codes == "float":
-        if not is_symmetric:
-            weights.refuse("symmetric", "allowed with type float: true")
-        return Fp8LinearMethod(
-            group_size=group_size,
-            quantizes_inputs=quantizes_inputs,
-            has_input_scale=has_input_scale,
-            strategy=strategy,
-            block_outputs=block[0],
-        )
-    if strategy == "block":
-        weights.refuse("strategy", "allowed with type int: tensor, channel or group")
-    return IntLinearMethod(
-        kind="int4" if bits == 4 else "int8",
-        group_size=group_size,
-        has_zeros=not is_symmetric,
-        strategy=strategy,
-        is_packed=layout == "pack-quantized",
+    strategy, is_symmetric = weights.get("strategy") or default, weights.get("symmetric", True)
+    check({"format": layout}, format=tuple(FORMATS))
+    check({"num_bits": codes}, num_bits=FORMATS[layout])
+    check({"strategy": strategy}, strategy=("tensor", "channel", "group", "block"))
+    check(
+        {**weights, **group}, actorder=(None, False, "weight", "static"), output_activations=(None,)
     )
-
-
-def _read_inputs(group: Section, codes: str) -> tuple[bool, bool]:
-    """Are inputs quantized to FP8, and is there a static scale for them? Integers are not used."""
-    if not group.get("input_activations", OBJECT):
-        return False, False
-    inputs = group.at("input_activations")
-    if inputs.get("num_bits", whole(1, 64), 8) != 8:
-        inputs.refuse("num_bits", "allowed: 8")
-    if inputs.get("type", one_of("int", "float"), "int") != codes or codes == "int":
-        return False, False
-    return True, not inputs.get("dynamic", FLAG, False)
+    check(inputs, num_bits=(8,))
+    block_outputs = 1
+    if strategy == "block":
+        block_outputs, group_size = weights["block_structure"]
+    shape = {
+        "group_size": group_size if strategy in ("group", "block") else -1,
+        "strategy": strategy,
+        "block_outputs": block_outputs,
+    }
+    if codes == "float8":
+        check(weights, symmetric=(True,))
+        is_fp8 = inputs.get("type") == "float"
+        has_scale = is_fp8 and not inputs.get("dynamic", False)
+        return Fp8LinearMethod(quantizes_inputs=is_fp8, has_input_scale=has_scale, **shape)
+    is_packed = layout == "pack-quantized"
+    return IntLinearMethod(codes, has_zeros=not is_symmetric, is_packed=is_packed, **shape)

@@ -29,7 +29,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nanoserve.attention import StepMetadata
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4, unpack_int4
 from nanoserve.layers import LayerConfig, LinearBase, RowParallelLinear
 from nanoserve.models.moe import ExpertsLinear, ExpertsMethod, GroupedMatmul
@@ -54,26 +53,29 @@ class QuantizedLinearMethod(ExpertsMethod):
     quantizes_inputs: bool = False  # FP8 products are meant, where there are any
     has_input_scale: bool = False  # then: the scale of all inputs is in the checkpoint
 
+    def size_of_group(self, num_inputs: int) -> int:
+        """Inputs that share a scale, in a layer with so many; -1: all."""
+        return self.group_size
+
     def create_weights(
         self, layer: LinearBase, output_size: int, input_size: int, layer_config: LayerConfig
     ) -> None:
         """Raises ValueError if this rank's inputs are no whole groups."""
-        ranks, name = layer_config.parallel.tp_size, layer_config.prefix or "a layer"
-        group_size = input_size if self.group_size == -1 else self.group_size
+        ranks, group_size = layer_config.parallel.tp_size, self.size_of_group(input_size)
+        group_size = input_size if group_size == -1 else group_size
         if input_size % group_size or (self.kind == "int4" and input_size % 2):
-            advice = "Choose another tensor_parallel_size."
-            if ranks == 1:
-                advice = "Choose another quantization, or the checkpoint that this was made from."
             raise ValueError(
-                f"{name} has {input_size} inputs on each of {ranks} ranks; allowed with codes of "
-                f"kind {self.kind} and scales for groups of {group_size}: whole groups, and an "
-                f"even number. {advice}"
+                f"{layer_config.prefix} has {input_size} inputs on each of {ranks} ranks, which "
+                f"are no whole groups of {group_size}. Choose another tensor_parallel_size, or "
+                "another quantization."
             )
-        if self.has_order and (isinstance(layer, ExpertsLinear) or _is_cut(layer, ranks)):
+        is_cut = isinstance(layer, ExpertsLinear) or (
+            ranks > 1 and isinstance(layer, RowParallelLinear)
+        )
+        if self.has_order and is_cut:
             raise ValueError(
-                f"{name}: with act-order (desc_act, g_idx) the inputs of a group are anywhere. "
-                "This works on one rank (tensor_parallel_size=1), and not in a mixture of experts. "
-                "Use a checkpoint without act-order."
+                f"{layer_config.prefix}: with act-order (desc_act) the inputs of a group are "
+                "anywhere. This works on one rank, and not in a mixture of experts."
             )
         zeros = partial(torch.zeros, device=layer_config.device)
         num_columns = input_size // 2 if self.kind == "int4" else input_size
@@ -99,9 +101,7 @@ class QuantizedLinearMethod(ExpertsMethod):
             weight.num_experts = layer.config.num_experts
         weight.prepare()
 
-    def apply(
-        self, layer: LinearBase, x: Tensor, bias: Tensor | None, metadata: StepMetadata | None
-    ) -> Tensor:
+    def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
         return weight_of(layer).multiply(x, bias)
 
     def multiply_grouped(
@@ -125,20 +125,20 @@ class QuantizedLinearMethod(ExpertsMethod):
         number, or along the axis `packed` it lies side by side in one.
 
         Raises ValueError if a unit is cut."""
-        units = tuple(  # type: ignore[assignment]
+        each = [
             full if unit == -1 else unit for full, unit in zip(matrix.shape, units, strict=True)
-        )
-        shape = [-(-full // unit) for full, unit in zip(matrix.shape, units, strict=True)]
+        ]
+        shape = [-(-full // unit) for full, unit in zip(matrix.shape, each, strict=True)]
         axis, start = matrix.dim, matrix.start
-        unit, full = units[axis], matrix.shape[axis]
+        unit, full = each[axis], matrix.shape[axis]
         size = (matrix.rows.stop - matrix.rows.start, weight_of(layer).num_inputs)[axis]
         if shape[axis] == 1 and axis != packed:
             start, size = 0, unit  # one for all
         elif start % unit or (size % unit and start + size < full):
             raise ValueError(
-                f"{matrix.name} has {full} {('outputs', 'inputs')[axis]}, of which this rank has "
-                f"{size} from number {start} on; but {unit} share a number of the checkpoint. "
-                "Choose another tensor_parallel_size."
+                f"{matrix.name}: this rank has {size} of {full} {('outputs', 'inputs')[axis]} from "
+                f"number {start} on, but {unit} share a number of the checkpoint. Choose another "
+                "tensor_parallel_size."
             )
         dim = 1 - axis if is_transposed else axis
         shape = shape[::-1] if is_transposed else shape
@@ -150,11 +150,6 @@ def weight_of(layer: LinearBase) -> QuantizedWeight:
     weight = layer.quantized_weight
     assert isinstance(weight, QuantizedWeight)
     return weight
-
-
-def _is_cut(layer: LinearBase, ranks: int) -> bool:
-    """Are the inputs divided among ranks?"""
-    return ranks > 1 and isinstance(layer, RowParallelLinear)
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -179,35 +174,14 @@ def load_zeros(target: Tensor, values: Tensor, kind: str) -> None:
     target.copy_(numbers if kind == "int4" else numbers - 128)
 
 
-def load_order(
-    target: Tensor, values: Tensor, name: str, group_size: int, first: int, is_free: bool
-) -> None:
-    """The group of each input, `first` the lowest -> the inputs, sorted by group. Raises ValueError
-    unless each group has `group_size` inputs, and unless all matrices with this target agree. Not
-    `is_free`: the list may only say first, first, ..., first + 1, first + 1, ..."""
-    size = len(values) if group_size == -1 else group_size
-    groups, expected = values.long(), first + torch.arange(len(values)) // size
-    if not torch.equal(groups.sort().values, expected):
-        raise ValueError(f"{name} does not give each group {size} inputs. Copy the file again.")
-    if not is_free:
-        if not torch.equal(groups, expected):
-            raise ValueError(f"{name} has an order of its own; config.json says desc_act is false.")
-        return
-    order = groups.argsort(stable=True).to(target.device)
-    if target.any() and not torch.equal(order, target):
-        raise ValueError(f"{name} differs from that of another matrix of the same product.")
-    target.copy_(order)
+def optional(name: str, matrix: Matrix, shape: tuple[int, ...], load: Load) -> tuple[str, Shard]:
+    """A tensor that a checkpoint may have, and that fills nothing."""
+    place = Shard(torch.empty(0), shape, 0, 0, sum(shape[:1]), ANY, load, is_optional=True)
+    return f"{matrix.name}.{name}", place
 
 
-def largest(target: Tensor, value: Tensor) -> None:
-    """One scale for inputs that several matrices share: the largest of theirs, as in vLLM."""
-    target.copy_(torch.maximum(target, value.to(target)))
+ANY = ("F32", "F16", "BF16", "I8", "I32", "I64")
 
 
 def skip(target: Tensor, values: Tensor) -> None:
     """For a tensor that is not needed here."""
-
-
-def optional(name: str, shard: Shard) -> tuple[str, Shard]:
-    """The same, for a tensor that a checkpoint may lack."""
-    return name, shard._replace(is_optional=True)
