@@ -1,37 +1,30 @@
-"""What does beam search change in the engine?
+"""What does beam search add to an LLM? One method, on top of generate.
 
-llm         has beam_search
-sequence    a beam's next step depends on all beams
-scheduler   can fork a beam; a beam gets no drafts
-request     BeamSearch, in the place of a Request: an update is a choice of beams
+vLLM: vllm/entrypoints/generate/beam_search/offline.py (V1).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tqdm import tqdm
 
 from nanoserve.config import check_option
-from nanoserve.engine import LLMEngine
 from nanoserve.llm import LLM
-from nanoserve.output_processor import Request, name_logprobs
-from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.scheduler import Scheduler
-from nanoserve.sequence import Logprob, Sequence, SequenceStatus, SequenceUpdate
-
-MOST_CANDIDATES = 2**24  # of one search, over all its steps: about 240 bytes each
+from nanoserve.sampling_params import SamplingParams
+from nanoserve.sequence import Logprob, RequestError
 
 
 @dataclass
 class BeamSearchParams:
-    """The settings of a beam search, with vLLM's names and order."""
+    """The settings of a beam search, with vLLM's names and order. Raises ValueError or TypeError."""
 
     beam_width: int  # beams kept, and results given; at most half of the engine's max_logprobs
     max_tokens: int  # output tokens at most
     ignore_eos: bool = False  # go on past end-of-sequence tokens
-    temperature: float = 0.0  # changes nothing, as in vLLM: beams are ranked before temperature
+    temperature: float = 0.0  # changes nothing: beams are ranked by the model's own probabilities
     length_penalty: float = 1.0  # above 0: long results rank higher; 0: by log-probability alone
     include_stop_str_in_output: bool = False  # changes nothing: there are no stop strings
     skip_special_tokens: bool = True  # leave special tokens out of the texts
@@ -39,6 +32,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_option("beam_width", self.beam_width, int)
         check_option("max_tokens", self.max_tokens, int)
+        check_option("ignore_eos", self.ignore_eos, bool)
         if not -10 <= self.length_penalty <= 10:
             raise ValueError(f"length_penalty is {self.length_penalty}; allowed: -10 to 10.")
 
@@ -56,6 +50,15 @@ class BeamSearchSequence:
     finish_reason: str | None = None  # "stop" if the beam ended in an EOS token
     stop_reason: None = None  # there are no stop strings
 
+    def extend(self, token_id: int, candidates: dict[int, Logprob]) -> BeamSearchSequence:
+        """This beam with one more token, which is one of its candidates."""
+        return replace(
+            self,
+            tokens=[*self.tokens, token_id],
+            logprobs=[*self.logprobs, candidates],
+            cum_logprob=self.cum_logprob + candidates[token_id].logprob,
+        )
+
 
 @dataclass
 class BeamSearchOutput:
@@ -65,163 +68,36 @@ class BeamSearchOutput:
 
 
 @dataclass
-class Beam:
-    """A beam, the sequence that computes it, and its candidates for the next token."""
+class Search:
+    """The search of one prompt. It has ended when no beam is left."""
 
-    beam: BeamSearchSequence
-    sequence: Sequence
-    candidates: dict[int, Logprob] = field(default_factory=dict)  # by token id, likeliest first
+    params: BeamSearchParams
+    eos_token_ids: frozenset[int]
+    max_length: int  # of prompt and output, in tokens
+    beams: list[BeamSearchSequence]
+    completed: list[BeamSearchSequence] = field(default_factory=list)
 
-    def extend(self, token_id: int) -> BeamSearchSequence:
-        """The beam with one more token, which is one of its candidates."""
-        return replace(
-            self.beam,
-            tokens=[*self.beam.tokens, token_id],
-            logprobs=[*self.beam.logprobs, self.candidates],
-            cum_logprob=self.beam.cum_logprob + self.candidates[token_id].logprob,
-        )
-
-
-@dataclass(eq=False)
-class BeamSequence(Sequence):
-    is_beam: bool = False
-
-    @property
-    def needs_sync(self) -> bool:
-        return self.is_beam or super().needs_sync
-
-
-class BeamScheduler(Scheduler):
-    def fork_beam(self, parent: Sequence, child: Sequence, is_last: bool) -> None:
-        """Let `child` go on where `parent` is, on its blocks if it still holds them."""
-        is_running = parent.status is SequenceStatus.RUNNING
-        if is_running:
-            self.block_manager.fork(parent, child)
-        if is_last:
-            self.finish(parent.seq_id, SequenceStatus.FINISHED_STOPPED)
-        if is_running and self.has_seq_slot(child):
-            self.sequences[child.seq_id] = child
-            self.start_running(child)
-            return
-        if is_running:
-            self.block_manager.free(child)
-            child.num_computed_tokens = 0
-        self.add(child)
-
-    def num_next_drafts(self, seq: Sequence, num_tokens: int) -> int:
-        """Of SpeculativeScheduler, if it is in the stack: a beam gets no drafts."""
-        return 0 if seq.is_beam else super().num_next_drafts(seq, num_tokens)
-
-
-class BeamSearch(Request):
-    """The search of one prompt.
-
-    Invariant: between steps every beam has one unfinished sequence in the scheduler, unless the
-    search waits for a beam that was preempted.
-    """
-
-    def __init__(
-        self, root: Sequence, params: BeamSearchParams, engine: LLMEngine, lora: Any
-    ) -> None:
-        super().__init__(root, None)
-        root.is_beam, self.params, self.engine = True, params, engine
-        self.scheduler, eos = engine.scheduler, engine.model_config.eos_token_ids
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos
-        given = {"prompt": root.prompt, "cache_salt": root.extra_keys}
-        orig = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
-        orig |= {key: value for key, value in given.items() if isinstance(value, str)}
-        first = BeamSearchSequence(orig, list(root.token_ids), [], lora)
-        self.beams = {root.seq_id: Beam(first, root)}
-        self.completed: list[BeamSearchSequence] = []
-        self.error: str | None = "the search was aborted"  # until it has finished
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        if not hasattr(self, "beams"):  # while it is built
-            return super().sequences
-        return [beam.sequence for beam in list(self.beams.values())]  # any thread may ask
-
-    @property
-    def is_finished(self) -> bool:
-        return not self.beams
-
-    def process(self, updates: list[SequenceUpdate], finish: Any) -> list[Any]:
-        """Add each updated beam's candidates; choose the next beams when all have candidates."""
-        for update in updates:
-            [token] = update.tokens
-            self.beams[update.sequence.seq_id].candidates = name_logprobs(token.logprobs, None, [])
-        if all(beam.candidates for beam in self.beams.values()):
-            self.advance()
-            return []
-        # A beam was preempted. Those that wait for it give their blocks back, because it may need
-        # them; what they computed stays in the prefix cache.
-        for beam in self.beams.values():
-            if beam.candidates:
-                self.scheduler.finish(beam.sequence.seq_id, SequenceStatus.FINISHED_ABORTED)
-        return []
-
-    def fail(self, message: str) -> list[Any]:
-        self.error, self.beams = message, {}
-        return []
-
-    def advance(self) -> None:
-        """Choose the next beams: every beam has candidates."""
-        children: dict[int, list[BeamSearchSequence]] = {seq_id: [] for seq_id in self.beams}
-        for parent, child in self.select():
-            if len(child.tokens) - self.root.num_prompt_tokens >= self.root.max_tokens:
-                self.completed.append(child)
-            else:
-                children[parent.sequence.seq_id].append(child)
-        parents, self.beams = self.beams, {}
-        for seq_id, successors in children.items():  # first free blocks
-            if not successors:
-                self.scheduler.finish(seq_id, SequenceStatus.FINISHED_STOPPED)
-        for seq_id, successors in children.items():
-            parent = parents[seq_id].sequence
-            for child in successors:
-                sequence = replace(
-                    parent.make_branch(0),
-                    seq_id=self.engine.input_processor.take_seq_ids(1),
-                )
-                sequence.token_ids = list(child.tokens)
-                self.scheduler.fork_beam(parent, sequence, child is successors[-1])
-                self.beams[sequence.seq_id] = Beam(child, sequence)
-        self.error = self.error if self.beams else None
-
-    def select(self) -> list[tuple[Beam, BeamSearchSequence]]:
-        """Complete the candidates that end in EOS; return the best of the others. Only these become
-        beams: there may be millions of candidates."""
-        others: list[tuple[float, Beam, int]] = []
-        for parent in self.beams.values():
-            scale = (len(parent.beam.tokens) + 1) ** self.params.length_penalty
-            for token_id, candidate in parent.candidates.items():
+    def advance(self, candidates: Seq[dict[int, Logprob]]) -> None:
+        """Choose the next beams, of the candidates of each beam."""
+        others = []
+        for beam, logprobs in zip(self.beams, candidates, strict=True):
+            for token_id in logprobs:
+                child = beam.extend(token_id, logprobs)
                 if token_id in self.eos_token_ids:
-                    self.completed.append(replace(parent.extend(token_id), finish_reason="stop"))
+                    self.completed.append(replace(child, finish_reason="stop"))
                 else:
-                    cum_logprob = parent.beam.cum_logprob + candidate.logprob
-                    others.append((cum_logprob / scale, parent, token_id))
-        self.completed = self.rank()
-        others.sort(key=lambda other: other[0], reverse=True)
-        return [(beam, beam.extend(token)) for _, beam, token in others[: self.params.beam_width]]
+                    others.append(child)
+        self.beams, self.completed = self.best(others), self.best(self.completed)
+        if self.beams and len(self.beams[0].tokens) >= self.max_length:
+            self.beams, self.completed = [], self.best(self.completed + self.beams)
 
-    def rank(self) -> list[BeamSearchSequence]:
-        """The best of the completed beams."""
-        return sorted(self.completed, key=self.score, reverse=True)[: self.params.beam_width]
+    def best(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(beams, key=self.score, reverse=True)[: self.params.beam_width]
 
     def score(self, beam: BeamSearchSequence) -> float:
         """Cumulative log-probability over length ** length_penalty."""
         length = len(beam.tokens) - (beam.tokens[-1] in self.eos_token_ids)
         return beam.cum_logprob / length**self.params.length_penalty
-
-    def get_output(self) -> BeamSearchOutput:
-        """The best beams, with their texts. Raises RuntimeError if the search failed."""
-        if self.error is not None:
-            raise RuntimeError(f"beam search {self.request_id!r} failed: {self.error}.")
-        ranked, tokenizer = self.rank(), self.engine.tokenizer
-        for beam in ranked if tokenizer is not None else ():
-            skip = self.params.skip_special_tokens
-            beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=skip)
-        return BeamSearchOutput(ranked)
 
 
 class BeamLLM(LLM):
@@ -233,30 +109,59 @@ class BeamLLM(LLM):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """The params.beam_width likeliest continuations of each prompt, best first."""
-        vocab_size, most = self.engine.model_config.vocab_size, self.engine.config.max_logprobs
-        num_logprobs = min(2 * params.beam_width, vocab_size)
-        if 0 <= most < num_logprobs:
-            raise ValueError(f"beam_width is {params.beam_width}; allowed here: up to {most // 2}.")
+        """The params.beam_width likeliest continuations of each prompt, best first.
+        `concurrency_limit`: prompts that are searched at a time; None: all. Raises ValueError or
+        TypeError for a search that can never be served, RequestError for one that fails."""
+        num_logprobs = min(2 * params.beam_width, self.engine.model_config.vocab_size)
         how = SamplingParams(
             temperature=0,
             max_tokens=params.max_tokens,
-            ignore_eos=True,  # the search ends beams, not the scheduler
+            ignore_eos=True,  # an EOS token ends a beam, not the request
             logprobs=num_logprobs,
             detokenize=False,
         )
-        each = {} if lora_request is None else {"lora_request": lora_request}
-        kind = RequestOutputKind.FINAL_ONLY
+        searches = self.make_searches(prompts, params, how, lora_request)
+        how, limit = replace(how, max_tokens=1), concurrency_limit or max(1, len(searches))
+        for start in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
+            while group := [each for each in searches[start : start + limit] if each.beams]:
+                self.advance_all(group, how)
+        tokenizer = self.engine.tokenizer
+        for beam in (beam for search in searches for beam in search.completed):
+            if tokenizer is not None:
+                skip = params.skip_special_tokens
+                beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=skip)
+        return [BeamSearchOutput(search.completed) for search in searches]
+
+    def make_searches(
+        self, prompts: Any, params: BeamSearchParams, how: SamplingParams, lora_request: Any
+    ) -> list[Search]:
+        """A search for each prompt. The prompts are tokenized and checked as those of requests."""
+        roots = [request.root for request in self.make_requests(prompts, how, {})]
+        is_list = isinstance(lora_request, (list, tuple))
+        loras = lora_request if is_list else [lora_request] * len(roots)
+        eos = frozenset() if params.ignore_eos else self.engine.model_config.eos_token_ids
         searches = []
-        for request in self.make_requests(prompts, how, each, kind):
-            if params.beam_width * num_logprobs * request.root.max_tokens > MOST_CANDIDATES:
-                raise ValueError("the search may keep too many candidates: lower beam_width.")
-            searches.append(BeamSearch(request.root, params, self.engine, lora_request))
-        limit = concurrency_limit or max(1, len(searches))
-        for first in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
-            for _ in self.run_requests(searches[first : first + limit]):
-                raise AssertionError("a beam search hands out no RequestOutput")
-        return [search.get_output() for search in searches]
+        for root, lora in zip(roots, loras, strict=True):
+            given = {"prompt": root.prompt, "cache_salt": root.extra_keys}
+            prompt = {"type": "token", "prompt_token_ids": root.prompt_token_ids}
+            prompt |= {key: value for key, value in given.items() if value is not None}
+            beam = BeamSearchSequence(prompt, list(root.prompt_token_ids), [], lora)
+            searches.append(Search(params, eos, root.num_tokens + root.max_tokens, [beam]))
+        return searches
+
+    def advance_all(self, searches: list[Search], how: SamplingParams) -> None:
+        """One token more for all beams of these searches."""
+        beams = [beam for search in searches for beam in search.beams]
+        prompts = [{**beam.orig_prompt, "prompt_token_ids": beam.tokens} for beam in beams]
+        has_lora = any(beam.lora_request is not None for beam in beams)
+        each = {"lora_request": [beam.lora_request for beam in beams]} if has_lora else {}
+        outputs = iter(self.generate(prompts, how, use_tqdm=False, **each))
+        for search in searches:
+            completions = [next(outputs).outputs[0] for _ in search.beams]
+            for completion in completions:
+                if completion.finish_reason == "error":
+                    raise RequestError(f"a beam search failed: {completion.stop_reason}.")
+            search.advance([completion.logprobs[0] for completion in completions])
 
 
-PARTS = {"llm_cls": BeamLLM, "sequence_cls": BeamSequence, "scheduler_cls": BeamScheduler}
+PARTS = {"llm_cls": BeamLLM}

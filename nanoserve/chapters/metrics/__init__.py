@@ -1,29 +1,31 @@
 """What does the engine do over time, and how does one see it?
 
-Metrics under vLLM's names: requests running and waiting, tokens, latencies, preemptions, hits of
-the prefix cache. Of an LLM, vLLM's way (there is a line in the log every ten seconds of work, too):
+Metrics under vLLM's names: requests that run and wait, tokens, latencies, preemptions, hits of the
+prefix cache. A dashboard made for vLLM shows a nanoserve engine, too.
 
-    llm = LLM(disable_log_stats=False)
-    llm.get_metrics()                  a list of Counter, Gauge and Histogram
+    llm = LLM(collect_metrics=True)            or vLLM's way: disable_log_stats=False
+    for metric in llm.get_metrics():
+        print(metric.name, metric.labels, metric)
+    llm.engine.render_metrics()                the text that Prometheus asks a server for
 
-Of any engine, with the loggers of your choice, which count from then on:
+There is also a line in the log for every ten seconds of work. The numbers live in objects of
+prometheus_client, as in vLLM; unlike there, each engine has a registry of its own, so that two
+engines of one process do not mix.
 
-    prometheus = PrometheusStatLogger(engine)
-    collect_metrics(engine, prometheus, LoggingStatLogger(engine))
-    prometheus.render()                the text that Prometheus asks a server for
-
-Begin with stats.py: it says what is counted, and when.
+    request     add -> admit -> first token -> token -> ... -> finish        (and preempt)
+    observed           queue    time to        inter-token     end-to-end
+                       time     first token    latency         latency
 
     catalog.py   which metrics there are: vLLM's names, labels and bucket borders
-    stats.py     what a step brought, what a request's life was
-    perf.py      what a step computed, and how many bytes it moved
-    reader.py    the numbers, and the list that get_metrics gives
-    loggers.py   who tells the numbers: log, Prometheus
-    tracing.py   one more logger: a span of OpenTelemetry for each request
-    manager.py   from the engine to the loggers; collect_metrics, get_metrics
+    numbers.py   the Prometheus objects of one engine, and the line in the log
+    reader.py    the list that get_metrics gives
+    parts.py     what counts: the scheduler
 
-The engine knows no metrics: it has listeners for steps and for the ends of requests. Without this
-folder LLM.get_metrics has nothing to read; everything else works as before.
+Left out: spans of OpenTelemetry, loggers of your own, estimated FLOPs and bytes, metrics of LoRA.
 
-vLLM: vllm/engine/metrics.py (V0); vllm/v1/metrics/: loggers.py, stats.py, reader.py, perf.py (V1).
+vLLM: vllm/engine/metrics.py (V0); vllm/v1/metrics/: loggers.py, stats.py, reader.py (V1).
 """
+
+from nanoserve.chapters.metrics.reader import Counter, Gauge, Histogram, Metric, Vector
+
+__all__ = ["Counter", "Gauge", "Histogram", "Metric", "Vector"]
