@@ -20,7 +20,7 @@ from nanoserve.bench.suites import (
     parse_variant,
     run_round,
 )
-from nanoserve.bench.workload import Request, draw_arrivals, write_dummy
+from nanoserve.bench.workload import Request, write_dummy
 
 SIZES = {"num_requests": 3, "min_len": 4, "max_len": 8, "prefix_len": 32, "repeat": 2}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
@@ -38,12 +38,10 @@ def test_each_suite_runs_and_engines_give_the_same_tokens(tmp_path: Path) -> Non
         for figures in result.values():
             assert figures.get("same_tokens", 1) == 1
             assert figures.get("largest_difference", 0) < 1e-5
-            assert figures["x"] > 0
 
 
 def test_a_dummy_of_transformers_says_the_same_in_transformers(tmp_path: Path) -> None:
     folder = write_dummy("qwen3-tiny", folder=tmp_path)
-    assert write_dummy("qwen3-tiny", folder=tmp_path) == folder
     variants = (Variant("nanoserve"), parse_peer("transformers"))
     small = Settings(folder, variants, **{**SIZES, "repeat": 1}, use_tqdm=False)
     result = compare("throughput", small, tell=lambda text: None)
@@ -64,7 +62,6 @@ def test_rounds_have_equal_lengths_and_other_tokens(tmp_path: Path) -> None:
     one, two = draw("prefix", small, 0), draw("prefix", small, 1)
     assert [len(each.prompt) for each in one] == [len(each.prompt) for each in two]
     assert one[0].prompt[:32] == one[1].prompt[:32] != two[0].prompt[:32]
-    assert draw_arrivals(9, 2.0) == sorted(draw_arrivals(9, 2.0))
 
 
 def test_arguments_are_read_or_refused() -> None:
