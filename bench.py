@@ -1,12 +1,11 @@
-"""python bench.py: how fast is nanoserve, beside its peers and beside the limits of this machine?
+"""python bench.py: how fast is nanoserve? The same as `nanoserve bench`; --help lists its options.
 
-The same as `nanoserve bench`. The command line is nanoserve/bench/cli.py; `python bench.py --help`
-lists its options.
+Without arguments, every suite runs at a small size. The code is in nanoserve/bench/.
 """
 
 import sys
 
-from nanoserve.__main__ import main
+from nanoserve.bench import main
 
 if __name__ == "__main__":
-    sys.exit(main(["bench", *sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

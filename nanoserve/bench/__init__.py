@@ -1,28 +1,30 @@
-"""What bench.py measures, and how: one file per concern. Begin with the first two.
+"""How fast is it, beside its peers, and beside itself with another option?
 
-    workload.py   which model, which requests: the same for every engine
-    suites.py     throughput, batch sizes, latency: engines compared
-    serving.py    serve: HTTP servers compared
-    inside.py     prefix caching, the parts of a step, ranks: one engine, looked into
-    speculation.py speculative decoding: where it pays, and where it does not
-    parallel.py   what each rank of a toy model holds, sends and takes
-    control.py    scheduler and memory: the control plane alone
+    python bench.py --quick                                       everything small, in a minute
+    python bench.py throughput --dummy qwen3-29m                  many requests at once
+    python bench.py latency --peer transformers                   one request at a time
+    python bench.py throughput --variant "no chunks:enable_chunked_prefill=False"
+    python bench.py serve --url http://127.0.0.1:8000/v1          any server of OpenAI's API
+
+    workload.py   which model, which requests?
+    engines.py    one interface for nanoserve, vLLM and transformers
+    suites.py     what is measured, and in which turns?
+    client.py     the same requests, sent to a server
     kernels.py    attention alone
-    roofline.py   the limits of the machine: bytes / bandwidth, operations / rate
-    cost_model.py what more machines would do: on paper
-    ratios.py     what was measured, beside what the cost model says of it
-    published.py  what others have published of GPUs, beside what the cost model says of it
-    scale.py      replicas behind a router: the control plane alone, in virtual time
-    hit_rates.py  what real replicas found in their caches, beside what scale.py finds
-    scale_page.py the tables of notebooks/results/scale.md
-    turns.py      how several engines are measured in turns
-    peers.py      the engines under one interface; runs inside each engine's own process
-    servers.py    the HTTP servers under the same interface; with http_client.py
-    process.py    starts such a process and talks to it
-    report.py     the tables on the terminal
-    plot.py       the pictures (needs matplotlib)
-    run.py        one run: defaults, settings, suites one after the other
-    cli.py        the command line: `python bench.py`, `nanoserve bench`; imports no torch
+    cli.py        the command line, the table, the JSON file
 
-No module of the engine imports this folder; without it the engine works as before.
+Engines take turns, round by round: what else the machine does slows all of them alike. Ratios are
+taken within a round, and their median is shown.
+
+Left out: a search for the best options, charts, energy.
+
+vLLM: benchmarks/ (V0); vllm/benchmarks/: throughput.py, latency.py, serve.py (0.32). Those measure
+one engine at a time.
 """
+
+
+def main(argv: list[str]) -> int:
+    """Run `nanoserve bench`; the exit status."""
+    from nanoserve.bench.cli import run
+
+    return run(argv)

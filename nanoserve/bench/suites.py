@@ -1,169 +1,197 @@
-"""The suites that compare engines: throughput, batch, latency.
+"""What is measured, and in which turns?
 
-Each takes Settings and returns a dict of plain values, as --json writes it.
+    suite        requests                         figures (the first one is compared)
+    throughput   many at once                     output tokens per second
+    latency      one at a time                    ITL, TTFT
+    prefix       many that begin alike            prompt tokens per second, with caching and without
+    serve        arriving at a rate               TTFT and ITL, median and 99th percentile
 
-    throughput   many requests of mixed lengths at once: output tokens per second
-    batch        equal requests, 1 to many: how throughput grows, and where it is on the roofline
-    latency      one request at a time: time to first token, and from token to token
+TTFT is the time to the first token, ITL the time between two tokens. With two engines and three
+rounds, the turns are A B, A B, A B; x is the median of A's figure over B's within a round.
 
-Every suite is a job that an engine does in each round (turns.py), and what is computed from the
-measured times. "nanoserve_is" is a ratio: 2.0 means that nanoserve is twice as fast as the engine
-of that row. "share_of_roofline" is the least time that this machine allows (roofline.py), divided
-by the measured time.
-
-vLLM: vllm/benchmarks/throughput.py, latency.py, serve.py.
+vLLM: vllm/benchmarks/throughput.py, latency.py, serve.py, benchmark_prefix_caching.py.
 """
 
 from __future__ import annotations
 
+import ast
 import statistics
-from dataclasses import replace
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from nanoserve.bench.process import EngineProcess
-from nanoserve.bench.roofline import ideal_steps, roofline_seconds
-from nanoserve.bench.turns import Settings, engine_specs, run_in_turns
-from nanoserve.bench.workload import Request, draw_requests
+from tqdm import tqdm
 
-# -- suite: throughput --
+from nanoserve.bench.engines import ENGINES, Peer, StepEngine
+from nanoserve.bench.workload import Request, draw_arrivals, draw_requests, read_vocab_size
 
-
-def throughput_suite(settings: Settings) -> dict[str, Any]:
-    """Mixed lengths, all requests at once. Only tokens that were asked for count: what a padded
-    batch computes beyond a request's end does not."""
-
-    def job(engine: EngineProcess, round_: int) -> dict[str, Any]:
-        return engine.generate(settings.draw(round_))
-
-    specs = engine_specs(settings, settings.hf_batch_sizes)
-    measured = run_in_turns(settings, specs, job, "throughput")
-    requests = settings.draw(0)
-    num_output = sum(request.num_output for request in requests)
-    least = roofline_seconds(settings.limits, ideal_steps(settings.costs, requests))
-    reference = measured.results["nanoserve"]
-    rows = []
-    for label, results in measured.results.items():
-        seconds = [result["seconds"] for result in results]
-        same = [
-            ours == theirs
-            for expected, result in zip(reference, results, strict=True)
-            for ours, theirs in zip(expected["token_ids"], result["token_ids"], strict=True)
-        ]
-        rows.append(
-            {
-                **measured.engines[label],
-                "seconds": seconds,
-                "tokens_per_second": num_output / statistics.median(seconds),
-                "slowest": num_output / max(seconds),
-                "fastest": num_output / min(seconds),
-                "nanoserve_is": measured.ratio(label, lambda result: 1 / result["seconds"]),
-                "share_of_roofline": least / statistics.median(seconds),
-                "same_tokens": None if settings.temperature else sum(same) / len(same),
-            }
-        )
-    return {
-        "num_requests": len(requests),
-        "lengths": settings.lengths,
-        "num_input_tokens": sum(len(request.prompt) for request in requests),
-        "num_output_tokens": num_output,
-        "temperature": settings.temperature,
-        "roofline_tokens_per_second": num_output / least,
-        "rows": rows,
-        "skipped": measured.skipped,
-    }
+Figures = dict[str, float]
+Result = dict[str, Figures]  # label of an engine -> its figures
 
 
-# -- suite: batch --
+@dataclass(frozen=True)
+class Variant:
+    """One column of a comparison."""
+
+    label: str
+    engine: str = "nanoserve"
+    options: dict[str, Any] = field(default_factory=dict)
+    python: str = sys.executable
 
 
-def batch_suite(settings: Settings, prompt_len: int = 64, num_output: int = 32) -> dict[str, Any]:
-    """Equal requests, more and more of them."""
-    sizes = settings.batch_sizes
-
-    def draw(size: int, number: int) -> list[Request]:
-        vocab_size = settings.model_config.vocab_size
-        drawn = draw_requests(size, prompt_len, prompt_len, vocab_size, settings.seed, number)
-        return [replace(request, num_output=num_output) for request in drawn]
-
-    def job(engine: EngineProcess, round_: int) -> list[float]:
-        # Each batch is a draw of its own: a batch that repeats a smaller one's prompts would find
-        # them in the prefix cache.
-        batches = [draw(size, round_ * len(sizes) + i) for i, size in enumerate(sizes, start=1)]
-        return [engine.generate(batch)["seconds"] for batch in batches]
-
-    measured = run_in_turns(settings, engine_specs(settings, (max(sizes),)), job, "batch")
-    rows = []
-    for label, results in measured.results.items():
-        for size, times in zip(sizes, zip(*results, strict=True), strict=True):
-            seconds = statistics.median(times)
-            steps = ideal_steps(settings.costs, draw(size, 0))
-            rows.append(
-                {
-                    "engine": label.split(",")[0] if label.startswith("hf,") else label,
-                    "batch": size,
-                    "seconds": seconds,
-                    "tokens_per_second": size * num_output / seconds,
-                    "operations": sum(step.operations for step in steps),
-                    "bytes": sum(step.num_bytes for step in steps),
-                    "share_of_roofline": roofline_seconds(settings.limits, steps) / seconds,
-                }
-            )
-    sizes_of_requests = {"prompt_len": prompt_len, "num_output": num_output}
-    return {**sizes_of_requests, "rows": rows, "skipped": measured.skipped}
+@dataclass(frozen=True)
+class Settings:
+    folder: Path
+    variants: tuple[Variant, ...] = (Variant("nanoserve"),)
+    num_requests: int = 32
+    min_len: int = 50  # tokens, of prompts and outputs
+    max_len: int = 256
+    prefix_len: int = 512
+    repeat: int = 3
+    rate: float = 4.0  # requests per second
+    use_tqdm: bool = True
 
 
-# -- suite: latency --
+def parse_variant(text: str) -> Variant:
+    """ "eager:enforce_eager=True;max_num_seqs=8" -> Variant("eager", options={...})"""
+    label, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for pair in filter(None, rest.split(";")):
+        name, equals, value = pair.partition("=")
+        try:
+            options[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):  # a word needs no quotes
+            options[name.strip()] = value.strip()
+        if not equals:
+            raise ValueError(f"--variant {text!r}: write LABEL:OPTION=VALUE;OPTION=VALUE.")
+    return Variant(label, options=options)
 
 
-def latency_suite(settings: Settings) -> dict[str, Any]:
-    """One request at a time. Time to first token (TTFT), inter-token latency (ITL), in ms."""
-
-    def draw(round_: int) -> list[Request]:
-        return settings.draw(round_)[: settings.latency_requests]
-
-    def job(engine: EngineProcess, round_: int) -> list[list[float]]:
-        return [engine.stream(request)["times"] for request in draw(round_)]
-
-    def total(times: list[list[float]]) -> float:
-        return sum(request_times[-1] for request_times in times)
-
-    measured = run_in_turns(settings, engine_specs(settings, (1,)), job, "latency")
-    requests = draw(0)
-    alone = [ideal_steps(settings.costs, [request]) for request in requests]
-    least = sum(roofline_seconds(settings.limits, steps) for steps in alone)
-    num_output = sum(request.num_output for request in requests)
-    rows = []
-    for label, rounds in measured.results.items():
-        streams = [times for round_ in rounds for times in round_]
-        seconds = [total(times) for times in rounds]
-        rows.append(
-            {
-                **measured.engines[label],
-                "seconds": seconds,
-                "tokens_per_second": num_output / statistics.median(seconds),
-                "ttft_ms": percentiles([times[0] * 1000 for times in streams]),
-                "itl_ms": percentiles(
-                    [(b - a) * 1000 for times in streams for a, b in pairwise(times)]
-                ),
-                "nanoserve_is": measured.ratio(label, lambda times: 1 / total(times)),
-                "share_of_roofline": least / statistics.median(seconds),
-            }
-        )
-    return {
-        "num_requests": len(requests),
-        "lengths": settings.lengths,
-        "num_output_tokens": num_output,
-        "roofline_tokens_per_second": num_output / least,
-        "rows": rows,
-        "skipped": measured.skipped,
-    }
+def parse_peer(text: str) -> Variant:
+    """ "vllm=~/vllm/bin/python" -> Variant("vllm", "vllm", python="/home/...")"""
+    name, _, python = text.partition("=")
+    if name not in ENGINES:
+        raise ValueError(f"--peer {name!r}; allowed: {', '.join(ENGINES)}.")
+    return Variant(name, name, python=str(Path(python).expanduser()) if python else sys.executable)
 
 
-def percentiles(values: list[float], percents: tuple[int, ...] = (50, 99)) -> dict[str, float]:
-    """p50 and p99: the least value that so many percent of all values do not exceed."""
-    ordered = sorted(values)
-    return {
-        f"p{percent}": ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
-        for percent in percents
-    }
+def build(variant: Variant, folder: Path, share: float) -> Any:
+    """The engine of a column. nanoserve runs here, a peer in a process of its own; on a GPU each
+    gets its share of the memory."""
+    import torch
+
+    options = dict(variant.options)
+    if variant.engine != "transformers" and torch.cuda.is_available():
+        options.setdefault("gpu_memory_utilization", 0.9 * share)
+    if variant.engine == "nanoserve":
+        return StepEngine("nanoserve", str(folder), options)
+    return Peer(variant.engine, variant.python, str(folder), options)
+
+
+# -- the suites: which requests, which figures --
+
+
+def draw(suite: str, settings: Settings, round_: int) -> list[Request]:
+    number, low, high = settings.num_requests, settings.min_len, settings.max_len
+    if suite == "latency":
+        number = max(1, number // 8)
+    if suite == "prefix":
+        low, high = max(1, low // 4), max(1, high // 8)
+    prefix_len = settings.prefix_len if suite == "prefix" else 0
+    vocab_size = read_vocab_size(settings.folder)
+    requests = draw_requests(number, low, high, vocab_size, round_, prefix_len)
+    if suite == "serve":
+        arrivals = draw_arrivals(number, settings.rate, round_)
+        pairs = zip(requests, arrivals, strict=True)
+        requests = [replace(request, arrival=arrival) for request, arrival in pairs]
+    return requests
+
+
+def run_round(engine: Any, suite: str, requests: list[Request]) -> tuple[Figures, list[Any]]:
+    """One turn of one engine: its figures, and the tokens of each request."""
+    rows = [asdict(request) for request in requests]
+    start = time.perf_counter()
+    groups = [[row] for row in rows] if suite == "latency" else [rows]
+    results = [result for group in groups for result in engine.run(group)]
+    seconds = time.perf_counter() - start
+    token_ids = [result["token_ids"] for result in results]
+    return compute_figures(suite, requests, [result["times"] for result in results], seconds), (
+        token_ids
+    )
+
+
+def compute_figures(
+    suite: str, requests: list[Request], times: list[list[float]], seconds: float
+) -> Figures:
+    """times: of each request, when its tokens came, in seconds after its arrival."""
+    if suite == "throughput":
+        return {"tokens_per_s": sum(map(len, times)) / seconds}
+    if suite == "prefix":
+        number = sum(len(request.prompt) for request in requests)
+        return {"prompt_tokens_per_s": number / seconds}
+    first = sorted(each[0] for each in times)
+    gaps = sorted(b - a for each in times for a, b in pairwise(each)) or [0.0]
+    if suite == "latency":
+        return {
+            "itl_ms": 1000 * statistics.median(gaps),
+            "ttft_ms": 1000 * statistics.median(first),
+        }
+    figures = {}
+    for name, values in (("ttft_ms", first), ("itl_ms", gaps)):
+        for percent in (50, 99):
+            figures[f"{name}_p{percent}"] = 1000 * values[(len(values) - 1) * percent // 100]
+    return {**figures, "requests_per_s": len(times) / seconds}
+
+
+# -- turns --
+
+
+def compare(suite: str, settings: Settings, tell: Callable[[str], None] = print) -> Result:
+    """All variants in turns: the median of each figure, the ratio to the first variant, and the
+    share of requests with the same tokens as there."""
+    variants = list(settings.variants)
+    if suite == "prefix":
+        off = {"enable_prefix_caching": False}
+        variants.append(Variant("caching off", options={**variants[0].options, **off}))
+    engines: dict[str, Any] = {}
+    rounds: dict[str, list[Figures]] = {variant.label: [] for variant in variants}
+    tokens: dict[str, list[Any]] = {variant.label: [] for variant in variants}
+    try:
+        for variant in variants:
+            engines[variant.label] = build(variant, settings.folder, 1 / len(variants))
+        start = time.perf_counter()
+        requests = draw(suite, settings, round_=-1)
+        for engine in engines.values():  # warm up, and see how long it takes
+            run_round(engine, suite, requests[:4])
+        share = max(1.0, len(requests) / 4)
+        seconds = (time.perf_counter() - start) * settings.repeat * share
+        tell(f"{suite}: {settings.repeat} rounds of {', '.join(engines)}; about {seconds:.0f} s")
+        turns = [(number, label) for number in range(settings.repeat) for label in engines]
+        for number, label in tqdm(turns, desc=suite, disable=not settings.use_tqdm, leave=False):
+            figures, token_ids = run_round(engines[label], suite, draw(suite, settings, number))
+            rounds[label].append(figures)
+            tokens[label] += token_ids
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return {label: summarize(label, variants[0].label, rounds, tokens) for label in engines}
+
+
+def summarize(
+    label: str, base: str, rounds: dict[str, list[Figures]], tokens: dict[str, list[Any]]
+) -> Figures:
+    """Medians over the rounds; x: how many times as fast as the base."""
+    found = {key: statistics.median(each[key] for each in rounds[label]) for key in rounds[base][0]}
+    key = next(iter(found))
+    pairs = list(zip(rounds[label], rounds[base], strict=True))
+    ratios = [own[key] / its[key] for own, its in pairs if own[key] and its[key]]
+    if "_ms" in key:  # a shorter time is a higher speed
+        ratios = [1 / ratio for ratio in ratios]
+    same = [a == b for a, b in zip(tokens[label], tokens[base], strict=True)]
+    found["x"] = statistics.median(ratios) if ratios else 1.0
+    found["same_tokens"] = sum(same) / len(same)
+    return found

@@ -1,0 +1,168 @@
+"""One interface for three engines: when did each token of each request arrive?
+
+    engine.run([{"prompt": [5, 6], "num_output": 3, "arrival": 0.0}])
+        -> [{"times": [0.021, 0.030, 0.038], "token_ids": [7, 7, 9]}]      seconds after the arrival
+
+nanoserve runs in this process. Every peer runs in a process of its own, and may have a Python of
+its own, such as the one of vLLM's venv: this file is the program of that process, so it imports
+nothing but the standard library and the engine.
+
+nanoserve and vLLM have the same steps (add_request, step), so one class drives both.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any
+
+Requests = Seq[Mapping[str, Any]]  # prompt, num_output, arrival
+Results = list[dict[str, Any]]  # times, token_ids
+COMMON = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+OPTIONS: dict[str, dict[str, Any]] = {"nanoserve": {}, "vllm": {"skip_tokenizer_init": True}}
+
+
+class StepEngine:
+    """An engine with vLLM's add_request and step: nanoserve or vllm."""
+
+    def __init__(self, name: str, folder: str, options: Mapping[str, Any]) -> None:
+        if name == "vllm":  # on a CPU it keeps a core for its scheduler, which few cores can spare
+            os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+        module = importlib.import_module(name)
+        self.params_cls = module.SamplingParams
+        self.llm = module.LLM(folder, **OPTIONS[name], **options)
+        self.engine = self.llm.llm_engine if name == "vllm" else self.llm.engine
+        self.ids = itertools.count()
+
+    def run(self, requests: Requests) -> Results:
+        """Add each request when it arrives, and run steps until all have ended."""
+        ids = [str(next(self.ids)) for _ in requests]
+        found: dict[str, dict[str, Any]] = {each: {"times": [], "token_ids": []} for each in ids}
+        due = {each: request["arrival"] for each, request in zip(ids, requests, strict=True)}
+        waiting = sorted(zip(ids, requests, strict=True), key=lambda pair: pair[1]["arrival"])
+        start = time.perf_counter()
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and due[waiting[0][0]] <= time.perf_counter() - start:
+                self.add(*waiting.pop(0))
+            if not self.engine.has_unfinished_requests():
+                time.sleep(max(0.0, due[waiting[0][0]] - (time.perf_counter() - start)))
+                continue
+            for output in self.engine.step():
+                result, token_ids = found[output.request_id], output.outputs[0].token_ids
+                now = time.perf_counter() - start - due[output.request_id]
+                result["times"] += [now] * (len(token_ids) - len(result["times"]))
+                result["token_ids"] = list(token_ids)
+        return list(found.values())
+
+    def add(self, request_id: str, request: Mapping[str, Any]) -> None:
+        params = self.params_cls(**COMMON, max_tokens=request["num_output"])
+        prompt = {"prompt_token_ids": list(request["prompt"])}
+        self.engine.add_request(request_id, prompt, params)
+
+    def close(self) -> None:
+        if hasattr(self.llm, "close"):
+            self.llm.close()
+
+
+class Transformers:
+    """transformers.generate on one batch, padded on the left: every row runs as long as the longest
+    output. All requests count as here from the beginning."""
+
+    def __init__(self, name: str, folder: str, options: Mapping[str, Any]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.torch, cuda = torch, torch.cuda.is_available()
+        dtype = "auto" if cuda else torch.float32
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        self.model = self.model.to("cuda" if cuda else "cpu").eval()
+        self.model.generation_config.eos_token_id = None  # run to the length asked for
+
+    def run(self, requests: Requests) -> Results:
+        longest = max(len(request["prompt"]) for request in requests)
+        number = max(request["num_output"] for request in requests)
+        pads = [longest - len(request["prompt"]) for request in requests]
+        pairs = list(zip(requests, pads, strict=True))
+        rows = [[0] * pad + list(request["prompt"]) for request, pad in pairs]
+        mask = [[0] * pad + [1] * (longest - pad) for pad in pads]
+        times: list[float] = []
+        start, device = time.perf_counter(), self.model.device
+
+        class Watch:
+            """Called with the prompts, then with the tokens of each step."""
+
+            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+                times.append(time.perf_counter() - start)
+                return input_ids.new_zeros(len(input_ids), dtype=bool)
+
+        tokens = self.torch.tensor(rows, device=device)
+        output = self.model.generate(
+            tokens,
+            attention_mask=self.torch.tensor(mask, device=device),
+            stopping_criteria=[Watch()],
+            do_sample=False,
+            pad_token_id=0,
+            min_new_tokens=number,
+            max_new_tokens=number,
+        )
+        ends = [request["num_output"] for request in requests]
+        lists = output[:, longest:].tolist()
+        return [
+            {"times": times[:end], "token_ids": row[:end]}
+            for end, row in zip(ends, lists, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nothing to do: its process ends."""
+
+
+ENGINES: dict[str, Any] = {"nanoserve": StepEngine, "vllm": StepEngine}
+ENGINES["transformers"] = Transformers
+
+
+class Peer:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, python: str, folder: str, options: Mapping[str, Any]) -> None:
+        self.name, pipe = name, subprocess.PIPE
+        command = [python, os.path.abspath(__file__), name, folder, json.dumps(options)]
+        log = None if os.environ.get("BENCH_LOG") else subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True)
+
+    def run(self, requests: Requests) -> Results:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(requests) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"{self.name} has ended; set BENCH_LOG=1 to see why.")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def serve_parent() -> None:
+    """Build the engine that the command line names; answer each line of requests with a line."""
+    del sys.path[0]  # this folder: its modules could hide those of an engine
+    name, folder, options = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
+        os.dup2(2, 1)  # what the engine prints is no reply
+        engine = ENGINES[name](name, folder, json.loads(options))
+        for line in sys.stdin:
+            print(json.dumps(engine.run(json.loads(line))), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    serve_parent()
