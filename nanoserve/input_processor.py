@@ -40,6 +40,8 @@ class InputProcessor:
     and output fit into the KV cache, and the output has a limit.
     """
 
+    has_grammars = False  # True: structured_outputs of a request are obeyed
+
     def __init__(
         self,
         config: EngineConfig,
@@ -154,6 +156,8 @@ class InputProcessor:
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse values that this engine or model does not allow."""
+        if params.structured_outputs is not None and not self.has_grammars:
+            raise ValueError("structured_outputs needs chapters/structured_output, which is gone.")
         if params.stop:
             self.require_tokenizer("a stop string")
         vocab_size = self.model_config.vocab_size

@@ -26,25 +26,24 @@ This is the one place that knows which chapters there are: delete a chapter's fo
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-# The option that switches a chapter on -> the chapter. Each is stacked on those before it.
+# Chapter -> the option that switches it on; None: always on. Each is stacked on those before it.
 CHAPTERS = {
-    "runner": "pooling",
-    "pipeline_parallel_size": "pipeline",
-    "speculative_config": "speculative",  # what a step computes
-    "enable_lora": "lora",
-    "structured_outputs_config": "structured_output",  # behind speculative: checks its drafts
-    "kv_offloading_size": "kv_offload",
-    "collect_metrics": "metrics",  # who watches
-    "": "beam_search",  # no option: a method of LLM
-    "quantization": "quantization",  # how the weights of any of these models are stored
+    "quantization": None,  # a checkpoint may ask for it
+    "pooling": "runner",
+    "pipeline": "pipeline_parallel_size",  # where the model runs
+    "speculative": "speculative_config",  # what a step computes
+    "lora": "enable_lora",
+    "structured_output": "structured_outputs_config",  # a request asks for it; behind speculative, whose drafts it masks
+    "kv_offload": "kv_offloading_size",
+    "metrics": "collect_metrics",  # who watches
+    "beam_search": None,  # a method of LLM
 }
-ALWAYS = ("beam_search", "quantization")  # the second: a checkpoint may ask for it
 OFF = {"pipeline_parallel_size": 1, "runner": "generate"}  # values that mean no, beside None, 0
 # Pairs that make no sense together.
 REFUSED = {
@@ -81,13 +80,15 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     for pair, reason in REFUSED.items():
         if set(pair) <= set(active):
             raise ValueError(f"{' and '.join(pair)} do not go together: {reason}.")
-    given = {name: v for name, v in given.items() if CHAPTERS.get(name, active[0]) in active}
+    for chapter, switch in CHAPTERS.items():
+        if chapter not in active:
+            given.pop(switch, None)
     parts = {part: stack(part, active, base) for part, base in bases.items()}
-    known = {each.name: each.default for each in fields(parts["config_cls"])}
-    for name in given.keys() - known:
-        for switch, config_cls in find_configs():
-            if name in config_cls.__annotations__:
-                raise TypeError(f"{name} needs {switch}, which is not set.")
+    known = {each.name for each in fields(parts["config_cls"])}
+    for chapter, switch in CHAPTERS.items() if given.keys() - known else ():
+        for name in given.keys() & find_options(chapter):
+            if name not in known:
+                raise ValueError(f"{name} needs {switch}, which is not set.")
     return type("LLMEngine", (stack("engine_cls", active, engine),), parts), given
 
 
@@ -95,17 +96,15 @@ def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
     return tuple(
         chapter
-        for switch, chapter in CHAPTERS.items()
-        if chapter in ALWAYS or (options.get(switch) and options[switch] != OFF.get(switch))
+        for chapter, switch in CHAPTERS.items()
+        if switch is None or (options.get(switch) and options[switch] != OFF.get(switch))
     )
 
 
-def find_configs() -> Iterator[tuple[str, type]]:
-    """(switch, config class) of each chapter that has options."""
-    for switch, chapter in CHAPTERS.items():
-        parts = import_module(f"{__name__}.{chapter}.parts").PARTS
-        if "config_cls" in parts:
-            yield switch, parts["config_cls"]
+def find_options(chapter: str) -> Collection[str]:
+    """The names of the options that a chapter adds."""
+    config_cls = import_module(f"{__name__}.{chapter}.parts").PARTS.get("config_cls")
+    return config_cls.__annotations__.keys() if config_cls else ()
 
 
 class Stacked(type):
