@@ -40,7 +40,7 @@ class InputProcessor:
     and output fit into the KV cache, and the output has a limit.
     """
 
-    has_grammars = False  # True: structured_outputs of a request are obeyed
+    can_constrain = False  # True: a request may say what form its output has
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class InputProcessor:
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Refuse values that this engine or model does not allow."""
-        if params.structured_outputs is not None and not self.has_grammars:
-            raise ValueError("structured_outputs needs chapters/structured_output, which is gone.")
+        if params.structured_outputs is not None and not self.can_constrain:
+            raise ValueError("outputs cannot be constrained: this part of nanoserve is missing.")
         if params.stop:
             self.require_tokenizer("a stop string")
         vocab_size = self.model_config.vocab_size
