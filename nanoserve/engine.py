@@ -126,15 +126,11 @@ class LLMEngine:
     # -- requests --
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams | None = None,
-        **per_request: Any,
+        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
     ) -> str:
-        """Queue a request and return its id. per_request: see make_request. Raises ValueError or
+        """Queue a request and return its id. `each`: see make_request. Raises ValueError or
         TypeError if it can never be served."""
-        self.add(self.make_request(request_id, prompt, params, **per_request))
+        self.add(self.make_request(request_id, prompt, params, **each))
         return request_id
 
     def make_request(

@@ -66,22 +66,17 @@ class InputProcessor:
     ) -> Sequence:
         """A Sequence for one request, with a clone of its parameters. Raises ValueError or
         TypeError for a request that this engine can never run to its end."""
-        if not isinstance(request_id, str) or not isinstance(priority, int):
-            raise TypeError(f"request_id {request_id!r}, priority {priority!r}: a str, an int.")
+        text, token_ids, salt = self.read_prompt(prompt)
+        cache_salt = salt or cache_salt
+        if not isinstance(request_id, str) or not isinstance(cache_salt, str | None):
+            raise TypeError(f"request_id {request_id!r}, cache_salt {cache_salt!r}: both are str.")
+        if not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}.")
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {sampling_params!r}.")
         params = sampling_params.clone()
         self.check_sampling(params)
-        prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
-        salt = prompt.get("cache_salt") or cache_salt
-        if not isinstance(salt, str | None):
-            raise TypeError(f"cache_salt must be a str, got {salt!r}.")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if token_ids is None and not isinstance(text, str):
-            text, token_ids = None, text
-        if token_ids is None:
-            token_ids = self.tokenize(text)
-        room = self.check_prompt(token_ids := as_token_ids(token_ids))
+        room = self.check_prompt(token_ids)
         stop_token_ids, eos_token_id = frozenset(params.stop_token_ids or ()), None
         if not params.ignore_eos:
             stop_token_ids |= self.model_config.eos_token_ids
@@ -98,10 +93,19 @@ class InputProcessor:
             eos_token_id=eos_token_id,
             prompt=text,
             priority=priority,
-            extra_keys=salt,
+            extra_keys=cache_salt,
             bad_word_ids=self._tokenize_bad_words(params.bad_words or ()),
             num_pending_forks=min(params.n, self.config.max_num_seqs) - 1,
         )
+
+    def read_prompt(self, prompt: Any) -> tuple[str | None, list[int], str | None]:
+        """Text, token ids and cache salt of a prompt."""
+        prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is None and not isinstance(text, str):
+            text, token_ids = None, text
+        token_ids = self.tokenize(text) if token_ids is None else as_token_ids(token_ids)
+        return text, token_ids, prompt.get("cache_salt")
 
     def check_prompt(self, token_ids: list[int]) -> int:
         """How many tokens the output may have. Raises ValueError if there is no room for one."""

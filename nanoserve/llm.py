@@ -163,17 +163,12 @@ class LLM:
         """
         if not isinstance(messages, (list, tuple)) or not messages:
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
-        prompts = [
-            self.llm_engine.input_processor.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in ([messages] if isinstance(messages[0], Mapping) else messages)
-        ]
+        options = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
+        options["add_generation_prompt"] = add_generation_prompt
+        options["continue_final_message"] = continue_final_message
+        render = self.llm_engine.input_processor.render_chat
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [render(conversation, **options) for conversation in conversations]
         each |= {"lora_request": lora_request, "priority": priority}
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **each)
 

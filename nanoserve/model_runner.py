@@ -83,10 +83,7 @@ class ModelRunner:
     query_lens: tuple[int, ...] = (1,)  # tokens of a sequence in a decode step, in ascending order
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        parallel: ParallelState | None = None,
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState | None = None
     ) -> None:
         """Load the model, allocate the KV caches, and capture CUDA graphs. `config` must be
         resolved. With `parallel`, this runner is one of several ranks: it holds its share of each
