@@ -200,6 +200,12 @@ class ModelRunner:
         arrays = self.gather_arrays(step, rows)
         if self.graphs is not None and shape is None:
             shape = self.graphs.choose_shape(arrays.query_start_loc)
+        return self.send_inputs(step, arrays, shape)
+
+    def send_inputs(
+        self, step: SchedulerOutput, arrays: StepArrays, shape: GraphShape | None
+    ) -> InputBatch:
+        """The step on the device, padded to `shape`, with what attention needs to know of it."""
         padded = arrays if shape is None else pad_step(arrays, shape)
         tensors = StepArrays(**self.send(**vars(padded)))
         block_table = tensors.block_table

@@ -113,7 +113,7 @@ class FusedDecoder(Decoder):
         residual = self.embed_tokens(input_ids)
         y = self.layers[0].input_layernorm(residual)
         next_norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
-        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=True):
+        for layer, kv_cache, next_norm in zip(self.layers, kv_caches, next_norms, strict=False):
             y, norm = layer.self_attn(y, rope, kv_cache, metadata), layer.post_attention_layernorm
             y, residual = add(y, residual, norm.weight, norm.eps)
             y, residual = add(layer.mlp(y), residual, next_norm.weight, next_norm.eps)

@@ -30,16 +30,17 @@ draft model that was made for shorter sequences than the target guesses worse be
 Left out: CUDA graphs for the passes; a draft model with another vocabulary.
 
 vLLM: vllm/spec_decode/multi_step_worker.py, draft_model_runner.py (V0);
-vllm/v1/spec_decode/draft_model.py, llm_base_proposer.py (V1). Papers: arXiv 2211.17192, 2302.01318.
+vllm/v1/spec_decode/draft_model.py, llm_base_proposer.py (0.32). Papers: arXiv 2211.17192,
+2302.01318.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,10 +50,9 @@ from nanoserve.attention import KVCache
 from nanoserve.chapters.speculative.proposer import Proposer
 from nanoserve.distributed.parallel import ParallelState
 from nanoserve.kernels.kv_cache import KVCacheSpec
-from nanoserve.kernels.sampling import choose_tokens, compute_probs
-from nanoserve.layers import LayerConfig
+from nanoserve.kernels.sampling import compute_probs
+from nanoserve.kernels.selector import choose_kernels
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import MAX_INDEX_BYTES, read_json
 from nanoserve.models.config import ModelConfig, resolve_folder
 from nanoserve.models.loader import load_model
 from nanoserve.sampler import apply_constraints
@@ -62,75 +62,75 @@ from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
 if TYPE_CHECKING:
     from nanoserve.chapters.speculative.config import SpeculativeConfig
     from nanoserve.input_batch import InputBatch
-from nanoserve.model_runner import ModelRunner, PendingOutput
+    from nanoserve.model_runner import ModelRunner, PendingOutput
+
+Pass = tuple[np.ndarray, Tensor]  # rows of RequestState, and a draft for each of them
 
 
 class ModelProposer(Proposer):
     """What a draft model, Medusa heads and an EAGLE head share: the choice of drafts from logits,
     and their way to the CPU."""
 
+    model: Any
+
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         """Raises ValueError if the folder has no such model, or one that does not fit the
         target."""
         super().__init__(runner, config)
-        self.is_probabilistic = config.draft_sample_method == "probabilistic"
-        self._drafts: list[tuple[np.ndarray, Tensor]] = []  # (row of each, token of each)
-        self._probs: dict[int, list[Tensor]] = defaultdict(list)  # row -> of each of its drafts
+        # The model is whole on this rank, and in floating point.
+        self.layer_config = replace(runner.layer_config, parallel=ParallelState())
+        self.engine_config = replace(runner.config, quantization=None, model_impl="auto")
+        self.model = self.load(resolve_folder(config.model))
+        like_target = replace(self.engine_config, attention_backend=runner.backend)
+        choose_kernels(self.model, like_target, runner.device, runner.dtype)
+
+    def load(self, folder: Path) -> Model:
+        """The model of this folder, its weights filled."""
+        raise NotImplementedError
+
+    def run_passes(
+        self, pending: PendingOutput, rows: np.ndarray, starts: np.ndarray, limits: np.ndarray
+    ) -> Iterator[Pass]:
+        """The first drafts, then the second ones, ... Of each sequence of the step, [num_seqs]
+        int64 each: its row, the position of its first token in the step, and how many drafts it
+        may get (0 if no token was sampled for it)."""
+        raise NotImplementedError
+
+    def propose(
+        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
+    ) -> Mapping[int, Sequence[int]]:
+        """See Proposer. Waits for the device once."""
+        states, self.draft_probs = self.runner.req_states, defaultdict(list)
+        numbers = [
+            (states.row_of[i], start, limits.get(i, 0) if i in output.sampled else 0)
+            for i, start, *_ in pending.input_batch.step.scheduled
+        ]
+        passes = list(self.run_passes(pending, *np.array(numbers, np.int64).T))
+        drafts: dict[int, list[int]] = defaultdict(list)
+        if passes:
+            rows, token_ids = zip(*passes, strict=True)
+            seq_ids = states.seq_ids[np.concatenate(rows)].tolist()
+            for seq_id, token_id in zip(seq_ids, torch.cat(token_ids).tolist(), strict=True):
+                drafts[seq_id].append(token_id)
+        return drafts
 
     def choose(self, logits: Tensor, rows: np.ndarray, ahead: int) -> Tensor:
-        """The next draft of each row of `logits` [num_rows, vocab_size], which is its draft number
-        `ahead`, from 0: [num_rows] int64."""
-        batch = self.runner.req_states
-        positions = batch.num_tokens[rows] + ahead
-        sampling = batch.make_sampling_batch(rows, batch.branches[rows], positions)
-        logits = apply_constraints(logits.float(), sampling)
-        if not self.is_probabilistic:
-            token_ids = logits.argmax(dim=-1)
-        else:
-            token_ids = choose_tokens(logits, sampling).token_ids
-            drawn = (batch.temperature[rows] >= GREEDY_TEMPERATURE).nonzero()[0].tolist()
-            if self.config.rejection_sample_method == "standard" and drawn:
-                probs = compute_probs(logits, sampling)
-                for i in drawn:  # of a greedy row none, whoever drafts beside it
-                    self._probs[int(rows[i])].append(probs[i])
-        self._drafts.append((rows, token_ids))
-        return token_ids
-
-    def take_drafts(self) -> dict[int, tuple[int, ...]]:
-        """All drafts that were chosen since the last call, by seq_id. Waits for the device."""
-        drafts, self._drafts = self._drafts, []
-        probs, self._probs = self._probs, defaultdict(list)
-        seq_ids = self.runner.req_states.seq_ids
-        self.draft_probs = {int(seq_ids[row]): torch.stack(each) for row, each in probs.items()}
-        result: dict[int, tuple[int, ...]] = {}
-        if drafts:
-            rows = np.concatenate([rows for rows, _ in drafts])
-            token_ids = torch.cat([token_ids for _, token_ids in drafts]).tolist()
-            for seq_id, token_id in zip(seq_ids[rows].tolist(), token_ids, strict=True):
-                result[seq_id] = (*result.get(seq_id, ()), token_id)
-        return result
-
-    def begin(
-        self, step: SchedulerOutput, output: ModelOutput, limits_of: dict[int, int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each sequence of the step: its row, the position of its first token in the step, and
-        how many drafts it may get (0 if no token was sampled for it); [num_seqs] int64 each."""
-        self._drafts.clear()  # a call before this one may have failed
-        self._probs.clear()
-        row_of, sampled = self.runner.req_states.row_of, output.sampled
-        numbers = [
-            (
-                row_of[item.seq_id],
-                item.num_computed_tokens,
-                limits_of.get(item.seq_id, 0) if item.seq_id in sampled else 0,
-            )
-            for item in step.scheduled
-        ]
-        rows, starts, limits = np.array(numbers, np.int64).reshape(-1, 3).T
-        return rows, starts, limits
+        """The next draft of each row, from logits [num_rows, vocab_size]: its draft number `ahead`,
+        from 0. [num_rows] int64."""
+        states, config = self.runner.req_states, self.config
+        positions = states.num_tokens[rows] + ahead
+        batch = states.make_sampling_batch(rows, states.branches[rows], positions)
+        logits = apply_constraints(logits.float(), batch)
+        if config.draft_sample_method == "greedy":
+            return logits.argmax(dim=-1)
+        if config.rejection_sample_method == "standard" and not batch.is_greedy:
+            probs = compute_probs(logits, batch)
+            for i in (states.temperature[rows] >= GREEDY_TEMPERATURE).nonzero()[0].tolist():
+                self.draft_probs[int(states.seq_ids[rows[i]])].append(probs[i])
+        return self.runner.choose(logits, batch).token_ids
 
     def send(self, index: np.ndarray) -> Tensor:
-        return self.runner.staging.send(index=index)["index"]
+        return self.runner.send(index=index)["index"]
 
 
 class DraftModelProposer(ModelProposer):
@@ -140,51 +140,37 @@ class DraftModelProposer(ModelProposer):
     # which is behind what the target has read.
     shift = 0
 
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
-        super().__init__(runner, config)
-        self.model = self.load(resolve_folder(config.model, "speculative_config"))
-
     def load(self, folder: Path) -> Model:
-        """The draft model of this folder, its weights filled."""
-        runner, draft_config = self.runner, ModelConfig.from_folder(folder)
-        check_vocab_size(draft_config.vocab_size, folder, runner.model_config)
-        check_tokenizer(folder, runner.model_config.path)
-        config = replace(runner.config, quantization=None)  # that is the target's
-        return load_model(config, draft_config, whole(runner.layer_config))
+        config = ModelConfig.from_folder(folder)
+        check_sizes(folder, vars(config), self.runner.model_config, "vocab_size")
+        return load_model(self.engine_config, config, self.layer_config)
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.model.kv_cache_specs()
 
-    def propose(
-        self, pending: PendingOutput, output: ModelOutput, limits_of: dict[int, int]
-    ) -> dict[int, tuple[int, ...]]:
-        """Read what the target has read, then draft. See Proposer."""
-        inputs, hidden = pending.inputs, pending.hidden
-        rows, starts, limits = self.begin(input_batch.step, output, limits_of)
-        firsts, sizes = (
-            input_batch.arrays.query_start_loc[:-1],
-            np.diff(input_batch.arrays.query_start_loc),
-        )
+    def run_passes(
+        self, pending: PendingOutput, rows: np.ndarray, starts: np.ndarray, limits: np.ndarray
+    ) -> Iterator[Pass]:
+        """Read what the target has read, then draft."""
+        query_start_loc = pending.input_batch.arrays.query_start_loc
         newest = self.runner.req_states.num_tokens[rows] - 1  # positions of the last known tokens
-        kept = np.minimum(sizes, newest - starts)  # what the target has read, less rejected drafts
+        # What the target has read, less rejected drafts.
+        kept = np.minimum(np.diff(query_start_loc), newest - starts)
         lengths = kept + (limits > 0) * (1 - self.shift)
-        states = self.read(rows, starts, lengths, self.select_states(hidden, firsts, kept))
-        rest = limits.nonzero()[0]
-        if not len(rest):
-            return self.take_drafts()
-        # From here on one token of each sequence that drafts.
-        states = states.index_select(0, self.send(lengths.cumsum()[rest] - 1))
-        rows, limits, ends = rows[rest], limits[rest], (starts + lengths)[rest]
-        drafts = self.choose(self.compute_logits(states), rows, 0)
-        for ahead in range(1, limits.max()):
+        states = self.select_states(pending.hidden, query_start_loc[:-1], kept)
+        states = self.read(rows, starts, lengths, states)
+        ends, last, token_ids = starts + lengths, lengths.cumsum() - 1, None
+        for ahead in range(limits.max(initial=0)):
             rest = (limits > ahead).nonzero()[0]
-            if len(rest) < len(rows):
-                index = self.send(rest)
-                states, drafts = states.index_select(0, index), drafts.index_select(0, index)
-                rows, limits, ends = rows[rest], limits[rest], ends[rest]
-            states = self.read(rows, ends + ahead - 1, np.ones_like(rows), states, drafts)
-            drafts = self.choose(self.compute_logits(states), rows, ahead)
-        return self.take_drafts()
+            rows, limits, ends, last = rows[rest], limits[rest], ends[rest], last[rest]
+            index = self.send(last)
+            states = states.index_select(0, index)
+            if token_ids is not None:
+                token_ids, ones = token_ids.index_select(0, index), np.ones_like(rows)
+                states = self.read(rows, ends + ahead - 1, ones, states, token_ids)
+            token_ids = self.choose(self.compute_logits(states), rows, ahead)
+            yield rows, token_ids
+            last = np.arange(len(rows))
 
     def select_states(self, hidden: Tensor, firsts: np.ndarray, lengths: np.ndarray) -> Tensor:
         """What the first pass reads beside tokens: nothing of the target's hidden states."""
@@ -198,71 +184,34 @@ class DraftModelProposer(ModelProposer):
         states: Tensor,
         token_ids: Tensor | None = None,
     ) -> Tensor:
-        """Run the draft model on `lengths` tokens of each row, from position `starts` on: on tokens
-        of the batch, or on `token_ids`. Returns hidden states [sum(lengths), hidden]."""
-        runner = self.runner
-        scheduled = tuple(
-            ScheduledSequence(0, start, length, 0, [])
-            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)
-        )
-        nothing = SchedulerOutput(scheduled)
-        arrays = runner.gather_arrays(nothing, rows)
-        if token_ids is None and self.shift:
-            known = runner.req_states.token_ids[arrays.token_rows, arrays.positions + self.shift]
-            # A placeholder is left where no token could be sampled.
-            arrays = replace(arrays, input_ids=known.astype(np.int64).clip(min=0))
-        step = runner.send_step(nothing, arrays, None)
-        token_ids = step.tensors.input_ids if token_ids is None else token_ids
-        return self.run_model(
-            token_ids, step, runner.kv_caches[-len(self.kv_cache_specs()) :], states
-        )
+        """Run the draft model on `lengths` tokens of each row, from position `starts` on: on known
+        tokens, or on `token_ids`. Returns hidden states [sum(lengths), hidden]."""
+        runner, places = self.runner, zip(starts.tolist(), lengths.tolist(), strict=True)
+        step = SchedulerOutput(tuple(ScheduledSequence(0, *place, 0, []) for place in places))
+        arrays = runner.gather_arrays(step, rows)
+        known = runner.req_states.token_ids[arrays.token_rows, arrays.positions + self.shift]
+        # A placeholder is left where no token could be sampled.
+        arrays = replace(arrays, input_ids=known.astype(np.int64).clip(min=0))
+        inputs = runner.send_inputs(step, arrays, None)
+        token_ids = inputs.tensors.input_ids if token_ids is None else token_ids
+        caches = runner.kv_caches[-len(self.kv_cache_specs()) :]
+        return self.run_model(token_ids, inputs, caches, states)
 
     def run_model(
-        self, token_ids: Tensor, step: InputBatch, kv_caches: list[KVCache], states: Tensor
+        self, token_ids: Tensor, inputs: InputBatch, kv_caches: list[KVCache], states: Tensor
     ) -> Tensor:
-        return self.model(token_ids, step.tensors.positions, kv_caches, step.metadata)
+        return self.model(token_ids, inputs.tensors.positions, kv_caches, inputs.metadata)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """[num_rows, hidden] -> [num_rows, vocab_size]."""
         return self.model.compute_logits(states)
 
 
-def whole(layer_config: LayerConfig) -> LayerConfig:
-    """For a model that is on this rank alone."""
-    return replace(layer_config, parallel=ParallelState())
-
-
-def check_vocab_size(vocab_size: int, folder: Path, target: ModelConfig) -> None:
-    """Raise ValueError unless both have equally many tokens."""
-    if vocab_size != target.vocab_size:
-        raise ValueError(
-            f"{folder} has a vocab_size of {vocab_size}, and that of {target.path}, for which it "
-            f"is to guess, is {target.vocab_size}. Both must have the same tokens: give "
-            "speculative_config a model of the same family."
-        )
-
-
-def check_hidden_size(hidden_size: int, folder: Path, target: ModelConfig) -> None:
-    """Raise ValueError unless heads of this size can read the target's hidden states."""
-    if hidden_size != target.hidden_size:
-        raise ValueError(
-            f"{folder} has heads for a hidden_size of {hidden_size}, and that of {target.path} is "
-            f"{target.hidden_size}. Give speculative_config heads that were trained for this model."
-        )
-
-
-def check_tokenizer(draft: Path, target: Path) -> None:
-    """Raise ValueError if both folders have a tokenizer.json, and one has another vocabulary."""
-    files = [folder / "tokenizer.json" for folder in (draft, target)]
-    if not all(map(os.path.lexists, files)):
-        return
-    vocabularies = []
-    for file in files:
-        content = read_json(file, MAX_INDEX_BYTES)
-        model, added = content.get("model"), content.get("added_tokens")
-        vocabularies.append((model.get("vocab") if isinstance(model, dict) else None, added))
-    if vocabularies[0] != vocabularies[1]:
-        raise ValueError(
-            f"{files[0]} and {files[1]} have different vocabularies: the draft model would guess "
-            "other tokens than it means. Give speculative_config a draft model of the same family."
-        )
+def check_sizes(folder: Path, found: Mapping[str, Any], target: ModelConfig, *names: str) -> None:
+    """Raise ValueError unless these sizes are those of the target."""
+    for name in names:
+        if (size := found.get(name)) != (expected := getattr(target, name)):
+            raise ValueError(
+                f"{folder} has {name} {size}, and that of {target.path}, for which it is to guess, "
+                f"is {expected}. Give speculative_config a drafter that was made for this model."
+            )

@@ -25,7 +25,7 @@ Left out: EAGLE-2's trees of drafts; EAGLE-3, which reads hidden states of inner
 other families than Llama.
 
 vLLM: vllm/model_executor/models/eagle.py (V0); vllm/model_executor/models/llama_eagle.py,
-vllm/v1/spec_decode/eagle.py (V1). Paper: EAGLE, arXiv 2401.15077.
+vllm/v1/spec_decode/eagle.py (0.32). Paper: EAGLE, arXiv 2401.15077.
 """
 
 from __future__ import annotations
@@ -40,20 +40,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.chapters.speculative.draft_model import (
-    DraftModelProposer,
-    check_hidden_size,
-    check_vocab_size,
-    whole,
-)
-from nanoserve.layers import LayerConfig, RotaryEmbedding, RowParallelLinear, VocabParallelEmbedding
-from nanoserve.model import CausalLM, DecoderLayer, Stream
+from nanoserve.chapters.speculative.draft_model import DraftModelProposer, check_sizes
+from nanoserve.layers import LayerConfig, RowParallelLinear, VocabParallelEmbedding
+from nanoserve.model import CausalLM, Decoder
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import OBJECT, read_architecture, read_json, read_key
-from nanoserve.models.config import ModelConfig
+from nanoserve.models.config import ModelConfig, read_json
 from nanoserve.models.families import llama
 from nanoserve.models.loader import build_and_fill
-from nanoserve.models.rope import rope_frequencies
 from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import find_files, read_headers
 
@@ -64,49 +57,29 @@ ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-class NoNorm(nn.Module):
-    """In place of the first norm of the first layer."""
-
-    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`x` twice: what the layer reads, and what its output is added to."""
-        return x, x
-
-
 class EagleModel(Model):
-    """fc and decoder layers; embedding and head only if the checkpoint has its own."""
+    """fc and decoder layers; embedding and head only if they are not the target's modules."""
 
     def __init__(
         self,
         config: ModelConfig,
-        own: set[str],
-        names_in_target: dict[str, str],
-        has_bias: bool,
+        names: dict[str, str],
         max_model_len: int,
         layer_config: LayerConfig,
     ) -> None:
-        """`own`: EMBEDDING and HEAD, if the checkpoint has them. `names_in_target`: of those that
-        are to be read from the target's files, the names there."""
+        """`names`: of this model's own tensors among EMBEDDING, HEAD and the bias of fc, those in
+        the files."""
         super().__init__()
-        self.names_in_target = names_in_target
-        self.embed_tokens: VocabParallelEmbedding | None = None
-        self.lm_head: VocabParallelEmbedding | None = None
-        hidden, sizes = config.hidden_size, (config.vocab_size, config.hidden_size)
-        self.fc = RowParallelLinear(2 * hidden, hidden, bias=has_bias, layer_config=layer_config)
-        family = llama(config)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, family, layer, layer_config) for layer in range(config.num_layers)
-        )
-        self.layers[0].input_layernorm = NoNorm()
-        rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
-        rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
-        frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
-        self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
-        if EMBEDDING in own or EMBEDDING in names_in_target:
-            self.embed_tokens = VocabParallelEmbedding(*sizes, layer_config)
-            self.embed_tokens.is_lm_head = False
-        if HEAD in own or HEAD in names_in_target:
-            self.lm_head = VocabParallelEmbedding(*sizes, layer_config)
-            self.lm_head.is_embedding = False
+        hidden, self.names = config.hidden_size, names
+        bias = "fc.bias" in names
+        self.fc = RowParallelLinear(2 * hidden, hidden, bias=bias, layer_config=layer_config)
+        decoder = Decoder(config, llama(config), max_model_len, layer_config)
+        self.layers, self.rotary_emb = decoder.layers, decoder.rotary_emb
+        self.layers[0].input_layernorm = nn.Identity()
+        self.embed_tokens = decoder.embed_tokens if EMBEDDING in names else None
+        self.lm_head = None
+        if HEAD in names:
+            self.lm_head = VocabParallelEmbedding(config.vocab_size, hidden, layer_config)
 
     def forward(  # type: ignore[override]
         self,
@@ -118,51 +91,53 @@ class EagleModel(Model):
     ) -> Tensor:
         """Embeddings of tokens t+1 and hidden states of tokens t, [num_tokens, hidden] each, at
         positions t -> guessed hidden states of tokens t+1 [num_tokens, hidden]."""
-        x: Stream = (self.fc(torch.cat((embeddings, states), dim=-1)), None)
-        rope = self.rotary_emb(positions)
+        x, rope = self.fc(torch.cat((embeddings, states), dim=-1)), self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, rope, kv_cache, metadata)
-        output, residual = x
-        assert residual is not None
-        return output + residual  # no norm: the target's hidden states are normalized ones
+        return x  # no norm: the target's hidden states are normalized ones
 
     def shards(self) -> Iterator[tuple[str, Shard]]:
         """With the target's names for what is filled from the target's files."""
         for name, shard in super().shards():
-            yield self.names_in_target.get(name, name), shard
+            yield self.names.get(name, name), shard
 
 
 class EagleProposer(DraftModelProposer):
     """Drafts from an EAGLE head. Its states are guesses of the target's hidden states."""
 
     shift = 1
-    model: EagleModel
 
     def load(self, folder: Path) -> EagleModel:
         """The head, its weights filled. Embedding and language-model head are the target's own
         modules, if the head brings none; with several ranks, which share those, they are read once
         more, for rank 0. Raises ValueError if the folder has no such head, or one for another
         model."""
-        runner, config = self.runner, read_config(folder)
-        target, is_dummy = runner.model_config, runner.config.load_format == "dummy"
-        check_vocab_size(config.vocab_size, folder, target)
-        check_hidden_size(config.hidden_size, folder, target)
-        tensors = {} if is_dummy else read_headers(find_files(folder))
-        own = {EMBEDDING, HEAD} & tensors.keys()
-        names_in_target: dict[str, str] = {}
+        runner, hf, target = (
+            self.runner,
+            read_json(folder / "config.json"),
+            self.runner.model_config,
+        )
+        hf = {**hf, **hf.get("model", {})}  # of model_type "eagle"
+        config = ModelConfig.from_folder(folder, hf)
+        if config.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"{folder} has the architecture {config.architecture}; EAGLE heads of these can "
+                f"run: {', '.join(ARCHITECTURES)}."
+            )
+        check_sizes(folder, vars(config), target, "vocab_size", "hidden_size")
+        tensors: dict[str, Any] = {}
+        if runner.config.load_format != "dummy":
+            tensors = read_headers(find_files(folder))
+        names = {name: name for name in (EMBEDDING, HEAD, "fc.bias") if name in tensors}
         if runner.parallel.tp_size > 1:
-            in_target = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
+            theirs = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
             if target.tie_word_embeddings:
-                in_target[HEAD] = in_target[EMBEDDING]
-            names_in_target = {name: in_target[name] for name in in_target if name not in own}
-            if not is_dummy:
-                theirs = read_headers(find_files(target.path))
-                wanted = names_in_target.values() & theirs.keys()
-                tensors |= {name: theirs[name] for name in wanted}
-        build = partial(EagleModel, config, own, names_in_target, "fc.bias" in tensors)
-        layer_config = whole(runner.layer_config)
-        model = build_and_fill(build, runner.config, folder, tensors, layer_config)
-        assert isinstance(model, EagleModel)
+                theirs[HEAD] = theirs[EMBEDDING]
+            in_target = read_headers(find_files(target.path)) if tensors else {}
+            names = {**theirs, **names}
+            tensors |= {name: in_target[name] for name in names.values() if name in in_target}
+        build = partial(EagleModel, config, names)
+        model = build_and_fill(build, self.engine_config, folder, tensors, self.layer_config)
         self.embedding = model.embed_tokens or find_embedding(runner.model)
         return model
 
@@ -172,42 +147,19 @@ class EagleProposer(DraftModelProposer):
         return hidden.index_select(0, self.send(np.arange(lengths.sum()) + offsets))
 
     def run_model(
-        self, token_ids: Tensor, step: InputBatch, kv_caches: list[KVCache], states: Tensor
+        self, token_ids: Tensor, inputs: InputBatch, kv_caches: list[KVCache], states: Tensor
     ) -> Tensor:
-        embeddings = self.embedding(token_ids)
-        positions, metadata = step.tensors.positions, step.metadata
-        return self.model(embeddings, positions, states, kv_caches, metadata)
+        embeddings, positions = self.embedding(token_ids), inputs.tensors.positions
+        return self.model(embeddings, positions, states, kv_caches, inputs.metadata)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """Guessed hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
-        if self.model.lm_head is not None:
-            return self.model.lm_head.compute_logits(states)
-        return self.runner.model.compute_logits(states)
+        return (self.model.lm_head or self.runner.model).compute_logits(states)
 
 
 def find_embedding(target: Any) -> nn.Module:
-    """The target's. Raises ValueError if it cannot be found."""
+    """The target's: of a model of our own, or of transformers."""
     if isinstance(target, CausalLM):
         return target.model.embed_tokens
-    body: Any = getattr(target, "body", None)  # of a model of transformers
-    if not hasattr(body, "get_input_embeddings"):
-        raise ValueError(
-            f"{type(target).__name__} does not say which of its modules is the embedding, and this "
-            f"EAGLE head has no {EMBEDDING}. Give speculative_config a head that has it."
-        )
-    embedding: nn.Module = body.get_input_embeddings()
+    embedding: nn.Module = target.body.get_input_embeddings()
     return embedding
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """The Llama that config.json describes. Raises ValueError if it describes anything else."""
-    file = folder / "config.json"
-    hf = read_json(file)
-    inner = read_key(hf, "model", {}, file, {"model": OBJECT})
-    config = ModelConfig.from_folder(folder, {**inner, **hf})
-    if (name := read_architecture(inner or hf, file)) not in ARCHITECTURES:
-        raise ValueError(
-            f"{file} names the architecture {name!r}; EAGLE heads of these can run: "
-            f"{', '.join(ARCHITECTURES)}."
-        )
-    return config

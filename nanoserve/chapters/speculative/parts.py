@@ -11,20 +11,24 @@ With the drafts d e f behind 6 known tokens:
     sampled                           d  e  x  .     d and e are accepted, x is the next token
     known       [ t0 t1 t2 t3 | t4 t5  d  e | x ]    num_tokens = 9, num_computed_tokens = 8
 
-While the step is in flight it counts as computed whole (10), with 4 placeholders. What follows a
+While the step is in flight it counts as computed whole (9), with 4 placeholders. What follows a
 rejected draft is not computed any more: the counter goes back, and the slots are written again.
 
 *Who gets none?* A sequence that is about to fork: what follows is not one continuation. A request
 with logits_processors: they may count their calls. A request with penalties: their counts are of
 tokens that are known.
 
-vLLM: vllm/spec_decode/ (V0); vllm/v1/core/sched/scheduler.py, vllm/v1/worker/ (V1).
+*Ranks.* Only rank 0 proposes and reads tokens, so the others do not know how many drafts were
+accepted. Each step tells them the known tokens that stand before its drafts.
+
+vLLM: vllm/spec_decode/ (V0); vllm/v1/core/sched/scheduler.py, vllm/v1/spec_decode/metrics.py,
+vllm/v1/worker/gpu/spec_decode/ (0.32).
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +36,14 @@ import torch
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.chapters.speculative.config import SpeculativeConfig
-from nanoserve.chapters.speculative.proposer import make_proposer
-from nanoserve.chapters.speculative.rejection import make_rejection_sampler
+from nanoserve.chapters.speculative.proposer import Proposer, make_proposer
+from nanoserve.chapters.speculative.rejection import RejectionSampler, with_drafts
 from nanoserve.config import EngineConfig
 from nanoserve.input_batch import InputBatch
-from nanoserve.kernels.device import current_device
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.base import Model
-from nanoserve.sampler import Choose
+from nanoserve.sampler import SamplingBatch
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import (
     ModelOutput,
@@ -58,11 +61,12 @@ Drafts = dict[int, tuple[int, ...]]  # seq_id -> guesses at its next tokens
 
 
 class SpeculativeNote(NamedTuple):
-    """From the scheduler to the runner, with each step."""
+    """From the scheduler to the runner, with each step; all by seq_id."""
 
-    known: Drafts  # what stands before the drafts: other ranks do not know what was accepted
+    known: Drafts  # tokens to be computed that are known: they stand before the drafts
     drafts: Drafts  # to be verified
-    limits: dict[int, int]  # seq_id -> how many tokens may be drafted behind this step
+    limits: dict[int, int]  # how many tokens may be drafted behind this step
+    private: set[int]  # new sequences with a salt or an adapter: no other may learn their tokens
 
 
 class DraftsNote(NamedTuple):
@@ -71,50 +75,77 @@ class DraftsNote(NamedTuple):
     drafts: Drafts  # for the next step
 
 
+@dataclass
+class SpecDecodingStats:
+    """What became of all drafts (vLLM's class and names)."""
+
+    num_drafts: int = 0  # sequences in steps that had some
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            self.num_accepted_tokens_per_pos[position] += 1
+
+
 @dataclass(frozen=True)
 class SpeculativeEngineConfig(EngineConfig):
+    # Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, such as
+    # {"method": "ngram", "num_speculative_tokens": 3}; chapters/speculative/config.py has its keys.
     speculative_config: Any = None
-    """Guess tokens and verify several in a step, the same tokens in fewer steps: a dict, such as
-    {"method": "ngram", "num_speculative_tokens": 3}. The keys are in config.py."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(
-            self, "speculative_config", SpeculativeConfig.read(self.speculative_config)
-        )
+        config = SpeculativeConfig.read(self.speculative_config)
+        object.__setattr__(self, "speculative_config", config)
+        if config.method in ("eagle", "medusa") and self.num_ranks > self.tensor_parallel_size:
+            raise ValueError(f"{config.method} reads hidden states, which another stage has.")
 
 
 class SpeculativeScheduler(Scheduler):
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         super().__init__(config, block_manager)
-        self.drafts: Drafts = {}
+        self.drafts: Drafts = {}  # for the next step
+        self.stats = SpecDecodingStats()
+        most = config.speculative_config.num_speculative_tokens
+        self.stats.num_accepted_tokens_per_pos = [0] * most
 
     def schedule_tokens(self, seq: Sequence, num_tokens: int, step: StepPlan) -> None:
         """Behind the last known token come the drafts, if budget and free blocks are left."""
-        drafts = self.drafts.pop(seq.seq_id, ())
-        is_last = num_tokens == seq.num_uncomputed_tokens
-        room = min(self.max_chunk, step.budget - step.reserved) - num_tokens
-        drafts = drafts[: max(0, room)] if is_last else ()
-        if drafts and not self.block_manager.can_append_slots(seq, num_tokens + len(drafts)):
-            drafts = ()  # drafts preempt nobody
-        num_next = self.num_next_drafts(seq, num_tokens + len(drafts)) if is_last else 0
-        note = step.notes.setdefault(SpeculativeNote, SpeculativeNote({}, {}, {}))
-        if is_last and (drafts or seq.seq_id in self.known_seq_ids):
-            note.known[seq.seq_id] = tuple(seq.token_ids[seq.num_computed_tokens :])
+        note = step.notes.setdefault(SpeculativeNote, SpeculativeNote({}, {}, {}, set()))
+        drafts, limit = self.drafts.pop(seq.seq_id, ()), 0
+        if num_tokens == seq.num_uncomputed_tokens:  # the last known token is among them
+            room = min(self.max_chunk, step.budget - step.reserved) - num_tokens
+            drafts = drafts[: max(0, room)]
+            if drafts and not self.block_manager.can_append_slots(seq, num_tokens + len(drafts)):
+                drafts = ()  # drafts preempt nobody
+            limit = self.num_next_drafts(seq, num_tokens + len(drafts))
+            if drafts or seq.seq_id in self.known_seq_ids:
+                note.known[seq.seq_id] = tuple(seq.token_ids[seq.num_computed_tokens :])
+        else:
+            drafts = ()
+        if seq.extra_keys is not None and seq.seq_id not in self.known_seq_ids:
+            note.private.add(seq.seq_id)
         super().schedule_tokens(seq, num_tokens + len(drafts), step)
         seq.num_output_placeholders += len(drafts)  # of the tokens that come, at most
         if drafts:
             note.drafts[seq.seq_id] = drafts
-        if num_next:
-            note.limits[seq.seq_id] = num_next
-        if num_slots := min(num_next, self.config.speculative_config.num_lookahead_tokens):
-            item, (first, new_blocks) = (
-                step.scheduled[-1],
-                self.block_manager.append_slots(seq, num_slots),
-            )
+        if limit:
+            note.limits[seq.seq_id] = limit
+            self.append_lookahead_slots(seq, limit, step)
+
+    def append_lookahead_slots(self, seq: Sequence, limit: int, step: StepPlan) -> None:
+        """Slots behind the step's tokens, in which a drafter writes keys and values of its own."""
+        if num_slots := min(limit, self.config.speculative_config.num_lookahead_tokens):
+            first, blocks = self.block_manager.append_slots(seq, num_slots)
+            item = step.scheduled[-1]
             first = item.first_new_block if item.new_block_ids else first
-            new_blocks = [*item.new_block_ids, *new_blocks]
-            step.scheduled[-1] = item._replace(first_new_block=first, new_block_ids=new_blocks)
+            blocks = [*item.new_block_ids, *blocks]
+            step.scheduled[-1] = item._replace(first_new_block=first, new_block_ids=blocks)
 
     def num_next_drafts(self, seq: Sequence, num_tokens: int) -> int:
         """How many tokens may be drafted behind the next `num_tokens` tokens of `seq`. Slots for a
@@ -135,19 +166,19 @@ class SpeculativeScheduler(Scheduler):
     def update_sequence(
         self, seq: Sequence, item: ScheduledSequence, model_output: ModelOutput
     ) -> list[SequenceUpdate]:
-        """Take back what was computed behind the accepted drafts, and note the next ones."""
+        """Take back what was computed behind the accepted drafts, and keep the next ones."""
         end = item.num_computed_tokens + item.num_scheduled_tokens
         num_drafts = max(0, end - seq.num_tokens)
         seq.num_output_placeholders -= num_drafts
         updates = super().update_sequence(seq, item, model_output)
         if num_drafts:
             num_accepted = len(model_output.sampled[seq.seq_id]) - 1
+            self.stats.observe(num_drafts, num_accepted)
             seq.num_computed_tokens -= num_drafts - num_accepted
             start, end = item.num_computed_tokens, seq.num_computed_tokens
             self.block_manager.cache_blocks(seq, start, end)  # drafts are not found before
         room = max(0, seq.max_tokens - seq.num_output_tokens - 1)
-        found = model_output.notes[DraftsNote].drafts.get(seq.seq_id, ())
-        self.drafts[seq.seq_id] = found[:room]
+        self.drafts[seq.seq_id] = model_output.notes[DraftsNote].drafts.get(seq.seq_id, ())[:room]
         return updates
 
     def finish(
@@ -164,15 +195,19 @@ def can_speculate(seq: Sequence) -> bool:
 
 
 class SpeculativeRunner(ModelRunner):
+    proposer: Proposer | None = None  # on rank 0
+
     def __init__(self, config: EngineConfig, *args: Any, **kwargs: Any) -> None:
         self.query_lens = (1, 1 + config.speculative_config.num_speculative_tokens)
         super().__init__(config, *args, **kwargs)
 
     def load_model(self) -> Model:
-        """The model; then, on rank 0, the proposer, whose layers have a place in the KV blocks."""
-        self.model, self.proposer = super().load_model(), None
+        """The model; then the proposer, whose layers have a place in the KV blocks."""
+        self.model, config = super().load_model(), self.config.speculative_config
         if self.parallel.tp_rank == 0:
-            self.proposer = make_proposer(self, self.config.speculative_config)
+            self.proposer = make_proposer(self, config)
+        if config.rejection_sample_method == "standard":
+            self.choose = RejectionSampler(self.choose)
         return self.model
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
@@ -180,21 +215,24 @@ class SpeculativeRunner(ModelRunner):
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
         """Write the drafts behind the known tokens: so a token is sampled behind each of them."""
-        rows, note = super().update_batch(step), step.notes[SpeculativeNote]
+        rows, note, states = (
+            super().update_batch(step),
+            step.notes[SpeculativeNote],
+            self.req_states,
+        )
         for row, item in zip(rows, step.scheduled, strict=True):
             if (known := note.known.get(item.seq_id)) is not None:
                 tokens = (*known, *note.drafts.get(item.seq_id, ()))
                 start = item.num_computed_tokens
-                self.req_states.token_ids[row, start : start + len(tokens)] = tokens
-                self.req_states.num_tokens[row] = start + len(known)
+                states.token_ids[row, start : start + len(tokens)] = tokens
+                states.num_tokens[row] = start + len(known)
         return rows
 
-    def make_choose(self, input_batch: InputBatch) -> Choose:
-        choose = super().make_choose(inputs)
+    def make_sampling_batch(self, input_batch: InputBatch) -> SamplingBatch:
+        batch = super().make_sampling_batch(input_batch)
         if self.config.speculative_config.rejection_sample_method == "strict":
-            return choose
-        probs = self.proposer.draft_probs
-        return make_rejection_sampler(self.req_states, input_batch.arrays, probs, choose)
+            return batch
+        return with_drafts(batch, self.req_states, input_batch.arrays, self.proposer.draft_probs)
 
     def collect(
         self,
@@ -202,34 +240,47 @@ class SpeculativeRunner(ModelRunner):
         tokens: list[SampledToken | RequestError],
         output: ModelOutput,
     ) -> None:
-        """Of each sequence, take the tokens up to the first that is not the draft at its place."""
+        """Of each sequence, take the tokens up to the first that is not the draft at its place. (An
+        error behind a draft is found again by the next step.)"""
         drafts = pending.input_batch.step.notes[SpeculativeNote].drafts
-        first: dict[int, int] = {}  # seq_id -> position of its first sample
-        ended: set[int] = set()
+        num_right: dict[int, int] = {}  # of the drafts of a sequence; -1: one was wrong
         samples, kept = [], []
-        for (seq_id, position), token in zip(pending.samples, tokens, strict=True):
-            number = position - first.setdefault(seq_id, position)
-            if seq_id in ended or (number and isinstance(token, RequestError)):
-                continue  # an error behind a draft is found again by the next step
-            samples.append((seq_id, position))
+        for sample, token in zip(pending.samples, tokens, strict=True):
+            guesses, number = drafts.get(sample[0], ()), num_right.get(sample[0], 0)
+            if number < 0 or (number and isinstance(token, RequestError)):
+                num_right[sample[0]] = -1
+                continue
+            samples.append(sample)
             kept.append(token)
-            guess = drafts.get(seq_id, ())[number : number + 1]
-            if guess and (isinstance(token, RequestError) or guess[0] != token.token_id):
-                ended.add(seq_id)
+            if number < len(guesses):
+                is_right = not isinstance(token, RequestError) and token[0] == guesses[number]
+                num_right[sample[0]] = number + 1 if is_right else -1
         super().collect(replace(pending, samples=samples), kept, output)
 
     @torch.inference_mode()
     def read(self, pending: PendingOutput) -> ModelOutput:
-        """A proposer that fails brings no drafts."""
-        output, drafts = super().read(pending), {}
+        output = super().read(pending)
+        with self.no_autocast, self.current_gpu:
+            output.notes[DraftsNote] = DraftsNote(self.propose(pending, output))
+        return output
+
+    def propose(self, pending: PendingOutput, output: ModelOutput) -> Drafts:
+        """Drafts for the next step. A proposer that fails, or guesses what is no token, brings
+        none."""
         limits = pending.input_batch.step.notes[SpeculativeNote].limits
         try:
-            with current_device(self.device):
-                drafts = self.proposer.propose(pending, output, limits)
+            found = self.proposer.propose(pending, output, limits)
+            drafts = {i: tuple(map(int, each[: limits[i]])) for i, each in found.items()}
+            allowed = range(self.model_config.vocab_size)
+            if wrong := [
+                token for each in drafts.values() for token in each if token not in allowed
+            ]:
+                raise ValueError(f"{wrong[0]} is no token")
         except Exception as error:
+            self.proposer.num_failures += 1
             logger.error("a proposer failed: no drafts for the next step", exc_info=error)
-        output.notes[DraftsNote] = DraftsNote(drafts)
-        return output
+            return {}
+        return drafts
 
 
 PARTS = {

@@ -10,7 +10,7 @@ step, which verifies them:
 
 A proposer that looks at tokens alone is a subclass with one method:
 
-    class Parrot(TokenProposer):
+    class Parrot(Proposer):
         def propose_one(self, seq_id, token_ids, most):
             return token_ids[-1:].tolist() * most
 
@@ -27,13 +27,13 @@ as vLLM does. With prompt_lookup_min 1 and _max 3:
 Left out: drafts while the next step already runs (with speculation, no steps overlap).
 
 vLLM: vllm/spec_decode/ngram_worker.py (V0); vllm/v1/spec_decode/ngram_proposer.py,
-custom_class_proposer.py (V1). Paper of n-grams: github.com/apoorvumang/prompt-lookup-decoding.
+custom_class_proposer.py (0.32). Paper of n-grams: github.com/apoorvumang/prompt-lookup-decoding.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def make_proposer(runner: ModelRunner, config: SpeculativeConfig) -> Proposer:
-    """The proposer of this method."""
+    """The proposer of this method. Raises ValueError if it does not fit the runner's model."""
     module, name = METHODS[config.method]
     module = f"{__package__}.{module}"
     if config.method == "custom_class":
@@ -65,12 +65,14 @@ class Proposer:
     requests are the same; only their number per step changes.
     """
 
+    num_failures = 0  # steps after which `propose` has raised: they brought no drafts
+
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.runner: ModelRunner = weakref.proxy(runner)  # the runner holds the proposer
         self.config = config
-        # seq_id -> what its drafts of the last step were drawn from, [num drafts, vocab_size]; for
-        # RejectionSampler. A draft of a sequence that is missing here was certain.
-        self.draft_probs: dict[int, Tensor] = {}
+        # seq_id -> the distribution [vocab_size] from which each draft of the last step was drawn,
+        # for RejectionSampler. A draft of a sequence that is missing here was certain.
+        self.draft_probs: Mapping[int, list[Tensor]] = {}
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Of the proposer's own layers. Their caches stand behind the model's in
@@ -79,42 +81,30 @@ class Proposer:
 
     def propose(
         self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
-    ) -> dict[int, tuple[int, ...]]:
+    ) -> Mapping[int, Sequence[int]]:
         """Drafts by seq_id, at most as many as `limits` says for each.
 
-        Called after every step, with what the step was made of (pending.inputs, pending.hidden),
-        and the tokens that it has brought. runner.req_states holds these already.
+        Called after every step, with what the step was made of (pending.input_batch,
+        pending.hidden), and the tokens that it has brought: runner.req_states has them already.
         """
-        raise NotImplementedError
-
-
-class TokenProposer(Proposer):
-    """A proposer that looks at the known tokens of one sequence at a time."""
+        states, drafts = self.runner.req_states, {}
+        for seq_id in limits.keys() & output.sampled.keys():
+            row = states.row_of[seq_id]
+            token_ids = states.token_ids[row, : states.num_tokens[row]]
+            drafts[seq_id] = self.propose_one(seq_id, token_ids, limits[seq_id])
+        return drafts
 
     def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
         """At most `most` drafts behind `token_ids` [num_tokens] int32, prompt and output."""
         raise NotImplementedError
 
-    def propose(
-        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
-    ) -> dict[int, tuple[int, ...]]:
-        batch, drafts = self.runner.req_states, {}
-        for seq_id, most in limits.items():
-            if most and seq_id in output.sampled:
-                row = batch.row_of[seq_id]
-                token_ids = batch.token_ids[row, : batch.num_tokens[row]]
-                drafts[seq_id] = tuple(self.propose_one(seq_id, token_ids, most))
-        return drafts
 
-
-class NgramProposer(TokenProposer):
+class NgramProposer(Proposer):
     """Drafts what stood behind the last tokens of a sequence when they came before."""
 
     def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
-        """At most `most` tokens from the place that find_ngram finds; [] if it finds none."""
         least, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
-        assert least is not None and longest is not None
-        end = find_ngram(token_ids, least, longest)
+        end = find_ngram(token_ids, least or 1, longest or 1)
         return [] if end is None else token_ids[end : end + most].tolist()
 
 

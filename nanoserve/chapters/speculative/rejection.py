@@ -53,6 +53,7 @@ vllm/v1/sample/rejection_sampler.py (V1).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,11 +61,21 @@ import torch
 from torch import Tensor
 
 from nanoserve.input_batch import RequestState, StepArrays
-from nanoserve.kernels.sampling import choose_tokens, compute_probs, draw
-from nanoserve.sampler import Choose, ChosenTokens, SamplingBatch, uniform_noise
+from nanoserve.kernels.sampling import compute_probs
+from nanoserve.sampler import Choose, ChosenTokens, SamplingBatch, draw, uniform_noise
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 
 STREAM = 2**32  # far beyond the branches of a request, so that a stream is a branch of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftedBatch(SamplingBatch):
+    """A SamplingBatch with the drafts that its rows verify."""
+
+    draft_token_ids: Tensor  # [num_rows] int64; -1: the row has no draft
+    draft_probs: Tensor  # [num_rows, vocab_size]: what each draft was drawn from
+    accept: Tensor  # [num_rows] float64 in [0, 1): random numbers, see rejection_noise
+    recover: Tensor  # [num_rows] float64 in [0, 1)
 
 
 def rejection_noise(
@@ -81,81 +92,69 @@ def rejection_noise(
     }
 
 
-def make_rejection_sampler(
-    batch: RequestState,
+def with_drafts(
+    batch: SamplingBatch,
+    states: RequestState,
     arrays: StepArrays,
-    draft_probs: dict[int, Tensor],
-    choose: Choose,
-) -> Choose:
-    """`choose`, or what takes its place in a step with drafts."""
+    draft_probs: Mapping[int, list[Tensor]],
+) -> SamplingBatch:
+    """The batch, with its drafts if there are some and rows that draw."""
     rows, positions = arrays.sampled_rows, arrays.positions[arrays.logits_indices] + 1
     is_draft = np.zeros(len(rows), bool)  # a row has a draft if the next row is behind it
     is_draft[:-1] = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
-    if not is_draft.any():
-        return choose
+    if batch.is_greedy or not is_draft.any():
+        return batch
     drafts = np.full(len(rows), -1)
-    drafts[is_draft] = batch.token_ids[rows[is_draft], positions[is_draft]]
-    noise = rejection_noise(batch.seeds[rows], batch.branches[rows], positions)
-    sent = batch.staging.send(drafts=drafts, **noise)
-    probs = None
-    if draft_probs:
-        probs = torch.zeros(len(rows), batch.vocab_size, device=sent["drafts"].device)
-        probs.scatter_(1, sent["drafts"].clamp(min=0)[:, None], 1.0)
-        for i in is_draft.nonzero()[0].tolist():
-            drawn_from = draft_probs.get(int(batch.seq_ids[rows[i]]))
-            if drawn_from is not None:
-                probs[i] = drawn_from[positions[i] - batch.num_tokens[rows[i]]]
-    return RejectionSampler(sent["drafts"], probs, sent["accept"], sent["recover"], choose)
+    drafts[is_draft] = states.token_ids[rows[is_draft], positions[is_draft]]
+    noise = rejection_noise(states.seeds[rows], states.branches[rows], positions)
+    sent = states.send(draft_token_ids=drafts, **noise)
+    probs = torch.zeros(len(rows), states.vocab_size, device=states.device)
+    probs.scatter_(1, sent["draft_token_ids"].clamp(min=0)[:, None], 1.0)
+    for i in is_draft.nonzero()[0].tolist():
+        if drawn_from := draft_probs.get(int(states.seq_ids[rows[i]])):
+            probs[i] = drawn_from[positions[i] - states.num_tokens[rows[i]]]
+    return DraftedBatch(**vars(batch), **sent, draft_probs=probs)
 
 
-@dataclass(frozen=True)
 class RejectionSampler:
-    """A `choose` for sampler.sample, for rows that have drafts."""
+    """In the place of `choose`, a function of plain decoding, for rows that have drafts."""
 
-    draft_token_ids: Tensor  # [num_rows] int64; -1: the row has no draft
-    draft_probs: Tensor | None  # [num_rows, vocab_size], or None: nobody drew the drafts
-    accept: Tensor  # [num_rows] float64: see rejection_noise
-    recover: Tensor  # [num_rows] float64
-    choose: Choose = choose_tokens  # of plain decoding
+    def __init__(self, choose: Choose) -> None:
+        self.choose = choose
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
         """One token for each row of `logits`: accepted, recovered or bonus."""
         chosen = self.choose(logits, batch)
-        if batch.is_greedy:
+        if not isinstance(batch, DraftedBatch):
             return chosen
         assert batch.temperature is not None
-        token_ids = rejection_sample(
-            compute_probs(logits, batch),
-            self.draft_token_ids,
-            self.draft_probs,
-            self.accept,
-            self.recover,
-        )
-        is_plain = (self.draft_token_ids < 0) | (batch.temperature < GREEDY_TEMPERATURE)
+        drafts = batch.draft_token_ids
+        is_allowed = logits > -torch.inf
+        is_plain = (drafts < 0) | (batch.temperature < GREEDY_TEMPERATURE)
+        is_plain |= ~is_allowed.gather(1, drafts.clamp(min=0)[:, None])[:, 0]
+        q = batch.draft_probs * is_allowed
+        q = q / q.sum(dim=-1, keepdim=True)
+        p = compute_probs(logits, batch)
+        token_ids = rejection_sample(p, drafts, q, batch.accept, batch.recover)
         return ChosenTokens(torch.where(is_plain, chosen.token_ids, token_ids), chosen.is_possible)
 
 
 def rejection_sample(
     target_probs: Tensor,
     draft_token_ids: Tensor,
-    draft_probs: Tensor | None,
+    draft_probs: Tensor,
     accept: Tensor,
     recover: Tensor,
 ) -> Tensor:
     """The draft of each row, or a recovered token in its place, which is another one.
 
     target_probs and draft_probs [num_rows, vocab_size], draft_token_ids [num_rows] int64, accept
-    and recover [num_rows] float64 in [0, 1) -> [num_rows] int64. draft_probs None: each draft was
-    certain. Rows without a draft (-1) mean nothing. p and q are rounded: a draft may be rejected
-    though nothing of p is left; then the token comes from p.
+    and recover [num_rows] float64 in [0, 1) -> [num_rows] int64. Rows without a draft (-1) mean
+    nothing. p and q are rounded: a draft may be rejected though nothing of p - q is left; then the
+    token comes from p.
     """
     drafts = draft_token_ids.clamp(min=0)[:, None]
-    target = target_probs.gather(1, drafts)[:, 0]
-    if draft_probs is None:
-        is_accepted = accept < target
-        rest = target_probs.scatter(1, drafts, 0.0)
-    else:
-        is_accepted = accept * draft_probs.gather(1, drafts)[:, 0] < target
-        rest = (target_probs - draft_probs).clamp(min=0)
+    p, q = target_probs.gather(1, drafts)[:, 0], draft_probs.gather(1, drafts)[:, 0]
+    rest = (target_probs - draft_probs).clamp(min=0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target_probs)
-    return torch.where(is_accepted, draft_token_ids, draw(rest, recover).token_ids)
+    return torch.where(accept * q < p, draft_token_ids, draw(rest, recover))
