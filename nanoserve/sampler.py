@@ -6,7 +6,7 @@ that of V0 (0.6.6):
 
     V1, and here                              V0
     1  raw logprobs, if asked for             1  logits processors (bias, allowed ids, yours)
-    2  (grammars: chapters/structured_output)            2  min_tokens
+    2  a mask (a chapter's: grammars)         2  min_tokens
     3  allowed_token_ids                      3  repetition, frequency, presence penalty
     4  bad_words                              4  temperature
     5  min_tokens, logit_bias, your own       5  top_k, top_p
@@ -91,6 +91,7 @@ class SamplingBatch:
     top_p: Tensor | None = None  # [num_rows] float32
     min_p: Tensor | None = None  # [num_rows] float32
     uniform: Tensor | None = None  # [num_rows] float64 in [0, 1): the random number of each row
+    mask: Callable[[Tensor], Tensor] | None = None  # logits -> logits without forbidden tokens
     allowed: LogitEdits | None = None  # allowed_token_ids: all other logits of these rows are -inf
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
     processors: tuple[RequestProcessors, ...] = ()
@@ -181,11 +182,13 @@ def sample(logits: Tensor, batch: SamplingBatch, choose: Choose = choose_tokens)
 
 
 def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Stages 3 to 6: all that can change which token is likeliest. `logits` is not written to.
+    """Stages 2 to 6: all that can change which token is likeliest. `logits` is not written to.
 
     What a request's own logits processor raises ends this request alone. As in V0, one with three
     parameters gets the prompt, too.
     """
+    if batch.mask is not None:
+        logits = batch.mask(logits)
     if (allowed := batch.allowed) is not None:
         places = (allowed.logits_rows, allowed.token_ids)
         only = logits.index_fill(0, allowed.logits_rows, -torch.inf)

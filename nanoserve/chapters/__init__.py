@@ -39,7 +39,7 @@ CHAPTERS = {
     "pipeline": "pipeline_parallel_size",  # where the model runs
     "speculative": "speculative_config",  # what a step computes
     "lora": "enable_lora",
-    "structured_output": "structured_outputs_config",  # a request asks for it; behind speculative, whose drafts it masks
+    "structured_output": None,  # a request asks for it; behind speculative, whose drafts it masks
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
     "beam_search": None,  # a method of LLM

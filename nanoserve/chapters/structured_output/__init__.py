@@ -14,28 +14,23 @@ token is allowed where the grammar may end, and nowhere else. (An output that ma
 string cuts is the beginning of a valid text.)
 
     params.py            StructuredOutputsParams: what a request asks for
+    parts.py             what that changes in the engine
+    manager.py           StructuredOutputManager: who compiles it, and when
     backend.py           StructuredOutputBackend, StructuredOutputGrammar: what compiles, what masks
-    automaton.py         a backend of our own, for regex and choice
-    backend_xgrammar.py  xgrammar: JSON schemas, EBNF, structural tags, too
-    backend_guidance.py  llguidance: the same
     vocabulary.py        the bytes of each token
-    manager.py           StructuredOutputManager: compiles in other threads; a step's masks
-    compile_process.py   compiles in a process that may be killed
+    dfa.py               the lesson: a regular expression becomes an automaton over bytes,
+    automaton.py         and the automaton masks of tokens
+    backend_xgrammar.py  JSON schemas, EBNF and structural tags, by the package xgrammar
 
-*In the engine.* LLMEngine.make_request has the grammar compiled; Sequence.is_ready waits for it.
-Scheduler.update_from_output advances it by the new tokens. While the device computes the next step,
-RequestState asks for the mask of each row. A request's next mask depends on its last token, so such a
-step is read before the next one is scheduled (Sequence.needs_sync).
+Left out: the backends guidance, Outlines and LM Format Enforcer, reasoning before the grammar
+begins, jump-forward decoding, masks made by several threads.
 
-Left out: the backends Outlines and LM Format Enforcer (a subclass of StructuredOutputBackend takes
-either), and reasoning before the grammar begins.
-
-vLLM: vllm/model_executor/guided_decoding/ (V0); vllm/v1/structured_output/ (V1).
+vLLM: vllm/model_executor/guided_decoding/ (V0); vllm/v1/structured_output/ (V1, 0.32).
 """
 
 from nanoserve.chapters.structured_output.params import (
-    StructuredOutputsConfig,
-    StructuredOutputsParams,
+    StructuredOutputsConfig as StructuredOutputsConfig,
 )
-
-__all__ = ["StructuredOutputsConfig", "StructuredOutputsParams"]
+from nanoserve.chapters.structured_output.params import (
+    StructuredOutputsParams as StructuredOutputsParams,
+)

@@ -3,17 +3,15 @@
 A backend compiles a constraint once for its vocabulary. What comes out is a grammar: one sequence's
 place in the compiled rules. It says which tokens may follow, and goes on by the tokens that did:
 
-    backend.compile_grammar(spec)         regex "ab|ac", vocabulary a b c ab <eos>
-    grammar.fill_bitmask(bitmask, 0)      a: yes   b: no    c: no    ab: yes   <eos>: no
-    grammar.accept_tokens("0", [0])       "a"
-    grammar.fill_bitmask(bitmask, 0)      a: no    b: yes   c: yes   ab: no    <eos>: no
-    grammar.rollback(1)                   at the beginning again
+    backend.compile_grammar(spec)     regex "ab|ac", vocabulary a b c ab <eos>
+    grammar.fill_bitmask(mask)        a: yes   b: no    c: no    ab: yes   <eos>: no
+    grammar.accept_tokens([0])        "a"
+    grammar.fill_bitmask(mask)        a: no    b: yes   c: yes   ab: no    <eos>: no
+    grammar.rollback(1)               at the beginning again
 
-A bitmask is a tensor [num_rows, ceil(vocab_size / 32)] of int32. Bit j of word i is token
-32 * i + j, 1 if the token is allowed. Stop tokens are allowed exactly where the text may end. The
-special tokens of a tokenizer are never text.
-
-Several requests with the same constraint share the compiled rules (`fork`).
+A mask is an array [ceil(vocab_size / 32)] of int32. Bit j of word i is token 32 * i + j, 1 if the
+token is allowed. Stop tokens are allowed exactly where the text may end. The special tokens of a
+tokenizer are never text. Requests with the same constraint share the compiled rules (`fork`).
 
 vLLM: vllm/model_executor/guided_decoding/__init__.py (V0);
 vllm/v1/structured_output/backend_types.py (V1).
@@ -22,79 +20,57 @@ vllm/v1/structured_output/backend_types.py (V1).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from enum import Enum, auto
-from importlib import import_module
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Collection
+from typing import NamedTuple
 
-from nanoserve.entrypoints.errors import VLLMValidationError, describe_error
+import numpy as np
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanoserve.chapters.structured_output.vocabulary import Vocabulary
-
-# name -> module of this folder, class
-BACKENDS = {
-    "nano": ("automaton", "NanoBackend"),
-    "xgrammar": ("backend_xgrammar", "XgrammarBackend"),
-    "guidance": ("backend_guidance", "GuidanceBackend"),
-}
+from nanoserve.chapters.structured_output.vocabulary import Vocabulary
 
 
-class StructuredOutputOptions(Enum):
-    """The kinds of constraints."""
-
-    JSON = auto()
-    JSON_OBJECT = auto()
-    REGEX = auto()
-    GRAMMAR = auto()
-    CHOICE = auto()
-    STRUCTURAL_TAG = auto()
-
-
-# What "auto" tries, in this order. (xgrammar is slow where a regex nests quantifiers.)
-AUTO = dict.fromkeys(
-    (StructuredOutputOptions.REGEX, StructuredOutputOptions.CHOICE),
-    ("nano", "guidance", "xgrammar"),
-)
-OTHERS = ("xgrammar", "guidance")
-
-
-@dataclass(frozen=True)
-class GrammarSpec:
+class GrammarSpec(NamedTuple):
     """All that compiled rules depend on, beside the vocabulary: two equal ones share them."""
 
-    request_type: StructuredOutputOptions
-    grammar_spec: str  # of CHOICE: a JSON list of strings
-    stop_token_ids: frozenset[int] = frozenset()
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
-    whitespace_pattern: str | None = None
+    kind: str  # "json", "regex", "choice", "grammar", "structural_tag"
+    text: str  # of "choice": a JSON list of strings
+    stop_token_ids: frozenset[int]  # tokens that end a text; never empty
+    is_compact: bool = False  # no whitespace between the parts of JSON
 
 
 class StructuredOutputGrammar(ABC):
-    """One sequence's place in compiled rules. One thread at a time uses it."""
+    """One sequence's place in compiled rules. One thread at a time uses it.
 
-    num_bytes: int = 0  # of memory that the compiled rules take, about
+    Invariant: num_tokens tokens were accepted, and not taken back.
+    """
 
-    @abstractmethod
-    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
-        """Go on by these tokens. False: one of them is not allowed; those before it are accepted.
-        What follows a stop token is ignored."""
+    num_tokens = 0
 
-    @abstractmethod
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The first of these tokens, as far as they are allowed one after another. Nothing
-        changes."""
+    def accept_tokens(self, tokens: Collection[int]) -> int:
+        """Go on by these tokens, as far as they are allowed. Returns how many were."""
+        before = self.num_tokens
+        for token in tokens:
+            if self.is_terminated() or not self.accept_token(token):
+                break
+            self.num_tokens += 1
+        return self.num_tokens - before
 
-    @abstractmethod
     def rollback(self, num_tokens: int) -> None:
         """Take the last accepted tokens back, a stop token too."""
+        if num_tokens:
+            self.take_back(num_tokens)
+            self.num_tokens -= num_tokens
 
     @abstractmethod
-    def fill_bitmask(self, bitmask: Tensor, batch_index: int) -> None:
-        """Write the row bitmask[batch_index]: which tokens may come next."""
+    def accept_token(self, token: int) -> bool:
+        """Go on by one token, if it is allowed; no stop token was accepted before."""
+
+    @abstractmethod
+    def take_back(self, num_tokens: int) -> None:
+        """Go back by so many tokens: at least one."""
+
+    @abstractmethod
+    def fill_bitmask(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next; no stop token was accepted before."""
 
     @abstractmethod
     def is_terminated(self) -> bool:
@@ -108,66 +84,17 @@ class StructuredOutputGrammar(ABC):
 class StructuredOutputBackend(ABC):
     """Compiles constraints for one vocabulary. Several threads may call it at once."""
 
-    name: ClassVar[str]
-
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
 
-    @classmethod
-    @abstractmethod
-    def check(cls, spec: GrammarSpec) -> None:
-        """Raise ValueError for what this backend refuses, as far as milliseconds can tell."""
-
     @abstractmethod
     def compile_grammar(self, spec: GrammarSpec) -> StructuredOutputGrammar:
-        """Compile the rules; the grammar is at their beginning. Raises ValueError for bad ones."""
-
-    def may_take_long(self, spec: GrammarSpec) -> bool:
-        """True if this is to be compiled in a process first, which can be killed at a limit."""
-        return False
-
-    def allocate_token_bitmask(self, max_num_seqs: int) -> Tensor:
-        """Rows for so many sequences, in which all tokens are allowed."""
-        import torch
-
-        num_words = -(-len(self.vocabulary.tokens) // 32)
-        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32, device="cpu")
-
-    def destroy(self) -> None:  # noqa: B027
-        """Release what a backend holds beside Python's objects. Nothing may be compiled later."""
+        """Compile the rules; the grammar is at their beginning. Raises an exception, whose words
+        tell the user why, for rules that are wrong or not supported."""
 
 
-def get_backend_cls(name: str) -> type[StructuredOutputBackend]:
-    """The class of this name. Raises ImportError if its package is not installed."""
-    module, class_name = BACKENDS[name]
-    cls: type[StructuredOutputBackend] = getattr(
-        import_module(f"{__package__}.{module}"), class_name
-    )
-    return cls
-
-
-def choose_backend(backend: str, spec: GrammarSpec) -> type[StructuredOutputBackend]:
-    """The class that compiles this: `backend`, or for "auto" the first one that can. Raises
-    VLLMValidationError with the reasons of all that refuse it."""
-    refused_by: dict[str, list[str]] = {}  # reason -> names
-    advice = ""
-    for name in AUTO.get(spec.request_type, OTHERS) if backend == "auto" else [backend]:
-        try:
-            cls = get_backend_cls(name)
-            cls.check(spec)
-            return cls
-        except ImportError as error:
-            refused_by.setdefault(f"{error}.", []).append(name)
-            advice = '\npip install -e ".[structured]" installs what is missing.'
-        except ValueError as error:
-            refused_by.setdefault(str(error), []).append(name)
-    reasons = "".join(f"\n  {', '.join(names)}: {why}" for why, names in refused_by.items())
-    raise VLLMValidationError(
-        f"structured_outputs: no backend takes it.{reasons}{advice}",
-        parameter="structured_outputs",
-    )
-
-
-def describe_misfit(error: Exception) -> str:
-    """What to say of an error that came of JSON with other parts than expected."""
-    return f"a part of it is missing, or has a wrong type ({describe_error(error)})"
+def pack_bits(token_ids: Collection[int], vocab_size: int) -> np.ndarray:
+    """The mask [ceil(vocab_size / 32)] int32 that allows these tokens alone."""
+    is_allowed = np.zeros(-(-vocab_size // 32) * 32, bool)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little").view(np.int32)

@@ -1,44 +1,49 @@
 """What do grammars change in the engine?
 
-    engine      make_request compiles the grammar, in the caller's thread
-    sequence    is at a place in its grammar, and each fork at one of its own
-    scheduler   a step takes the masks of its sequences along; new tokens advance the grammars
-    runner      forbids what the masks forbid, before a token is chosen
+    input processor   compiles the grammar, in the caller's thread
+    sequence          is at a place in its grammar, and each fork at one of its own
+    scheduler         new tokens advance the grammars; a step takes the masks of its sequences along
+    runner            forbids what the masks forbid, before a token is chosen
 
-*Drafts.* With speculative decoding (this chapter is stacked on it) a sequence has a mask behind
-each of its drafts, too, and drafts that the grammar forbids are dropped.
+*The place of a sequence.* Its grammar follows the known output tokens, whatever happens to the
+steps: a preemption, or a step that is computed again, changes nothing. The next mask depends on the
+last token, so a step that samples for such a sequence is read before the next one is scheduled.
+
+*The end.* A stop token is allowed where the text may end. If the text can only end, and no stop
+token may come (ignore_eos, min_tokens), the sequence ends at once: the grammar counts more.
+
+*Drafts.* With speculative decoding a sequence has a mask behind each of its drafts, too: the
+grammar goes ahead over them, and back. Drafts that it forbids are dropped. (Rejection sampling gets
+the first of these, and rejects it: what comes in its place depends on it; see rejection.py there.)
 
 vLLM: vllm/v1/structured_output/, vllm/v1/core/sched/scheduler.py get_grammar_bitmask (V1).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.chapters.speculative.parts import SpeculativeNote
-from nanoserve.chapters.structured_output.backend import (
-    GrammarSpec,
-    StructuredOutputGrammar,
-    choose_backend,
+from nanoserve.chapters.structured_output.backend import StructuredOutputGrammar, pack_bits
+from nanoserve.chapters.structured_output.manager import StructuredOutputManager
+from nanoserve.chapters.structured_output.params import (
+    StructuredOutputsConfig,
+    StructuredOutputsParams,
 )
-from nanoserve.chapters.structured_output.bitmask import BitmaskKernel, TokenBitmask
-from nanoserve.chapters.structured_output.params import StructuredOutputsConfig
-from nanoserve.chapters.structured_output.vocabulary import read_vocabulary
-from nanoserve.config import EngineConfig
-from nanoserve.engine import LLMEngine
+from nanoserve.config import EngineConfig, check_option
 from nanoserve.input_batch import InputBatch
-from nanoserve.model_runner import ModelRunner, PendingOutput
-from nanoserve.output_processor import Request
-from nanoserve.sampling_params import SamplingParams
+from nanoserve.input_processor import InputProcessor
+from nanoserve.model_runner import ModelRunner
+from nanoserve.sampler import SamplingBatch
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import (
     ModelOutput,
-    ScheduledSequence,
     SchedulerOutput,
     Sequence,
     SequenceStatus,
@@ -47,141 +52,180 @@ from nanoserve.sequence import (
 
 
 class MasksNote(NamedTuple):
-    """From the scheduler to the runner, with each step."""
+    """From the scheduler to the runner, with a step that samples under a grammar."""
 
-    masks: dict[int, Tensor]  # seq_id -> [number of samples, words] int32
+    first_rows: dict[int, int]  # seq_id -> its first row in bits; behind that, one for each draft
+    bits: np.ndarray  # [num_masks, words] int32: which tokens may come
 
 
 @dataclass(frozen=True)
 class StructuredConfig(EngineConfig):
+    # Who makes grammars: a dict, such as {"backend": "xgrammar"}. The keys are in params.py.
     structured_outputs_config: Any = None
-    """Which backend makes grammars: a dict such as {"backend": "auto"}."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.structured_outputs_config or {}
+        config = StructuredOutputsConfig(**given) if isinstance(given, Mapping) else given
+        check_option("structured_outputs_config", config, StructuredOutputsConfig)
+        object.__setattr__(self, "structured_outputs_config", config)
 
 
 @dataclass(eq=False)
 class StructuredSequence(Sequence):
-    grammar: StructuredOutputGrammar | None = None  # has accepted the known output tokens
-    grammar_words: int = 0  # 32-bit words of a mask
-    # Without stop tokens (ignore_eos) the output goes on as long as the grammar can.
-    forbidden_ids: tuple[int, ...] = ()
+    grammar: StructuredOutputGrammar | None = None
+    stop_bits: np.ndarray | None = None  # [words] int32: the tokens that the grammar takes as ends
+    masks: np.ndarray | None = None  # [1 + number of drafts, words] int32; None: not made yet
 
     @property
     def needs_sync(self) -> bool:
-        return super().needs_sync or self.grammar is not None
+        return self.grammar is not None or super().needs_sync
 
     def make_branch(self, branch: int) -> Sequence:
         child = super().make_branch(branch)
-        child.grammar = self.grammar and self.grammar.fork()
+        child.grammar, child.masks = self.grammar and self.grammar.fork(), None
         return child
 
-    def make_masks(self, drafts: tuple[int, ...]) -> Tensor:
-        """[1 + len(drafts), words] int32: what may come next, and behind each of the drafts."""
-        masks = torch.full((1 + len(drafts), self.grammar_words), -1, dtype=torch.int32)
-        for number in range(len(masks)):
-            self.grammar.fill_bitmask(masks, number)
-            for token_id in self.forbidden_ids:
-                masks[number].numpy().view(np.uint8)[token_id // 8] &= 255 - (1 << token_id % 8)
-            if number < len(drafts):
-                self.grammar.accept_tokens(self.request_id, [drafts[number]])
-        self.grammar.rollback(len(drafts))
-        return masks
+    def follow(self) -> int:
+        """Let the grammar follow the known output. Returns how many tokens of this it forbids: 0,
+        unless a logits processor has chosen one."""
+        new = self.token_ids[self.num_prompt_tokens + self.grammar.num_tokens :]
+        return len(new) - self.grammar.accept_tokens(new)
+
+    def make_masks(self, drafts: tuple[int, ...] = ()) -> int:
+        """Note what may come next, and behind each of these drafts, as far as they are allowed.
+        Returns how many are. (What stands behind a forbidden one does not count.)"""
+        grammar, num_accepted = self.grammar, 0
+        self.masks = np.full((1 + len(drafts), len(self.stop_bits)), -1, np.int32)
+        for number, mask in enumerate(self.masks):
+            if grammar.is_terminated():
+                break
+            grammar.fill_bitmask(mask)
+            if not self.stop_token_ids:
+                mask &= ~self.stop_bits
+            if not grammar.accept_tokens(drafts[number : number + 1]):
+                break
+            num_accepted += 1
+        grammar.rollback(num_accepted)
+        return num_accepted
+
+    def is_over(self) -> bool:
+        """Can nothing follow, because the text can only end, and no stop token may come?"""
+        may_stop = self.stop_token_ids and self.num_output_tokens >= self.sampling_params.min_tokens
+        return not (may_stop or (self.masks[0] & ~self.stop_bits).any())
 
 
-class StructuredEngine(LLMEngine):
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.grammar_config = StructuredOutputsConfig.read(config.structured_outputs_config)
-        model_config, tokenizer = self.model_config, self.input_processor.require_tokenizer("it")
-        self.vocabulary = read_vocabulary(
-            tokenizer, model_config.vocab_size, model_config.eos_token_ids
+class StructuredInputProcessor(InputProcessor):
+    can_constrain = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.structured_output_manager = StructuredOutputManager(
+            self.config.structured_outputs_config, self.model_config, self.tokenizer
         )
-        self.compiled: dict[Any, StructuredOutputGrammar] = {}  # a real one: bounded
 
-    def make_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
-    ) -> Request:
-        request = super().make_request(request_id, prompt, params, **each)
-        if (wanted := request.root.sampling_params.structured_outputs) is not None:
-            stops = request.root.stop_token_ids or self.vocabulary.eos_token_ids
-            spec = GrammarSpec(*wanted.key, stops)
-            key = choose_backend(self.grammar_config.backend, spec), spec
-            if key not in self.compiled:
-                self.compiled[key] = key[0](self.vocabulary).compile_grammar(spec)
-            for seq in request.sequences:
-                seq.grammar = self.compiled[key].fork()
-                seq.grammar_words = -(-len(self.vocabulary.tokens) // 32)
-                seq.forbidden_ids = () if seq.stop_token_ids else tuple(stops)
-        return request
+    def process(self, *args: Any, **each: Any) -> Sequence:
+        seq, model = super().process(*args, **each), self.model_config
+        if (wanted := seq.sampling_params.structured_outputs) is not None:
+            self.require_tokenizer("structured_outputs")
+            wanted = StructuredOutputsParams(**wanted) if isinstance(wanted, Mapping) else wanted
+            check_option("structured_outputs", wanted, StructuredOutputsParams)
+            stops = seq.stop_token_ids or model.eos_token_ids
+            seq.grammar = self.structured_output_manager.grammar_init(wanted, stops)
+            seq.stop_bits = pack_bits(stops, model.vocab_size)
+        return seq
 
 
 class StructuredScheduler(Scheduler):
     def make_output(self, step: StepPlan) -> SchedulerOutput:
-        """The masks of the step: [number of samples, words] for each sequence with a grammar."""
-        note = step.notes.get(SpeculativeNote)  # of the one chapter that this one has to know
-        masks: dict[int, Tensor] = {}
-        step.notes[MasksNote] = MasksNote(masks)
-        for item in step.scheduled:
-            seq = self.sequences[item.seq_id]
+        """As many masks for each sequence as tokens may come: one, and one for each draft."""
+        first_rows: dict[int, int] = {}
+        masks: list[np.ndarray] = []
+        for seq_id, *_ in step.scheduled:
+            seq = self.sequences[seq_id]
             if seq.grammar is not None and seq.num_output_placeholders:
-                masks[seq.seq_id] = seq.make_masks(note.drafts.get(seq.seq_id, ()) if note else ())
+                if seq.masks is None:
+                    seq.make_masks()
+                first_rows[seq_id] = len(masks)
+                masks += list(seq.masks[: seq.num_output_placeholders])
+        if masks:
+            step.notes[MasksNote] = MasksNote(first_rows, np.stack(masks))
         return super().make_output(step)
 
-    def append_tokens(self, seq: Sequence, token_ids: list[int]) -> int:
-        number = super().append_tokens(seq, token_ids)
-        if seq.grammar is None:
-            return number
-        if not seq.grammar.accept_tokens(seq.request_id, token_ids[:number]):
-            seq.status = SequenceStatus.FINISHED_ERROR  # a logits processor has chosen it
-            seq.stop_reason = "structured_outputs: the grammar does not allow the token"
-        elif seq.forbidden_ids and not seq.make_masks(()).any():
-            seq.status = SequenceStatus.FINISHED_STOPPED  # nothing can follow
-        return number
-
-    def update_sequence(
-        self, seq: Sequence, item: ScheduledSequence, model_output: ModelOutput
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelOutput
     ) -> list[SequenceUpdate]:
-        updates = super().update_sequence(seq, item, model_output)
-        if seq.grammar is not None and (drafts := getattr(self, "drafts", {}).get(seq.seq_id)):
-            is_over = seq.grammar.is_terminated()
-            valid = () if is_over else seq.grammar.validate_tokens(list(drafts))
-            self.drafts[seq.seq_id] = tuple(valid)
+        updates = super().update_from_output(scheduler_output, model_output)
+        for update in updates:
+            if update.sequence.grammar is not None and update.tokens:
+                self.advance_grammar(update)
         return updates
+
+    def advance_grammar(self, update: SequenceUpdate) -> None:
+        """Let the grammar of a sequence follow its new tokens, and drop the drafts that it forbids.
+        What goes wrong with a grammar ends its own sequence alone."""
+        seq, error = update.sequence, None
+        try:
+            if num_forbidden := seq.follow():
+                update.keep(len(update.tokens) - num_forbidden)
+                error = "the grammar does not allow the token that was chosen"
+            elif seq.seq_id in self.sequences:
+                drafts = getattr(self, "drafts", {})  # of SpeculativeScheduler
+                guesses = drafts.get(seq.seq_id, ())
+                num_kept = seq.make_masks(guesses)
+                if guesses:
+                    method = self.config.speculative_config.rejection_sample_method
+                    drafts[seq.seq_id] = guesses[: num_kept + (method == "standard")]
+                if seq.is_over():
+                    self.finish(seq.seq_id, SequenceStatus.FINISHED_STOPPED)
+        except Exception as failure:  # of a package
+            error = f"the grammar failed: {failure!r}"
+        if error is not None:
+            self.finish(seq.seq_id, SequenceStatus.FINISHED_ERROR)
+            seq.status = SequenceStatus.FINISHED_ERROR  # if it had ended otherwise, too
+            seq.stop_reason = f"structured_outputs: {error}"
 
 
 class StructuredRunner(ModelRunner):
-    def sample(self, input_batch: InputBatch, hidden: Tensor) -> PendingOutput:
-        """Forbid what the masks forbid, then choose as before."""
-        choose = self.choose
-        if (mask := self.make_mask(input_batch)) is not None:
-            self.choose = lambda logits, batch: choose(mask.apply(logits), batch)
-        try:
-            return super().sample(input_batch, hidden)
-        finally:
-            self.choose = choose
+    def make_sampling_batch(self, input_batch: InputBatch) -> SamplingBatch:
+        batch = super().make_sampling_batch(input_batch)
+        note = input_batch.step.notes.get(MasksNote)
+        return batch if note is None else replace(batch, mask=self.make_mask(input_batch, note))
 
-    def make_mask(self, input_batch: InputBatch) -> TokenBitmask | None:
-        """The step's masks, by row of the logits."""
-        masks = input_batch.step.notes[MasksNote].masks
-        if not masks:
-            return None
-        arrays, rows, bits = input_batch.arrays, [], []
+    def make_mask(self, input_batch: InputBatch, note: MasksNote) -> partial[Tensor]:
+        """What forbids tokens in the logits of the step: the note's masks, by row of the logits."""
+        arrays, rows, places = input_batch.arrays, [], []
         first: dict[int, int] = {}  # seq_id -> place of its first sample in the step
-        places = zip(arrays.logits_indices.tolist(), arrays.sampled_rows.tolist(), strict=True)
-        for logits_row, (place, row) in enumerate(places):
-            seq_id = int(self.req_states.seq_ids[row])
-            if seq_id in masks:
-                rows.append(logits_row)
-                bits.append(masks[seq_id][place - first.setdefault(seq_id, place)])
-        if not rows:
-            return None
-        sent = self.send(rows=np.array(rows), bits=torch.stack(bits).numpy())
-        return TokenBitmask(sent["rows"], sent["bits"], BitmaskKernel(self.device))
+        seq_ids = self.req_states.seq_ids[arrays.sampled_rows].tolist()
+        for row, place in enumerate(arrays.logits_indices.tolist()):
+            seq_id = seq_ids[row]
+            if seq_id in note.first_rows:
+                rows.append(row)
+                places.append(note.first_rows[seq_id] + place - first.setdefault(seq_id, place))
+        bits = torch.from_numpy(note.bits)
+        if self.device.type == "cuda":  # from pinned memory, so that the CPU does not wait
+            bits = bits.pin_memory().to(self.device, non_blocking=True)
+        sent = self.send(rows=np.array(rows), places=np.array(places))
+        return partial(apply_bitmask, rows=sent["rows"], bits=bits.index_select(0, sent["places"]))
+
+
+def apply_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
+    """A copy of logits [num_rows, vocab_size] in which row rows[i] is -inf where bits[i] has a 0.
+
+    Bits become Booleans eight at a time, by a table with a row for each byte.
+    """
+    byte, bit = (torch.arange(number, device=bits.device) for number in (256, 8))
+    table = (byte[:, None] >> bit) & 1 == 0
+    forbidden = table.index_select(0, bits.view(torch.uint8).view(-1).int())
+    forbidden = forbidden.view(len(bits), -1)[:, : logits.shape[1]]
+    masked = logits.index_select(0, rows).masked_fill(forbidden, -torch.inf)
+    return logits.index_copy(0, rows, masked)
 
 
 PARTS = {
     "config_cls": StructuredConfig,
     "sequence_cls": StructuredSequence,
-    "engine_cls": StructuredEngine,
+    "input_processor_cls": StructuredInputProcessor,
     "scheduler_cls": StructuredScheduler,
     "runner_cls": StructuredRunner,
 }

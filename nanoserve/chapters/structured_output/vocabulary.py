@@ -8,20 +8,17 @@ its own way:
     special tokens, padding of the vocabulary   None: no grammar allows them
 
 A special token ("<|im_end|>") is no text: a user never sees it. An added token that is not special
-("<tool_call>" of Qwen) is written as it stands, so it is text.
-
-All backends get the same Vocabulary, so they agree on what a token is.
+("<tool_call>" of Qwen) is written as it stands, so it is text. All backends get the same
+Vocabulary, so they agree on what a token is.
 
 vLLM: vllm/v1/structured_output/utils.py (V1), get_outlines_vocabulary; xgrammar's TokenizerInfo.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass
 from typing import Any
-
-from nanoserve.entrypoints.errors import VLLMValidationError
 
 # Decoders that write each token the same wherever it stands, from the second token on.
 DECODERS = {"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
@@ -36,47 +33,38 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> Vocabulary:
-    """The Vocabulary of a model whose logits have vocab_size entries. Raises VLLMValidationError
-    for a tokenizer whose tokens are not known as bytes."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = getattr(backend, "decoder", None)
-    kinds = set() if decoder is None else set(_find_types(json.loads(decoder.__getstate__())))
+    """The Vocabulary of a model whose logits have vocab_size entries. Raises ValueError for a
+    tokenizer whose tokens are not known as bytes."""
+    backend = tokenizer.backend_tokenizer
+    state = backend.decoder.__getstate__().decode() if backend.decoder else ""
+    kinds = set(re.findall(r'"type":"(\w+)"', state))
     if not kinds or kinds - DECODERS:
-        given = f"it has the decoder {' + '.join(sorted(kinds))}" if kinds else "it has no decoder"
-        raise VLLMValidationError(
-            f"structured outputs are not possible with this tokenizer: {given}; allowed: "
-            f"{', '.join(sorted(DECODERS))}. Use a model with a byte-level or SentencePiece "
-            "tokenizer.",
-            parameter="structured_outputs",
+        raise ValueError(
+            "structured_outputs needs a byte-level or SentencePiece tokenizer; this one's decoder "
+            f"is {' + '.join(sorted(kinds)) or None}."
         )
-    added = backend.get_added_tokens_decoder()
-    special = {token_id for token_id, token in added.items() if token.special}
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     special.update(tokenizer.all_special_ids)
     tokens: list[bytes | None] = [None] * vocab_size
     for token, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size and token_id not in special:
-            tokens[token_id] = _to_bytes(token, kinds, decoder) or None
+            tokens[token_id] = to_bytes(token, kinds, backend.decoder) or None
     return Vocabulary(tuple(tokens), eos_token_ids)
 
 
-def _find_types(part: dict[str, Any]) -> list[str]:
-    """The types of a decoder and of its parts."""
-    inner = [name for each in part.get("decoders", ()) for name in _find_types(each)]
-    return [part["type"], *inner]
-
-
-def _to_bytes(token: str, kinds: set[str], decoder: Any) -> bytes:
+def to_bytes(token: str, kinds: set[str], decoder: Any) -> bytes:
+    """What a token of the vocabulary stands for."""
     if "ByteLevel" in kinds:
-        if all(character in _BYTES for character in token):
-            return bytes(_BYTES[character] for character in token)
+        if all(character in BYTES for character in token):
+            return bytes(BYTES[character] for character in token)
         return token.encode()  # added as text
-    if "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+    if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes.fromhex(token[3:5])
     # Behind another token: at the start of a text a space may be missing.
     return decoder.decode(["a", token]).removeprefix("a").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Character -> byte: GPT-2 writes a visible byte as itself, and the others as U+0100 and on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -84,4 +72,4 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
 
 
-_BYTES = _byte_alphabet()
+BYTES = byte_alphabet()
