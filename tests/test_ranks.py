@@ -6,6 +6,7 @@ start. One engine has a real process; torchrun runs one script.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from oracle import assert_same_greedy
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.distributed import multiproc
+from nanoserve.sequence import EngineDeadError
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -47,7 +49,8 @@ class RankThread(threading.Thread):
 
     def run(self) -> None:
         port, rank, size = self.arguments
-        multiproc.work(dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
+        with contextlib.suppress(ValueError):  # which rank 0 raises, too
+            multiproc.work(dist.TCPStore("127.0.0.1", port, is_master=False), rank, size)
 
     def poll(self) -> int | None:
         return None if self.is_alive() else 0
@@ -56,6 +59,7 @@ class RankThread(threading.Thread):
         self.join(timeout)
 
     def kill(self) -> None:
+        self.join(5)
         assert not self.is_alive()
 
 
@@ -127,10 +131,8 @@ def test_two_ranks_answer_as_one(options: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("thread_ranks")
 def test_what_cannot_be_divided_is_refused() -> None:
-    before = threading.active_count()
     with pytest.raises(ValueError, match="divided among 3 ranks"):
         LLM(tensor_parallel_size=3, **SIZES)
-    assert threading.active_count() <= before + 2  # ranks that wait in vain are daemons
 
 
 # -- processes --
@@ -162,13 +164,14 @@ def test_a_killed_rank_is_told(llm: LLM) -> None:
     process, start = llm.engine.executor.processes[1], time.monotonic()
     process.kill()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="rank 1"):
+        with pytest.raises(EngineDeadError, match="rank 1"):
             answer(llm)
     assert time.monotonic() - start < 30
     llm.close()
     assert not is_there(process.pid)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_script_ends_its_ranks() -> None:
     """Although nobody has closed the engine."""
     script = (

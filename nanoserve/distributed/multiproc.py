@@ -50,7 +50,7 @@ from nanoserve.kernels.threads import rank_environment
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.sequence import SchedulerOutput
+from nanoserve.sequence import EngineDeadError, SchedulerOutput
 
 STEP_TIMEOUT, IDLE_TIMEOUT = timedelta(minutes=10), timedelta(days=20)
 POLL = 1.0  # seconds between two looks at the other processes
@@ -64,7 +64,7 @@ class MultiprocExecutor:
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> None:
-        """Raises ValueError for a model that cannot be divided, RuntimeError if a rank ends."""
+        """Raises ValueError for a model that cannot be divided, EngineDeadError if a rank ends."""
         size = config.num_ranks
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self.failure: str | None = None
@@ -94,9 +94,9 @@ class MultiprocExecutor:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run rank 0's part of something that all ranks do, in rank 0's thread. Ctrl-C ends only
-        the wait for it. Raises RuntimeError if a rank has ended; after any error, all are ended."""
+        the wait for it. After any error all ranks are ended; EngineDeadError says which one was."""
         if self.failure is not None:
-            raise RuntimeError(self.failure)
+            raise EngineDeadError(self.failure)
         future: Future[Any] = Future()
         self.calls.put((future, function, arguments))
         while True:
@@ -111,7 +111,7 @@ class MultiprocExecutor:
                 self.failure = ended or f"rank 0 has failed: {error!r}. Build the LLM again."
                 self.end()
                 if ended is not None:
-                    raise RuntimeError(ended) from error
+                    raise EngineDeadError(ended) from error
                 raise
 
     def find_ended(self, patience: float) -> str | None:
@@ -154,18 +154,17 @@ def end(
     shared: dist.Store,
 ) -> None:
     """Of an engine that is closed, or garbage, or open when the script ends."""
-    future: Future[Any] = Future()
-    for parallel in groups if all(each.poll() is None for each in processes.values()) else ():
-        calls.put((future, parallel.broadcast_object, ()))
-    calls.put(None)
     try:
         shared.add("open", -1)
-        if groups:
+        if groups and all(process.poll() is None for process in processes.values()):
+            future: Future[Any] = Future()
+            calls.put((future, groups[0].broadcast_object, ()))
             future.result(5)
             for process in processes.values():
                 process.wait(5)
     except (RuntimeError, TimeoutError, subprocess.TimeoutExpired):
         pass  # a rank is lost, or stands still
+    calls.put(None)
     groups.clear()
     for process in processes.values():
         process.kill()
