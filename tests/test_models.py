@@ -1,9 +1,12 @@
-"""Every architecture and option against transformers: same checkpoint, same tokens."""
+"""Every family answers as transformers does; what would answer wrongly is refused.
+
+One engine for each family does several things at once: prompts in chunks beside sequences that
+decode, prefixes from the cache, preemption (there are few blocks).
+"""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,387 +14,345 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_same_greedy, greedy_tokens, reference_logits
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import assert_same_greedy, reference_logits
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.attention import StepMetadata
-from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.kernels.selector import make_layer_config
-from nanoserve.layers import LayerConfig
-from nanoserve.models.decoder import CausalLM
-from nanoserve.models.loader import load_model
+from nanoserve.layers import LayerConfig, RotaryEmbedding
+from nanoserve.models.config import ModelConfig
+from nanoserve.models.families import LlamaForCausalLM
+from nanoserve.models.moe import (
+    grouped_matmul_blocks,
+    grouped_matmul_torch,
+    route,
+    run_experts_grouped,
+    run_experts_loop,
+)
 from nanoserve.models.registry import ModelRegistry
-from nanoserve.parallel import ParallelState
+from nanoserve.models.rope import rope_frequencies
 
 MakeCheckpoint = Callable[..., Path]
-MAX_TOKENS = 10
-LENGTHS = (1, 2, 15, 16, 17, 60, 300)  # around a block of 16, and many chunks long
-# A budget so small that prompts run in chunks of at most 40 tokens, beside sequences that decode.
-TIGHT: dict[str, Any] = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "block_size": 4}
-
-QWEN3_MOE: dict[str, Any] = {
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+NUM_TOKENS = 8
+PROMPTS = [[(7 * i * i + 3 * i) % 311 + 2 for i in range(n)] for n in (1, 5, 40, 33)]
+PROMPTS += [PROMPTS[2][:24] + [9, 8]]
+OPTIONS = {"block_size": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 26}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama-attention-bias": ("llama", {"attention_bias": True}),
-    "llama-mlp-bias": ("llama", {"mlp_bias": True}),
-    "llama-mha": ("llama", {"num_key_value_heads": 4}),
-    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
-    "llama-head-dim": ("llama", {"head_dim": 24}),
-    "llama-eps": ("llama", {"rms_norm_eps": 0.3}),
-    "mistral-window": ("mistral", {"sliding_window": 11}),
-    "mistral-window-of-one": ("mistral", {"sliding_window": 1}),
-    "mistral-full": ("mistral", {"sliding_window": None}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": (
-        "qwen2",
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mistral": ("mistral", {"sliding_window": 11, "tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_moe": (
+        "qwen3_moe",
         {
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "max_window_layers": 1,
-            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "mlp_only_layers": [1],
         },
     ),
-    "qwen2-window-not-used": ("qwen2", {"use_sliding_window": False, "sliding_window": 9}),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-head-dim": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3-attention-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
-    "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 11}),
-    "mixtral-one-of-three": (
-        "mixtral",
-        {"num_local_experts": 3, "num_experts_per_tok": 1, "intermediate_size": 50},
-    ),
-    "qwen3-moe": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True}),
-    "qwen3-moe-weights-as-they-are": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": False}),
-    "qwen3-moe-some-layers": (
-        "qwen3_moe",
-        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
-    ),
-    "qwen3-moe-window": (
-        "qwen3_moe",
-        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 9},
-    ),
 }
-
-ORIGINAL = 512  # the length before any stretching, of the models below
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 5000.0},
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5},
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-    },
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "short_factor": [1.0 + 0.1 * i for i in range(8)],
-        "long_factor": [2.0 + 0.5 * i for i in range(8)],
-        "original_max_position_embeddings": ORIGINAL,
-    },
+FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),  # learnt positions, other names in config.json
+    "opt": ("opt", {"ffn_dim": 112, "word_embed_proj_dim": 32}),  # positions begin at 2
+    "phi3": ("phi3", {"sliding_window": 11}),
+    "gpt_neox": ("gpt_neox", {}),  # a quarter of each head is turned
+    # Soft caps of scores and of logits, every second layer with a window.
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 24,
+            "sliding_window": 11,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 20.0,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"head_dim": 24, "sliding_window": 11}),  # two ropes
+    "nemotron": ("nemotron", {}),  # hands no keyword arguments to attention
+    "gpt_bigcode": ("gpt_bigcode", {"multi_query": True}),
+    # Latent attention: keys of 16 + 8, values of 16, a scale that yarn changes; shared experts.
+    "deepseek_v2": (
+        "deepseek_v2",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "rope_parameters": {**YARN, "original_max_position_embeddings": 256},
+        },
+    ),
+    "llama": ("llama", {}),
 }
 
 
-def prompts_of(lengths: tuple[int, ...], vocab_size: int = 320) -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
-
-
-def answers(folder: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    """Greedy answers of the whole engine, all prompts in one call."""
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
-    with LLM(folder, **{"dtype": "float32", "num_kv_blocks": 1000, **options}) as llm:
-        return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def assert_all_same_greedy(
-    folder: Path, lengths: tuple[int, ...] = LENGTHS, **options: Any
+def check_like_transformers(
+    folder: Path, dtype: torch.dtype = torch.float32, tolerance: float = 2e-4, **options: Any
 ) -> None:
-    prompts = prompts_of(lengths)
-    for prompt, tokens in zip(prompts, answers(folder, prompts, **options), strict=True):
-        assert_same_greedy(folder, prompt, tokens, MAX_TOKENS)
+    """Greedy tokens, and the log-probabilities of the prompts, are those of transformers."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, prompt_logprobs=0)
+    name = str(dtype).removeprefix("torch.")
+    with LLM(folder, dtype=name, max_model_len=64, **{**OPTIONS, **options}) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        logprobs = reference_logits(folder, prompt, dtype).log_softmax(-1)[:-1]
+        expected = logprobs.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        entries = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        found = torch.tensor([entry[token].logprob for entry, token in entries])
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        tokens = list(output.outputs[0].token_ids)
+        assert_same_greedy(folder, prompt, tokens, NUM_TOKENS, dtype)
 
 
-def edit_config(source: Path, target: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of a checkpoint, its config.json edited."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    file = target / "config.json"
-    config = json.loads(file.read_text())
-    edit(config)
-    file.write_text(json.dumps(config))
-    return target
+@pytest.mark.parametrize("name", NATIVE)
+def test_families_of_our_own(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    family, settings = NATIVE[name]
+    check_like_transformers(make_checkpoint(family, **settings))
 
 
-# ------------------------------------------------------------------------------ same tokens
+@pytest.mark.parametrize("name", FALLBACK)
+def test_families_of_transformers(name: str, make_checkpoint: MakeCheckpoint) -> None:
+    family, settings = FALLBACK[name]
+    check_like_transformers(make_checkpoint(family, **settings), model_impl="transformers")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(
-    make_checkpoint: MakeCheckpoint, name: str
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.06), ("float16", 0.01)])
+def test_half_precision(
+    family: str, dtype: str, tolerance: float, make_checkpoint: MakeCheckpoint
 ) -> None:
-    model_type, overrides = FAMILIES[name]
-    assert_all_same_greedy(make_checkpoint(model_type, **overrides), **TIGHT)
+    check_like_transformers(make_checkpoint(family), getattr(torch, dtype), tolerance)
 
 
-def test_all_prompts_in_one_step(make_checkpoint: MakeCheckpoint) -> None:
-    assert_all_same_greedy(make_checkpoint("qwen3", head_dim=16))
+def test_files_in_shards_and_a_padded_context(make_checkpoint: MakeCheckpoint) -> None:
+    """Several files with an index; max_model_len of the checkpoint; plain and fast kernels."""
+    folder = make_checkpoint("llama", shards=3, num_hidden_layers=3)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    for kernels in ("plain", "fast"):
+        check_like_transformers(folder, kernels=kernels, attention_backend="auto")
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_every_rope_type(make_checkpoint: MakeCheckpoint, rope: str) -> None:
-    """Two types depend on the length of the text; up to the original length they agree."""
-    length = {"max_position_embeddings": ORIGINAL}
-    if rope == "longrope":
-        length = {"max_position_embeddings": 2 * ORIGINAL}
-    folder = make_checkpoint("llama", rope_parameters=ROPES[rope], **length)
-    assert_all_same_greedy(folder, max_model_len=ORIGINAL, **TIGHT)
+# -- rotary embedding --
+
+LENGTHS = {"max_position_embeddings": 256}
+ORIGINAL = {"original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0 + i / 8 for i in range(8)]}
+ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 500000.0},
+    {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    {"rope_scaling": {**LLAMA3, **ORIGINAL}, "rope_theta": 500000.0},
+    {"rope_parameters": {**YARN, **ORIGINAL}},
+    {"rope_parameters": {**YARN, **ORIGINAL, "mscale": 0.7, "mscale_all_dim": 0.9}},
+    {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG, **ORIGINAL}},
+]
 
 
-@pytest.mark.parametrize("rope", ROPES)
-def test_both_config_layouts_say_the_same(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, rope: str
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_rope_is_that_of_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    """At every position of the longest text: cos, and sin with the sign of the first half."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"vocab_size": 9, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    hf = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 9, **sizes, **LENGTHS, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = ModelConfig.from_folder(tmp_path)
+    frequencies, scaling = rope_frequencies(16, config.rope_parameters, 256)
+    table = RotaryEmbedding(frequencies, scaling, 256, LayerConfig())
+    positions = torch.arange(256)
+    cos, sin = table(positions)
+    expected = LlamaRotaryEmbedding(LlamaConfig.from_dict(hf))
+    their_cos, their_sin = expected(torch.zeros(1), positions[None])
+    sign = torch.tensor([-1.0] * 8 + [1.0] * 8)
+    torch.testing.assert_close(cos[:, 0], their_cos[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin[:, 0], their_sin[0] * sign, rtol=0, atol=1e-6)
+
+
+# -- experts --
+
+
+@given(
+    num_experts=st.integers(1, 6),
+    num_tokens=st.integers(0, 12),
+    top_k=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.parametrize("matmul", [grouped_matmul_torch, grouped_matmul_blocks])
+def test_grouped_experts_are_a_loop_over_experts(
+    matmul: Callable[[Tensor, Tensor, Tensor], Tensor],
+    num_experts: int,
+    num_tokens: int,
+    top_k: int,
+    seed: int,
 ) -> None:
-    """transformers 5 writes rope_parameters; before, rope_theta stood beside rope_scaling."""
-
-    def to_old_layout(config: dict[str, Any]) -> None:
-        settings = config.pop("rope_parameters")
-        config["rope_theta"] = settings.pop("rope_theta")
-        if settings["rope_type"] != "default":
-            config["rope_scaling"] = {"type": settings.pop("rope_type"), **settings}
-        config["torch_dtype"] = config.pop("dtype")
-
-    folder = make_checkpoint(
-        "llama", rope_parameters=ROPES[rope], max_position_embeddings=2 * ORIGINAL
-    )
-    old = edit_config(folder, tmp_path / "old", to_old_layout)
-    prompts = prompts_of((5, 100))
-    assert answers(old, prompts) == answers(folder, prompts)
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = torch.randn(num_experts, 16, 16, generator=generator)
+    down = torch.randn(num_experts, 16, 8, generator=generator)
+    x = torch.randn(num_tokens, 16, generator=generator)
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    weights, expert_ids = route(logits, min(top_k, num_experts), normalize=True)
+    expected = run_experts_loop(x, gate_up, down, weights, expert_ids)
+    found = run_experts_grouped(x, gate_up, down, weights, expert_ids, matmul)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_an_old_qwen2_config_has_no_layer_types(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    model_type, overrides = FAMILIES["qwen2-window"]
-    folder = make_checkpoint(model_type, **overrides)
-    old = edit_config(folder, tmp_path / "old", lambda config: config.pop("layer_types"))
-    prompts = prompts_of((5, 100))
-    assert answers(old, prompts) == answers(folder, prompts)
+# -- what is refused, and what is not needed --
 
 
-def test_an_old_qwen2_config_names_a_window_that_is_not_used(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    """As Qwen2.5's own files do: "use_sliding_window": false beside a sliding_window."""
-
-    def to_old_layout(config: dict[str, Any]) -> None:
-        del config["layer_types"]
-        config.update(use_sliding_window=False, sliding_window=9, max_window_layers=0)
-
-    folder = make_checkpoint("qwen2")
-    old = edit_config(folder, tmp_path / "old", to_old_layout)
-    prompts = prompts_of((5, 100))
-    assert answers(old, prompts) == answers(folder, prompts)
+def copy(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    """A copy with other keys in config.json; None: without this key."""
+    new = Path(shutil.copytree(folder, tmp_path / "copy"))
+    hf = {**json.loads((new / "config.json").read_text()), **keys}
+    text = json.dumps({key: value for key, value in hf.items() if value is not None})
+    (new / "config.json").write_text(text)
+    return new
 
 
-def test_layer_types_of_a_mistral_config_count(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path
-) -> None:
-    """transformers reads such a config as Ministral's."""
-    folder = make_checkpoint("mistral", sliding_window=8, num_hidden_layers=3)
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    mixed = edit_config(folder, tmp_path / "mixed", lambda config: config.update(layer_types=kinds))
-    assert_all_same_greedy(mixed)
+def rename(tensors: dict[str, Tensor]) -> None:
+    tensors["other.weight"] = tensors.pop("model.norm.weight")
 
 
-def test_length_dependent_ropes_are_fixed_by_max_model_len(
+def cut(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+
+
+def make_codes(tensors: dict[str, Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+
+def add_computed(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+
+@pytest.mark.parametrize("impl", ["nanoserve", "transformers"])
+@pytest.mark.parametrize(
+    ("edit", "named"), [(rename, "norm.weight"), (cut, "norm.weight"), (make_codes, "I8")]
+)
+def test_weights_that_do_not_fit_are_named(
+    edit: Callable[[dict[str, Tensor]], None],
+    named: str,
+    impl: str,
     make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
 ) -> None:
-    """In a stretched model short texts, too, use the stretched frequencies: the output of a request
-    does not depend on its batch. transformers decides by the longest text of the batch."""
-    folder = make_checkpoint(
-        "llama", rope_parameters=ROPES["longrope"], max_position_embeddings=2 * ORIGINAL
-    )
-    short, long = prompts_of((40, ORIGINAL + 20))
-    alone = answers(folder, [short])
-    assert answers(folder, [short, long])[0] == alone[0]
-    for max_model_len, key in ((ORIGINAL, "short_factor"), (2 * ORIGINAL, "long_factor")):
-        frequencies = load(folder, max_model_len).model.rotary_emb.table[1, :8]
-        plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
-        scaling = (1 + torch.tensor(2.0).log() / torch.tensor(float(ORIGINAL)).log()).sqrt()
-        expected = (plain / torch.tensor(ROPES["longrope"][key])).cos() * scaling
-        torch.testing.assert_close(frequencies, expected)
+    file = copy(make_checkpoint("llama"), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=named):
+        LLM(file.parent, model_impl=impl)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_checkpoints_compute_in_float32_on_a_cpu(
-    make_checkpoint: MakeCheckpoint, dtype: str
-) -> None:
-    folder = make_checkpoint("qwen3", dtype=dtype, head_dim=16)
-    assert_all_same_greedy(folder, dtype="auto")
+def test_computed_tensors_may_be_there(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    file = copy(make_checkpoint("llama"), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    add_computed(tensors)
+    save_file(tensors, file, {"format": "pt"})
+    with LLM(file.parent, **OPTIONS) as llm:
+        assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
-def test_bfloat16_runs_and_stays_near(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint("qwen3", dtype="bfloat16", head_dim=16)
-    prompts = prompts_of((1, 16, 60))
-    for prompt, tokens in zip(prompts, answers(folder, prompts, dtype="bfloat16"), strict=True):
-        assert_same_greedy(folder, prompt, tokens, MAX_TOKENS, dtype=torch.bfloat16)
-
-
-def test_sharded_and_single_file_checkpoints_give_the_same(make_checkpoint: MakeCheckpoint) -> None:
-    single, sharded = make_checkpoint("llama"), make_checkpoint("llama", shards=3)
-    assert len(list(single.glob("*.safetensors"))) == 1
-    assert len(list(sharded.glob("*.safetensors"))) > 1
-    prompts = prompts_of((3, 50))
-    assert answers(sharded, prompts) == answers(single, prompts)
-    assert_all_same_greedy(sharded, (3, 50))
-
-
-def test_a_batch_of_many_prompts(make_checkpoint: MakeCheckpoint) -> None:
-    """More prompts than rows, some of them equal or prefixes of others, on few blocks."""
-    prompts = prompts_of((1, 7, 33, 64, 64, 200, 3, 18, 90))
-    prompts += [prompts[5], prompts[5][:96], [*prompts[5][:97], 5, 6]]
-    folder = make_checkpoint("qwen3", head_dim=16)
-    tokens = answers(folder, prompts, num_kv_blocks=40, max_num_seqs=5, max_num_batched_tokens=50)
-    for prompt, answer in zip(prompts, tokens, strict=True):
-        assert_same_greedy(folder, prompt, answer, MAX_TOKENS)
-
-
-def test_generation_ends_at_every_eos_token_the_checkpoint_names(
+def test_files_that_are_damaged_or_not_there(
     make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """Both generation_config.json's and config.json's; the EOS token is part of the answer."""
-    folder = make_checkpoint("llama")
-    first, second = prompts_of((9, 21))
-    eos = [greedy_tokens(folder, first, 5)[3], greedy_tokens(folder, second, 5)[4]]
-    other = edit_config(folder, tmp_path / "eos", lambda config: config.update(eos_token_id=eos))
-    file = other / "generation_config.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps({**settings, "eos_token_id": eos}))
-    for prompt, tokens in zip((first, second), answers(other, [first, second]), strict=True):
-        assert tokens[-1] in eos
-        assert_same_greedy(other, prompt, tokens, MAX_TOKENS)
+    """Pickles beside them are never read."""
+    file = copy(make_checkpoint("llama"), tmp_path) / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        LLM(file.parent)
+    file.rename(file.with_name("pytorch_model.bin"))
+    with pytest.raises(ValueError, match="safetensors"):
+        LLM(file.parent)
 
 
-# ------------------------------------------------------------------------------ the model itself
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "hidden_size": ("llama", {"hidden_size": None}),
+    "num_hidden_layers": ("llama", {"num_hidden_layers": "2"}),
+    "architectures": ("llama", {"architectures": None}),
+    "hidden_act": ("llama", {"hidden_act": "gelu"}),
+    "multiple of num_key_value_heads": ("llama", {"num_key_value_heads": 3}),
+    "layer_types": ("mistral", {"layer_types": ["full_attention"]}),
+    "no causal language model": ("llama", {"architectures": ["NobodysModel"]}),
+    "bitsandbytes|quantiz": ("gpt2", {"quantization_config": {"quant_method": "bitsandbytes"}}),
+}
 
 
-def load(
-    folder: Path, max_model_len: int = 64, layer_config: LayerConfig | None = None, **build: Any
-) -> CausalLM:
-    model_config = ModelConfig.from_folder(folder)
-    config = EngineConfig(model=str(folder), max_model_len=max_model_len).resolve(model_config)
-    layer_config = layer_config or LayerConfig(**build)
-    model = load_model(config, model_config, layer_config, use_tqdm=False)
-    assert isinstance(model, CausalLM)
-    return model
-
-
-PLAIN = LayerConfig()
-CHOSEN = make_layer_config(torch.device("cpu"), torch.float32, ParallelState())
-
-
-@pytest.mark.parametrize("layer_config", [PLAIN, CHOSEN], ids=["plain", "chosen"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_all_positions(
-    make_checkpoint: MakeCheckpoint, name: str, layer_config: LayerConfig
+@pytest.mark.parametrize("named", REFUSED)
+def test_configs_that_are_refused(
+    named: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    """The forward pass step by step: caches, metadata, hidden states, logits of chosen tokens; by
-    the definition of attention and plain layers, and by what a CPU runs."""
-    model_type, overrides = FAMILIES[name]
-    folder = make_checkpoint(model_type, **overrides)
-    [prompt] = prompts_of((50,))
-    model = load(folder, layer_config=layer_config)
-    caches = [
-        spec.allocate(4, 16, torch.float32, torch.device("cpu")) for spec in model.kv_cache_specs()
-    ]
-    block_table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32)
-    positions = torch.arange(50)
-    metadata = StepMetadata(
-        slot_mapping=block_table[0, positions // 16].long() * 16 + positions % 16,
-        block_table=block_table,
-        query_start_loc=torch.tensor([0, 50], dtype=torch.int32),
-        seq_lens=torch.tensor([50], dtype=torch.int32),
+    family, keys = REFUSED[named]
+    with pytest.raises(ValueError, match=named):
+        LLM(copy(make_checkpoint(family), tmp_path, **keys))
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "mamba", "falcon"])
+def test_models_that_need_more_than_paged_attention(
+    family: str, make_checkpoint: MakeCheckpoint
+) -> None:
+    """A bias for distances (ALiBi), attention of their own, a state: without it, they would write
+    nonsense."""
+    settings = {"rotary_dim": 8} if family == "gptj" else {}
+    with pytest.raises(ValueError, match=r"not supported|decoder-only"):
+        LLM(make_checkpoint(family, **settings))
+
+
+def test_code_of_a_checkpoint_is_not_run(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = copy(
+        make_checkpoint("llama"),
+        tmp_path,
+        architectures=["MyModel"],
+        auto_map={"AutoModelForCausalLM": "mine.MyModel", "AutoConfig": "mine.MyConfig"},
     )
-    with torch.inference_mode():
-        hidden = model(torch.tensor(prompt), positions, caches, metadata)
-        logits = model.compute_logits(hidden)
-        some = model.compute_logits(hidden[[3, 49]])
-    expected = reference_logits(folder, prompt)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.std()))
-    torch.testing.assert_close(some, logits[[3, 49]])
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="MyModel"):
+        LLM(folder)
+    assert not (tmp_path / "ran").exists()
 
 
-def test_kv_cache_specs_say_what_each_layer_keeps(make_checkpoint: MakeCheckpoint) -> None:
-    model_type, overrides = FAMILIES["qwen2-window"]
-    model = load(make_checkpoint(model_type, **overrides))
-    assert [spec.sliding_window for spec in model.kv_cache_specs()] == [None, 9, 9]
-    assert {
-        (spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in model.kv_cache_specs()
-    } == {(2, 16, 16)}
-    halves = load(make_checkpoint(model_type, **overrides), parallel=ParallelState(1, 2))
-    assert [spec.num_kv_heads for spec in halves.kv_cache_specs()] == [1, 1, 1]
+def test_a_class_of_ones_own(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    class Mine(LlamaForCausalLM):
+        pass
+
+    ModelRegistry.register("MineForCausalLM", Mine)
+    folder = copy(make_checkpoint("llama"), tmp_path, architectures=["MineForCausalLM"])
+    try:
+        with LLM(folder, **OPTIONS) as llm:
+            assert isinstance(llm.engine.executor.runner.model, Mine)
+    finally:
+        ModelRegistry.CLASSES.pop("MineForCausalLM")
+    with pytest.raises(TypeError):
+        ModelRegistry.register("Mine", object)
 
 
-# ------------------------------------------------------------------------------ refused by name
+def test_random_weights_depend_on_the_seed_alone(make_checkpoint: MakeCheckpoint) -> None:
+    """load_format "dummy" needs config.json alone; more than a memory holds is refused before it is
+    taken."""
+    folder, params = make_checkpoint("qwen3"), SamplingParams(max_tokens=8, seed=0)
+    answers = []
+    for seed in (0, 0, 1):
+        with LLM(folder, load_format="dummy", seed=seed, **OPTIONS) as llm:
+            answers.append(llm.generate([[5]], params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            {"architectures": ["UnknownForCausalLM"]},
-            "UnknownForCausalLM.*" + ", ".join(ModelRegistry.architectures()),
-        ),
-        ({"architectures": None}, "none.*" + ", ".join(ModelRegistry.architectures())),
-        ({"hidden_act": "gelu"}, "gelu.*silu"),
-        ({"num_key_value_heads": 3}, "num_attention_heads 4 .*num_key_value_heads 3"),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral.*yarn"),
-        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral.*yarn"),
-    ],
-)
-def test_what_is_not_supported_is_named(
-    make_checkpoint: MakeCheckpoint, tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
-    folder = edit_config(
-        make_checkpoint("llama"), tmp_path / "other", lambda config: config.update(change)
-    )
-    with pytest.raises(ValueError, match=words):
-        LLM(folder, num_kv_blocks=10)
-
-
-@pytest.mark.parametrize(
-    ("what", "sizes", "tp_size"),
-    [
-        ("attention heads", {"vocab_size": 321}, 3),
-        (
-            "key and value heads",
-            {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 96},
-            4,
-        ),
-        ("gate_proj", {"intermediate_size": 113}, 2),
-    ],
-)
-def test_what_cannot_be_divided_among_ranks_is_named(
-    make_checkpoint: MakeCheckpoint, what: str, sizes: dict[str, int], tp_size: int
-) -> None:
-    """The vocabulary can: it is padded."""
-    folder = make_checkpoint("llama", **sizes)
-    with pytest.raises(ValueError, match=f"{what}: .*{tp_size} ranks"):
-        load(folder, parallel=ParallelState(0, tp_size))
+def test_weights_that_no_memory_holds(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = copy(make_checkpoint("llama"), tmp_path, num_hidden_layers=900, hidden_size=65536)
+    with pytest.raises(ValueError, match="GiB"):
+        LLM(folder, load_format="dummy")

@@ -27,7 +27,7 @@ class UniprocExecutor:
         self.runner = runner_cls(config, model_config)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
-        # Start one step; what is returned waits for its tokens. The next step may be launched first.
+        # Start one step; what is returned waits for its tokens. The next step may begin first.
         self.launch: Callable[[SchedulerOutput], Callable[[], ModelOutput]] = self.runner.launch
         self.num_threads = torch.get_num_threads()
         most = most_threads(self.runner.model.num_bytes()) or self.num_threads
