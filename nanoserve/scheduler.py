@@ -121,7 +121,7 @@ class Scheduler:
         there was no preemption: there may be free blocks."""
         num_running = len(self.running)
         for position, seq in enumerate(self.running):  # preemption shortens the list behind seq
-            if seq.num_output_placeholders and self.is_blocked(seq):
+            if self.is_blocked(seq):
                 continue
             step.reserved = len(self.running) - position - 1
             room = min(self.max_chunk, step.budget - step.reserved)
@@ -153,8 +153,10 @@ class Scheduler:
                 return
 
     def is_blocked(self, seq: Sequence) -> bool:
-        """Must `seq`, a token of which is in flight, wait until that is read? It may be the last
-        one, or the sampler needs to know it."""
+        """Must `seq` wait until its token in flight is read? It may be the last one, or the sampler
+        needs to know it."""
+        if not seq.num_output_placeholders:
+            return False
         is_last = seq.num_output_tokens + seq.num_output_placeholders >= seq.max_tokens
         return is_last or seq.needs_sync
 

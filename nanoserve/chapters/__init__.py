@@ -73,7 +73,7 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     switches that are off."""
     from nanoserve.engine import LLMEngine  # imports torch
 
-    given = dict(options)
+    given = translate(options)
     engine = given.pop("engine_cls", None) or LLMEngine
     bases = {part: given.pop(part, None) or getattr(engine, part) for part in PARTS}
     active = find_active(given)
@@ -94,11 +94,20 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
+    options = translate(options)
     return tuple(
         chapter
         for chapter, switch in CHAPTERS.items()
         if switch is None or (options.get(switch) and options[switch] != OFF.get(switch))
     )
+
+
+def translate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, with our name for vLLM's disable_log_stats."""
+    given = dict(options)
+    if (is_off := given.pop("disable_log_stats", None)) is not None:
+        given["collect_metrics"] = not is_off
+    return given
 
 
 def find_options(chapter: str) -> Collection[str]:

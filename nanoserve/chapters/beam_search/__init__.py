@@ -21,7 +21,7 @@ forked the beams, with copy-on-write. With enable_prefix_caching=False a step co
 
 Left out: stop strings and structured output.
 
-vLLM: vllm/beam_search.py, vllm/entrypoints/llm.py (V0); vllm/entrypoints/generate/beam_search/ (V1).
+vLLM: vllm/beam_search.py, entrypoints/llm.py (V0); vllm/entrypoints/generate/beam_search/ (V1).
 """
 
 from nanoserve.chapters.beam_search.parts import (

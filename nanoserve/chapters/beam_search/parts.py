@@ -19,7 +19,7 @@ from nanoserve.sequence import Logprob, RequestError
 
 @dataclass
 class BeamSearchParams:
-    """The settings of a beam search, with vLLM's names and order. Raises ValueError or TypeError."""
+    """The settings of a beam search; names and order are vLLM's. Raises ValueError or TypeError."""
 
     beam_width: int  # beams kept, and results given; at most half of the engine's max_logprobs
     max_tokens: int  # output tokens at most
@@ -112,7 +112,7 @@ class BeamLLM(LLM):
         """The params.beam_width likeliest continuations of each prompt, best first.
         `concurrency_limit`: prompts that are searched at a time; None: all. Raises ValueError or
         TypeError for a search that can never be served, RequestError for one that fails."""
-        num_logprobs = min(2 * params.beam_width, self.engine.model_config.vocab_size)
+        num_logprobs = min(2 * params.beam_width, self.llm_engine.model_config.vocab_size)
         how = SamplingParams(
             temperature=0,
             max_tokens=params.max_tokens,
@@ -125,7 +125,7 @@ class BeamLLM(LLM):
         for start in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
             while group := [each for each in searches[start : start + limit] if each.beams]:
                 self.advance_all(group, how)
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.llm_engine.tokenizer
         for beam in (beam for search in searches for beam in search.completed):
             if tokenizer is not None:
                 skip = params.skip_special_tokens
@@ -136,10 +136,10 @@ class BeamLLM(LLM):
         self, prompts: Any, params: BeamSearchParams, how: SamplingParams, lora_request: Any
     ) -> list[Search]:
         """A search for each prompt. The prompts are tokenized and checked as those of requests."""
-        roots = [request.root for request in self.make_requests(prompts, how, {})]
+        roots = [request.root for request in self.make_requests(prompts, how)]
         is_list = isinstance(lora_request, (list, tuple))
         loras = lora_request if is_list else [lora_request] * len(roots)
-        eos = frozenset() if params.ignore_eos else self.engine.model_config.eos_token_ids
+        eos = frozenset() if params.ignore_eos else self.llm_engine.model_config.eos_token_ids
         searches = []
         for root, lora in zip(roots, loras, strict=True):
             given = {"prompt": root.prompt, "cache_salt": root.extra_keys}
@@ -153,9 +153,8 @@ class BeamLLM(LLM):
         """One token more for all beams of these searches."""
         beams = [beam for search in searches for beam in search.beams]
         prompts = [{**beam.orig_prompt, "prompt_token_ids": beam.tokens} for beam in beams]
-        has_lora = any(beam.lora_request is not None for beam in beams)
-        each = {"lora_request": [beam.lora_request for beam in beams]} if has_lora else {}
-        outputs = iter(self.generate(prompts, how, use_tqdm=False, **each))
+        loras = [beam.lora_request for beam in beams]
+        outputs = iter(self.generate(prompts, how, use_tqdm=False, lora_request=loras))
         for search in searches:
             completions = [next(outputs).outputs[0] for _ in search.beams]
             for completion in completions:

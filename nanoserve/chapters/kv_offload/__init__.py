@@ -1,11 +1,22 @@
 """Where do blocks go that the prefix cache would forget?
 
-To CPU blocks: the pool of the CPU, which preemption by swap uses, is a prefix cache of its own. A
+To CPU blocks. The pool of the CPU, which preemption by swap uses, becomes a prefix cache, too. A
 BlockPool knows how to find a block by its hash and how to forget the least recently used one, so
 the second level of the cache is the same class as the first:
 
-    KV pool    allocate() takes the block of "a b c d"  -->  copied to CPU block 7, found by its hash
-    CPU pool   ... a later request begins with "a b c d":    CPU block 7 is copied back
+    LLM(kv_offloading_size=4)                                  4 GiB of main memory, over all ranks
 
-vLLM: vllm/v1/kv_offload/, vllm/distributed/kv_transfer/ (V1).
+    KV pool    a request takes the block of "a b c d"     -->  copied to CPU block 7
+    CPU pool   a later prompt begins with "a b c d"       -->  CPU block 7 is copied to a KV block
+
+A copy is as fast as the bus, and for long prompts much faster than computing the block again. What
+is copied when is one more entry of the step's blocks_to_swap_out and blocks_to_swap_in: the runner
+has nothing to learn.
+
+    parts.py     what changes in the engine: the block manager
+    policies.py  which block leaves the CPU pool: LRU, or ARC, which is not impressed by a scan
+
+Left out: tiers below (disk, other machines), and copies beside the computation: they precede it.
+
+vLLM: vllm/v1/kv_offload/, offloading_connector.py in vllm/distributed/kv_transfer/ (V1).
 """

@@ -7,7 +7,7 @@ Counted otherwise than in vLLM:
 
     iteration_tokens_total   the tokens that a step computes (vLLM: a prompt counts with its last
                              chunk, whole)
-    prompt_tokens            when the prompt is admitted, and once for n completions that fork (vLLM:
+    prompt_tokens            when the prompt is admitted, once for n completions that fork (vLLM:
                              with the first output token, n times)
     request_success          aborted requests count, too
     latencies of a phase     only of requests that came into this phase
@@ -37,10 +37,8 @@ from nanoserve.sequence import (
 
 @dataclass(frozen=True)
 class MetricsConfig(EngineConfig):
+    # Count what the engine does, for LLM.get_metrics and a server's /metrics.
     collect_metrics: bool = False
-    """Count what the engine does, for LLM.get_metrics and a server's /metrics."""
-    disable_log_stats: bool | None = None
-    """vLLM's word for the same: False collects metrics."""
 
 
 @dataclass(eq=False)

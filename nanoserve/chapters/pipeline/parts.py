@@ -1,11 +1,9 @@
 """What do pipeline stages change in the engine?
 
-    engine      more steps in flight
-    scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
-    runner      builds its stage's share of the model, receives and sends hidden states, and
-                samples when a step is read
-
-vLLM: get_pp_indices in vllm/distributed/utils.py, and what __init__.py names.
+engine      more steps in flight
+scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
+runner      builds its stage's share of the model, receives and sends hidden states, and
+            samples when a step is read
 """
 
 from __future__ import annotations
@@ -15,30 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve import sampler
-from nanoserve.chapters.pipeline.state import StageState, connect_stages
+from nanoserve.chapters.pipeline.model import build_stage
+from nanoserve.chapters.pipeline.state import Inbox, StageState, connect_stages
 from nanoserve.config import EngineConfig
 from nanoserve.distributed.parallel import ParallelState
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch
-from nanoserve.kernels.staging import StagingBuffer
 from nanoserve.layers import LayerConfig
 from nanoserve.model import CausalLM
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
+from nanoserve.models.registry import ModelRegistry
 from nanoserve.output_processor import Request
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler, StepPlan
-from nanoserve.sequence import (
-    ModelOutput,
-    RequestError,
-    SampledToken,
-    SchedulerOutput,
-    Sequence,
-)
+from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
 
 
 class PipelineNote(NamedTuple):
@@ -49,8 +42,8 @@ class PipelineNote(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineConfig(EngineConfig):
+    # Stages among which the layers are divided; each has tensor_parallel_size ranks.
     pipeline_parallel_size: int = 1
-    """Stages among which the layers are divided; each has tensor_parallel_size ranks."""
 
     @property
     def num_ranks(self) -> int:
@@ -60,6 +53,15 @@ class PipelineConfig(EngineConfig):
     def num_batches(self) -> int:
         """Steps in flight at most: one in each stage, and one more with async_scheduling."""
         return self.pipeline_parallel_size + self.async_scheduling
+
+    def resolve(self, model: ModelConfig) -> EngineConfig:
+        cls, size = ModelRegistry.get(model.architecture), self.pipeline_parallel_size
+        is_own = cls is not None and issubclass(cls, CausalLM)
+        if self.model_impl == "transformers" or not is_own:
+            raise ValueError(f"{model.architecture} cannot be divided into stages: it is not ours.")
+        if model.num_layers < size:
+            raise ValueError(f"{model.num_layers} layers cannot be divided among {size} stages.")
+        return super().resolve(model)
 
 
 class PipelineEngine(LLMEngine):
@@ -90,7 +92,7 @@ class PipelineScheduler(Scheduler):
         return seq.num_output_placeholders > 0 or is_over or super().is_blocked(seq)
 
     def schedule_tokens(self, seq: Sequence, num_tokens: int, step: StepPlan) -> None:
-        """Tell the other ranks of the first stage the token, which rank 0 has sampled."""
+        """Tell the other ranks the token that rank 0 has sampled."""
         note = step.notes.setdefault(PipelineNote, PipelineNote({}))
         if seq.num_uncomputed_tokens == 1:
             self.share -= 1
@@ -100,25 +102,6 @@ class PipelineScheduler(Scheduler):
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         """A sequence waits for its own token: no step waits for a whole other one."""
         return replace(super().make_output(step), needs_sync=False)
-
-
-@dataclass(frozen=True)
-class StageConfig(LayerConfig):
-    """Layers of other stages are built without memory."""
-
-    foreign: tuple[str, ...] = ()  # prefixes
-
-    def at(self, name: str) -> LayerConfig:
-        config = super().at(name)
-        is_foreign = config.prefix in self.foreign
-        return replace(config, device=torch.device("meta")) if is_foreign else config
-
-
-class StageLayers(nn.ModuleList):
-    """All layers under their own numbers; those of other stages are passed over."""
-
-    def __iter__(self) -> Any:
-        return (layer for layer in super().__iter__() if not isinstance(layer, nn.Identity))
 
 
 @dataclass
@@ -135,72 +118,56 @@ class PipelineRunner(ModelRunner):
     parallel: StageState
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState, **each: Any
+        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState
     ) -> None:
         stage = connect_stages(parallel, config.pipeline_parallel_size, config.device)
-        super().__init__(config, model_config, stage, **each)
-        # A step is sampled after the next ones have begun: its parameters are its own.
-        self.req_states.staging = StagingBuffer(0, self.device)
+        super().__init__(config, model_config, stage)
+        self.is_rank_0 = parallel.tp_rank == 0
+        if not self.is_rank_0:
+            self.parallel = replace(self.parallel, inbox=Inbox(parallel))
 
     def build_model(self, max_model_len: int, layer_config: LayerConfig) -> Model:
-        """The first stage looks up the token ids, a later one begins with what it has received; the
-        last one has the norm and the head."""
-        stage, num_layers = self.parallel, self.model_config.num_layers
-        shape = self.config.max_num_batched_tokens, self.model_config.hidden_size
-        self.received = torch.empty(shape, dtype=self.dtype, device=layer_config.device)
-        own = range(*stage.layer_range(num_layers))
-        foreign = [f"model.layers.{i}" for i in range(num_layers) if i not in own]
-        is_tied = self.model_config.tie_word_embeddings
-        has_embedding = stage.is_first or (stage.is_last and is_tied)
-        foreign += [] if has_embedding else ["model.embed_tokens"]
-        foreign += [] if stage.is_last else ["lm_head"]
-        stage_config = StageConfig(**vars(layer_config), foreign=tuple(foreign))
-        model = super().build_model(max_model_len, stage_config)
-        if not isinstance(model, CausalLM):
-            raise ValueError(f"{type(model).__name__} cannot be divided into stages.")
-        names, decoder = {name for name, _ in model.shards()}, model.model
-        decoder.layers = StageLayers(
-            layer if i in own else nn.Identity() for i, layer in enumerate(decoder.layers)
-        )
-        if not stage.is_first:
-            decoder.embed_tokens = decoder.embed_tokens if has_embedding else nn.Identity()
-            decoder.embed_tokens.forward = lambda input_ids: self.received[: len(input_ids)].clone()
-        if not stage.is_last:
-            decoder.norm = nn.Identity()
-            decoder.norm.add_and_norm = lambda x, residual: (x + residual, None)
-            model.lm_head = nn.Identity()
-            model.compute_logits = lambda hidden: hidden.new_zeros(len(hidden), model.vocab_size)
-        model.foreign_names = frozenset(names - {name for name, _ in model.shards()})
-        return model
+        """The stage's share."""
+
+        def build(layer_config: LayerConfig) -> Any:
+            return super(PipelineRunner, self).build_model(max_model_len, layer_config)
+
+        max_tokens = self.config.max_num_batched_tokens
+        return build_stage(build, self.model_config, layer_config, self.parallel, max_tokens)
+
+    def send(self, **arrays: np.ndarray) -> dict[str, Tensor]:
+        """What the sampler reads is read when later steps have been sent: it has memory of its
+        own."""
+        if "input_ids" in arrays:
+            return super().send(**arrays)
+        return {name: torch.from_numpy(each).to(self.device) for name, each in arrays.items()}
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
+        """Write the tokens, and wait for the hidden states of the stage before."""
         rows = super().update_batch(step)
         for seq_id, (position, token_id) in step.notes[PipelineNote].tokens.items():
             self.req_states.token_ids[self.req_states.row_of[seq_id], position] = token_id
+        if self.parallel.previous is not None:
+            num_tokens = sum(item.num_scheduled_tokens for item in step.scheduled)
+            received = self.model.model.received[:num_tokens]
+            self.parallel.previous.start_receive(received).wait()
         return rows
 
-    def forward(self, input_batch: InputBatch) -> Tensor:
-        """Behind the stage before, and before the stage behind."""
-        num_tokens = len(input_batch.arrays.positions)
-        if self.parallel.previous is not None:
-            self.parallel.previous.start_receive(self.received[:num_tokens]).wait()
-        hidden = super().forward(input_batch)
-        if self.parallel.next is not None:
-            self.parallel.next.send(hidden[:num_tokens].clone())
-        return hidden
-
     def draw(self, input_batch: InputBatch, hidden: Tensor) -> None:
-        """Send the logits to rank 0, which reads them later. A step without any (a chunk) is
-        answered, too, by one number: else rank 0 would run ahead with all chunks of a prompt."""
-        rows = hidden.index_select(0, input_batch.tensors.logits_indices)
+        """Send the hidden states to the next stage, or the logits to rank 0, which reads them later.
+        A step without any (a chunk) is answered, too, by one number: else rank 0 would run ahead
+        with all chunks of a prompt."""
+        if self.parallel.next is not None:
+            self.parallel.next.send(hidden[: len(input_batch.arrays.positions)].clone())
         if self.parallel.is_last:
+            rows = hidden.index_select(0, input_batch.tensors.logits_indices)
             answer = self.model.compute_logits(rows) if len(rows) else hidden[:1, :1]
             if self.parallel.back is not None:
                 self.parallel.back.send(answer.contiguous())
 
     def sample(self, input_batch: InputBatch, hidden: Tensor) -> PendingOutput:
         pending = PendingStages(**vars(super().sample(input_batch, hidden)))
-        if self.parallel.is_rank_0:
+        if self.is_rank_0:
             num_samples = len(input_batch.arrays.sampled_rows)
             shape = (num_samples, self.model_config.vocab_size) if num_samples else (1, 1)
             pending.logits = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -212,23 +179,11 @@ class PipelineRunner(ModelRunner):
 
     @torch.inference_mode()
     def read(self, pending: PendingOutput) -> ModelOutput:
-        pending.receipt.wait()
-        if pending.sampling is not None:
-            batch, choose = pending.sampling
-            pending.sampled = sampler.sample(pending.logits, batch, choose)
+        with self.no_autocast, self.current_gpu:
+            pending.receipt.wait()
+            if pending.sampling is not None:
+                pending.sampled = sampler.sample(pending.logits, *pending.sampling)
         return super().read(pending)
-
-    def collect(
-        self, pending: PendingOutput, tokens: list[SampledToken | RequestError], output: ModelOutput
-    ) -> None:
-        """Penalties count the tokens on the device."""
-        super().collect(pending, tokens, output)
-        row_of = self.req_states.row_of
-        last = {row_of[i]: each[-1] for i, each in output.sampled.items() if i in row_of}
-        rows, token_ids = list(last), [token.token_id for token in last.values()]
-        self.req_states.last_sampled_token_ids[rows] = torch.tensor(token_ids, dtype=torch.long).to(
-            self.device
-        )
 
 
 PARTS = {

@@ -4,12 +4,19 @@ Rank 5 of six has tp_rank 1, tp_size 2, pp_rank 2 (its stage), pp_size 3:
 
     stage 0: ranks 0 1  --hidden states-->  stage 1: ranks 2 3  -->  stage 2: ranks 4 5
        rank 0  <---------------------------- logits ------------------------- rank 4
+
+Rank 0 tells all others each step. A rank takes the next step in while it still computes the one
+before: otherwise rank 0 could not begin its own part of the next step.
+
+vLLM: vllm/distributed/parallel_state.py (V0 and V1).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from torch import Tensor
@@ -23,9 +30,10 @@ class Link:
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self.sending: deque[tuple[Any, Tensor]] = deque()  # until they have arrived
+        self.sending: deque[tuple[Any, Tensor]] = deque()  # kept until they have arrived
 
     def send(self, tensor: Tensor) -> None:
+        """Begin to send; nobody waits."""
         while self.sending and self.sending[0][0].is_completed():
             self.sending.popleft()
         self.sending.append((self.start_receive(tensor), tensor))
@@ -35,20 +43,41 @@ class Link:
         return self.group.broadcast([tensor], from_rank_0())
 
 
+class Inbox:
+    """The steps that rank 0 has told and this rank has not begun."""
+
+    def __init__(self, world: ParallelState) -> None:
+        self.world, self.steps = world, SimpleQueue()
+        Thread(target=self.receive, daemon=True).start()
+
+    def receive(self) -> None:
+        """In a thread of its own: take in what rank 0 tells, to the None at the end."""
+        step = self
+        while not (step is None or isinstance(step, Exception)):
+            try:
+                step = self.world.broadcast_object()
+            except RuntimeError as error:  # rank 0 has ended
+                step = error
+            self.steps.put(step)
+
+    def get(self) -> Any:
+        step = self.steps.get()
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
 @dataclass(frozen=True)
 class StageState(ParallelState):
     """This process's place in its stage, and the place of its stage."""
 
-    world: Any = None  # ParallelState of all ranks, for steps
+    world: ParallelState = ParallelState()  # all ranks
     pp_rank: int = 0
     pp_size: int = 1
     previous: Link | None = None  # with the stage before
     next: Link | None = None  # with the stage behind
     back: Link | None = None  # from the last stage to rank 0
-
-    @property
-    def is_rank_0(self) -> bool:
-        return self.pp_rank == self.tp_rank == 0
+    inbox: Inbox | None = None  # of a rank above 0, once its runner is complete
 
     @property
     def is_first(self) -> bool:
@@ -58,19 +87,17 @@ class StageState(ParallelState):
     def is_last(self) -> bool:
         return self.pp_rank == self.pp_size - 1
 
-    def layer_range(self, num_layers: int) -> tuple[int, int]:
-        """(first, end) of the stage's layers. Of the rest, the middle stages get one each, the last
-        but one first: the outer ones have the embedding and the head, too (get_pp_indices)."""
-        if num_layers < self.pp_size:
-            raise ValueError(f"{num_layers} layers cannot be divided among {self.pp_size} stages.")
+    def layer_range(self, num_layers: int) -> range:
+        """The stage's layers. Of the rest, the middle stages get one each, the last but one first:
+        the outer ones have the embedding and the head, too (vLLM: get_pp_indices)."""
         size, rest = divmod(num_layers, self.pp_size)
         sizes = [size] * self.pp_size
         for number in range(rest):
             sizes[-number - 2] += 1
-        return sum(sizes[: self.pp_rank]), sum(sizes[: self.pp_rank + 1])
+        return range(sum(sizes[: self.pp_rank]), sum(sizes[: self.pp_rank + 1]))
 
     def broadcast_object(self, value: Any = None) -> Any:
-        return self.world.broadcast_object(value)
+        return self.inbox.get() if self.inbox else self.world.broadcast_object(value)
 
     def all_reduce_min(self, value: int) -> int:
         return self.world.all_reduce_min(value)
