@@ -1,0 +1,46 @@
+"""How does one watch the engine at work?
+
+The notebooks run the real engine, with the demo model and a KV cache that fits into a picture:
+
+    llm = small_llm(num_blocks=24)               blocks of 4 tokens; each step is recorded
+    serve(llm, {"A": 8, "D": (20, 3)})           A: 8 tokens; D: 20, and it arrives at step 3
+    timeline(llm)                                who ran in which step, with how many tokens
+    block_map(llm, step=3)                       what each KV block held then, and whose it was
+    step_tensors(llm, step=3)                    what the model got as its input
+    hash_chain(llm)                              what the prefix cache can find
+
+    recorder.py   a scheduler and a runner that remember what they did
+    lesson.py     small engines, four requests, checks of guesses
+    pictures.py   the state of the engine as SVG
+
+The engine knows nothing of it: the recorder is a subclass of the scheduler, like one that you write
+and give to LLM(scheduler_cls=...).
+
+Left out: assignments and a grader, moving pictures, pictures of the chapters.
+"""
+
+from nanoserve.teaching.lesson import CAST, check, prompt, serve, small_llm
+from nanoserve.teaching.pictures import (
+    bars,
+    block_map,
+    hash_chain,
+    lines,
+    step_tensors,
+    timeline,
+)
+from nanoserve.teaching.recorder import record
+
+__all__ = [
+    "CAST",
+    "bars",
+    "block_map",
+    "check",
+    "hash_chain",
+    "lines",
+    "prompt",
+    "record",
+    "serve",
+    "small_llm",
+    "step_tensors",
+    "timeline",
+]
