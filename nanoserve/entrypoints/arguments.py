@@ -44,24 +44,79 @@ VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; No
 }
 # They change how fast it is, what is logged or where, and no token.
 TUNES = frozenset(
-    """trust_remote_code disable_log_stats disable_log_requests enable_log_requests log_level
-    logging_config log_config_file aggregate_engine_logging enable_mfu_metrics use_tqdm_on_load
-    disable_custom_all_reduce disable_async_output_proc use_v2_block_manager max_seq_len_to_capture
-    max_context_len_to_capture prefix_caching_hash_algo disable_cascade_attn
-    disable_hybrid_kv_cache_manager safetensors_load_strategy safetensors_prefetch_num_threads
-    safetensors_prefetch_block_size max_parallel_loading_workers performance_mode
-    optimization_level compilation_config kernel_config attention_config ir_op_priority moe_backend
-    linear_backend enable_flashinfer_autotune cudagraph_capture_sizes max_cudagraph_capture_size
-    cuda_graph_sizes cudagraph_metrics custom_ops num_scheduler_steps multi_step_stream_outputs
-    stream_interval num_lookahead_slots watermark scheduler_delay_factor scheduler_reserve_full_isl
-    max_num_partial_prefills max_long_partial_prefills prefill_schedule_interval
-    shutdown_timeout jit_monitor_mode jit_monitor_verbose fail_on_environ_validation
-    disable_frontend_multiprocessing show_hidden_metrics_for_version kv_cache_metrics
-    otlp_traces_endpoint collect_detailed_traces profiler_config renderer_num_workers numa_bind
-    tokenizer_pool_size tokenizer_pool_type ignore_patterns pt_load_map_location
-    enable_layerwise_nvtx_tracing enable_shm_tensor_arena allow_deprecated_quantization
-    mm_processor_cache_gb mm_encoder_tp_mode language_model_only skip_mm_profiling
-    distributed_timeout_seconds kv_offloading_backend""".split()
+    [
+        "trust_remote_code",
+        "disable_log_stats",
+        "disable_log_requests",
+        "enable_log_requests",
+        "log_level",
+        "logging_config",
+        "log_config_file",
+        "aggregate_engine_logging",
+        "enable_mfu_metrics",
+        "use_tqdm_on_load",
+        "disable_custom_all_reduce",
+        "disable_async_output_proc",
+        "use_v2_block_manager",
+        "max_seq_len_to_capture",
+        "max_context_len_to_capture",
+        "prefix_caching_hash_algo",
+        "disable_cascade_attn",
+        "disable_hybrid_kv_cache_manager",
+        "safetensors_load_strategy",
+        "safetensors_prefetch_num_threads",
+        "safetensors_prefetch_block_size",
+        "max_parallel_loading_workers",
+        "performance_mode",
+        "optimization_level",
+        "compilation_config",
+        "kernel_config",
+        "attention_config",
+        "ir_op_priority",
+        "moe_backend",
+        "linear_backend",
+        "enable_flashinfer_autotune",
+        "cudagraph_capture_sizes",
+        "max_cudagraph_capture_size",
+        "cuda_graph_sizes",
+        "cudagraph_metrics",
+        "custom_ops",
+        "num_scheduler_steps",
+        "multi_step_stream_outputs",
+        "stream_interval",
+        "num_lookahead_slots",
+        "watermark",
+        "scheduler_delay_factor",
+        "scheduler_reserve_full_isl",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "prefill_schedule_interval",
+        "shutdown_timeout",
+        "jit_monitor_mode",
+        "jit_monitor_verbose",
+        "fail_on_environ_validation",
+        "disable_frontend_multiprocessing",
+        "show_hidden_metrics_for_version",
+        "kv_cache_metrics",
+        "otlp_traces_endpoint",
+        "collect_detailed_traces",
+        "profiler_config",
+        "renderer_num_workers",
+        "numa_bind",
+        "tokenizer_pool_size",
+        "tokenizer_pool_type",
+        "ignore_patterns",
+        "pt_load_map_location",
+        "enable_layerwise_nvtx_tracing",
+        "enable_shm_tensor_arena",
+        "allow_deprecated_quantization",
+        "mm_processor_cache_gb",
+        "mm_encoder_tp_mode",
+        "language_model_only",
+        "skip_mm_profiling",
+        "distributed_timeout_seconds",
+        "kv_offloading_backend",
+    ]
 )
 # What is missing here, or done in another way, and the options that ask for it. "name=x|y" accepts
 # these values beside those that mean "off": None, False, 0, "", "auto" and empty ones.
@@ -84,10 +139,10 @@ REFUSED = {
         hf_config_path config_format=hf rope_scaling rope_theta model_loader_extra_config
         model_class_overrides generation_config=vllm override_generation_config
         quantization_config""",
-    "Prompts are text and token ids; with skip_tokenizer_init, use SamplingParams(detokenize=False).": """
+    "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
         skip_tokenizer_init tokenizer_mode=hf|slow enable_prompt_embeds limit_mm_per_prompt
         mm_processor_kwargs media_io_kwargs allowed_local_media_path allowed_media_domains""",
-    "Give it to a request or to the engine as a class: SamplingParams(logits_processors=[...]).": """
+    "Functions on logits belong to a request: SamplingParams(logits_processors=[...]).": """
         logits_processors logits_processor_pattern logprobs_mode=raw_logprobs io_processor_plugin
         watermark_config reasoning_parser reasoning_config""",
     "Give speculative_config={'method': ..., 'model': ..., 'num_speculative_tokens': ...}.": """

@@ -236,8 +236,8 @@ class AsyncLLM:
 
     def drop(self, stream: RequestStream) -> None:
         """Nobody waits for these outputs any more: end the request, if it has not ended."""
-        self._streams.pop(stream.key, None)
-        self.engine.abort_request(stream.key)
+        if self._streams.pop(stream.key, None) is not None:
+            self.engine.abort_request(stream.key)
 
     async def abort(self, request_id: str | Collection[str]) -> None:
         """End requests. Whoever waits for one gets an output with finish_reason "abort"."""
@@ -252,9 +252,9 @@ class AsyncLLM:
         render = partial(self.engine.input_processor.render_chat, messages, **options)
         return await self.run_in_thread(render)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        tokenize = self.engine.input_processor.tokenize
-        return await self.run_in_thread(tokenize, text, add_special_tokens)
+    async def tokenize(self, text: str, **options: Any) -> list[int]:
+        tokenize = partial(self.engine.input_processor.tokenize, text, **options)
+        return await self.run_in_thread(tokenize)
 
     async def detokenize(self, token_ids: list[int]) -> str:
         self.engine.input_processor.check_vocabulary(token_ids, "tokens")

@@ -1,7 +1,7 @@
 """How does an option become a flag of the command line?
 
 Each field of EngineConfig, and of the chapters' subclasses of it, is a flag. The comment above the
-field is its help text:
+field, or the string below it, is its help text:
 
     # Sequences in one step at most.
     max_num_seqs: int | None = None     ->     --max-num-seqs 8, or --max_num_seqs=8
@@ -20,17 +20,21 @@ import inspect
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import fields
-from itertools import takewhile
+from functools import cache
+from importlib import import_module
+from itertools import pairwise, takewhile
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from nanoserve.chapters import find_configs, make_engine
+from nanoserve.chapters import CHAPTERS, make_engine
 from nanoserve.config import EngineConfig
 
 
+@cache
 def config_classes() -> list[type]:
     """EngineConfig, and those of all chapters."""
-    return [EngineConfig, *(config_cls for _, config_cls in find_configs())]
+    modules = [import_module(f"nanoserve.chapters.{chapter}.parts") for chapter in CHAPTERS]
+    return [EngineConfig, *(m.PARTS["config_cls"] for m in modules if "config_cls" in m.PARTS)]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -102,16 +106,18 @@ def read_other_flags(words: list[str]) -> dict[str, Any]:
 
 
 def help_texts(cls: type) -> dict[str, str]:
-    """The comment above each field of a dataclass, read from the source."""
+    """The comment above each field of a dataclass, or the string below it, from the source."""
     source = inspect.getsource(cls)
     lines, texts = [line.strip() for line in source.splitlines()], {}
     [definition] = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef), "a dataclass at the top level of its module"
-    for node in definition.body:
+    for node, below in pairwise([*definition.body, ast.Pass()]):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             above = reversed(lines[: node.lineno - 1])
-            comments = [line[1:].strip() for line in takewhile(lambda line: line[:1] == "#", above)]
-            texts[node.target.id] = " ".join(reversed(comments))
+            words = [line[1:] for line in takewhile(lambda line: line[:1] == "#", above)][::-1]
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                words.append(str(below.value.value))
+            texts[node.target.id] = " ".join(" ".join(words).split())
     return texts
 
 

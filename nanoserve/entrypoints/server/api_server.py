@@ -5,7 +5,7 @@
     GET  /v1/models                                 the model, and each LoRA adapter as a model
     POST /v1/load_lora_adapter, .../unload_...      if VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
     POST /tokenize, /detokenize
-    GET  /health, /version, /metrics, /             the last is a page that shows the engine: page.py
+    GET  /health, /version, /metrics, /             the last is a page: page.py
 
 OpenAI's client works with it, and so does what was written for vLLM's server:
 
@@ -39,6 +39,7 @@ from fastapi.responses import PlainTextResponse, Response
 from nanoserve import __version__
 from nanoserve.entrypoints.async_llm import AsyncLLM
 from nanoserve.entrypoints.server.errors import HANDLED, on_error
+from nanoserve.entrypoints.server.page import add_page
 from nanoserve.entrypoints.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -110,6 +111,7 @@ def build_app(
     """The server as an ASGI application. names: of the model; answers have the first."""
     models = Models(llm, names or [str(llm.engine.config.model or "demo")], adapters or {})
     app = FastAPI(title="nanoserve", version=__version__, docs_url=None, redoc_url=None)
+    app.state.model_name = models.names[0]
     if allowed_origins:
         any_of = {"allow_methods": ["*"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **any_of)
@@ -121,22 +123,21 @@ def build_app(
         if api_keys and not any(secrets.compare_digest(given, key.encode()) for key in api_keys):
             raise HTTPException(401, "the header must be: Authorization: Bearer KEY.")
 
-    from nanoserve.entrypoints.server import page
-
     keyed = APIRouter(dependencies=[Depends(check_key)])
     add_generation(keyed, llm, models)
     add_pooling(keyed, llm, models)
     add_utilities(keyed, llm, models)
     if os.environ.get(SETTING) == "1":
         add_lora(keyed, models, llm)
-    page.add_page(app, keyed, llm, models.names[0])
+    add_page(app, keyed, llm, models.names[0])
     app.include_router(keyed)
     add_probes(app, llm)
     return app
 
 
 async def until_gone(raw: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` returns. If the client goes away first, the work is cancelled."""
+    """What `work` returns. If the client goes away first, the work is cancelled, and nobody reads
+    what is raised."""
 
     async def wait() -> None:
         while (await raw.receive())["type"] != "http.disconnect":
@@ -149,7 +150,9 @@ async def until_gone(raw: Request, work: Coroutine[Any, Any, Any]) -> Any:
         gone.cancel()
         task.cancel()  # has no effect if it has ended
         await asyncio.gather(task, gone, return_exceptions=True)
-    return Response(status_code=499) if task.cancelled() else task.result()
+    if task.cancelled():
+        raise HTTPException(408, "the client has gone away.")
+    return task.result()
 
 
 def add_generation(router: APIRouter, llm: AsyncLLM, models: Models) -> None:
@@ -190,10 +193,17 @@ def add_pooling(router: APIRouter, llm: AsyncLLM, models: Models) -> None:
     async def create_embedding(raw: Request, request: EmbeddingRequest) -> Any:
         work = encode(read_prompts(request.input), request)
         vectors, about = await until_gone(raw, work)
-        return {**about, "data": [
-            {"object": "embedding", "index": i, "embedding": write(vector, request.encoding_format)}
-            for i, vector in enumerate(vectors)
-        ]}
+        return {
+            **about,
+            "data": [
+                {
+                    "object": "embedding",
+                    "index": i,
+                    "embedding": write(vector, request.encoding_format),
+                }
+                for i, vector in enumerate(vectors)
+            ],
+        }
 
     @router.post("/v1/score")
     @router.post("/score")
@@ -234,7 +244,8 @@ def add_utilities(router: APIRouter, llm: AsyncLLM, models: Models) -> None:
         if text is None:
             text = (await render(llm, request))["prompt"]
         adds = request.add_special_tokens
-        tokens = await llm.tokenize(text, not request.messages if adds is None else adds)
+        adds = not request.messages if adds is None else adds
+        tokens = await llm.tokenize(text, add_special_tokens=adds)
         strings = llm.get_tokenizer().convert_ids_to_tokens(tokens)
         length = llm.engine.config.max_model_len
         found = {"count": len(tokens), "max_model_len": length, "tokens": tokens}

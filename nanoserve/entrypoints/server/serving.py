@@ -148,16 +148,18 @@ class Reply(EngineRequests):
         return {"text": text, "logprobs": logprobs, **found}
 
     def name_logprobs(self, choice: int, ids: list[int], named: list[Any]) -> Json:
-        texts = [self.name(token_id, at and at[token_id]) for token_id, at in zip(ids, named)]
+        own = [at and at[token_id] for token_id, at in zip(ids, named, strict=True)]
+        texts = [self.name(token_id, x) for token_id, x in zip(ids, own, strict=True)]
         offsets = []
         for text in texts:
             offsets.append(self.num_chars.get(choice, 0))
             self.num_chars[choice] = offsets[-1] + len(text)
-        tops = [at and {self.name(i, x): clip(x) for i, x in at.items()} for at in named]
         return {
             "tokens": texts,
-            "token_logprobs": [at and clip(at[i]) for i, at in zip(ids, named)],
-            "top_logprobs": tops,
+            "token_logprobs": [x and clip(x) for x in own],
+            "top_logprobs": [
+                at and {self.name(i, x): clip(x) for i, x in at.items()} for at in named
+            ],
             "text_offset": offsets,
         }
 
@@ -165,7 +167,7 @@ class Reply(EngineRequests):
 
     async def queue_all(self) -> None:
         """Check and queue all prompts, before the answer begins."""
-        defaults = self.llm.engine.model_config.generation_defaults
+        defaults = self.llm.engine.model_config.generation_config
         prompts = await self.make_prompts()
         sampling = self.sampling()
         params = await self.llm.run_in_thread(  # a grammar may be long
@@ -209,7 +211,9 @@ class Reply(EngineRequests):
         """What an output brings: one entry for each choice in which something is new."""
         number, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
         self.num_prompt_tokens[index] = number, cached
-        return [self.choice(index * self.request.n + new.index, output, new) for new in output.outputs]
+        return [
+            self.choice(index * self.request.n + new.index, output, new) for new in output.outputs
+        ]
 
     def choice(self, choice: int, output: RequestOutput, new: CompletionOutput) -> Json:
         found = {
@@ -228,7 +232,10 @@ class Reply(EngineRequests):
 
     def usage(self) -> Json:
         prompt = sum(number for number, _ in self.num_prompt_tokens.values())
-        new, cached = sum(self.num_tokens.values()), sum(c for _, c in self.num_prompt_tokens.values())
+        new, cached = (
+            sum(self.num_tokens.values()),
+            sum(c for _, c in self.num_prompt_tokens.values()),
+        )
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         total = {"total_tokens": prompt + new}
         return {"prompt_tokens": prompt, "completion_tokens": new, **total, **details}
@@ -254,8 +261,12 @@ class ChatReply(Reply):
         return [await render(self.llm, self.request)]
 
     def sampling(self) -> Json:
-        request, recommended = self.request, self.llm.engine.model_config.generation_defaults
-        given = (request.max_completion_tokens, request.max_tokens, recommended.get("max_new_tokens"))
+        request, recommended = self.request, self.llm.engine.model_config.generation_config
+        given = (
+            request.max_completion_tokens,
+            request.max_tokens,
+            recommended.get("max_new_tokens"),
+        )
         found = {"max_tokens": next((each for each in given if each is not None), None)}
         found["logprobs"] = request.top_logprobs if request.logprobs else None
         if functions := request.required_functions():
@@ -271,8 +282,15 @@ class ChatReply(Reply):
         if request.may_call:
             if choice not in self.parsers:
                 self.parsers[choice] = ToolParser(request.parallel_tool_calls)
-            message = {"content": None, **self.parsers[choice].read(new.text, bool(new.finish_reason))}
-            if new.finish_reason == "stop" and self.parsers[choice].num_calls and not request.is_named:
+            message = {
+                "content": None,
+                **self.parsers[choice].read(new.text, bool(new.finish_reason)),
+            }
+            if (
+                new.finish_reason == "stop"
+                and self.parsers[choice].num_calls
+                and not request.is_named
+            ):
                 found["finish_reason"] = "tool_calls"
         if choice not in self.num_tokens:
             message = {"role": "assistant", **message}
