@@ -175,10 +175,12 @@ class LLMEngine:
     def fail_request(self, request_id: str, error: Exception) -> None:
         """End a request with finish_reason "error"."""
         logger.error("request %r failed: %r", request_id, error, exc_info=error)
-        request, message = self.requests[request_id], str(error) or repr(error)
+        request, message = self.requests.get(request_id), str(error) or repr(error)
+        if request is None:
+            return  # aborted meanwhile, by another thread
         self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR, message)
         self._outputs += request.fail(message)  # first hand over,
-        del self.requests[request_id]  # then forget
+        self.requests.pop(request_id, None)  # then forget
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self._outputs)
@@ -258,7 +260,7 @@ class LLMEngine:
                 self.fail_request(request_id, error)
             else:
                 if request.is_finished:
-                    del self.requests[request_id]
+                    self.requests.pop(request_id, None)  # aborted meanwhile, by another thread
 
     def settle(self) -> None:
         """Recover from a step that was interrupted, then do what waits in the inbox. An action that

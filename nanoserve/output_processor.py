@@ -172,14 +172,14 @@ class Request:
         changed = [u.sequence for u in updates if u.tokens or u.sequence.status.finish_reason]
         return self.build_output([seq.branch for seq in changed])
 
-    def fail(self, message: str) -> list[RequestOutput]:
-        """The last output of a request that has ended with an error: what was generated before."""
+    def fail(self, message: str | None, finish_reason: str = "error") -> list[RequestOutput]:
+        """The last output of a request that was ended: what was generated before."""
         for branch in range(self.root.sampling_params.n):
             if branch not in self.completions:  # it has not forked off yet
                 self.completions[branch] = Completion(self.root.make_branch(branch), None)
             completion = self.completions[branch]
             if completion.finish_reason is None:
-                completion.finish_reason, completion.sequence.stop_reason = "error", message
+                completion.finish_reason, completion.sequence.stop_reason = finish_reason, message
         return self.build_output(list(self.completions))
 
     def build_output(self, changed: list[int]) -> list[RequestOutput]:

@@ -1,12 +1,15 @@
 """How does an option become a flag of the command line?
 
-Each field of EngineConfig, and of the active chapters' subclasses of it, is a flag, and the comment
-above the field is its help text:
+Each field of EngineConfig, and of the chapters' subclasses of it, is a flag. The comment above the
+field, or the string below it, is its help text:
 
-    # Sequences in one step at most
-    max_num_seqs: int | None = None     ->     --max-num-seqs 8
+    # Sequences in one step at most.
+    max_num_seqs: int | None = None     ->     --max-num-seqs 8, or --max_num_seqs=8
 
-vLLM: vllm/engine/arg_utils.py (V0 and V1).
+Only flags that are given become options of LLM(**options). What is not a flag here may be an option
+of vLLM that arguments.py knows (--disable-log-requests), so it becomes an option, too.
+
+vLLM: vllm/engine/arg_utils.py, vllm/utils/argparse_utils.py (V1).
 """
 
 from __future__ import annotations
@@ -14,40 +17,129 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
+from collections.abc import Collection, Iterable
 from dataclasses import fields
-from itertools import pairwise
+from functools import cache
+from importlib import import_module
+from itertools import pairwise, takewhile
 from types import UnionType
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from nanoserve.chapters import CHAPTERS, make_engine
 from nanoserve.config import EngineConfig
 
 
-def add_engine_flags(parser: argparse.ArgumentParser, cls: type = EngineConfig) -> None:
+@cache
+def config_classes() -> list[type]:
+    """EngineConfig, and those of all chapters."""
+    modules = [import_module(f"nanoserve.chapters.{chapter}.parts") for chapter in CHAPTERS]
+    return [EngineConfig, *(m.PARTS["config_cls"] for m in modules if "config_cls" in m.PARTS)]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ..."""
-    hints, texts = get_type_hints(cls), help_texts(cls)
-    for each in fields(cls):
-        hint = hints[each.name]
-        kind = next(iter(get_args(hint)), str) if isinstance(hint, UnionType) else hint
-        how: dict[str, object] = {"type": kind if kind in (int, float) else str}
-        if kind is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        elif get_origin(hint) is Literal:
-            how["choices"] = get_args(hint)
-        flag = "--" + each.name.replace("_", "-")
-        parser.add_argument(flag, default=each.default, help=texts.get(each.name), **how)
+    for cls in config_classes():
+        title = "engine" if cls is EngineConfig else cls.__module__.split(".")[-2]
+        group = parser.add_argument_group(title.replace("_", " "))
+        for name in vars(cls).get("__annotations__", {}):
+            if name not in without:
+                add_flag(group, cls, name)
 
 
-def read_engine_flags(args: argparse.Namespace) -> dict[str, object]:
+def add_flag(group: Any, cls: Any, name: str) -> None:
+    """The flag of one field of a dataclass; absent from the namespace unless it is given."""
+    hint, [default] = get_type_hints(cls)[name], [f.default for f in fields(cls) if f.name == name]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    how: dict[str, Any] = {"type": python_value, "metavar": "VALUE"}
+    if bool in kinds:
+        how = {"action": argparse.BooleanOptionalAction}
+    elif get_origin(kinds[0]) is Literal:
+        how = {"metavar": "|".join(get_args(kinds[0]))}
+    elif kinds[0] in (int, float, str):
+        how = {"type": kinds[0], "metavar": kinds[0].__name__.upper()}
+    text = f"{help_texts(cls).get(name, '')} (default: {default})".replace("%", "%%")
+    flag = "--" + name.replace("_", "-")
+    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **how)
+
+
+def python_value(text: str) -> Any:
+    """The value that JSON or Python spells with this text, or the text itself: '{"a": 1}', '8'."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError):
+            pass
+    return text
+
+
+def read_engine_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The options for LLM(**options); other arguments are left alone."""
-    return {each.name: getattr(args, each.name) for each in fields(EngineConfig)}
+    names = {each.name for cls in config_classes() for each in fields(cls)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def with_dashes(words: Iterable[str]) -> list[str]:
+    """--max_num_seqs=8 -> --max-num-seqs=8; what is no flag stays as it is."""
+    parts = [word.partition("=") if word.startswith("--") else (word, "", "") for word in words]
+    return [
+        name.replace("_", "-") + equals + value if name.startswith("--") else name
+        for name, equals, value in parts
+    ]
+
+
+def read_other_flags(words: list[str]) -> dict[str, Any]:
+    """["--trust-remote-code", "--watermark", "0.1"] -> options. Raises TypeError for a word that
+    belongs to no flag."""
+    options: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            flag, has_value, value = word[2:].partition("=")
+            name = flag.replace("-", "_")
+            options[name] = python_value(value) if has_value else True
+        elif name and options[name] is True:
+            options[name] = python_value(word)
+        else:
+            raise TypeError(f"{word!r} is one word too many.")
+    return options
 
 
 def help_texts(cls: type) -> dict[str, str]:
-    """The string below each field. Python drops these strings, so they are read from the source."""
-    [definition] = ast.parse(inspect.getsource(cls)).body
-    texts = {}
-    for pair in pairwise(definition.body):
-        match pair:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                texts[name] = " ".join(text.split()).replace("%", "%%")
+    """The comment above each field of a dataclass, or the string below it, from the source."""
+    source = inspect.getsource(cls)
+    lines, texts = [line.strip() for line in source.splitlines()], {}
+    [definition] = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef), "a dataclass at the top level of its module"
+    for node, below in pairwise([*definition.body, ast.Pass()]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            above = reversed(lines[: node.lineno - 1])
+            words = [line[1:] for line in takewhile(lambda line: line[:1] == "#", above)][::-1]
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                words.append(str(below.value.value))
+            texts[node.target.id] = " ".join(" ".join(words).split())
     return texts
+
+
+class EngineArgs:
+    """The options of an engine, as vLLM's programs hold them: LLM.from_engine_args(engine_args).
+    They are checked when the engine is built."""
+
+    def __init__(self, model: Any = None, **options: Any) -> None:
+        vars(self).update({"model": model, **options})
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        add_engine_flags(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        return cls(**read_engine_flags(args))
+
+    def create_engine(self, engine_cls: type) -> Any:
+        """An LLMEngine, or one of the subclass that is given."""
+        return make_engine({**vars(self), "engine_cls": engine_cls})
+
+
+AsyncEngineArgs = EngineArgs

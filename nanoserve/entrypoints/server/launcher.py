@@ -1,0 +1,111 @@
+"""How does one start the server, and how does it end?
+
+    $ nanoserve serve --port 8000
+    demo is served at http://127.0.0.1:8000 (Ctrl-C ends it). Open it in a browser.
+
+The socket is bound before the model is loaded: a port in use is told at once. By default only this
+machine can reach it.
+
+Ctrl-C or SIGTERM: uvicorn takes no more connections. The requests that run have --shutdown-timeout
+seconds; then the engine ends, which tells everybody who waits, and each client gets its answer.
+
+vLLM: vllm/entrypoints/cli/serve.py, vllm/entrypoints/launchers/ (V1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from nanoserve.entrypoints.async_llm import AsyncLLM
+from nanoserve.entrypoints.server.api_server import build_app
+from nanoserve.entrypoints.server.page import WatchedScheduler
+
+# Seconds after which Python's threads let each other run (its default: 5 ms). The thread that
+# answers and the one that steps wait for each other in each step, of few milliseconds.
+SWITCH_INTERVAL = 1e-4
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the server, under vLLM's names."""
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: whoever reaches it")
+    add("--port", type=int, default=8000, help="0: a free one (default: 8000)")
+    add("--uds", help="path of a Unix domain socket, in place of host and port")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model")
+    add("--api-key", nargs="+", metavar="KEY", help="requests need one; or set VLLM_API_KEY")
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters, as models")
+    add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
+    add("--allowed-origins", nargs="+", metavar="ORIGIN", help="web pages that may ask; *: all")
+    add("--max-num-queued-reqs", type=int, default=1024, metavar="INT",
+        help="completions that may be unfinished; more get status 503 (default: 1024)")  # fmt: skip
+    add("--shutdown-timeout", type=float, default=0.0, metavar="SECONDS",
+        help="for requests that run at the end (default: 0)")  # fmt: skip
+    add("--uvicorn-log-level", default="warning", help="info: a line for each request")
+    add("--root-path", default="", help="the path under which a proxy shows this server")
+    add("--ssl-keyfile", help="with --ssl-certfile: HTTPS")
+    add("--ssl-certfile", help="with --ssl-keyfile: HTTPS")
+    add("--enable-auto-tool-choice", action="store_true", help="vLLM's; here it is always on")
+    add("--tool-call-parser", choices=["hermes"], help="vLLM's; the one format that is known here")
+
+
+def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Answer until a signal ends it. options: those of AsyncLLM."""
+    names = ("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile")
+    listen = {name: getattr(args, name) for name in names}
+    config = uvicorn.Config("", **listen, log_level=args.uvicorn_log_level, lifespan="off",
+                            timeout_graceful_shutdown=int(args.shutdown_timeout) + 5)  # fmt: skip
+    sock = config.bind_socket()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    with make_llm(options, args.max_num_queued_reqs) as llm:
+        if args.chat_template:
+            with open(args.chat_template, encoding="utf-8") as file:
+                llm.get_tokenizer().chat_template = file.read()
+        keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
+        adapters = dict(read_lora_module(word) for word in args.lora_modules)
+        config.app = build_app(llm, args.served_model_name, adapters, keys, args.allowed_origins)
+        gc.collect()
+        gc.freeze()  # what is there now stays: later collections need not look at it
+        scheme = "https" if args.ssl_certfile else "http"
+        at = args.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
+        name = config.app.state.model_name
+        print(f"{name} is served at {at} (Ctrl-C ends it). Open it in a browser.", file=sys.stderr)
+        shutdown = lambda: llm.shutdown(args.shutdown_timeout)  # noqa: E731
+        Server(config, shutdown).run([sock])
+    return 0
+
+
+def make_llm(options: dict[str, Any], max_num_queued_reqs: int) -> AsyncLLM:
+    """The engine of a server: with metrics, grammars, and a scheduler that the page can watch."""
+    defaults: dict[str, Any] = {"scheduler_cls": WatchedScheduler, "collect_metrics": True}
+    if options.get("runner") != "pooling":
+        defaults["structured_outputs_config"] = {"backend": "auto"}
+    return AsyncLLM(max_num_queued_reqs=max_num_queued_reqs, **{**defaults, **options})
+
+
+def read_lora_module(word: str) -> tuple[str, str]:
+    """The name and the path in NAME=PATH. Raises ValueError."""
+    name, _, path = word.partition("=")
+    if not (name and path):
+        raise ValueError(f"lora_modules holds {word!r}; allowed: NAME=PATH.")
+    return name, path
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, at whose end the engine ends first: nobody waits for it any more."""
+
+    def __init__(self, config: uvicorn.Config, end_engine: Callable[[], None]) -> None:
+        super().__init__(config)
+        self.end_engine = end_engine
+
+    async def shutdown(self, sockets: list[Any] | None = None) -> None:
+        closing = asyncio.create_task(super().shutdown(sockets))  # ends with the last connection
+        await asyncio.to_thread(self.end_engine)
+        await closing
