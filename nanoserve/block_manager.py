@@ -184,9 +184,11 @@ class BlockManager:
 
     def can_append_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Are there blocks for the next `num_new_tokens` tokens of `seq`?"""
-        needed = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens)
-        num_left = len(self.pool.free_queue) + len(self.block_tables[seq.seq_id]) - needed
-        return num_left > 0 or (num_left == 0 and not self._must_copy(seq))  # a copy takes a block
+        num_blocks = len(self.pool.free_queue) + len(self.block_tables[seq.seq_id])
+        room = num_blocks * self.block_size - seq.num_computed_tokens - num_new_tokens
+        return room >= self.block_size or (
+            room >= 0 and not self._must_copy(seq)
+        )  # a copy takes one
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""
@@ -234,8 +236,8 @@ class BlockManager:
         if self._must_copy(seq):
             self.copy_on_write(seq)
             first_new -= 1
-        num_new = self.num_blocks_for(end) - len(block_table)
-        block_table += [self.take_block() for _ in range(num_new)]
+        while len(block_table) * self.block_size < end:
+            block_table.append(self.take_block())
         # From start - 1: the block of the token before may have been filled in flight.
         if end // self.block_size > max(start - 1, 0) // self.block_size:  # rare in decodes
             self.cache_blocks(seq, max(start - 1, 0), end)

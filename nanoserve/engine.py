@@ -196,7 +196,7 @@ class LLMEngine:
         self._open_inbox()
 
     def _open_inbox(self) -> None:
-        if self._inbox and self._lock.acquire(blocking=False):
+        if self._lock.acquire(blocking=False):
             try:
                 self.settle()
             finally:
@@ -309,7 +309,8 @@ class LLMEngine:
                 yield
             finally:
                 self._owner = 0
-        self._open_inbox()  # what came meanwhile
+        if self._inbox:  # it came meanwhile
+            self._open_inbox()
 
     # -- the rest --
 

@@ -47,7 +47,7 @@ from nanoserve.sampler import (
     uniform_noise,
 )
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
-from nanoserve.sequence import NewSequence, ScheduledSequence, SchedulerOutput
+from nanoserve.sequence import NewSequence, SchedulerOutput
 
 PLACEHOLDER = -1  # in token_ids: the token is sampled, but its id has not reached the CPU yet
 Send = Callable[..., dict[str, Tensor]]  # arrays by name -> tensors on the device, by name
@@ -187,14 +187,6 @@ class RequestState:
         for seq_id in list(self.row_of):
             self.remove(seq_id)
         self.free_rows = list(range(len(self.num_tokens)))[::-1]
-
-    def write_blocks(self, item: ScheduledSequence) -> int:
-        """Write new block ids where the scheduler says; return the sequence's row."""
-        row = self.row_of[item.seq_id]
-        if item.new_block_ids:
-            end = item.first_new_block + len(item.new_block_ids)
-            self.block_tables[row, item.first_new_block : end] = item.new_block_ids
-        return row
 
     def append_placeholders(self, rows: np.ndarray) -> None:
         """Append to each row the token that the device is sampling for it.

@@ -95,6 +95,7 @@ class InputProcessor:
             priority=priority,
             extra_keys=cache_salt,
             bad_word_ids=self._tokenize_bad_words(params.bad_words or ()),
+            reads_output=bool(params.bad_words or params.logits_processors),
             num_pending_forks=min(params.n, self.config.max_num_seqs) - 1,
         )
 

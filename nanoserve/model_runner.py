@@ -158,7 +158,12 @@ class ModelRunner:
             self.req_states.remove(seq_id)
         for new in step.new_sequences:
             self.req_states.add(new)
-        return np.array([self.req_states.write_blocks(item) for item in step.scheduled], np.int64)
+        rows = [self.req_states.row_of[item.seq_id] for item in step.scheduled]
+        for row, (*_, first, new_block_ids) in zip(rows, step.scheduled, strict=True):
+            if new_block_ids:
+                end = first + len(new_block_ids)
+                self.req_states.block_tables[row, first:end] = new_block_ids
+        return np.array(rows, np.int64)
 
     # -- 2: tensors --
 

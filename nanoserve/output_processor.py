@@ -123,6 +123,7 @@ class Request:
         params = root.sampling_params
         self.root, self.request_id = root, root.request_id
         self.tokenizer = tokenizer if params.detokenize else None
+        self.is_finished = False  # True once all completions have ended
         self.completions: dict[int, Completion] = {}
         self._add(root)
         for branch in range(1 + root.num_pending_forks, params.n):  # no place beside branch 0
@@ -140,12 +141,6 @@ class Request:
     @property
     def sequences(self) -> list[Sequence]:
         return [completion.sequence for completion in list(self.completions.values())]
-
-    @property
-    def is_finished(self) -> bool:
-        """True if all completions have ended."""
-        has_all = len(self.completions) == self.root.sampling_params.n
-        return has_all and all(each.finish_reason for each in self.completions.values())
 
     def process(self, updates: list[SequenceUpdate], finish: Finish) -> list[RequestOutput]:
         """Append the new tokens, finish what a stop string ends, and build the output."""
@@ -185,8 +180,10 @@ class Request:
     def build_output(self, changed: list[int]) -> list[RequestOutput]:
         """The RequestOutput for a step in which these completions changed. A delta holds these
         alone, any other output all completions. [] if the request wants no output now."""
-        kind, is_finished = self.root.sampling_params.output_kind, self.is_finished
-        if not changed or (kind is RequestOutputKind.FINAL_ONLY and not is_finished):
+        completions, kind = self.completions.values(), self.root.sampling_params.output_kind
+        has_all = len(completions) == self.root.sampling_params.n  # no fork is to come
+        self.is_finished = has_all and all(each.finish_reason for each in completions)
+        if not changed or (kind is RequestOutputKind.FINAL_ONLY and not self.is_finished):
             return []
         is_delta = kind is RequestOutputKind.DELTA
         branches = sorted(changed if is_delta else self.completions)
@@ -196,7 +193,7 @@ class Request:
             prompt_token_ids=self.root.prompt_token_ids,
             prompt_logprobs=self.prompt_logprobs,
             outputs=[self.completions[branch].build_output(is_delta) for branch in branches],
-            finished=is_finished,
+            finished=self.is_finished,
             metrics=self.root.metrics,
             num_cached_tokens=self.root.num_cached_tokens,
         )

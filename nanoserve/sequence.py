@@ -87,6 +87,7 @@ class Sequence:
     priority: int = 0  # lower values run first, under scheduling_policy="priority"
     extra_keys: Hashable = None  # sequences share cached blocks only if these are equal (a salt)
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must never be completed
+    reads_output: bool = False  # the sampler reads the output tokens: bad words, logits processors
     branch: int = 0  # which of the request's n completions this is
     # Where the sequence is.
     num_pending_forks: int = 0  # branches that have not forked off this sequence yet
@@ -121,8 +122,7 @@ class Sequence:
     def needs_sync(self) -> bool:
         """True if the next step cannot be scheduled before the tokens of this step are known: the
         sampler reads them, or new sequences are made of them."""
-        reads_output = self.bad_word_ids or self.sampling_params.logits_processors
-        return bool(reads_output or self.num_pending_forks)
+        return self.reads_output or self.num_pending_forks > 0
 
     def make_branch(self, branch: int) -> Sequence:
         """Another of the request's n completions, with no output yet. It holds no blocks."""

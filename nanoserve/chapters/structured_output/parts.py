@@ -77,10 +77,6 @@ class StructuredSequence(Sequence):
     stop_bits: np.ndarray | None = None  # [words] int32: the tokens that the grammar takes as ends
     masks: np.ndarray | None = None  # [1 + number of drafts, words] int32; None: not made yet
 
-    @property
-    def needs_sync(self) -> bool:
-        return self.grammar is not None or super().needs_sync
-
     def make_branch(self, branch: int) -> Sequence:
         child = super().make_branch(branch)
         child.grammar, child.masks = self.grammar and self.grammar.fork(), None
@@ -132,7 +128,7 @@ class StructuredInputProcessor(InputProcessor):
             check_option("structured_outputs", wanted, StructuredOutputsParams)
             stops = seq.stop_token_ids or model.eos_token_ids
             seq.grammar = self.structured_output_manager.grammar_init(wanted, stops)
-            seq.stop_bits = pack_bits(stops, model.vocab_size)
+            seq.stop_bits, seq.reads_output = pack_bits(stops, model.vocab_size), True
         return seq
 
 
