@@ -166,7 +166,7 @@ class Decoder(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
-        rope = dict(config.rope_parameters, max_position_embeddings=config.max_position_embeddings)
+        rope = config.rope_parameters
         rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
         frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
         self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)

@@ -37,7 +37,7 @@ from nanoserve.models.rope import rope_frequencies
 MakeCheckpoint = Callable[..., Path]
 NUM_TOKENS = 8
 PROMPTS = [[(7 * i * i + 3 * i) % 311 + 2 for i in range(n)] for n in (1, 5, 40, 33)]
-PROMPTS += [PROMPTS[2][:24] + [9, 8]]
+PROMPTS += [[*PROMPTS[2][:24], 9, 8]]
 OPTIONS = {"block_size": 4, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 26}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 NATIVE: dict[str, tuple[str, dict[str, Any]]] = {

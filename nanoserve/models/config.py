@@ -143,6 +143,7 @@ def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope = {key: value for key, value in given.items() if value is not None}
     old_name = rope.pop("type", None)
     rope["rope_type"] = rope.get("rope_type") or old_name or "default"
+    rope["max_position_embeddings"] = hf.get("max_position_embeddings")
     rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
     rope.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor") or 1.0)
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):

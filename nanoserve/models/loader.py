@@ -29,16 +29,16 @@ import torch
 from tqdm import tqdm
 
 from nanoserve.config import EngineConfig
+from nanoserve.kernels.kv_cache import memory_limit
+from nanoserve.kernels.memory import check_fits
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import transformers_lock
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import (
     TensorInfo,
     check_dtype,
-    check_memory,
     find_files,
     listing,
     read_headers,
@@ -51,7 +51,6 @@ COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
 # Types of codes in files.
 INTEGERS: dict[Any, torch.dtype] = {("I32",): torch.int32, ("I8",): torch.int8}
-MOST_MISSING = 10_000  # tensors: then enough is known (experts of 1000 layers have 10**7 names)
 
 
 def load_model(
@@ -59,31 +58,22 @@ def load_model(
     model_config: ModelConfig,
     layer_config: LayerConfig,
     build: Build | None = None,
-    use_tqdm: bool = True,
 ) -> Model:
     """The model, its weights filled from the checkpoint (or at random: load_format "dummy").
 
     nanoserve's own model if ModelRegistry has its architecture, else that of transformers, unless
-    `model_impl` says otherwise.
-
-    Raises ValueError for an unknown architecture or quantization, a damaged or missing file, and
-    weights that do not match the model or do not fit into memory. All but damage inside a file is
-    found before memory for the model is taken.
+    `model_impl` says otherwise. Raises ValueError for an unknown architecture, a damaged or missing
+    file, and weights that do not match the model or do not fit into memory.
     """
-    assert config.max_model_len, "EngineConfig not resolved"
-    is_native = ModelRegistry.get(model_config.architecture) is not None
-    impl = config.model_impl
-    is_fallback = impl == "transformers" or (impl == "auto" and not is_native)
-    is_dummy = config.load_format == "dummy"
-    tensors = {} if is_dummy else read_headers(find_files(model_config.path))
-    if is_fallback:
-        with transformers_lock:
-            # Imported here, because it takes seconds, and native models do not need it.
-            from nanoserve.models.transformers_fallback import load_with_transformers
+    is_own = ModelRegistry.get(model_config.architecture) is not None
+    if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_own):
+        # Imported here, because it takes seconds, and native models do not need it.
+        from nanoserve.models.transformers_fallback import load_with_transformers
 
-            return load_with_transformers(config, model_config, layer_config, tensors)
+        return load_with_transformers(config, model_config, layer_config)
+    tensors = {} if config.load_format == "dummy" else read_headers(find_files(model_config.path))
     build = build or partial(build_model, model_config)
-    return build_and_fill(build, config, model_config.path, tensors, layer_config, use_tqdm)
+    return build_and_fill(build, config, model_config.path, tensors, layer_config)
 
 
 def build_and_fill(
@@ -92,24 +82,24 @@ def build_and_fill(
     folder: Path,
     tensors: dict[str, TensorInfo],
     layer_config: LayerConfig,
-    use_tqdm: bool = True,
 ) -> Model:
     """What `build` makes, its weights filled from the files of `folder`, whose headers are
     `tensors`. Raises ValueError as load_model does."""
     assert config.max_model_len, "EngineConfig not resolved"
-    is_dummy = config.load_format == "dummy"
-    plan = plan_model(build, layer_config)
+    is_dummy, plan = config.load_format == "dummy", plan_model(build, layer_config)
     if plan is not None:
         if not is_dummy:
             compare(plan, tensors, folder)
-        check_memory(plan.num_bytes(), layer_config)
+        what = f"the weights that config.json describes need {{size}} on {layer_config.device}"
+        advice = "Use a smaller dtype or model, or divide it (tensor_parallel_size)."
+        check_fits(what, plan.num_bytes(), 1, memory_limit(layer_config.device), advice)
     model = build(config.max_model_len, layer_config)
     if is_dummy:
         fill_randomly(model, config.seed)
     else:
         if plan is None:
             compare(model, tensors, folder)
-        fill_from_checkpoint(model, tensors, use_tqdm)
+        fill_from_checkpoint(model, tensors)
     model.process_weights_after_loading()
     return model.eval()
 
@@ -126,51 +116,34 @@ def plan_model(build: Build, layer_config: LayerConfig) -> Model | None:
 
 def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
     """Raise ValueError, naming the tensors, unless the files have what the model wants: names,
-    shapes, and types (floating-point, or what a quantization config says)."""
-    places: dict[str, Shard] = {}
-    missing: dict[str, None] = {}
-    for name, shard in model.shards():
-        if name in tensors:
-            places[name] = shard
-        elif not shard.is_optional:
-            missing[name] = None
-            if len(missing) > MOST_MISSING:
-                break
+    shapes, and types."""
+    places = dict(model.shards())
+    missing = [n for n, shard in places.items() if n not in tensors and not shard.is_optional]
     extra = [name for name in tensors if name not in places and not _is_ignorable(model, name)]
-    extra = [] if len(missing) > MOST_MISSING else extra
     if missing or extra:
-        problems = [f"missing: {listing(list(missing))}"] * bool(missing)
-        problems += [f"unexpected: {listing(extra)}"] * bool(extra)
         raise ValueError(
-            f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. "
-            "Is the download complete, and do the two belong together?"
+            f"the weights in {folder} do not match its config.json; missing: {listing(missing)}; "
+            f"unexpected: {listing(extra)}. Is the download complete, and do the two belong "
+            "together? (Codes of quantized weights need a quantization_config.)"
         )
-    for name, place in places.items():
-        file, _, shape = tensors[name]
-        expected = place.full_shape
-        if shape != expected and (shape, expected) != ((1,), ()):
-            raise ValueError(f"{name} in {file.name} has shape {shape}, expected {expected}.")
+    for name in tensors.keys() & places.keys():
+        place, (file, _, shape) = places[name], tensors[name]
+        if shape != place.full_shape and (shape, place.full_shape) != ((1,), ()):
+            expected = f"expected {place.full_shape}"
+            raise ValueError(f"{name} in {file.name} has shape {shape}, {expected}.")
         check_dtype(name, tensors[name], place.dtypes)
 
 
-def fill_from_checkpoint(
-    model: Model, tensors: dict[str, TensorInfo], use_tqdm: bool = True
-) -> None:
+def fill_from_checkpoint(model: Model, tensors: dict[str, TensorInfo]) -> None:
     """Copy every weight from its file. The tensors have been compared with the model."""
     shards = shards_by_name(model)
-    with tqdm(
-        total=len(shards),
-        desc="Loading weights",
-        unit="tensor",
-        disable=not use_tqdm,
-        delay=1,  # seconds; below that, a bar would only flash
-    ) as bar:
+    # Faster than `delay` seconds, no bar is shown: it would only flash.
+    with tqdm(total=len(shards), desc="Loading weights", unit="tensor", delay=1) as bar:
         for file in dict.fromkeys(tensor.file for tensor in tensors.values()):
             for name, source in read_slices(file):
-                if name in shards:
-                    for shard in shards[name]:
-                        shard.weight_loader(shard.target, source[shard.slices])
-                    bar.update()
+                for shard in shards.get(name, ()):
+                    shard.weight_loader(shard.target, source[shard.slices])
+                bar.update(name in shards)
 
 
 def shards_by_name(model: Model) -> dict[str, list[Shard]]:

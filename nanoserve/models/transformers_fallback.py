@@ -25,22 +25,16 @@ vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 
 from __future__ import annotations
 
-import logging
-import math
-import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from reprlib import repr as brief
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -49,55 +43,32 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import check_common_keys
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
-from nanoserve.models.weight_files import TensorInfo, check_dtype, check_memory, read_slices
-
-Build = Callable[..., Any]  # (a config of transformers, dtype=...) -> a model
-ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
-# Keyword arguments of attention that change nothing here: positions are in the keys already, and
-# outputs are chosen elsewhere.
-IGNORED_KWARGS = frozenset(
-    {
-        "attention_mask",  # the probe checks this one and is_causal separately
-        "cache_position",
-        "dropout",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_embeddings",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+from nanoserve.models.weight_files import (
+    check_dtype,
+    find_files,
+    listing,
+    read_headers,
+    read_slices,
 )
-SUPPORTED_KWARGS = frozenset({"scaling", "sliding_window", "softcap"})
-# What transformers logs before it fails, and an error here says in a sentence. Logger -> its words.
-SAID_HERE = {
-    "transformers.modeling_utils": " LOAD REPORT",
-    "transformers.modeling_rope_utils": "Missing validation function",
+
+ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
+# Keyword arguments of attention: those that are used, and those that change nothing here (positions
+# are in the keys already; the probe checks attention_mask and is_causal separately).
+KNOWN_KWARGS = {
+    *("scaling", "sliding_window", "softcap", "attention_mask", "is_causal", "cache_position"),
+    *("dropout", "output_attentions", "output_hidden_states", "output_router_logits"),
+    *("position_embeddings", "position_ids", "return_dict", "use_cache"),
 }
-NO_INTERFACE = "does not use transformers' attention interface"
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """The arguments of one layer's attention that are the same in every step."""
-
-    num_heads: int
-    spec: KVCacheSpec
-    scale: float
-    logits_soft_cap: float | None
+class Unsupported(Exception):
+    """A model can't run on paged attention. The text ends a sentence that begins with its name."""
 
 
-class AttentionSink(Protocol):
-    """What travels down to `attend`: a Probe while the model is built, then an AttentionStep."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor: ...
+class StepIsMissing(Unsupported):
+    """The family does not hand on keyword arguments to attention."""
 
 
 def attend(
@@ -106,7 +77,7 @@ def attend(
     key: Tensor,  # [1, num_kv_heads, num_tokens, key_dim]
     value: Tensor,  # [1, num_kv_heads, num_tokens, value_dim]
     attention_mask: Tensor | None,
-    nanoserve_step: AttentionSink | None = None,
+    nanoserve_step: Any = None,  # a Probe while the model is built, then an AttentionStep
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers calls this in every layer. Returns [1, num_tokens, num_heads, value_dim]."""
@@ -118,12 +89,12 @@ def attend(
     return step.attend(module, q, k, v, kwargs)[None], None
 
 
-class Unsupported(Exception):
-    """A model can't run on paged attention. The text ends a sentence that begins with its name."""
+class AttentionCall(NamedTuple):
+    """The arguments of one layer's attention that are the same in every step."""
 
-
-class StepIsMissing(Unsupported):
-    """The family does not hand on keyword arguments to attention."""
+    spec: KVCacheSpec
+    scale: float
+    logits_soft_cap: float | None
 
 
 @dataclass(frozen=True)
@@ -139,12 +110,11 @@ class AttentionStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        """Store and attend, as decoder.Attention does; tensors [num_tokens, heads, dim]."""
+        """Store and attend, as model.Attention does; tensors [num_tokens, heads, dim]."""
         layer = self.layer_of[module]
         call, cache, metadata = self.calls[layer], self.kv_caches[layer], self.metadata
         dtype = cache[0].dtype if len(cache) == 2 else query.dtype  # of 8 bits: any goes in
-        key, value = key.to(dtype), value.to(dtype)
-        self.backend.store(key, value, cache, metadata)
+        self.backend.store(key.to(dtype), value.to(dtype), cache, metadata)
         output = self.backend.attend(
             query.to(dtype).contiguous(),
             cache,
@@ -172,26 +142,14 @@ class Probe:
             raise Unsupported("lets tokens attend to later ones")
         if kwargs["attention_mask"] is not None:
             raise Unsupported("adds a mask or a bias (such as ALiBi) to attention")
-        unknown = [
-            name
-            for name, value in kwargs.items()
-            if name not in IGNORED_KWARGS | SUPPORTED_KWARGS
-            and value is not None
-            and value is not False
-        ]
-        if unknown:
-            raise Unsupported(f"passes {', '.join(unknown)} to attention, which it does not take")
+        given = {name for name, each in kwargs.items() if each is not None and each is not False}
+        if unknown := given - KNOWN_KWARGS:
+            raise Unsupported(f"passes {unknown} to attention, which it does not take")
         window, scale = kwargs.get("sliding_window"), kwargs.get("scaling")
         spec = KVCacheSpec(key.shape[1], key.shape[2], value.shape[2], window or None)
+        scale = key.shape[2] ** -0.5 if scale is None else float(scale)
         self.layer_of[module] = len(self.calls)
-        self.calls.append(
-            AttentionCall(
-                num_heads=query.shape[1],
-                spec=spec,
-                scale=key.shape[2] ** -0.5 if scale is None else float(scale),
-                logits_soft_cap=kwargs.get("softcap"),
-            )
-        )
+        self.calls.append(AttentionCall(spec, scale, kwargs.get("softcap")))
         return value.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -260,7 +218,7 @@ def run_body(
     body: nn.Module,
     input_ids: Tensor,
     positions: Tensor,
-    step: AttentionSink,
+    step: Any,
     modules_with_step: tuple[nn.Module, ...] = (),
 ) -> Tensor:
     """[num_tokens] each -> hidden states [num_tokens, hidden]. transformers caches nothing, and
@@ -268,12 +226,8 @@ def run_body(
     for module in modules_with_step:
         vars(module)["nanoserve_step"] = step
     try:
-        output = body(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            nanoserve_step=step,
-        )
+        ids, places = input_ids[None], positions[None]
+        output = body(input_ids=ids, position_ids=places, use_cache=False, nanoserve_step=step)
     finally:
         for module in modules_with_step:
             del vars(module)["nanoserve_step"]
@@ -292,19 +246,18 @@ def run_probe(
     Raises Unsupported for a model that needs more than paged attention.
     """
     probe = Probe()
-    device = next(body.parameters()).device
-    positions = torch.tensor([0, max_model_len - 1], device=device)
+    positions = torch.tensor([0, max_model_len - 1], device=next(body.parameters()).device)
     try:
         run_body(body, torch.zeros_like(positions), positions, probe, modules_with_step)
     except Unsupported:
         raise
     except Exception as error:  # any model's code: anything
         raise Unsupported(f"fails on two tokens ({type(error).__name__}: {error})") from error
-    if not probe.calls:
-        raise Unsupported(NO_INTERFACE)
-    num_layers = config.num_hidden_layers
-    if len(probe.calls) != num_layers:
-        raise Unsupported(f"attends in {len(probe.calls)} of its {num_layers} layers only")
+    if len(probe.calls) != config.num_hidden_layers:
+        raise Unsupported(
+            f"attends through transformers' attention interface in {len(probe.calls)} of its "
+            f"{config.num_hidden_layers} layers"
+        )
     check_windows(config, [call.spec.sliding_window for call in probe.calls])
     return probe
 
@@ -312,16 +265,12 @@ def run_probe(
 def check_windows(config: Any, windows: list[int | None]) -> None:
     """Each layer must have passed to attention the sliding window that the config gives it. (In
     transformers the masks would apply the window, and they are not built here.)"""
+    expected = {"full_attention": False, "sliding_attention": True}
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        expected = {"full_attention": False, "sliding_attention": True}
-        for kind, window in zip(kinds, windows, strict=True):
-            if expected.get(kind) != (window is not None):
-                raise Unsupported(
-                    f"has layers of type {kind}, and passes window={window} to attention"
-                )
-        return
-    has_window = getattr(config, "use_sliding_window", True)
+    for kind, window in zip(kinds or (), windows, strict=bool(kinds)):
+        if expected.get(kind) != (window is not None):
+            raise Unsupported(f"has layers of type {kind}, and passes window={window} to attention")
+    has_window = getattr(config, "use_sliding_window", True) and not kinds
     if has_window and getattr(config, "sliding_window", None) and not any(windows):
         raise Unsupported("has a sliding window that it does not pass to attention")
 
@@ -339,126 +288,45 @@ def fix_rope(body: nn.Module) -> None:
 
 
 def load_with_transformers(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    layer_config: LayerConfig,
-    tensors: dict[str, TensorInfo],
+    config: EngineConfig, model_config: ModelConfig, layer_config: LayerConfig
 ) -> TransformersForCausalLM:
-    """The model in `model_config.path`, built and filled (or dummy) by transformers.
-
-    `tensors` is what the safetensors files hold. transformers itself reads no file of the folder,
-    because it would also follow keys and files that nobody has checked (transformers_weights,
-    configuration_files, adapter_config.json, parts of distributed checkpoints).
-
-    Raises ValueError if the model can't run here, or if the weights do not match.
-    """
-    architecture = model_config.architecture
-    if layer_config.parallel.tp_size > 1:
-        refuse(architecture, "through transformers it can't be cut among ranks")
-    if architecture not in set(_causal_lm_names()):
-        refuse(architecture, "transformers knows no causal language model of that name")
-    model_cls = getattr(transformers, architecture)
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    try:
-        with without_logs(SAID_HERE):
-            return make_model(config, model_config, layer_config, model_cls, tensors)
-    except Unsupported as error:
-        refuse(architecture, f"it {error}")
-
-
-def make_model(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    layer_config: LayerConfig,
-    model_cls: Any,
-    tensors: dict[str, TensorInfo],
-) -> TransformersForCausalLM:
-    """The model as `model_cls` of transformers. Raises Unsupported, and ValueError for a bad value
-    in config.json and for weights that do not match."""
+    """The model in `model_config.path`, built and filled (or dummy) by transformers. Raises
+    ValueError if it can't run here, or if the weights do not match."""
     assert config.max_model_len, "EngineConfig not resolved"
-    hf_config = read_hf_config(model_cls, model_config)
-    check_config(model_cls, hf_config)
-    is_dummy = config.load_format == "dummy"
-    check_sizes(hf_config, model_config, layer_config, None if is_dummy else tensors)
-    if is_dummy:
-        causal_lm = build_dummy(hf_config, layer_config.dtype, config.seed)
-    else:
-        causal_lm = fill_checkpoint(
-            model_cls,
-            hf_config,
-            model_config.path,
-            tensors,
-            layer_config.dtype,
-            attn_implementation=ATTENTION_NAME,
-        )
-    causal_lm = causal_lm.eval().to(layer_config.device)
-    return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
-
-
-def read_hf_config(model_cls: Any, model_config: ModelConfig) -> Any:
-    """config.json as transformers' own class. Raises ValueError, which names the file, for values
-    that KEYS of checkpoint.py or the class does not allow."""
-    file = model_config.path / "config.json"
-    check_common_keys(model_config.hf_config, file)
     try:
-        return model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
-    except Exception as error:  # each family has its own checks
-        raise ValueError(f"{file}: {reason_of(error)}.") from None
+        model_cls = find_class(model_config, layer_config)
+        AttentionInterface.register(ATTENTION_NAME, attend)
+        causal_lm = make_model(
+            model_cls, config, model_config, layer_config, attn_implementation=ATTENTION_NAME
+        )
+        check_config(causal_lm.config)
+        return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
+    except Unsupported as error:
+        raise ValueError(
+            f"architecture {model_config.architecture} is not supported: it {error}. Supported: "
+            f"{', '.join(ModelRegistry.architectures())}; and, through transformers on one rank, "
+            "decoder-only models whose every layer attends through transformers' attention "
+            "interface with no more than causality, a sliding window and a soft cap."
+        ) from error
 
 
-def reason_of(error: Exception) -> str:
-    """What an error of transformers says about config.json, in one line.
-
-    ValueError("Class validation error for validator 'x':\n    ValueError: `a` (3) must be 2")
-    -> "a (3) must be 2"; KeyError("swiglu"), of one of its tables, -> "unknown 'swiglu'".
-    """
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    if isinstance(error, KeyError) and " " not in text:
-        return f"unknown {brief(text)}"
-    text = text.partition(" Errors: ")[0]  # one for each type that it might have
-    text = re.sub(r"^.*[vV]alidation error for .*:\n\s*\w+: ", "", text)
-    text = " ".join(text.replace("`", "").split()).rstrip(".")
-    return text or type(error).__name__
+def find_class(model_config: ModelConfig, layer_config: LayerConfig) -> Any:
+    """The class of transformers itself, whatever code the checkpoint brings along."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    known = {name for each in names for name in ([each] if isinstance(each, str) else each)}
+    if model_config.architecture not in known:
+        raise Unsupported("is no causal language model that transformers knows")
+    if layer_config.parallel.tp_size > 1:
+        raise Unsupported("can't be cut among ranks through transformers")
+    if model_config.get("quantization_config"):
+        raise Unsupported("has quantized weights, which run in nanoserve's own models only")
+    return getattr(transformers, model_config.architecture)
 
 
-@contextmanager
-def without_logs(said: dict[str, str]) -> Iterator[None]:
-    """While the block lasts, and in this thread only: loggers of these names drop what contains
-    their words."""
-    thread = threading.get_ident()
-    with ExitStack() as stack:
-        for name, words in said.items():
-            logger = logging.getLogger(name)
-
-            def keeps(record: logging.LogRecord, words: str = words) -> bool:
-                return threading.get_ident() != thread or words not in record.getMessage()
-
-            logger.addFilter(keeps)
-            stack.callback(logger.removeFilter, keeps)
-        yield
-
-
-def _causal_lm_names() -> Iterator[str]:
-    for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        yield from [names] if isinstance(names, str) else names
-
-
-def refuse(architecture: str, reason: str) -> NoReturn:
-    """Raise a ValueError that gives the reason, and says what can run."""
-    raise ValueError(
-        f"architecture {architecture} is not supported: {reason}. Supported natively: "
-        f"{', '.join(ModelRegistry.architectures())}; and, through transformers on one rank, "
-        "decoder-only models whose every layer attends through transformers' attention interface "
-        "with no more than causality, a sliding window and a soft cap."
-    )
-
-
-def check_config(model_cls: Any, hf_config: Any) -> None:
-    """Refuse, before any weight is read, models whose trouble the probe would not show."""
+def check_config(hf_config: Any) -> None:
+    """Refuse models whose trouble the probe would not show."""
     if getattr(hf_config, "is_encoder_decoder", False):
         raise Unsupported("has an encoder")
-    if getattr(model_cls, "_is_stateful", False):
-        raise Unsupported("keeps a state beside keys and values (as Mamba does)")
     if getattr(hf_config, "num_kv_shared_layers", 0):
         raise Unsupported("shares keys and values between layers")
     if getattr(hf_config, "alibi", False) is True:
@@ -467,19 +335,37 @@ def check_config(model_cls: Any, hf_config: Any) -> None:
         raise Unsupported("is more than one stack of layers")
 
 
-def build_causal_lm(hf_config: Any, **options: Any) -> Any:
-    """The model with transformers' own random weights."""
-    return AutoModelForCausalLM.from_config(
-        hf_config, attn_implementation=ATTENTION_NAME, **options
-    )
-
-
-def build_dummy(
-    hf_config: Any, dtype: torch.dtype, seed: int, build: Build = build_causal_lm
+def make_model(
+    model_cls: Any,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layer_config: LayerConfig,
+    may_ignore: Callable[[str], bool] = lambda name: False,
+    **options: Any,
 ) -> Any:
+    """`model_cls` of transformers, its weights filled, or dummy. Tensors of the files that the
+    model lacks are errors, unless may_ignore(name). `options`: from_pretrained's."""
+    file = model_config.path / "config.json"
+    options = {**options, "dtype": layer_config.dtype}
+    try:
+        hf_config = model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
+        if config.load_format == "dummy":
+            model = build_dummy(model_cls, hf_config, config.seed, **options)
+        else:
+            model = fill_checkpoint(model_cls, hf_config, file.parent, may_ignore, **options)
+    except Exception as error:  # any model's code: anything
+        if ATTENTION_NAME in error.args:  # a key that its own table of attentions lacks
+            raise Unsupported("does not use transformers' attention interface") from error
+        raise ValueError(f"transformers can't build the model of {file}: {error}") from error
+    if getattr(model_cls, "_is_stateful", False):
+        raise Unsupported("keeps a state beside keys and values (as Mamba does)")
+    return model.eval().to(layer_config.device)
+
+
+def build_dummy(model_cls: Any, hf_config: Any, seed: int, **options: Any) -> Any:
     """Small normal weights, norms near 1, as in loader.fill_randomly."""
     with torch.random.fork_rng(devices=[]):  # transformers draws its own weights first
-        model = build(hf_config, dtype=dtype)
+        model = model_cls._from_config(hf_config, **options)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -489,87 +375,29 @@ def build_dummy(
     return model
 
 
-def check_sizes(
-    hf_config: Any,
-    model_config: ModelConfig,
-    layer_config: LayerConfig,
-    tensors: dict[str, TensorInfo] | None,
-    build: Build = build_causal_lm,
-) -> None:
-    """Compare what config.json describes with the files (None: there are none) and the memory,
-    before memory is taken. Raises ValueError, with the numbers or the name of a tensor.
-
-    transformers may rename, split and stack tensors, so only their total size is compared here;
-    the names and shapes are, when they are filled.
-    """
-    mismatch = f"the weights in {model_config.path} do not match its config.json"
-    if tensors is not None and model_config.num_layers > len(tensors):
-        raise ValueError(
-            f"{mismatch}: num_hidden_layers is {model_config.num_layers}, and there are "
-            f"{len(tensors)} tensors in all."
-        )
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):  # shapes, no memory
-            plan = build(hf_config)
-    except (ImportError, NotImplementedError) as error:  # config.json is right
-        raise Unsupported(f"can't be built here ({error})") from error
-    except Exception as error:  # each family has its own checks
-        if isinstance(error, KeyError) and ATTENTION_NAME in error.args:  # it has its own table
-            raise Unsupported(NO_INTERFACE) from error
-        file, reason = model_config.path / "config.json", reason_of(error)
-        raise ValueError(f"{file}: the model cannot be built from it ({reason}).") from error
-    parameters = dict(plan.named_parameters())
-    wanted = sum(parameter.numel() for parameter in parameters.values())
-    if tensors is not None:
-        stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        if wanted > 2 * stored:  # not 1: a family may tie weights later
-            raise ValueError(
-                f"{mismatch}, which describes {wanted} numbers; the files have {stored}."
-            )
-        for name, tensor in tensors.items():  # others are buffers, such as GPT-NeoX's mask
-            full_name = f"{plan.base_model_prefix}.{name}"
-            if name.endswith("weight") or name in parameters or full_name in parameters:
-                check_dtype(name, tensor)
-    check_memory(wanted * layer_config.dtype.itemsize, layer_config)
-
-
 def fill_checkpoint(
     model_cls: Any,
     hf_config: Any,
     folder: Path,
-    tensors: dict[str, TensorInfo],
-    dtype: torch.dtype,
-    may_ignore: Callable[[str], bool] = lambda name: False,
+    may_ignore: Callable[[str], bool],
     **options: Any,
 ) -> Any:
-    """Weights from safetensors files; `options` are from_pretrained's. Raises ValueError, naming
-    the tensors, if some do not fit, or if there are more, unless may_ignore(name)."""
-    files = dict.fromkeys(tensor.file for tensor in tensors.values())
-    slices = {name: source for file in files for name, source in read_slices(file)}
-    try:
-        model, loading = model_cls.from_pretrained(
-            None,
-            config=hf_config,
-            state_dict=slices,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # named below instead
-            **options,
-        )
-    except Exception as error:  # any model's code: anything
-        raise ValueError(
-            f"transformers can't load the weights in {folder} ({type(error).__name__}: {error}). "
-            "Is the download complete, and do the weights belong to config.json?"
-        ) from error
-    problems = [
-        f"{kind}: {', '.join([str(name) for name in names][:5])}"
-        for kind in ("missing", "unexpected", "mismatched")
-        if (names := [each for each in loading[f"{kind}_keys"] if not may_ignore(str(each))])
-    ]
-    if problems:
-        raise ValueError(
-            f"the weights in {folder} do not match its config.json; {'; '.join(problems)}. Is the "
-            "download complete, and do the two belong together?"
-        )
+    """Weights from the safetensors files: transformers itself reads no file of the folder. Raises
+    ValueError, naming the tensors, if some do not fit."""
+    files = find_files(folder)
+    for name, tensor in read_headers(files).items():
+        if name.endswith("weight"):  # others may be buffers, such as GPT-NeoX's mask
+            check_dtype(name, tensor)
+    model, loading = model_cls.from_pretrained(
+        None,
+        config=hf_config,
+        state_dict={name: source for file in files for name, source in read_slices(file)},
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # named below instead
+        **options,
+    )
+    for kind in ("missing", "unexpected", "mismatched"):
+        if names := [str(each) for each in loading[f"{kind}_keys"] if not may_ignore(str(each))]:
+            raise ValueError(f"the weights do not match config.json; {kind}: {listing(names)}")
     return model

@@ -39,10 +39,10 @@ from nanoserve.model import CausalLM
 from nanoserve.models.base import Model
 from nanoserve.models.checkpoint import find_quantization, transformers_lock
 from nanoserve.models.config import ModelConfig
-from nanoserve.models.loader import build_and_fill, load_model, read_quantization
+from nanoserve.models.loader import build_and_fill, load_model
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
-from nanoserve.models.weight_files import TensorInfo, find_files, read_headers
+from nanoserve.models.weight_files import find_files, read_headers
 
 # Their position 0 is pad_token_id + 1, so that the table has fewer positions than rows.
 OFFSET_POSITIONS = {
@@ -128,7 +128,6 @@ def load_pooling_model(
     if config.model_impl == "transformers" or cls is None or not issubclass(cls, CausalLM):
         tied = {**model.hf_config, "tie_word_embeddings": True}  # so that files may lack a head
         return load_model(config, replace(model, hf_config=tied), layer_config)
-    layer_config = replace(layer_config, quant_config=read_quantization(config, model))
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else read_headers(find_files(model.path))
     prefix = "" if "embed_tokens.weight" in tensors else "model"
@@ -233,8 +232,6 @@ def load_encoder(config: EngineConfig, model: ModelConfig, layer_config: LayerCo
         refuse(model, "nanoserve has no encoders of its own, and model_impl is 'nanoserve'")
     if config.quantization or find_quantization(model.hf_config):
         refuse(model, "the weights of encoders cannot be quantized here")
-    is_dummy = config.load_format == "dummy"
-    tensors = {} if is_dummy else read_headers(find_files(model.path))
     [name, *_], _, _ = classes_of(model)
     with transformers_lock:
         import transformers
@@ -243,11 +240,10 @@ def load_encoder(config: EngineConfig, model: ModelConfig, layer_config: LayerCo
 
         model_cls = getattr(transformers, name)
         try:
-            with fallback.without_logs(fallback.SAID_HERE):
-                body = make_encoder(config, model, layer_config, model_cls, tensors)
+            body = make_encoder(config, model, layer_config, model_cls)
         except fallback.Unsupported as error:
             refuse(model, f"it {error}")
-    return EncoderModel(body.eval().to(layer_config.device), max(0, model.get("pad_token_id", 0)))
+    return EncoderModel(body, max(0, model.get("pad_token_id", 0)))
 
 
 def make_encoder(
@@ -255,28 +251,20 @@ def make_encoder(
     model: ModelConfig,
     layer_config: LayerConfig,
     model_cls: Any,
-    tensors: dict[str, TensorInfo],
 ) -> nn.Module:
     """The body as `model_cls` of transformers, without the layer that it may have behind the first
     token. Raises Unsupported and ValueError as fallback.make_model does."""
     from nanoserve.models import transformers_fallback as fallback
 
-    hf_config = fallback.read_hf_config(model_cls, model)
     has_layer = "add_pooling_layer" in inspect.signature(model_cls.__init__).parameters
     options = {"add_pooling_layer": False} if has_layer else {}
-    build = partial(model_cls._from_config, **options)
-    is_dummy, dtype = config.load_format == "dummy", layer_config.dtype
-    fallback.check_sizes(hf_config, model, layer_config, None if is_dummy else tensors, build)
-    if is_dummy:
-        return fallback.build_dummy(hf_config, dtype, config.seed, build)
     with torch.device("meta"):
-        parts = {name for name, _ in build(hf_config).named_children()}
+        hf_config = model_cls.config_class.from_dict(dict(model.hf_config))
+        parts = {name for name, _ in model_cls._from_config(hf_config, **options).named_children()}
 
     def is_head(name: str) -> bool:
         """Is it no part of the body? (Old checkpoints have numbers of positions, too.)"""
         part = name.removeprefix(f"{model_cls.base_model_prefix}.").partition(".")[0]
         return part not in parts or name.endswith("position_ids")
 
-    return fallback.fill_checkpoint(
-        model_cls, hf_config, model.path, tensors, dtype, is_head, **options
-    )
+    return fallback.make_model(model_cls, config, model, layer_config, is_head, **options)
