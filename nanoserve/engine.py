@@ -174,10 +174,10 @@ class LLMEngine:
 
     def fail_request(self, request_id: str, error: Exception) -> None:
         """End a request with finish_reason "error"."""
+        if (request := self.requests.get(request_id)) is None:
+            return  # it has failed already, or was aborted meanwhile
         logger.error("request %r failed: %r", request_id, error, exc_info=error)
-        request, message = self.requests.get(request_id), str(error) or repr(error)
-        if request is None:
-            return  # aborted meanwhile, by another thread
+        message = str(error) or repr(error)
         self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR, message)
         self._outputs += request.fail(message)  # first hand over,
         self.requests.pop(request_id, None)  # then forget
@@ -209,8 +209,6 @@ class LLMEngine:
         with self.between_steps():
             try:
                 self.run_step()
-            except EngineDeadError:
-                raise
             except Exception as error:
                 self.recover(error)
             outputs, self._outputs = self._outputs, []
@@ -240,8 +238,7 @@ class LLMEngine:
         owners = {i: known[i].request_id for i, *_ in step.scheduled if i in known}
         self._being_read = set(owners.values())
         for seq_id, error in model_output.errors.items():
-            if owners.get(seq_id) in self.requests:
-                self.fail_request(owners[seq_id], error)
+            self.fail_request(owners.get(seq_id, ""), error)
         self.process_outputs(self.scheduler.update_from_output(step, model_output))
         self._being_read = set()
 
@@ -283,17 +280,16 @@ class LLMEngine:
         scheduled = {item.seq_id for step in self._steps for item in step.scheduled}
         self.scheduler.preempt_all()
         torn = RuntimeError("the step failed while its tokens were read")
-        for request_id in self._being_read & self.requests.keys():
+        for request_id in self._being_read:
             self.fail_request(request_id, error or torn)
-        for seq_id in scheduled & self.scheduler.sequences.keys() if error else ():
-            if (seq := self.scheduler.sequences.get(seq_id)) is not None:
-                seq.num_failures += 1
-                if seq.num_failures == 2 and seq.request_id in self.requests:
-                    self.fail_request(seq.request_id, error)
+        for seq in list(self.scheduler.sequences.values()) if error else ():
+            seq.num_failures += seq.seq_id in scheduled
+            if seq.num_failures == 2:
+                self.fail_request(seq.request_id, error)
         self._steps.clear()
         self._pending.clear()
         self._being_read, self._is_whole = set(), True
-        if error is not None and not scheduled:
+        if error is not None and (not scheduled or isinstance(error, EngineDeadError)):
             raise error
         if error is not None:
             logger.warning("a step failed; it is computed once more", exc_info=error)

@@ -42,7 +42,6 @@ from nanoserve.kernels.seen_tokens import SeenTokens
 from nanoserve.sampler import (
     LogitEdits,
     Penalties,
-    RequestProcessors,
     SamplingBatch,
     uniform_noise,
 )
@@ -209,10 +208,6 @@ class RequestState:
             self.num_tokens[row] = max(self.num_tokens[row], position + 1)
             self.num_samples[row] = 1
 
-    def get_output_token_ids(self, row: int, end: int) -> np.ndarray:
-        """[num_output_tokens]: those before position `end`. The last may be a placeholder."""
-        return self.token_ids[row, self.num_prompt_tokens[row] : end]
-
     def make_sampling_batch(
         self, rows: np.ndarray, branches: np.ndarray, positions: np.ndarray
     ) -> SamplingBatch:
@@ -250,7 +245,9 @@ class RequestState:
 
     def _make_constraints(self, rows: list[LogitsRow], positions: np.ndarray) -> dict[str, Any]:
         """What changes single logits of these rows."""
-        outputs = [self.get_output_token_ids(row, positions[i]) for i, row in rows]
+        # The output tokens of each row. The last one may be a placeholder.
+        starts = self.num_prompt_tokens
+        outputs = [self.token_ids[row, starts[row] : positions[i]] for i, row in rows]
         states = [(i, self.logit_states[row]) for i, row in rows]
         edits = [
             (i, each)
@@ -260,7 +257,11 @@ class RequestState:
         return {
             "allowed": self._make_edits([(i, s.allowed) for i, s in states if len(s.allowed[0])]),
             "edits": self._make_edits(edits),
-            "processors": self._make_processors(rows, outputs),
+            "processors": [
+                (i, called, self.token_ids[row, : starts[row]].tolist(), output.tolist())
+                for (i, row), output in zip(rows, outputs, strict=True)
+                if (called := self.logit_states[row].params.logits_processors)
+            ],
             "penalties": self._make_penalties(rows),
         }
 
@@ -271,16 +272,6 @@ class RequestState:
         ids, values = map(np.concatenate, zip(*(each for _, each in edits), strict=True))
         rows = np.concatenate([np.full(len(each[0]), row) for row, each in edits])
         return LogitEdits(**self.send(logits_rows=rows, token_ids=ids, values=values))
-
-    def _make_processors(
-        self, rows_with_state: list[LogitsRow], outputs: list[np.ndarray]
-    ) -> tuple[RequestProcessors, ...]:
-        return tuple(
-            RequestProcessors(i, processors, self.token_ids[row, :end].tolist(), output.tolist())
-            for (i, row), output in zip(rows_with_state, outputs, strict=True)
-            for end in [self.num_prompt_tokens[row]]
-            if (processors := self.logit_states[row].params.logits_processors)
-        )
 
     def _make_penalties(self, rows_with_state: list[LogitsRow]) -> Penalties | None:
         states = [(i, row, self.logit_states[row].params) for i, row in rows_with_state]

@@ -161,14 +161,12 @@ class LLM:
         A message is {"role": "user", "content": "..."}. The template (`chat_template` in place of
         the model's own) gets tools and chat_template_kwargs. The other arguments are generate's.
         """
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
         options = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
         options["add_generation_prompt"] = add_generation_prompt
         options["continue_final_message"] = continue_final_message
         render = self.llm_engine.input_processor.render_chat
-        conversations = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [render(conversation, **options) for conversation in conversations]
+        is_one = any(isinstance(each, Mapping) for each in messages)
+        prompts = [render(each, **options) for each in ([messages] if is_one else messages)]
         each |= {"lora_request": lora_request, "priority": priority}
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **each)
 

@@ -166,9 +166,9 @@ class Decoder(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
-        rope = config.rope_parameters
-        rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
-        frequencies, scaling = rope_frequencies(rotary_dim, rope, max_model_len)
+        frequencies, scaling = rope_frequencies(
+            config.head_dim, config.rope_parameters, max_model_len
+        )
         self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
 
     def forward(
@@ -188,16 +188,7 @@ class CausalLM(Model):
     layer_cls = DecoderLayer
 
     def __init__(self, config: ModelConfig, max_model_len: int, layer_config: LayerConfig) -> None:
-        """Raises ValueError for an activation that is not supported, and for a number of attention
-        heads that its key and value heads do not divide."""
         super().__init__()
-        if (activation := config.get("hidden_act", "silu")) != "silu":
-            raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
-        if config.num_heads % config.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
-                f"{config.num_kv_heads}."
-            )
         family = type(self).read_family(config)
         at_model = layer_config.at("model")
         self.model = Decoder(config, family, max_model_len, at_model, self.layer_cls)

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,15 +68,6 @@ class Penalties(NamedTuple):
     presence: Tensor  # [k] float32
 
 
-class RequestProcessors(NamedTuple):
-    """The Python callables of one request, and the token ids that they are called with."""
-
-    logits_row: int
-    processors: list[LogitsProcessor]
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-
-
 @dataclass(frozen=True)
 class SamplingBatch:
     """One entry for each row of the logits. None or empty where no row uses the feature."""
@@ -94,7 +86,8 @@ class SamplingBatch:
     mask: Callable[[Tensor], Tensor] | None = None  # logits -> logits without forbidden tokens
     allowed: LogitEdits | None = None  # allowed_token_ids: all other logits of these rows are -inf
     edits: LogitEdits | None = None  # bad_words, min_tokens, logit_bias
-    processors: tuple[RequestProcessors, ...] = ()
+    # (row, its callables, prompt token ids, output token ids) of each request that has some
+    processors: Seq[tuple[int, Seq[LogitsProcessor], list[int], list[int]]] = ()
     penalties: Penalties | None = None
     # Row -> what its logits processors did wrong: filled while they run.
     errors: dict[int, RequestError] = new(dict)

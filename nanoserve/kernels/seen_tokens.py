@@ -100,7 +100,7 @@ class SeenTokens:
         token_ids = self.req_states.token_ids[row, : self.req_states.num_tokens[row]]
         assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
         seen = np.unique(token_ids)  # int32
-        output = self.req_states.get_output_token_ids(row, len(token_ids))
+        output = token_ids[self.req_states.num_prompt_tokens[row] :]
         counts = np.bincount(output, minlength=int(seen[-1]) + 1)
         sent = self.req_states.send(seen=seen, counts=counts[seen].astype(np.int32))
         self.output_counts[row].zero_().index_copy_(0, sent["seen"].long(), sent["counts"])

@@ -61,6 +61,13 @@ class ModelConfig:
     generation_config: Mapping[str, Any]  # generation_config.json
     hf_config: Mapping[str, Any] = field(repr=False)  # config.json itself
 
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_kv_heads}."
+            )
+
     @classmethod
     def from_folder(cls, folder: Path, given: dict[str, Any] | None = None) -> ModelConfig:
         """Read the two files; `given` stands for the first. ValueError: a key is missing."""

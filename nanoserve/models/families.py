@@ -10,6 +10,7 @@ qwen3_moe.py (V1).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -19,9 +20,17 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.models.moe import ExpertsConfig, MixtureOfExperts
 
 
+def choose(config: ModelConfig, **choices: Any) -> Family:
+    """A member of the family. Raises ValueError for an activation that none of them has."""
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"hidden_act {activation!r} is not supported; supported: silu.")
+    return Family(**choices)
+
+
 def llama(config: ModelConfig) -> Family:
     bias = config.get("attention_bias", False)
-    return Family(
+    return choose(
+        config,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=config.get("mlp_bias", False),
@@ -30,16 +39,16 @@ def llama(config: ModelConfig) -> Family:
 
 
 def mistral(config: ModelConfig) -> Family:
-    return Family(windows=_windows(config, config.get("sliding_window")))
+    return choose(config, windows=_windows(config, config.get("sliding_window")))
 
 
 def qwen2(config: ModelConfig) -> Family:
-    return Family(qkv_bias=True, windows=_qwen_windows(config))
+    return choose(config, qkv_bias=True, windows=_qwen_windows(config))
 
 
 def qwen3(config: ModelConfig) -> Family:
     bias = config.get("attention_bias", False)
-    return Family(qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
+    return choose(config, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=_qwen_windows(config))
 
 
 def _qwen_windows(config: ModelConfig) -> tuple[int | None, ...]:

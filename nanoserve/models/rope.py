@@ -20,15 +20,18 @@ import torch
 from torch import Tensor
 
 
-def rope_frequencies(dim: int, rope: Mapping[str, Any], max_model_len: int) -> tuple[Tensor, float]:
-    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
+def rope_frequencies(
+    head_dim: int, rope: Mapping[str, Any], max_model_len: int
+) -> tuple[Tensor, float]:
+    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type. `dim`
+    is the part of head_dim that turns.
 
     The types "dynamic" and "longrope" depend on the length of the text. transformers takes the
     length of the longest text in the batch, so that the output of a request depends on others in
     the batch. Here, as in vLLM, max_model_len takes its place. Raises ValueError for other types,
     an odd `dim`, and settings that are missing or give no finite frequencies.
     """
-    rope_type = rope["rope_type"]
+    dim, rope_type = int(head_dim * rope["partial_rotary_factor"]), rope["rope_type"]
     if dim < 2 or dim % 2:
         raise ValueError(f"rotary embedding turns pairs of dimensions, and there are {dim}.")
     if rope_type == "default":
