@@ -32,6 +32,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from nanoserve.chapters.options import Options
+from nanoserve.entrypoints.arguments import ALIASES, read_options, read_value
+
 # Chapter -> the option that switches it on; None: always on. Each is stacked on those before it.
 CHAPTERS = {
     "quantization": None,  # a checkpoint may ask for it
