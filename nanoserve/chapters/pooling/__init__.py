@@ -13,8 +13,7 @@ result. Texts that mean the same have vectors with a small angle between them.
 
 The step is that of a model which writes text: the same scheduler, KV blocks, batch and kernels.
 Only its end differs. There are no logits, no sampling and no decode: a request ends with the step
-that computes the last token of its prompt, and gives its blocks back. (CUDA graphs replay decodes,
-so there are none, either.)
+that computes the last token of its prompt, and gives its blocks back.
 
 *What do chunks and cached prefixes do to it?* The KV cache keeps keys and values, not the hidden
 states at the end of the last layer.
@@ -30,38 +29,20 @@ states at the end of the last layer.
 So the engine switches off what is "no" above. (vLLM has no running sum: there, mean needs the whole
 prompt in one step.)
 
-    config.py      PoolerConfig: which pooling, as the checkpoint or the user says
-    params.py      PoolingParams: what one request asks for
+    params.py      PoolerConfig: which pooling, as the checkpoint or the user says
+                   PoolingParams: what one request asks for
     outputs.py     PoolingRequestOutput, EmbeddingRequestOutput, ScoringRequestOutput
-    models.py      the bodies of models without their heads, and encoders such as BERT
+    models.py      models without their heads, and encoders such as BERT
     parts.py       what changes in the engine; LLM.encode, embed and score
 
 Left out: classification, rewards and cross-encoders; a vector for each token (token_embed); Dense
 layers of sentence-transformers behind the pooling; prompts that config_sentence_transformers.json
-recommends (write them before your texts); native models with bidirectional attention.
+recommends (write them before your texts); decoders with bidirectional attention.
 
 vLLM: vllm/worker/pooling_model_runner.py (V0, before that embedding_model_runner.py);
 vllm/pooling_params.py, vllm/model_executor/layers/pooler/, vllm/entrypoints/pooling/ (V1).
 """
 
-from nanoserve.chapters.pooling.config import PoolerConfig
-from nanoserve.chapters.pooling.outputs import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
-from nanoserve.chapters.pooling.params import PoolingParams
+from nanoserve.chapters.pooling.params import PoolerConfig, PoolingParams
 
-__all__ = [
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "PoolerConfig",
-    "PoolingOutput",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-]
+__all__ = ["PoolerConfig", "PoolingParams"]

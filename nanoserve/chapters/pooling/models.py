@@ -1,19 +1,12 @@
 """Which models make hidden states, and where do their weights come from?
 
     architecture of config.json       what runs
-    Qwen3ForCausalLM, Qwen3Model      nanoserve's own Qwen3 without its head (EmbeddingModel)
+    Qwen3ForCausalLM, Qwen3Model      nanoserve's own Qwen3 without its head
     GPT2LMHeadModel, GPT2Model        transformers' model on paged attention, as for text
     BertModel, RobertaForMaskedLM     transformers' own model, without a KV cache (EncoderModel)
 
 Embedding checkpoints are often saved without the head, and then without the prefix of its body:
-"layers.0.self_attn.q_proj.weight" in place of "model.layers.0. ...". Both are read, and a head that
-a file has is left out.
-
-*Encoders.* Each token of an encoder sees all others. So a prompt is computed in one step, whole,
-and nothing of it is kept: there is no KV cache, and the scheduler's blocks only count tokens. The
-prompts of a step are padded and masked, in batches of similar lengths, so that less than half of a
-batch is padding. In a few families the padding shows in spite of the mask (FNet has none, ConvBERT
-has convolutions), so each model is asked once (`sees_padding`): then a batch has one length.
+"layers.0.self_attn.q_proj.weight" in place of "model.layers.0. ...". Both are read.
 
 vLLM: vllm/model_executor/models/: adapters.py, bert.py, roberta.py, transformers/pooling.py (V1);
 bert.py (V0).
@@ -21,14 +14,11 @@ bert.py (V0).
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
@@ -37,85 +27,54 @@ from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
 from nanoserve.model import CausalLM
 from nanoserve.models.base import Model
-from nanoserve.models.checkpoint import find_quantization, transformers_lock
 from nanoserve.models.config import ModelConfig
+<<<<<<< HEAD
 from nanoserve.models.loader import build_and_fill, load_model
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
 from nanoserve.models.weight_files import find_files, read_headers
+=======
+from nanoserve.models.registry import ModelRegistry
+>>>>>>> 1a718dbbfbc1f55e4e1fb913b0e9edaf92fff720
 
 # Their position 0 is pad_token_id + 1, so that the table has fewer positions than rows.
-OFFSET_POSITIONS = {
-    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "mpnet"),
-    *("xmod", "longformer", "data2vec-text", "ibert", "esm", "luke"),
-}
+OFFSET_POSITIONS = ("roberta", "camembert", "mpnet", "longformer")
 
 
-def classes_of(model: ModelConfig) -> tuple[list[str], list[str], list[str]]:
-    """What transformers calls the classes of its model type: the body; what writes text; what fills
-    gaps in a text, which encoders have."""
-    with transformers_lock:  # imported here, because it takes a second
-        from transformers.models.auto import modeling_auto as auto
-
-    def look_up(table: Mapping[str, Any]) -> list[str]:
-        names = table.get(str(model.hf_config.get("model_type")), ())
-        return [names] if isinstance(names, str) else list(names)
-
-    masked = look_up(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
-    masked += look_up(auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES) if masked else []
-    bodies = look_up(auto.MODEL_MAPPING_NAMES)
-    return bodies, look_up(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), masked
-
-
-def as_causal(model: ModelConfig) -> ModelConfig | None:
-    """The same model with the architecture of its decoder that writes text: Qwen3Model ->
-    Qwen3ForCausalLM. None if it has none, or is an encoder."""
+def as_decoder(model: ModelConfig) -> ModelConfig | None:
+    """The same model under the name of its class that writes text: Qwen3Model -> Qwen3ForCausalLM.
+    None for an encoder. Raises ValueError for what makes no vectors here."""
     name = model.architecture
-    for other in (name, f"{name.removesuffix('Model')}ForCausalLM"):
-        if ModelRegistry.get(other) is not None:
-            return replace(model, architecture=other)
-    bodies, causal, masked = classes_of(model)
-    if name in causal:
-        return model
-    is_body = name in bodies and causal and not masked
-    return replace(model, architecture=causal[0]) if is_body else None
+    causal = f"{name.removesuffix('Model')}ForCausalLM"
+    found = next((each for each in (name, causal) if ModelRegistry.get(each)), None)
+    if found is None:
+        from transformers.models.auto import modeling_auto as auto  # takes a second
 
-
-def is_encoder(model: ModelConfig) -> bool:
-    """Does each token see all others? Raises ValueError for what makes no vectors here."""
-    name = model.architecture
-    if as_causal(model) is not None:
-        if model.get("is_causal", True):
-            return False
-        refuse(model, "config.json says is_causal false, and decoders are causal here")
-    if name.endswith(("Classification", "RewardModel")):
-        refuse(model, "there are no classifiers, cross-encoders and reward models here")
-    bodies, _, masked = classes_of(model)
-    if not masked or name not in bodies + masked:
-        refuse(model, "transformers knows no encoder and no causal language model of that name")
-    if model.hf_config.get("is_decoder") or model.hf_config.get("is_encoder_decoder"):
-        refuse(model, "it is a decoder beside an encoder")
-    return True
-
-
-def refuse(model: ModelConfig, reason: str) -> NoReturn:
-    """Raise a ValueError that gives the reason, and says what can run."""
-    raise ValueError(
-        f"architecture {model.architecture} cannot make vectors: {reason}. Supported with "
-        f"runner='pooling': {', '.join(ModelRegistry.architectures())} and their bodies "
-        "(Qwen3Model); through transformers, what writes text there, and encoders such as "
-        "BertModel and XLMRobertaModel."
-    )
+        kind = model.get("model_type")
+        is_body = name == auto.MODEL_MAPPING_NAMES.get(kind)
+        causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+        masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(kind)
+        if masked and (is_body or name == masked) and not model.get("is_encoder_decoder", False):
+            return None
+        found = causal if name == causal or (is_body and not masked) else None
+    if found is None or not model.get("is_causal", True):
+        raise ValueError(
+            f"{model.path.name} ({name}) makes no vectors here. Supported with runner='pooling': "
+            "causal language models, such as Qwen3Model, and encoders, such as BertModel and "
+            "XLMRobertaForMaskedLM; no classifiers, rewards or encoder-decoder models."
+        )
+    hf = {**model.hf_config, "tie_word_embeddings": True}  # so that files may lack a head
+    return replace(model, architecture=found, hf_config=hf, tie_word_embeddings=True)
 
 
 def most_positions(model: ModelConfig) -> int:
     """Tokens that an encoder has positions for."""
-    length = model.max_position_embeddings
-    if model.hf_config.get("model_type") in OFFSET_POSITIONS:
-        length -= 1 + max(0, model.get("pad_token_id", 1))
-    return length
+    length, kind = model.max_position_embeddings, model.get("model_type", "")
+    has_offset = any(each in kind for each in OFFSET_POSITIONS)
+    return length - 1 - model.get("pad_token_id", 1) if has_offset else length
 
 
+<<<<<<< HEAD
 def load_pooling_model(
     config: EngineConfig, model: ModelConfig, layer_config: LayerConfig
 ) -> Model:
@@ -165,58 +124,50 @@ class EmbeddingModel(Model):
         for name, module in self.model.named_modules(prefix=self.prefix):
             if module is not self.model and hasattr(module, "shards"):
                 yield from module.shards(name)
+=======
+def cut_head(model: Model, folder: Path) -> Model:
+    """One of nanoserve's own models, which is about to be filled from the files of `folder`."""
+    if not isinstance(model, CausalLM):
+        return model
+    model.model.embed_tokens.is_lm_head = False
+    files, shards = folder.glob("*.safetensors"), model.shards
+    if any("embed_tokens.weight" in safe_open(file, "pt").keys() for file in files):  # noqa: SIM118
+        model.shards = lambda: [(name.removeprefix("model."), each) for name, each in shards()]
+    return model
+>>>>>>> 1a718dbbfbc1f55e4e1fb913b0e9edaf92fff720
 
 
 class EncoderModel(Model):
-    """An encoder of transformers, with the interface of Model."""
+    """An encoder of transformers, with the interface of Model.
+
+    Each token sees all others. So a prompt is computed in one step, whole, and nothing of it is
+    kept: there is no KV cache, and the scheduler's blocks only count tokens. Prompts of the same
+    length are computed as one batch, without padding, because not every family can mask it.
+    """
 
     library = "transformers"
     supports_cuda_graphs = False
 
-    def __init__(self, body: nn.Module, pad_token_id: int) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body, self.pad_token_id = body, pad_token_id
-        self.needs_same_length = self.sees_padding()
+        self.body = body
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Blocks count tokens only: one number for each."""
         return [KVCacheSpec(1, 1, 1)]
 
-    @torch.inference_mode()
-    def sees_padding(self) -> bool:
-        """Do a prompt's hidden states change with the tokens that pad it? To the last bit: behind a
-        mask they count exactly 0, in every type of numbers."""
-        device = next(self.body.parameters()).device
-        mask = torch.tensor([[1] * 4 + [0] * 4], device=device)
-
-        def pad_with(token_id: int) -> Tensor:
-            input_ids = torch.tensor([[0] * 4 + [token_id] * 4], device=device)
-            return self.body(input_ids=input_ids, attention_mask=mask).last_hidden_state[:, :4]
-
-        return not torch.equal(pad_with(self.pad_token_id), pad_with(int(self.pad_token_id == 0)))
-
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """Token ids of whole prompts [num_tokens] -> hidden states [num_tokens, hidden]."""
-        lengths = metadata.query_start_loc.diff().tolist()
+        lengths, states = metadata.query_start_loc.diff().tolist(), {}
         prompts = input_ids.split(lengths)
-        batches: dict[int, list[int]] = defaultdict(list)  # 9 to 16 tokens: one batch
-        for i, length in enumerate(lengths):
-            batches[length if self.needs_same_length else (length - 1).bit_length()].append(i)
-        hidden: list[Any] = [None] * len(prompts)
-        for members in batches.values():
-            states = self.encode([prompts[i] for i in members])
-            for i, state in zip(members, states, strict=True):
-                hidden[i] = state[: lengths[i]]
-        return torch.cat(hidden)
-
-    def encode(self, prompts: list[Tensor]) -> Tensor:
-        """Prompts [n_i] -> hidden states [len(prompts), longest, hidden]."""
-        pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-        mask = pad([torch.ones_like(prompt) for prompt in prompts])
-        input_ids = pad(prompts, padding_value=self.pad_token_id)
-        return self.body(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        for length in set(lengths):
+            numbers = [number for number, each in enumerate(lengths) if each == length]
+            batch = torch.stack([prompts[number] for number in numbers])  # [num_prompts, length]
+            hidden = self.body(input_ids=batch).last_hidden_state
+            states |= zip(numbers, hidden, strict=True)
+        return torch.cat([states[number] for number in range(len(lengths))])
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """There is no head."""
@@ -224,6 +175,7 @@ class EncoderModel(Model):
 
 
 def load_encoder(config: EngineConfig, model: ModelConfig, layer_config: LayerConfig) -> Model:
+<<<<<<< HEAD
     """The encoder in `model.path`, built and filled (or dummy) by transformers. Raises ValueError
     as load_with_transformers does."""
     if layer_config.parallel.tp_size > 1:
@@ -268,3 +220,19 @@ def make_encoder(
         return part not in parts or name.endswith("position_ids")
 
     return fallback.make_model(model_cls, config, model, layer_config, is_head, **options)
+=======
+    """The encoder in `model.path`, built and filled by transformers. Raises ValueError for options
+    that it does not have, and for weights that do not match."""
+    if config.num_ranks > 1 or config.quantization or config.load_format == "dummy":
+        how = "on one rank, not quantized, with its own weights"
+        raise ValueError(f"{model.architecture} runs through transformers: {how}.")
+    from transformers import AutoModel
+
+    body, report = AutoModel.from_pretrained(
+        model.path, dtype=layer_config.dtype, use_safetensors=True, output_loading_info=True
+    )
+    # The layer behind the first token, which no pooling here uses, may be missing.
+    if missing := [name for name in report["missing_keys"] if "pooler" not in name]:
+        raise ValueError(f"the weights in {model.path} lack {', '.join(missing[:5])}.")
+    return EncoderModel(body.eval().requires_grad_(False).to(layer_config.device))
+>>>>>>> 1a718dbbfbc1f55e4e1fb913b0e9edaf92fff720

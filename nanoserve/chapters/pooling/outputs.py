@@ -4,7 +4,7 @@
     embed    EmbeddingRequestOutput    outputs.embedding   list of floats
     score    ScoringRequestOutput      outputs.score       a number from -1 to 1, a cosine
 
-A request that fails has an `error`, and an empty embedding or a score of 0, as in vLLM.
+A request that fails has an `error`, and an empty vector or a score of 0.
 
 vLLM: vllm/outputs.py (V0 and V1).
 """
@@ -12,19 +12,10 @@ vLLM: vllm/outputs.py (V0 and V1).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class RequestFailure:
-    """Why one request has no result. The engine goes on. (vLLM: RequestError.)"""
-
-    code: str  # "error" or "abort"
-    message: str
-    retryable: bool = False
+from torch import Tensor
+from torch.nn import functional as F
 
 
 @dataclass
@@ -40,14 +31,6 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
-    @property
-    def hidden_size(self) -> int:
-        """How many numbers it has."""
-        return len(self.embedding)
-
-    def __repr__(self) -> str:
-        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
-
 
 @dataclass
 class ScoringOutput:
@@ -56,30 +39,41 @@ class ScoringOutput:
     score: float
 
 
-Output = TypeVar("Output")
-
-
 @dataclass
-class PoolingRequestOutput(Generic[Output]):
+class PoolingRequestOutput:
     """The result of one request. The fields and their order are vLLM's."""
 
     request_id: str
-    outputs: Output
+    outputs: Any  # PoolingOutput, EmbeddingOutput or ScoringOutput
     prompt_token_ids: list[int]
     num_cached_tokens: int  # prompt tokens whose KV came from the prefix cache
     finished: bool
-    error: RequestFailure | None = None
+    error: str | None = None  # why there is no result
 
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+class EmbeddingRequestOutput(PoolingRequestOutput):
     """The result of LLM.embed for one prompt."""
 
     @staticmethod
-    def from_base(base: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
+    def from_base(base: PoolingRequestOutput) -> EmbeddingRequestOutput:
         """The same with a list in place of the tensor."""
-        given = {**vars(base), "outputs": EmbeddingOutput(base.outputs.data.tolist())}
-        return EmbeddingRequestOutput(**given)
+        outputs = EmbeddingOutput(base.outputs.data.tolist())
+        return EmbeddingRequestOutput(**{**vars(base), "outputs": outputs})
 
 
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+class ScoringRequestOutput(PoolingRequestOutput):
     """The result of LLM.score for one pair."""
+
+    @staticmethod
+    def from_pair(
+        one: PoolingRequestOutput, other: PoolingRequestOutput, between: list[int]
+    ) -> ScoringRequestOutput:
+        """The cosine. `between`: what vLLM writes between the token ids of a pair."""
+        error, score = one.error or other.error, 0.0
+        if error is None:
+            score = float(F.cosine_similarity(one.outputs.data, other.outputs.data, dim=0))
+        request_id = f"{one.request_id}_{other.request_id}"
+        token_ids = one.prompt_token_ids + between + other.prompt_token_ids
+        num_cached = one.num_cached_tokens + other.num_cached_tokens
+        outputs = ScoringOutput(score)
+        return ScoringRequestOutput(request_id, outputs, token_ids, num_cached, True, error)

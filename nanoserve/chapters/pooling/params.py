@@ -1,6 +1,19 @@
-"""What may a request for a vector ask for?
+"""Which pooling, and what may a request ask for?
 
-    PoolingParams()                       the model's own way
+A checkpoint of sentence-transformers says how its vectors are made, in small files beside its
+weights:
+
+    modules.json             [{"type": "sentence_transformers.models.Transformer", "path": ""},
+                              {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+                              {"type": "sentence_transformers.models.Normalize", ...}]
+    1_Pooling/config.json    {"pooling_mode_mean_tokens": true, ...}
+    ->                       PoolerConfig(seq_pooling_type="MEAN", use_activation=True)
+
+Without modules.json it is vLLM's default: the last token of a decoder, the first one (CLS) of an
+encoder, normalised. What the user says (pooler_config) comes before either, and what a request says
+before that:
+
+    LLM(model, runner="pooling", pooler_config={"seq_pooling_type": "MEAN"})
     PoolingParams(dimensions=256)         the first 256 numbers, then normalised
     PoolingParams(use_activation=False)   not normalised
 
@@ -11,19 +24,87 @@ are arbitrary, so `dimensions` is refused there, unless config.json says
     {"is_matryoshka": true}                          any number up to hidden_size
     {"matryoshka_dimensions": [128, 256, 512]}       these
 
-vLLM: vllm/pooling_params.py (V0 and V1).
+vLLM: vllm/config/pooler.py, get_pooling_config in vllm/transformers_utils/config.py,
+vllm/pooling_params.py (V1); PoolerConfig in vllm/config.py (V0).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoserve.chapters.pooling.config import PoolerConfig
 from nanoserve.config import check_option
 from nanoserve.models.config import ModelConfig
+
+# The modes of sentence-transformers.
+MODES = {"lasttoken": "LAST", "mean_tokens": "MEAN", "mean": "MEAN", "cls_token": "CLS"}
+MODES |= {"cls": "CLS"}
+
+
+@dataclass(frozen=True)
+class PoolerConfig:
+    """The keys of pooler_config. None: as the checkpoint says. Raises ValueError or TypeError."""
+
+    seq_pooling_type: str | None = None  # LAST, MEAN or CLS: which hidden states make the vector
+    use_activation: bool | None = None  # divide the vector by its length
+
+    @classmethod
+    def read(cls, value: Any) -> PoolerConfig:
+        """From a dict, its JSON text, or a PoolerConfig."""
+        if isinstance(value, cls):
+            return value
+        given = json.loads(value) if isinstance(value, str) else value or {}
+        known = {each.name: each.name for each in fields(cls)}
+        known |= {"pooling_type": "seq_pooling_type"}  # vLLM's shorter name
+        if not isinstance(given, Mapping) or not given.keys() <= known.keys():
+            raise ValueError(f"pooler_config is {value!r}; allowed: a dict of {', '.join(known)}.")
+        return cls(**{known[name]: each for name, each in given.items()})
+
+    def __post_init__(self) -> None:
+        if self.seq_pooling_type not in (None, "LAST", "MEAN", "CLS"):
+            given = self.seq_pooling_type
+            raise ValueError(f"seq_pooling_type is {given!r}; allowed: LAST, MEAN, CLS.")
+        check_option("use_activation", self.use_activation, bool | None)
+
+    def resolve(self, folder: Path, default: str) -> PoolerConfig:
+        """This config with the checkpoint's values in the place of None. default: the pooling of a
+        checkpoint that says nothing. Raises ValueError for modules that are not known."""
+        kind, use = default, True
+        if (folder / "modules.json").exists():
+            kind, use = read_modules(folder)
+        use = use if self.use_activation is None else self.use_activation
+        return replace(self, seq_pooling_type=self.seq_pooling_type or kind, use_activation=use)
+
+
+def read_modules(folder: Path) -> tuple[str, bool]:
+    """What modules.json says: the kind of pooling, and whether a vector is normalised. Nothing in
+    it is a name of code to run: modules are known by their type, or refused (ValueError)."""
+    modules = json.loads((folder / "modules.json").read_text("utf-8"))
+    kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        allowed = "Transformer, Pooling, and perhaps Normalize"
+        raise ValueError(f"{folder}: modules.json has {', '.join(kinds)}; supported: {allowed}.")
+    config = json.loads((folder / modules[1]["path"] / "config.json").read_text("utf-8"))
+    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True]
+    modes = [mode for mode in [*found, config.get("pooling_mode")] if mode in MODES]
+    if len(modes) != 1:
+        raise ValueError(f"{folder}: Pooling is {found}; supported: one of {', '.join(MODES)}.")
+    return MODES[modes[0]], len(kinds) == 3
+
+
+def read_max_seq_length(folder: Path) -> int | None:
+    """How many tokens a text may have, of sentence_bert_config.json; None if it does not say."""
+    file = folder / "sentence_bert_config.json"
+    config = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    if config.get("do_lower_case"):
+        raise ValueError(f"{file}: do_lower_case is true; give texts in lower case, and unset it.")
+    return config.get("max_seq_length")
 
 
 @dataclass(frozen=True)
@@ -42,19 +123,16 @@ class PoolingParams:
         """The model's own way in the place of None. Raises ValueError for dimensions that the model
         was not trained for."""
         use = pooler.use_activation if self.use_activation is None else self.use_activation
-        size = self.dimensions or pooler.dimensions
-        several = model.get("matryoshka_dimensions")
-        if size and not several and not model.get("is_matryoshka", False):
-            raise ValueError(
-                f"dimensions is {size}; allowed: None: {model.path.name} is not made for Matryoshka "
-                'embeddings, says its config.json. If it is, write "is_matryoshka": true there.'
-            )
-        if size and (size > model.hidden_size or (several and size not in several)):
-            raise ValueError(f"dimensions is {size}; allowed: {several or model.hidden_size}.")
-        return replace(self, use_activation=use, dimensions=size)
+        size, any_size = self.dimensions, range(1, model.hidden_size + 1)
+        is_matryoshka = model.get("is_matryoshka", False)
+        allowed = model.get("matryoshka_dimensions", any_size if is_matryoshka else ())
+        if size and size not in allowed:
+            what = f"allowed: {allowed}" if allowed else "the model is not made for Matryoshka"
+            raise ValueError(f"dimensions is {size}; {what}, says its config.json.")
+        return replace(self, use_activation=use)
 
     def apply(self, vector: Tensor) -> Tensor:
         """[hidden] -> [dimensions]: what is asked for, divided by its length (vLLM:
         EmbeddingPoolerHead)."""
-        part = vector[: self.dimensions].clone()  # not a view: that would keep the whole step's
-        return F.normalize(part, dim=-1) if self.use_activation else part
+        part = vector[: self.dimensions]
+        return F.normalize(part, dim=-1) if self.use_activation else part.clone()

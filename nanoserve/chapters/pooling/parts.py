@@ -23,28 +23,26 @@ vllm/entrypoints/pooling/offline.py (V1); vllm/worker/pooling_model_runner.py (V
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from tqdm import tqdm
 
-from nanoserve.chapters.pooling.config import PoolerConfig, read_max_seq_length
-from nanoserve.chapters.pooling.models import is_encoder, load_pooling_model, most_positions
+from nanoserve.chapters.pooling.models import as_decoder, cut_head, load_encoder, most_positions
 from nanoserve.chapters.pooling.outputs import (
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
-    RequestFailure,
-    ScoringOutput,
     ScoringRequestOutput,
 )
-from nanoserve.chapters.pooling.params import PoolingParams
+from nanoserve.chapters.pooling.params import PoolerConfig, PoolingParams, read_max_seq_length
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch
 from nanoserve.input_processor import InputProcessor
-from nanoserve.kernels.staging import copy_to_host
+from nanoserve.kernels.selector import choose_kernels
+from nanoserve.layers import LayerConfig
 from nanoserve.llm import LLM
 from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.models.base import Model
@@ -65,18 +63,15 @@ from nanoserve.sequence import (
 class VectorsNote(NamedTuple):
     """From the runner to the scheduler, with each output."""
 
-    vectors: dict[int, Tensor]  # seq_id -> [size]
-
-
-MOST_SEQS = 256  # the default of max_num_seqs
+    vectors: dict[int, Tensor]  # seq_id -> [hidden]
 
 
 @dataclass(frozen=True)
 class PoolingConfig(EngineConfig):
+    # pooling: the model makes vectors (LLM.embed).
     runner: Literal["generate", "pooling"] = "generate"
-    """pooling: the model makes vectors (LLM.embed)."""
+    # How: a dict such as {"seq_pooling_type": "MEAN"}; None: as the checkpoint says.
     pooler_config: Any = None
-    """How: a dict such as {"seq_pooling_type": "MEAN"}; None: as the checkpoint says."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,22 +79,22 @@ class PoolingConfig(EngineConfig):
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         """pooler_config says what the checkpoint says, and what would give wrong vectors is off."""
-        is_bidirectional = is_encoder(model)
-        pooler = self.pooler_config.resolve(model.path, "CLS" if is_bidirectional else "LAST")
+        is_encoder = as_decoder(model) is None
+        pooler = self.pooler_config.resolve(model.path, "CLS" if is_encoder else "LAST")
         kind = pooler.seq_pooling_type
-        if kind == "CLS" and not is_bidirectional:
+        if kind == "CLS" and not is_encoder:
             raise ValueError(
-                f"seq_pooling_type is CLS, and {model.path.name} ({model.architecture}) is a "
-                "decoder: its first token sees no other one. Use LAST or MEAN."
+                f"seq_pooling_type is CLS, and {model.architecture} is a decoder: its first token "
+                "sees no other one. Use LAST or MEAN."
             )
         length = min(read_max_seq_length(model.path) or model.max_model_len, model.max_model_len)
         changes: dict[str, Any] = {"pooler_config": pooler, "enforce_eager": True}
-        if is_bidirectional:
+        if is_encoder:
             length = min(length, most_positions(model))
             # Blocks count tokens only: enough of them for all sequences that may run.
-            blocks = -(-length // self.block_size) * (self.max_num_seqs or MOST_SEQS)
+            blocks = -(-length // self.block_size) * (self.max_num_seqs or 256)
             changes |= {"enable_chunked_prefill": False, "num_gpu_blocks_override": blocks}
-        if is_bidirectional or kind != "LAST":
+        if is_encoder or kind != "LAST":
             # Sums of hidden states are in no block that could be shared, kept or swapped out.
             changes |= {"enable_prefix_caching": False, "preemption_mode": "recompute"}
         changes["max_model_len"] = self.max_model_len or length
@@ -120,20 +115,11 @@ class PoolingInputProcessor(InputProcessor):
 
 class PoolingRequest(Request):
     def build_output(self, changed: list[int]) -> list[Any]:
-        seq, error = self.root, None
-        data = torch.empty(0) if seq.vector is None else seq.pooling_params.apply(seq.vector)
-        if seq.vector is None:
-            error = RequestFailure(str(seq.status.finish_reason), str(seq.stop_reason))
-        return [
-            PoolingRequestOutput(
-                request_id=self.request_id,
-                outputs=PoolingOutput(data),
-                prompt_token_ids=seq.prompt_token_ids,
-                num_cached_tokens=seq.num_cached_tokens,
-                finished=True,
-                error=error,
-            )
-        ]
+        seq, data, error = self.root, torch.empty(0), str(self.root.stop_reason)
+        if seq.vector is not None:
+            data, error = seq.pooling_params.apply(seq.vector), None
+        about = (seq.prompt_token_ids, seq.num_cached_tokens, True, error)
+        return [PoolingRequestOutput(self.request_id, PoolingOutput(data), *about)]
 
 
 class PoolingEngine(LLMEngine):
@@ -144,15 +130,11 @@ class PoolingEngine(LLMEngine):
         params = PoolingParams() if params is None else params
         if not isinstance(params, PoolingParams):
             raise TypeError(f"this model makes vectors: give PoolingParams, not {params!r}.")
-        carrier = SamplingParams(
-            temperature=0,
-            max_tokens=1,  # the vector, while it is in flight
-            detokenize=False,
-            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
-        )
-        request = super().make_request(request_id, prompt, carrier, **each)
-        pooler = self.config.pooler_config
-        request.root.pooling_params = params.resolve(self.model_config, pooler)
+        params = params.resolve(self.model_config, self.config.pooler_config)
+        skip = params.skip_reading_prefix_cache
+        one = SamplingParams(max_tokens=1, detokenize=False, skip_reading_prefix_cache=skip)
+        request = super().make_request(request_id, prompt, one, **each)  # one vector
+        request.root.pooling_params = params
         return request
 
 
@@ -168,25 +150,36 @@ class PoolingScheduler(Scheduler):
         return [SequenceUpdate(seq)]
 
 
-@dataclass
-class PendingVectors(PendingOutput):
-    vectors: Tensor | None = None  # [len(samples), hidden], on their way to the CPU
+class Vectors(NamedTuple):
+    """What a step brings, in the place of SampledTokens."""
+
+    vectors: Tensor  # [number of prompts that end, hidden] float32
+
+    def to_host(self) -> list[Tensor]:
+        return list(self.vectors)
 
 
 class PoolingRunner(ModelRunner):
     sums: Tensor | None = None  # by row, [hidden]: of a prompt in chunks, the sum so far
 
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, *args: Any) -> None:
+        decoder = as_decoder(model_config)
+        self.is_encoder = decoder is None
+        super().__init__(config, decoder or model_config, *args)
+
+    def build_model(self, max_model_len: int, layer_config: LayerConfig) -> Model:
+        return cut_head(super().build_model(max_model_len, layer_config), self.model_config.path)
+
     def load_model(self) -> Model:
-        """Without a head."""
-        return load_pooling_model(self.config, self.model_config, self.layer_config)
+        if not self.is_encoder:
+            return super().load_model()
+        model = load_encoder(self.config, self.model_config, self.layer_config)
+        self.backend, self.choose = choose_kernels(model, self.config, self.device, self.dtype)
+        return model
 
-    def sample(self, input_batch: InputBatch, hidden: Tensor) -> PendingOutput:
-        """A vector for each sequence whose last token was in the step."""
-        vectors = copy_to_host(self.pool(input_batch, hidden).float())
-        return PendingVectors(**vars(super().sample(input_batch, hidden)), vectors=vectors)
-
-    def draw(self, input_batch: InputBatch, hidden: Tensor) -> None:
-        """No token."""
+    def draw(self, input_batch: InputBatch, hidden: Tensor) -> Any:
+        """A vector, and no token, for each sequence whose last token was in the step."""
+        return Vectors(self.pool(input_batch, hidden).float())
 
     def pool(self, input_batch: InputBatch, hidden: Tensor) -> Tensor:
         """Hidden states [num_tokens, hidden] -> [number of prompts that end, hidden]."""
@@ -199,61 +192,58 @@ class PoolingRunner(ModelRunner):
             sizes = len(self.req_states.num_tokens), hidden.shape[1]
             self.sums = hidden.new_zeros(sizes, dtype=torch.float32)
         first = input_batch.arrays.token_rows[input_batch.arrays.positions == 0]
-        self.sums.index_fill_(0, self.staging.send(first=first)["first"], 0.0)
+        self.sums.index_fill_(0, self.send(first=first)["first"], 0.0)
         self.sums.index_add_(0, step.token_rows, hidden.float())
         lengths = step.positions.index_select(0, step.logits_indices) + 1
         return self.sums.index_select(0, step.sampled_rows) / lengths[:, None]
 
-    def read(self, pending: PendingOutput) -> ModelOutput:
-        output = super().read(pending)
-        vectors: dict[int, Tensor] = {}
-        output.notes[VectorsNote] = VectorsNote(vectors)
-        for (seq_id, _), vector in zip(pending.samples, pending.vectors, strict=True):
+    def collect(self, pending: PendingOutput, tokens: list[Any], output: ModelOutput) -> None:
+        """Give the vectors to their sequences."""
+        note = output.notes[VectorsNote] = VectorsNote({})
+        for (seq_id, _), vector in zip(pending.samples, tokens, strict=True):
             if vector.isfinite().all():
-                vectors[seq_id] = vector.clone()
+                note.vectors[seq_id] = vector
             else:
                 output.errors[seq_id] = RequestError("the model's hidden states are not finite")
-        return output
 
 
 class PoolingLLM(LLM):
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError("runner='pooling' makes vectors: use embed, encode or score.")
+
     def encode(
-        self, prompts: Any, pooling_params: Any = None, *, use_tqdm: bool = True, **each: Any
+        self,
+        prompts: Any,
+        pooling_params: Any = None,
+        *,
+        use_tqdm: bool = True,
+        pooling_task: Literal["embed"] = "embed",
+        **each: Any,
     ) -> list[PoolingRequestOutput]:
-        """A vector of every prompt, as a tensor: outputs.data."""
-        return self.generate(prompts, pooling_params, use_tqdm=use_tqdm, **each)
+        """A vector of every prompt, as a tensor: outputs.data. `each`: as in generate."""
+        if pooling_task != "embed":
+            raise ValueError(f"pooling_task is {pooling_task!r}; allowed: 'embed'.")
+        requests = self.make_requests(prompts, pooling_params, **each)
+        bar = tqdm(self.run_requests(requests), "Prompts", len(requests), disable=not use_tqdm)
+        outputs: Any = {output.request_id: output for output in bar}
+        return [outputs[each.request_id] for each in requests]
 
     def embed(self, prompts: Any, **each: Any) -> list[EmbeddingRequestOutput]:
-        """A vector of every prompt, as a list: outputs.embedding. `each`: those of encode."""
+        """A vector of every prompt, as a list: outputs.embedding. `each`: as in encode."""
         return [EmbeddingRequestOutput.from_base(one) for one in self.encode(prompts, **each)]
 
-    def score(self, texts_1: Any, texts_2: Any, **each: Any) -> list[ScoringRequestOutput]:
+    def score(self, data_1: Any, data_2: Any, **each: Any) -> list[ScoringRequestOutput]:
         """The cosine of each pair; of the first of one text with each of the others."""
-        lists = [[text] if isinstance(text, str) else list(text) for text in (texts_1, texts_2)]
+        lists = [[text] if isinstance(text, str) else list(text) for text in (data_1, data_2)]
         if not lists[1] or len(lists[0]) not in (1, len(lists[1])):
             raise ValueError(f"{len(lists[0])} and {len(lists[1])} texts make no pairs.")
         found = self.encode(lists[0] + lists[1], **each)
         ones, others = found[: len(lists[0])], found[len(lists[0]) :]
         ones = ones * (len(others) // len(ones))
-        pad = getattr(self.engine.tokenizer, "pad_token_id", None)
+        pad = getattr(self.llm_engine.tokenizer, "pad_token_id", None)
         between = [] if pad is None else [pad]  # as vLLM writes it
-        return [make_score(*pair, between) for pair in zip(ones, others, strict=True)]
-
-
-def make_score(
-    one: PoolingRequestOutput, other: PoolingRequestOutput, between: list[int]
-) -> ScoringRequestOutput:
-    error, value = one.error or other.error, 0.0
-    if error is None:
-        value = float(F.cosine_similarity(one.outputs.data, other.outputs.data, dim=0))
-    return ScoringRequestOutput(
-        request_id=f"{one.request_id}_{other.request_id}",
-        outputs=ScoringOutput(value),
-        prompt_token_ids=one.prompt_token_ids + between + other.prompt_token_ids,
-        num_cached_tokens=one.num_cached_tokens + other.num_cached_tokens,
-        finished=True,
-        error=error,
-    )
+        pairs = zip(ones, others, strict=True)
+        return [ScoringRequestOutput.from_pair(*pair, between) for pair in pairs]
 
 
 PARTS = {
