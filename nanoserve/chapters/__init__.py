@@ -33,7 +33,7 @@ from importlib import import_module
 from typing import Any
 
 from nanoserve.chapters.options import Options
-from nanoserve.entrypoints.arguments import ALIASES, read_options, read_value
+from nanoserve.entrypoints.arguments import read_options
 
 # Chapter -> the option that switches it on; None: always on. Each is stacked on those before it.
 CHAPTERS = {
@@ -76,7 +76,7 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     switches that are off."""
     from nanoserve.engine import LLMEngine  # imports torch
 
-    given = translate(options)
+    given = read(options)
     engine = given.pop("engine_cls", None) or LLMEngine
     bases = {part: given.pop(part, None) or getattr(engine, part) for part in PARTS}
     active = find_active(given)
@@ -97,7 +97,7 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
-    options = translate(options)
+    options = read(options, is_quiet=True)
     return tuple(
         chapter
         for chapter, switch in CHAPTERS.items()
@@ -105,12 +105,9 @@ def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def translate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with our name for vLLM's disable_log_stats."""
-    given = dict(options)
-    if (is_off := given.pop("disable_log_stats", None)) is not None:
-        given["collect_metrics"] = not is_off
-    return given
+def read(options: Mapping[str, Any], is_quiet: bool = False) -> dict[str, Any]:
+    """The options under their names here; see entrypoints/arguments.py."""
+    return read_options(options, {"model", *Options.__annotations__}, is_quiet)
 
 
 def find_options(chapter: str) -> Collection[str]:

@@ -1,2 +1,71 @@
-class Options:
-    pass
+"""Which options has LLM(...), for an editor?
+
+A test holds these names and types equal to the fields of EngineConfig and of the chapters' config
+classes, where each has its help text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+
+class Options(TypedDict, total=False):
+    """The options of LLM, beside `model`."""
+
+    tokenizer: str | Path | None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["auto", "fp8", "int8"]
+    device: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    tensor_parallel_size: int
+    block_size: int
+    num_gpu_blocks_override: int | None
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    enable_chunked_prefill: bool
+    long_prefill_token_threshold: int
+    scheduling_policy: Literal["fcfs", "priority"]
+    preemption_mode: Literal["recompute", "swap"]
+    num_cpu_blocks: int | None
+    swap_space: float | None
+    seed: int
+    load_format: Literal["auto", "dummy"]
+    model_impl: Literal["auto", "nanoserve", "transformers"]
+    attention_backend: Any
+    kernels: Literal["auto", "plain", "fast"]
+    enforce_eager: bool
+    async_scheduling: bool
+    max_logprobs: int
+    # chapters/quantization
+    quantization: str | None
+    # chapters/pooling
+    runner: Literal["generate", "pooling"]
+    pooler_config: Any
+    # chapters/pipeline
+    pipeline_parallel_size: int
+    # chapters/speculative
+    speculative_config: Any
+    # chapters/lora
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    # chapters/structured_output
+    structured_outputs_config: Any
+    # chapters/kv_offload
+    kv_offloading_size: float | None
+    kv_offloading_policy: Literal["lru", "arc"]
+    # chapters/metrics
+    collect_metrics: bool
+    # A class of your own in the place of a part
+    engine_cls: type
+    config_cls: type
+    sequence_cls: type
+    request_cls: type
+    block_manager_cls: type
+    scheduler_cls: type
+    runner_cls: type
+    input_processor_cls: type

@@ -32,6 +32,7 @@ ALIASES = {  # another name -> ours
     "convert": "runner",
     "guided_decoding_backend": "structured_outputs_config",
     "override_pooler_config": "pooler_config",
+    "disable_log_stats": "collect_metrics",
 }
 VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; None: the default
     "dtype": {"half": "float16", "float": "float32"},
@@ -46,7 +47,6 @@ VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; No
 TUNES = frozenset(
     [
         "trust_remote_code",
-        "disable_log_stats",
         "disable_log_requests",
         "enable_log_requests",
         "log_level",
@@ -164,7 +164,9 @@ REFUSED = {
 WORDS = {word.partition("=")[0]: word for words in REFUSED.values() for word in words.split()}
 
 
-def read_options(options: Mapping[str, Any], allowed: Collection[str]) -> dict[str, Any]:
+def read_options(
+    options: Mapping[str, Any], allowed: Collection[str], is_quiet: bool = False
+) -> dict[str, Any]:
     """The options among vLLM's `options` that are `allowed` here, under their names here.
 
     Raises TypeError for a name that is not known, with the nearest one that is, and for two names
@@ -181,7 +183,7 @@ def read_options(options: Mapping[str, Any], allowed: Collection[str]) -> dict[s
             found[name] = value
         elif name not in allowed and given not in tuned:
             check_off(given, value, allowed)
-    if tuned:
+    if tuned and not is_quiet:
         logger.info("without effect here: %s", ", ".join(tuned))
     return found
 
@@ -192,6 +194,8 @@ def read_value(name: str, value: Any) -> Any:
         value = str(value).removeprefix("torch.")  # vLLM takes torch.float16, too
     if name == "guided_decoding_backend" and isinstance(value, str):
         return {"backend": value}
+    if name == "disable_log_stats" and value is not None:
+        return not value
     known = VALUES.get(name, {})
     return known.get(value, value) if isinstance(value, str) else value
 
