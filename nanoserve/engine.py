@@ -286,7 +286,7 @@ class LLMEngine:
         for seq_id in scheduled & self.scheduler.sequences.keys() if error else ():
             if (seq := self.scheduler.sequences.get(seq_id)) is not None:
                 seq.num_failures += 1
-                if seq.num_failures == 2 and seq.request_id in self.requests:
+                if seq.num_failures >= 2 and seq.request_id in self.requests:
                     self.fail_request(seq.request_id, error)
         self._steps.clear()
         self._pending.clear()
@@ -302,8 +302,8 @@ class LLMEngine:
         if self._owner == threading.get_ident():
             raise RuntimeError("a step is running: this cannot be called from inside it.")
         with self._lock:
-            self._owner = threading.get_ident()
             try:
+                self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = 0
