@@ -36,7 +36,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """On a CPU, Triton's interpreter runs the kernels; it must be told before Triton is imported."""
+    """On a CPU, Triton's interpreter runs the kernels, if it is told before Triton is imported."""
     if not wants(config, "gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given, settings
 from workload import HISTORY, Player
 
-History = tuple[Mapping[str, Any], list[Any], list[Any]]
 
-
-def play(history: History) -> None:
-    options, requests, troubles = history
+def play(options: Mapping[str, Any], requests: list[Any], troubles: list[Any]) -> None:
     Player(options).play(requests, troubles)
 
 
-test_any_history = settings(max_examples=300)(given(HISTORY)(play))
-test_many_histories = pytest.mark.slow(settings(max_examples=3000)(given(HISTORY)(play)))
+test_any_history = settings(max_examples=300)(given(**HISTORY)(play))
+test_many_histories = pytest.mark.slow(settings(max_examples=3000)(given(**HISTORY)(play)))

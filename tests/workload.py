@@ -7,12 +7,12 @@ blocks are free, and every token is what the same request gets alone, without a 
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -74,9 +74,11 @@ TROUBLES = (
     "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C",
 )  # fmt: skip
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
-HISTORY = st.tuples(
-    OPTIONS, st.lists(REQUEST, min_size=1, max_size=8), st.lists(TROUBLE, max_size=5)
-)
+HISTORY = {
+    "options": OPTIONS,
+    "requests": st.lists(REQUEST, min_size=1, max_size=8),
+    "troubles": st.lists(TROUBLE, max_size=5),
+}
 
 
 class CheckedScheduler(Scheduler):
@@ -153,7 +155,6 @@ class CheckedScheduler(Scheduler):
             most = seq.num_tokens + seq.num_output_placeholders
             assert 0 <= seq.num_computed_tokens <= most
             assert seq.num_output_placeholders >= 0
-            assert seq.num_failures < 2, "it should have ended with an error"
         check_blocks(manager)
 
 
@@ -211,6 +212,8 @@ class CheckedEngine(LLMEngine):
         try:
             super().recover(error)
             assert not names_no_sequence, "it should have raised"
+            for seq in self.scheduler.sequences.values():
+                assert seq.num_failures < 2 or seq.request_id not in self.requests, "goes on"
         finally:
             self.launched, self.being_read = [], set()
 
@@ -227,7 +230,8 @@ def ctrl_c(number: int) -> Iterator[None]:
     left = [number]
 
     def trace(frame: Any, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.endswith(CORE) or frame.f_code.co_name == "step":
+        code = frame.f_code
+        if not code.co_filename.endswith(CORE) or code.co_name in ("step", "between_steps"):
             return None
         if event == "line":
             left[0] -= 1
@@ -269,6 +273,7 @@ class Player:
         self.llm = LLM(engine_cls=CheckedEngine, **options)
         self.engine = self.llm.llm_engine
         self.runner = self.engine.executor.runner
+        self.names = map("request {}".format, count())
         self.roots: dict[str, Sequence] = {}
         self.asked: dict[str, Each] = {}
         self.tokens: dict[str, dict[int, list[int]]] = {}  # request -> index -> what was handed out
@@ -285,7 +290,7 @@ class Player:
         while due or self.llm.has_unfinished_requests():
             while due and at + due[0]["gap"] <= number:
                 at, request = number, due.pop(0)
-                self.arrive(f"request {len(self.roots)}", request)
+                self.arrive(next(self.names), request)
             todo = [(what, which) for when, what, which in troubles if when == number]
             for what, which in todo:
                 if what != "Ctrl-C":
@@ -359,17 +364,20 @@ class Player:
         elif what == "abort in a thread":
             hook(lambda: in_a_thread(lambda: self.abort(name)))
         elif what == "step within":
-            for call in (self.llm.step, self.llm.reset_prefix_cache):
-                hook(lambda call=call: pytest.raises(RuntimeError, call))
+            hook(self.step_within)
         elif what == "add within":
-            add = partial(self.arrive, f"request {len(self.roots)}", self.asked[name])
+            add = partial(self.arrive, next(self.names), self.asked[name])
             hook(lambda: in_a_thread(add))
-            self.asked[f"request {len(self.roots)}"] = self.asked[name]
         elif what == "again" and name not in engine.may_fail:
             self.abort(name)
             self.aborted.discard(name)
             self.arrive(name, self.asked[name])
         self.is_disturbed = True
+
+    def step_within(self) -> None:
+        for call in (self.llm.step, self.llm.reset_prefix_cache):
+            with pytest.raises(RuntimeError):
+                call()
 
     def abort(self, name: str) -> None:
         before = name in self.engine.requests
@@ -378,16 +386,14 @@ class Player:
             self.aborted.add(name)
 
     def step(self, interrupts: list[int]) -> None:
-        outputs: list[RequestOutput] = []
+        outputs, was_planted = [], "schedule" in self.runner.faults
         if interrupts:
             self.is_disturbed = True
             with suppress(KeyboardInterrupt, Planted), ctrl_c(interrupts[0]):
                 outputs = self.llm.step()
         else:
-            try:
+            with suppress(Planted) if was_planted else nullcontext():
                 outputs = self.llm.step()
-            except Planted as error:
-                assert str(error) == "schedule", "only the scheduler's faults come out"
             self.engine.scheduler.check()
         for output in outputs:
             self.take(output)
@@ -397,7 +403,7 @@ class Player:
         assert name not in self.aborted, "an output after the abort"
         assert name not in self.last or not self.last[name].finished, "an output after the last"
         assert kind is not RequestOutputKind.FINAL_ONLY or output.finished
-        assert output.finished is (name not in self.engine.requests)
+        assert not (output.finished and name in self.engine.requests), "ended, and goes on"
         self.last[name] = output
         tokens, texts = self.tokens.setdefault(name, {}), self.texts.setdefault(name, {})
         for each in output.outputs:
@@ -411,7 +417,7 @@ class Player:
 
     def check_end(self) -> None:
         engine, scheduler, manager = self.engine, self.engine.scheduler, self.engine.block_manager
-        assert not engine.requests and not scheduler.sequences and not self.engine.launched
+        assert not engine.requests and not scheduler.sequences
         assert not self.looks_wrong, self.looks_wrong
         assert not any(manager.pool.ref_counts) and not any(manager.cpu_pool.ref_counts)
         is_known = set(self.runner.rows) <= set(scheduler.dropped_seq_ids)
