@@ -284,7 +284,7 @@ class LLMEngine:
             self.fail_request(request_id, error or torn)
         for seq in list(self.scheduler.sequences.values()) if error else ():
             seq.num_failures += seq.seq_id in scheduled
-            if seq.num_failures == 2:
+            if seq.num_failures >= 2:
                 self.fail_request(seq.request_id, error)
         self._steps.clear()
         self._pending.clear()
@@ -300,8 +300,8 @@ class LLMEngine:
         if self._owner == threading.get_ident():
             raise RuntimeError("a step is running: this cannot be called from inside it.")
         with self._lock:
-            self._owner = threading.get_ident()
             try:
+                self._owner = threading.get_ident()
                 yield
             finally:
                 self._owner = 0

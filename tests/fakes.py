@@ -1,219 +1,201 @@
-"""The control plane around the fake model of nanoserve/tools/fake_executor.py, so that scheduling
-is tested without weights and without torch.
+"""A model without weights that reads its next token out of its KV blocks.
+
+FakeRunner stands in the place of ModelRunner. The next token is a fixed function of a sequence's
+tokens, but the runner never applies it to the tokens that it was given: it stores them slot by
+slot, reads them back through the block table, and decides from what it read. Layer 0 of a slot
+holds a token; layer 1 a digest of layer 0 up to there. So a wrong block is a wrong token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from nanoserve.block_manager import BlockManager
-from nanoserve.config import EngineConfig, ModelConfig
-from nanoserve.engine import LLMEngine
-from nanoserve.sampling_params import SamplingParams
-from nanoserve.scheduler import Scheduler
+from nanoserve import EngineConfig
+from nanoserve.model_runner import ModelRunner
 from nanoserve.sequence import (
-    RequestMetrics,
+    BlockPair,
+    ModelOutput,
+    NewSequence,
+    RequestError,
+    SampledToken,
+    ScheduledSequence,
     SchedulerOutput,
     Sequence,
-    SequenceStatus,
-    SequenceUpdate,
-)
-from nanoserve.tools.fake_executor import (
-    VOCAB_SIZE,
-    FakeExecutor,
-    FakeOutput,
-    StepFailed,
-    next_logprobs,
-    next_token,
-    prefix_digests,
-    reference_output,
+    TokenLogprobs,
 )
 
-__all__ = [
-    "VOCAB_SIZE",
-    "FakeEngine",
-    "FakeExecutor",
-    "FakeOutput",
-    "LateSequence",
-    "StepFailed",
-    "add_beam_search",
-    "make_model_config",
-    "make_sequence",
-    "next_logprobs",
-    "next_token",
-    "num_tokens_of",
-    "prefix_digests",
-    "reference_output",
-]
+TOKENS = (2, *range(400, 419))  # the fake model says nothing else; 2 ends a text
+Layer = dict[int, int | None]  # slot -> value
 
 
-# -- the control plane around it --
+class Planted(RuntimeError):
+    """A fault that a test planted."""
 
 
-def make_model_config(max_model_len: int = 256, **fields: Any) -> ModelConfig:
-    """A ModelConfig with no folder behind it."""
-    config = ModelConfig(
-        path=Path("fake"),
-        architecture="FakeForCausalLM",
-        vocab_size=VOCAB_SIZE,
-        hidden_size=8,
-        intermediate_size=16,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        max_position_embeddings=max_model_len,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        dtype="float32",
-        eos_token_ids=frozenset(),
-        generation_defaults={},
-        hf_config={},
-    )
-    return replace(config, **fields)
+def digests_of(tokens: Iterable[int | None]) -> list[int]:
+    return [*accumulate(tokens, lambda digest, token: hash((digest, token)), initial=7)][1:]
 
 
-def make_sequence(
-    seq_id: int,
-    prompt: Iterable[int],
-    max_tokens: int = 8,
-    *,
-    n: int = 1,
-    cls: type[Sequence] = Sequence,
-    **fields: Any,
-) -> Sequence:
-    """A sequence as the InputProcessor would make it; `fields` are Sequence's own."""
-    settings: dict[str, Any] = {
-        "sampling_params": SamplingParams(n=n, temperature=float(n > 1)),
-        "num_pending_forks": n - 1,
-        "stop_token_ids": frozenset(),
-        "seed": 0,
-        "metrics": RequestMetrics(arrival_time=0.0, queued_ts=0.0),
-        **fields,
-    }
-    return cls(seq_id, f"request-{seq_id}", list(prompt), max_tokens=max_tokens, **settings)
+def choose(
+    digests: list[int],
+    output: list[int],
+    seed: int,
+    branch: int,
+    bad_words: Seq[Seq[int]],
+    stops: frozenset[int],
+    min_tokens: int,
+) -> int:
+    """The next token: the first one in a random order that is allowed."""
+    first = hash((*digests, seed, branch))
+    for number in range(len(TOKENS)):
+        token = TOKENS[(first + number) % len(TOKENS)]
+        ended = [*output, token]
+        is_bad = any(tuple(ended[-len(word) :]) == word for word in bad_words)
+        if not is_bad and not (len(output) < min_tokens and token in stops):
+            return token
+    return TOKENS[first % len(TOKENS)]
 
 
-@dataclass(slots=True, eq=False)
-class LateSequence(Sequence):
-    """A sequence that is not ready, as if a grammar were compiled for it, until `ready` is set."""
+def reference(root: Sequence, branch: int, tokenizer: Any) -> tuple[list[int], str, str]:
+    """(token ids, text, finish reason) of one completion that runs alone, without any cache."""
+    params, output, text = root.sampling_params, [], ""
+    is_kept = params.include_stop_str_in_output
+    rules = (root.seed, branch, root.bad_word_ids, root.stop_token_ids, params.min_tokens)
+    while len(output) < root.max_tokens:
+        digests = digests_of(root.prompt_token_ids + output)
+        output.append(choose(digests, output, *rules))
+        before, now = text, tokenizer.decode(output, skip_special_tokens=True)
+        if output[-1] in root.stop_token_ids:
+            return output, now if is_kept else before, "stop"
+        text = now
+        for stop in params.stop or ():  # is complete with this token
+            place = text.find(stop, max(0, len(before) - len(stop) + 1))
+            if len(output) > params.min_tokens and place >= 0:
+                return output, text[: place + len(stop) * is_kept], "stop"
+    return output, text, "length"
 
-    ready: bool = field(default=False)
 
-    def is_ready(self) -> bool:
-        return self.ready
+class Row:
+    """What the runner knows of a sequence."""
+
+    def __init__(self, new: NewSequence) -> None:
+        self.new, self.tokens = new, list(new.token_ids)
+        self.blocks, self.num_samples = list(new.block_ids), new.num_samples
+        self.num_unread = 0  # its tokens that the control plane does not know
 
 
-class FakeEngine:
-    """Scheduler, block manager and FakeExecutor, connected by the three lines of a step.
+class FakeRunner(ModelRunner):
+    """Everything it knows comes from SchedulerOutputs. It checks what a real runner relies on."""
 
-    `BlockManager.check()` passes after every schedule() and after every step.
-    """
+    def __init__(self, config: EngineConfig, model_config: Any) -> None:
+        self.config, self.size = config, config.block_size
+        self.num_kv_blocks = config.num_gpu_blocks_override or 64
+        self.num_cpu_blocks = (config.num_cpu_blocks or self.num_kv_blocks) * config.has_cpu_blocks
+        self.device, self.model = SimpleNamespace(type="none"), SimpleNamespace(num_bytes=int)
+        self.kv: list[Layer] = [{}, {}]
+        self.cpu: list[Layer] = [{}, {}]
+        self.rows: dict[int, Row] = {}
+        self.unread: list[SchedulerOutput] = []
+        self.faults: list[str] = []  # where to fail next
+        self.hooks: list[Callable[[], object]] = []  # what happens elsewhere during the next step
 
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 64,
-        block_size: int = 4,
-        max_model_len: int = 256,
-        num_cpu_blocks: int | None = None,
-        vocab_size: int = VOCAB_SIZE,
-        **options: Any,
-    ) -> None:
-        """`options` are EngineConfig's. With num_cpu_blocks=0 the CPU pool is always full."""
-        config = EngineConfig(
-            num_gpu_blocks_override=num_blocks,
-            block_size=block_size,
-            num_cpu_blocks=num_cpu_blocks or None,
-            **options,
-        )
-        model_config = make_model_config(max_model_len, vocab_size=vocab_size)
-        self.config = config.resolve(model_config)
-        self.executor = FakeExecutor(self.config, model_config)
-        if num_cpu_blocks == 0:
-            self.executor.num_cpu_blocks = 0
-        self.block_manager = BlockManager(
-            num_blocks, block_size, config.enable_prefix_caching, self.executor.num_cpu_blocks
-        )
-        self.scheduler = Scheduler(self.config, self.block_manager)
-        self.capacity = min(max_model_len, num_blocks * block_size)
-        self.num_steps = 0
-        self.num_added = 0
+    def launch(self, step: SchedulerOutput) -> Callable[[], ModelOutput]:
+        assert step.scheduled, "an empty step was launched"
+        if step.is_restart:
+            self.rows.clear()
+            self.unread.clear()
+        assert len(self.unread) <= self.config.async_scheduling, "too many steps in flight"
+        assert not any(each.needs_sync for each in self.unread), "launched too early"
+        while self.hooks:
+            self.hooks.pop()()
+        self.copy(self.kv, self.cpu, step.blocks_to_swap_out)
+        self.copy(self.cpu, self.kv, step.blocks_to_swap_in)
+        self.copy(self.kv, self.kv, step.blocks_to_copy)
+        for seq_id in step.dropped_seq_ids:
+            del self.rows[seq_id]
+        for new in step.new_sequences:
+            assert new.seq_id not in self.rows, "announced twice"
+            self.rows[new.seq_id] = Row(new)
+        assert len(self.rows) <= self.config.max_num_seqs
+        assert len({item.seq_id for item in step.scheduled}) == len(step.scheduled)
+        ends = [item.num_computed_tokens + item.num_scheduled_tokens for item in step.scheduled]
+        for item, end in zip(step.scheduled, ends, strict=True):
+            row = self.rows[item.seq_id]
+            if item.new_block_ids:
+                assert item.first_new_block <= len(row.blocks), "a hole in the block table"
+                row.blocks[item.first_new_block :] = item.new_block_ids
+            assert len(row.blocks) == -(-end // self.size), "too few blocks, or too many"
+            for position in range(item.num_computed_tokens, end):
+                self.kv[0][self.slot(row, position)] = row.tokens[position]
+            if end > (row.new.sampling_params.extra_args or {}).get("poison", end):
+                raise Planted("this position always fails")
+        self.fail("launch")
+        for item, end in zip(step.scheduled, ends, strict=True):
+            row = self.rows[item.seq_id]
+            digests = digests_of(self.kv[0][self.slot(row, i)] for i in range(end))
+            for position in range(item.num_computed_tokens, end):
+                self.kv[1][self.slot(row, position)] = digests[position]
+        output = ModelOutput()
+        for item, end in zip(step.scheduled, ends, strict=True):
+            self.sample(item, end, output)
+        self.unread.append(step)
+        return partial(self.read, step, output)
 
-    def add(
-        self, prompt: Iterable[int], max_tokens: int = 8, n: int = 1, **fields: Any
-    ) -> Sequence:
-        """Queue a sequence. As in the InputProcessor, max_tokens is capped by what fits."""
-        prompt = list(prompt)
-        assert 0 < len(prompt) < self.capacity, "the InputProcessor refuses such a prompt"
-        max_tokens = min(max_tokens, self.capacity - len(prompt))
-        seq = make_sequence(self.next_seq_id(n), prompt, max_tokens, n=n, **fields)
-        seq.num_pending_forks = min(n, self.config.max_num_seqs or 1) - 1
-        self.scheduler.add(seq)
-        for branch in range(1 + seq.num_pending_forks, n):  # as RequestState does
-            self.scheduler.add(seq.make_branch(branch))
-        return seq
+    def fail(self, place: str) -> None:
+        if place in self.faults:
+            self.faults.remove(place)
+            raise Planted(place)
 
-    def next_seq_id(self, number: int = 1) -> int:
-        """Take `number` consecutive seq_ids; returns the first."""
-        first, self.num_added = self.num_added, self.num_added + number
-        return first
+    def slot(self, row: Row, position: int) -> int:
+        return row.blocks[position // self.size] * self.size + position % self.size
 
-    def abort(self, seq: Sequence) -> None:
-        self.scheduler.finish(seq.seq_id, SequenceStatus.FINISHED_ABORTED)
-        self.block_manager.check()
+    def copy(self, source: list[Layer], target: list[Layer], pairs: tuple[BlockPair, ...]) -> None:
+        assert len({to for _, to in pairs}) == len(pairs), "a block is written twice"
+        for one, other in zip(source, target, strict=True):
+            found = [[one.get(a * self.size + i) for i in range(self.size)] for a, _ in pairs]
+            for (_, block), values in zip(pairs, found, strict=True):
+                other.update({block * self.size + i: value for i, value in enumerate(values)})
 
-    def execute(self, scheduler_output: SchedulerOutput) -> list[SequenceUpdate]:
-        """The second half of a step: run the scheduled work; preempt all if it fails."""
+    def sample(self, item: ScheduledSequence, end: int, output: ModelOutput) -> None:
+        row, start = self.rows[item.seq_id], item.num_computed_tokens
+        new, params = row.new, row.new.sampling_params
+        assert end <= len(row.tokens), "computes tokens that do not exist"
+        digests = [self.kv[1][self.slot(row, i)] for i in range(end)]
+        positions = range(start + 1, min(end + 1, new.num_prompt_tokens))
+        if params.prompt_logprobs is not None and positions:
+            found = [((row.tokens[i],), (-float(digests[i - 1] % 999),), 1) for i in positions]
+            output.prompt_logprobs[item.seq_id] = (start + 1, [TokenLogprobs(*f) for f in found])
+        if end < len(row.tokens):
+            return
+        known = row.tokens[new.num_prompt_tokens :]
+        reads = new.bad_word_ids or params.logits_processors
+        assert not (reads and row.num_unread), "the sampler cannot know the tokens"
         try:
-            model_output = self.executor.execute_model(scheduler_output)
-        except StepFailed:
-            self.scheduler.preempt_all()
-            return []
-        finally:
-            self.block_manager.check()
-        updates = self.scheduler.update_from_output(scheduler_output, model_output)
-        self.block_manager.check()
-        return updates
+            for process in params.logits_processors or ():
+                process(known, None)
+        except Planted as error:
+            output.errors[item.seq_id] = RequestError(str(error))
+            return
+        tokens = []
+        for branch in range(new.branch, new.branch + row.num_samples):
+            rules = (new.seed, branch, new.bad_word_ids, new.stop_token_ids, params.min_tokens)
+            tokens.append(SampledToken(choose(digests, known, *rules)))
+        output.sampled[item.seq_id] = tokens[:1]
+        if tokens[1:]:
+            output.forks[item.seq_id] = tokens[1:]
+        row.tokens.append(tokens[0].token_id)
+        row.num_samples, row.num_unread = 1, row.num_unread + 1
 
-    def step(self) -> SchedulerOutput:
-        """One step. Returns the scheduler's decision."""
-        self.num_steps += 1
-        scheduler_output = self.scheduler.schedule()
-        self.block_manager.check()
-        if not scheduler_output.is_empty:
-            self.execute(scheduler_output)
-        return scheduler_output
-
-    def run(self) -> list[SchedulerOutput]:
-        """Step until every sequence is finished. Returns all decisions."""
-        steps = []
-        while self.scheduler.has_unfinished():
-            steps.append(self.step())
-            assert not steps[-1].is_empty, "a sequence is unfinished, and nothing was scheduled"
-        return steps
-
-
-def num_tokens_of(scheduler_output: SchedulerOutput) -> dict[int, int]:
-    """seq_id -> tokens in this step, in batch order: {0: 1, 2: 6}."""
-    return {item.seq_id: item.num_scheduled_tokens for item in scheduler_output.scheduled}
-
-
-def add_beam_search(
-    engine: LLMEngine, request_id: str, prompt: list[int], *params: Any, **fields: Any
-) -> Any:
-    """Queue a beam search with these BeamSearchParams (or BeamSearchParams(*params, **fields)), to
-    be advanced by step(). Its results are in the object returned. Skips the test where the chapter
-    was deleted."""
-    chapter = pytest.importorskip("nanoserve.extras.beam_search")
-    is_made = bool(params) and isinstance(params[0], chapter.BeamSearchParams)
-    beam_params = params[0] if is_made else chapter.BeamSearchParams(*params, **fields)
-    search = chapter.BeamSearch(request_id, prompt, beam_params, engine)
-    engine.add(search)
-    return search
+    def read(self, step: SchedulerOutput, output: ModelOutput) -> ModelOutput:
+        assert self.unread.pop(0) is step, "steps are read in order, once each"
+        if "result" in self.faults:
+            self.kv = [{}, {}]
+        self.fail("result")
+        for seq_id in output.sampled.keys() & self.rows.keys():
+            self.rows[seq_id].num_unread = max(0, self.rows[seq_id].num_unread - 1)
+        return output

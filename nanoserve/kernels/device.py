@@ -21,7 +21,10 @@ def choose_device(wanted: str) -> torch.device:
     CPU. Raises ValueError if the wanted GPU does not exist."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ValueError(f"device is {wanted!r}; allowed: auto, cpu, cuda, cuda:N.") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device is {wanted!r}, but torch sees {torch.cuda.device_count()} CUDA devices. "
