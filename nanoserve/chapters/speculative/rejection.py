@@ -6,12 +6,12 @@ their tokens up to the first one that is not the draft of its row (this one too)
     drafts       the  cat  sat   -          -: the last row has no draft
     tokens       the  cat  lay  ...         the sequence gets: the cat lay
 
-*Sampling and comparing* ("strict", the default) draws each token as plain decoding does. The random number of
-a position does not depend on how the tokens before it were found, so the tokens are those of plain
-decoding, bit for bit. A draft of probability p(draft) is right as often as that.
+*Sampling and comparing* ("strict", the default) draws each token as plain decoding does. The random
+number of a position does not depend on how the tokens before it were found, so the tokens are those
+of plain decoding, bit for bit. A draft of probability p(draft) is right as often as that.
 
-*RejectionSampler* ("standard") decides with the draft's probability q as well, if the proposer drew the draft
-from a distribution q:
+*RejectionSampler* ("standard") decides with the draft's probability q as well, if the proposer drew
+the draft from a distribution q:
 
     accepted    with probability min(1, p(draft) / q(draft)): the token is the draft
     recovered   otherwise: a token drawn from max(p - q, 0), made to sum to 1
@@ -51,7 +51,7 @@ Left out: verifying the drafts of a sequence as one block (arXiv 2403.10444).
 
 Papers: Leviathan and others, arXiv 2211.17192; Chen and others, arXiv 2302.01318.
 vLLM: vllm/model_executor/layers/rejection_sampler.py (V0);
-vllm/v1/sample/rejection_sampler.py (V1).
+vllm/v1/sample/rejection_sampler.py (0.32).
 """
 
 from __future__ import annotations
