@@ -8,16 +8,21 @@ weights, and requests of different adapters, and of none, are in the same step:
     pirate = LoRARequest("pirate", 1, "nanoserve/demo/lora")
     llm.generate(["Hello", "Hello"], lora_request=[pirate, None])
 
+    on disk            --read_adapter-->   in main memory         --a step-->   in a slot
+    any number                             max_cpu_loras, and those             max_loras of them,
+                                           of unfinished requests               on the device
+
+    parts.py         what changes in the engine: who waits for a slot, which token has which slot
+    layers.py        the products, and the slots on the device
+    manager.py       the adapters that are in main memory
+    peft_helper.py   what the files of an adapter may say
     request.py       LoRARequest: which adapter a request wants
-    peft_helper.py   what the files of an adapter may say: PEFT's, checked
-    parts.py         what changes in scheduler, runner and engine
-    manager.py       Slots: which adapters are on the device, and who waits for one
-    layers.py        the products, and the slots of adapters on the device
 
-Decided: drafters know no adapters. A draft is only a guess, and the model with the adapter verifies
-it, so the tokens are the same. Blocks of the prefix cache are found by the adapter that made them.
+Drafters know no adapters: a draft is only a guess, and the model with the adapter verifies it.
 
-vLLM: vllm/lora/ (V0 and V1).
+Left out: adapters of embeddings, heads and experts, DoRA, adapters from the hub, a Triton kernel.
+
+vLLM: vllm/lora/ (V0 and 0.32).
 """
 
 from nanoserve.chapters.lora.request import LoRARequest

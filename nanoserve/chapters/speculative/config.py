@@ -19,46 +19,23 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
+from nanoserve.config import check_option
+
+Method = Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "custom_class"]
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 3}'
-# method -> module of this folder, class
-METHODS = {
-    "ngram": ("proposer", "NgramProposer"),
-    "suffix": ("suffix", "SuffixDecodingProposer"),
-    "draft_model": ("draft_model", "DraftModelProposer"),
-    "medusa": ("medusa", "MedusaProposer"),
-    "eagle": ("eagle", "EagleProposer"),
-    "custom_class": ("", ""),  # `model` is package.module.ClassName
-}
-CHOICES = {
-    "method": tuple(METHODS),
-    "rejection_sample_method": ("strict", "standard"),
-    "draft_sample_method": ("probabilistic", "greedy"),
-}
-# Of each number: its type, the smallest and the largest value.
-RANGES = {
-    "num_speculative_tokens": (int, 1, 1000),
-    "prompt_lookup_max": (int, 1, inf),
-    "prompt_lookup_min": (int, 1, inf),
-    "suffix_decoding_max_tree_depth": (int, 2, 1000),
-    "suffix_decoding_max_cached_requests": (int, 0, inf),
-    "suffix_decoding_max_spec_factor": ((int, float), 0, 1000),
-    "suffix_decoding_min_token_prob": ((int, float), 0, 1),
-    "disable_by_batch_size": (int, 1, inf),
-}
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """The keys of speculative_config. Raises ValueError for a value that is not allowed."""
 
-    method: str = "draft_model"  # see METHODS
+    method: Method = "draft_model"
     num_speculative_tokens: int | None = None  # k: drafts of a sequence in a step at most
-    model: str | Path | None = None  # folder or Hugging Face id of the drafter; or your class
+    # Folder or Hugging Face id of the drafter; of a custom_class, "package.module.ClassName".
+    model: str | Path | None = None
     # ngram: how many of the last tokens must match, at most and at least. None: as the other, or 5.
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
@@ -67,57 +44,41 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token of context
     suffix_decoding_min_token_prob: float = 0.1  # of a draft, by counting
     disable_by_batch_size: int | None = None  # running sequences above which nothing is drafted
-    num_speculative_tokens_per_batch_size: Any = None  # [[from, to, k], ...], in ascending order
+    num_speculative_tokens_per_batch_size: Any = ()  # [[from, to, k], ...], in ascending order
     # strict: the target's own sample must be the draft. The tokens are those of plain decoding.
     # standard (vLLM's): RejectionSampler. Accepts more; the distribution is that of plain decoding.
-    rejection_sample_method: str = "strict"
+    rejection_sample_method: Literal["strict", "standard"] = "strict"
     # probabilistic: a drafter draws as the request does (with strict: with the same random number).
-    draft_sample_method: str = "probabilistic"
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
 
     @classmethod
-    def read(cls, value: Any) -> SpeculativeConfig | None:
+    def read(cls, value: Any) -> SpeculativeConfig:
         """From a dict or its JSON text. A misspelt key is a TypeError, which names it."""
-        if isinstance(value, cls) or not value:
-            return value or None
         given = json.loads(value) if isinstance(value, str) else value
+        if isinstance(given, cls):
+            return given
         if not isinstance(given, Mapping):
             raise TypeError(f"speculative_config must be a dict such as {EXAMPLE}, got {value!r}.")
         names = [each.name for each in fields(cls)]
         for name in given.keys() - set(names):
-            near = get_close_matches(str(name), names, n=1) or names
-            raise TypeError(f"speculative_config has no key {name!r}; use {', '.join(near)}.")
+            raise TypeError(f"speculative_config has no key {name!r}, but {', '.join(names)}.")
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def __post_init__(self) -> None:
-        for name, allowed in CHOICES.items():
-            if (value := getattr(self, name)) not in allowed:
-                self._refuse(name, f"{value!r}; allowed: {', '.join(allowed)}")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        self._set("prompt_lookup_min", low or high or 5)
-        self._set("prompt_lookup_max", high or low or 5)
-        if self.method == "suffix" and self.num_speculative_tokens is None:
-            self._set("num_speculative_tokens", self.suffix_decoding_max_tree_depth)
-        for name, (kind, least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is None and name != "num_speculative_tokens":
-                continue
-            if not isinstance(value, kind) or not least <= value <= most:
-                self._refuse(name, f"{value!r}; allowed: {least} to {most}")
+        defaults = {"prompt_lookup_min": high or 5, "prompt_lookup_max": low or 5}
+        if self.method == "suffix":
+            defaults["num_speculative_tokens"] = self.suffix_decoding_max_tree_depth
+        for name, hint in get_type_hints(type(self)).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, defaults.get(name))
+            check_option(f"speculative_config: {name}", getattr(self, name), hint)
+        if not self.num_speculative_tokens:
+            raise ValueError(f"speculative_config needs num_speculative_tokens, as in {EXAMPLE}.")
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            self._refuse("prompt_lookup_min", f"{low}, more than prompt_lookup_max {high}")
+            raise ValueError(f"prompt_lookup_min {low} is more than prompt_lookup_max {high}.")
         if self.method not in ("ngram", "suffix") and not self.model:
-            self._refuse("model", f"missing; method {self.method!r} needs one")
-        table = self.num_speculative_tokens_per_batch_size or ()
-        starts = [start for start, _, _ in table]
-        if starts != sorted(set(starts)) or any(k < 0 for _, _, k in table):
-            name = "num_speculative_tokens_per_batch_size"
-            self._refuse(name, f"{table!r}; allowed: [[from, to, number], ...] in ascending order")
-
-    def _refuse(self, name: str, what: str) -> None:
-        raise ValueError(f"speculative_config: {name} is {what}.")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+            raise ValueError(f"speculative_config: method {self.method!r} needs a model.")
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -126,8 +87,7 @@ class SpeculativeConfig:
 
     def num_tokens_for(self, batch_size: int) -> int:
         """How many drafts a sequence may get while so many sequences run."""
-        if self.disable_by_batch_size and batch_size > self.disable_by_batch_size:
-            return 0
-        table = self.num_speculative_tokens_per_batch_size or ()
+        table, most = self.num_speculative_tokens_per_batch_size, self.disable_by_batch_size
         found = [number for start, _, number in table if start <= batch_size]
-        return min([self.num_speculative_tokens, *found[-1:]])
+        number = min([self.num_speculative_tokens, *found[-1:]])
+        return 0 if most and batch_size > most else number

@@ -19,11 +19,12 @@ Behind them it writes into slots that the scheduler has allocated for it (num_lo
 the first pass after the next step writes over these, too.
 
 *Which tokens does it draw?* With draft_sample_method "probabilistic" it draws as the request does:
-with its temperature, its filters, and the very random number that the target will have at this
-position (random numbers are functions of seed, branch and position). Two models that agree on the
-probabilities draw the same token. So a draft model that is the target itself is always right, also
-for requests that sample. Greedy requests, and all with "greedy", get the likeliest token. What a
-request forbids is forbidden here, too (only that of bad words the last drafts are not known).
+with its temperature, its filters, and (for strict comparison) the very random number that the
+target will have at this position: random numbers are functions of seed, branch and position. Two
+models that agree on the probabilities draw the same token. So a draft model that is the target
+itself is always right, also for requests that sample. Greedy requests, and all with "greedy", get
+the likeliest token. What a request forbids is forbidden here, too (only that of bad words the last
+drafts are not known).
 
 Drafts are made on rank 0, by a whole draft model; the other ranks get them with the next step. A
 draft model that was made for shorter sequences than the target guesses worse behind their length.
@@ -37,50 +38,48 @@ vllm/v1/spec_decode/draft_model.py, llm_base_proposer.py (0.32). Papers: arXiv 2
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.attention import KVCache
-from nanoserve.chapters.speculative.proposer import Proposer
+from nanoserve.chapters.speculative.proposer import Drafts, Limits, Proposer
+from nanoserve.chapters.speculative.rejection import DRAFT
 from nanoserve.distributed.parallel import ParallelState
+from nanoserve.input_batch import InputBatch
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.kernels.sampling import compute_probs
 from nanoserve.kernels.selector import choose_kernels
+from nanoserve.model_runner import PendingOutput
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig, resolve_folder
 from nanoserve.models.loader import load_model
+from nanoserve.models.weight_files import TensorInfo, find_files, read_headers
 from nanoserve.sampler import apply_constraints
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 from nanoserve.sequence import ModelOutput, ScheduledSequence, SchedulerOutput
 
-if TYPE_CHECKING:
-    from nanoserve.chapters.speculative.config import SpeculativeConfig
-    from nanoserve.input_batch import InputBatch
-    from nanoserve.model_runner import ModelRunner, PendingOutput
-
-Pass = tuple[np.ndarray, Tensor]  # rows of RequestState, and a draft for each of them
+Array = np.ndarray
+Drafted = Iterator[tuple[Array, Tensor]]  # rows of RequestState, and a draft for each of them
 
 
 class ModelProposer(Proposer):
     """What a draft model, Medusa heads and an EAGLE head share: the choice of drafts from logits,
     and their way to the CPU."""
 
-    model: Any
-
-    def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+    def __init__(self, *args: Any) -> None:
         """Raises ValueError if the folder has no such model, or one that does not fit the
         target."""
-        super().__init__(runner, config)
+        super().__init__(*args)
+        runner = self.runner
         # The model is whole on this rank, and in floating point.
         self.layer_config = replace(runner.layer_config, parallel=ParallelState())
         self.engine_config = replace(runner.config, quantization=None, model_impl="auto")
-        self.model = self.load(resolve_folder(config.model))
+        self.model: Any = self.load(resolve_folder(self.config.model))
         like_target = replace(self.engine_config, attention_backend=runner.backend)
         choose_kernels(self.model, like_target, runner.device, runner.dtype)
 
@@ -88,24 +87,25 @@ class ModelProposer(Proposer):
         """The model of this folder, its weights filled."""
         raise NotImplementedError
 
-    def run_passes(
-        self, pending: PendingOutput, rows: np.ndarray, starts: np.ndarray, limits: np.ndarray
-    ) -> Iterator[Pass]:
+    def read_headers(self, folder: Path) -> dict[str, TensorInfo]:
+        """The tensors in the files of this folder; none if weights are to be random."""
+        is_dummy = self.engine_config.load_format == "dummy"
+        return {} if is_dummy else read_headers(find_files(folder))
+
+    def draft(self, pending: PendingOutput, rows: Array, starts: Array, limits: Array) -> Drafted:
         """The first drafts, then the second ones, ... Of each sequence of the step, [num_seqs]
         int64 each: its row, the position of its first token in the step, and how many drafts it
         may get (0 if no token was sampled for it)."""
         raise NotImplementedError
 
-    def propose(
-        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
-    ) -> Mapping[int, Sequence[int]]:
+    def propose(self, pending: PendingOutput, output: ModelOutput, limits: Limits) -> Drafts:
         """See Proposer. Waits for the device once."""
         states, self.draft_probs = self.runner.req_states, defaultdict(list)
         numbers = [
             (states.row_of[i], start, limits.get(i, 0) if i in output.sampled else 0)
             for i, start, *_ in pending.input_batch.step.scheduled
         ]
-        passes = list(self.run_passes(pending, *np.array(numbers, np.int64).T))
+        passes = list(self.draft(pending, *np.array(numbers, np.int64).T))
         drafts: dict[int, list[int]] = defaultdict(list)
         if passes:
             rows, token_ids = zip(*passes, strict=True)
@@ -114,22 +114,23 @@ class ModelProposer(Proposer):
                 drafts[seq_id].append(token_id)
         return drafts
 
-    def choose(self, logits: Tensor, rows: np.ndarray, ahead: int) -> Tensor:
+    def choose(self, logits: Tensor, rows: Array, ahead: int) -> Tensor:
         """The next draft of each row, from logits [num_rows, vocab_size]: its draft number `ahead`,
         from 0. [num_rows] int64."""
         states, config = self.runner.req_states, self.config
-        positions = states.num_tokens[rows] + ahead
-        batch = states.make_sampling_batch(rows, states.branches[rows], positions)
+        is_standard = config.rejection_sample_method == "standard"
+        branches, positions = states.branches[rows] + DRAFT * is_standard, states.num_tokens[rows]
+        batch = states.make_sampling_batch(rows, branches, positions + ahead)
         logits = apply_constraints(logits.float(), batch)
         if config.draft_sample_method == "greedy":
             return logits.argmax(dim=-1)
-        if config.rejection_sample_method == "standard" and not batch.is_greedy:
+        if is_standard and not batch.is_greedy:
             probs = compute_probs(logits, batch)
             for i in (states.temperature[rows] >= GREEDY_TEMPERATURE).nonzero()[0].tolist():
                 self.draft_probs[int(states.seq_ids[rows[i]])].append(probs[i])
         return self.runner.choose(logits, batch).token_ids
 
-    def send(self, index: np.ndarray) -> Tensor:
+    def send(self, index: Array) -> Tensor:
         return self.runner.send(index=index)["index"]
 
 
@@ -148,10 +149,8 @@ class DraftModelProposer(ModelProposer):
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.model.kv_cache_specs()
 
-    def run_passes(
-        self, pending: PendingOutput, rows: np.ndarray, starts: np.ndarray, limits: np.ndarray
-    ) -> Iterator[Pass]:
-        """Read what the target has read, then draft."""
+    def draft(self, pending: PendingOutput, rows: Array, starts: Array, limits: Array) -> Drafted:
+        """Read what the target has read, then go on alone."""
         query_start_loc = pending.input_batch.arrays.query_start_loc
         newest = self.runner.req_states.num_tokens[rows] - 1  # positions of the last known tokens
         # What the target has read, less rejected drafts.
@@ -172,20 +171,15 @@ class DraftModelProposer(ModelProposer):
             yield rows, token_ids
             last = np.arange(len(rows))
 
-    def select_states(self, hidden: Tensor, firsts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    def select_states(self, hidden: Tensor, firsts: Array, lengths: Array) -> Tensor:
         """What the first pass reads beside tokens: nothing of the target's hidden states."""
         return hidden
 
     def read(
-        self,
-        rows: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-        states: Tensor,
-        token_ids: Tensor | None = None,
+        self, rows: Array, starts: Array, lengths: Array, states: Tensor, drafts: Any = None
     ) -> Tensor:
         """Run the draft model on `lengths` tokens of each row, from position `starts` on: on known
-        tokens, or on `token_ids`. Returns hidden states [sum(lengths), hidden]."""
+        tokens, or on `drafts`. Returns hidden states [sum(lengths), hidden]."""
         runner, places = self.runner, zip(starts.tolist(), lengths.tolist(), strict=True)
         step = SchedulerOutput(tuple(ScheduledSequence(0, *place, 0, []) for place in places))
         arrays = runner.gather_arrays(step, rows)
@@ -193,25 +187,22 @@ class DraftModelProposer(ModelProposer):
         # A placeholder is left where no token could be sampled.
         arrays = replace(arrays, input_ids=known.astype(np.int64).clip(min=0))
         inputs = runner.send_inputs(step, arrays, None)
-        token_ids = inputs.tensors.input_ids if token_ids is None else token_ids
-        caches = runner.kv_caches[-len(self.kv_cache_specs()) :]
-        return self.run_model(token_ids, inputs, caches, states)
+        token_ids = inputs.tensors.input_ids if drafts is None else drafts
+        return self.run_model(token_ids, inputs, states)
 
-    def run_model(
-        self, token_ids: Tensor, inputs: InputBatch, kv_caches: list[KVCache], states: Tensor
-    ) -> Tensor:
-        return self.model(token_ids, inputs.tensors.positions, kv_caches, inputs.metadata)
+    def run_model(self, x: Tensor, inputs: InputBatch, states: Tensor) -> Tensor:
+        """One forward pass, on the drafter's own KV caches. x: token ids."""
+        kv_caches = self.runner.kv_caches[-len(self.kv_cache_specs()) :]
+        return self.model(x, inputs.tensors.positions, kv_caches, inputs.metadata)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """[num_rows, hidden] -> [num_rows, vocab_size]."""
         return self.model.compute_logits(states)
 
 
-def check_sizes(folder: Path, found: Mapping[str, Any], target: ModelConfig, *names: str) -> None:
+def check_sizes(folder: Path, found: Any, target: ModelConfig, *names: str) -> None:
     """Raise ValueError unless these sizes are those of the target."""
     for name in names:
-        if (size := found.get(name)) != (expected := getattr(target, name)):
-            raise ValueError(
-                f"{folder} has {name} {size}, and that of {target.path}, for which it is to guess, "
-                f"is {expected}. Give speculative_config a drafter that was made for this model."
-            )
+        if (size := found.get(name)) != (wanted := getattr(target, name)):
+            what = f"{folder} has {name} {size}, but {target.path} has {wanted}"
+            raise ValueError(f"{what}. Give a drafter that was made for this model.")

@@ -33,14 +33,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.chapters.speculative.draft_model import DraftModelProposer, check_sizes
+from nanoserve.chapters.speculative.draft_model import Array, DraftModelProposer, check_sizes
+from nanoserve.input_batch import InputBatch
 from nanoserve.layers import LayerConfig, RowParallelLinear, VocabParallelEmbedding
 from nanoserve.model import CausalLM, Decoder
 from nanoserve.models.base import Model
@@ -48,12 +49,7 @@ from nanoserve.models.config import ModelConfig, read_json
 from nanoserve.models.families import llama
 from nanoserve.models.loader import build_and_fill
 from nanoserve.models.shards import Shard
-from nanoserve.models.weight_files import find_files, read_headers
 
-if TYPE_CHECKING:
-    from nanoserve.input_batch import InputBatch
-
-ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -61,19 +57,14 @@ class EagleModel(Model):
     """fc and decoder layers; embedding and head only if they are not the target's modules."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        names: dict[str, str],
-        max_model_len: int,
-        layer_config: LayerConfig,
+        self, config: ModelConfig, names: dict[str, str], max_len: int, layer_config: LayerConfig
     ) -> None:
-        """`names`: of this model's own tensors among EMBEDDING, HEAD and the bias of fc, those in
-        the files."""
+        """names: of EMBEDDING, HEAD and the bias of fc those that are here -> their names in the
+        files."""
         super().__init__()
-        hidden, self.names = config.hidden_size, names
-        bias = "fc.bias" in names
+        hidden, self.names, bias = config.hidden_size, names, "fc.bias" in names
         self.fc = RowParallelLinear(2 * hidden, hidden, bias=bias, layer_config=layer_config)
-        decoder = Decoder(config, llama(config), max_model_len, layer_config)
+        decoder = Decoder(config, llama(config), max_len, layer_config)
         self.layers, self.rotary_emb = decoder.layers, decoder.rotary_emb
         self.layers[0].input_layernorm = nn.Identity()
         self.embed_tokens = decoder.embed_tokens if EMBEDDING in names else None
@@ -81,17 +72,12 @@ class EagleModel(Model):
         if HEAD in names:
             self.lm_head = VocabParallelEmbedding(config.vocab_size, hidden, layer_config)
 
-    def forward(  # type: ignore[override]
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        states: Tensor,
-        kv_caches: list[KVCache],
-        metadata: StepMetadata,
+    def forward(
+        self, x: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
-        """Embeddings of tokens t+1 and hidden states of tokens t, [num_tokens, hidden] each, at
+        """Embeddings of tokens t+1 beside hidden states of tokens t [num_tokens, 2 * hidden], at
         positions t -> guessed hidden states of tokens t+1 [num_tokens, hidden]."""
-        x, rope = self.fc(torch.cat((embeddings, states), dim=-1)), self.rotary_emb(positions)
+        x, rope = self.fc(x), self.rotary_emb(positions)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
             x = layer(x, rope, kv_cache, metadata)
         return x  # no norm: the target's hidden states are normalized ones
@@ -107,59 +93,36 @@ class EagleProposer(DraftModelProposer):
 
     shift = 1
 
-    def load(self, folder: Path) -> EagleModel:
+    def load(self, folder: Path) -> Model:
         """The head, its weights filled. Embedding and language-model head are the target's own
         modules, if the head brings none; with several ranks, which share those, they are read once
-        more, for rank 0. Raises ValueError if the folder has no such head, or one for another
-        model."""
-        runner, hf, target = (
-            self.runner,
-            read_json(folder / "config.json"),
-            self.runner.model_config,
-        )
-        hf = {**hf, **hf.get("model", {})}  # of model_type "eagle"
-        config = ModelConfig.from_folder(folder, hf)
-        if config.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"{folder} has the architecture {config.architecture}; EAGLE heads of these can "
-                f"run: {', '.join(ARCHITECTURES)}."
-            )
+        more, for rank 0."""
+        target, hf = self.runner.model_config, read_json(folder / "config.json")
+        config = ModelConfig.from_folder(folder, {**hf, **hf.get("model", {})})
         check_sizes(folder, vars(config), target, "vocab_size", "hidden_size")
-        tensors: dict[str, Any] = {}
-        if runner.config.load_format != "dummy":
-            tensors = read_headers(find_files(folder))
+        tensors = self.read_headers(folder)
         names = {name: name for name in (EMBEDDING, HEAD, "fc.bias") if name in tensors}
-        if runner.parallel.tp_size > 1:
-            theirs = {EMBEDDING: "model.embed_tokens.weight", HEAD: "lm_head.weight"}
-            if target.tie_word_embeddings:
-                theirs[HEAD] = theirs[EMBEDDING]
-            in_target = read_headers(find_files(target.path)) if tensors else {}
-            names = {**theirs, **names}
-            tensors |= {name: in_target[name] for name in names.values() if name in in_target}
+        if self.runner.parallel.tp_size > 1:
+            embedding, theirs = "model.embed_tokens.weight", self.read_headers(target.path)
+            head = embedding if target.tie_word_embeddings else HEAD
+            names = {EMBEDDING: embedding, HEAD: head, **names}
+            tensors |= {name: theirs[name] for name in names.values() if name in theirs}
         build = partial(EagleModel, config, names)
-        model = build_and_fill(build, self.engine_config, folder, tensors, self.layer_config)
-        self.embedding = model.embed_tokens or find_embedding(runner.model)
-        return model
+        own = build_and_fill(build, self.engine_config, folder, tensors, self.layer_config)
+        model: Any = self.runner.model  # one of ours, or of transformers
+        is_own = isinstance(model, CausalLM)
+        embedding = model.model.embed_tokens if is_own else model.body.get_input_embeddings()
+        self.embedding = own.embed_tokens or embedding
+        return own
 
-    def select_states(self, hidden: Tensor, firsts: np.ndarray, lengths: np.ndarray) -> Tensor:
+    def select_states(self, hidden: Tensor, firsts: Array, lengths: Array) -> Tensor:
         """The target's hidden states, `lengths` [num_seqs] rows from `firsts` [num_seqs] on."""
         offsets = (firsts - lengths.cumsum() + lengths).repeat(lengths)
         return hidden.index_select(0, self.send(np.arange(lengths.sum()) + offsets))
 
-    def run_model(
-        self, token_ids: Tensor, inputs: InputBatch, kv_caches: list[KVCache], states: Tensor
-    ) -> Tensor:
-        embeddings, positions = self.embedding(token_ids), inputs.tensors.positions
-        return self.model(embeddings, positions, states, kv_caches, inputs.metadata)
+    def run_model(self, x: Tensor, inputs: InputBatch, states: Tensor) -> Tensor:
+        return super().run_model(torch.cat((self.embedding(x), states), dim=-1), inputs, states)
 
     def compute_logits(self, states: Tensor) -> Tensor:
         """Guessed hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
         return (self.model.lm_head or self.runner.model).compute_logits(states)
-
-
-def find_embedding(target: Any) -> nn.Module:
-    """The target's: of a model of our own, or of transformers."""
-    if isinstance(target, CausalLM):
-        return target.model.embed_tokens
-    embedding: nn.Module = target.body.get_input_embeddings()
-    return embedding

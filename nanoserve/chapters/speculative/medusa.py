@@ -23,30 +23,25 @@ vllm/model_executor/models/medusa.py (0.32). Paper: Medusa, arXiv 2401.10774.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.chapters.speculative.draft_model import ModelProposer, Pass, check_sizes
+from nanoserve.chapters.speculative.draft_model import Array, Drafted, ModelProposer, check_sizes
 from nanoserve.layers import ColumnParallelLinear, LayerConfig, VocabParallelEmbedding
+from nanoserve.model_runner import PendingOutput
 from nanoserve.models.base import Model
 from nanoserve.models.config import read_json
 from nanoserve.models.loader import build_and_fill
-from nanoserve.models.weight_files import find_files, read_headers
-
-if TYPE_CHECKING:
-    from nanoserve.model_runner import PendingOutput
 
 
 class ResidualBlock(nn.Module):
     """x + silu(W x + b), one or more times."""
 
-    def __init__(self, hf: Mapping[str, Any], layer_config: LayerConfig) -> None:
+    def __init__(self, hf: dict[str, Any], layer_config: LayerConfig) -> None:
         super().__init__()
         size, bias = hf["hidden_size"], hf.get("medusa_fc_bias", False)
         number = hf.get("num_hidden_layers") or hf.get("medusa_num_layers") or 1
@@ -65,52 +60,39 @@ class ResidualBlock(nn.Module):
 class MedusaModel(Model):
     """All heads."""
 
-    def __init__(
-        self, hf: Mapping[str, Any], max_model_len: int, layer_config: LayerConfig
-    ) -> None:
+    def __init__(self, hf: dict[str, Any], max_len: int, layer_config: LayerConfig) -> None:
         """hf: what config.json says."""
         super().__init__()
-        self.logit_scale = hf.get("logit_scale", 1.0)
-        self.num_heads = hf.get("num_heads") or hf.get("medusa_num_heads") or 0
-        self.blocks = nn.ModuleList(ResidualBlock(hf, layer_config) for _ in range(self.num_heads))
-        heads = [
-            VocabParallelEmbedding(hf["vocab_size"], hf["hidden_size"], layer_config)
-            for _ in range(1 if hf.get("original_lm_head") else self.num_heads)
-        ]
-        for head in heads:
-            head.is_embedding = False
-        if hf.get("original_lm_head"):
-            [self.lm_head] = heads
+        number = hf.get("num_heads") or hf.get("medusa_num_heads") or 0
+        sizes, self.logit_scale = (hf["vocab_size"], hf["hidden_size"]), hf.get("logit_scale", 1.0)
+        self.blocks = nn.ModuleList(ResidualBlock(hf, layer_config) for _ in range(number))
+        self.is_shared = hf.get("original_lm_head", False)
+        if self.is_shared:
+            self.lm_head = VocabParallelEmbedding(*sizes, layer_config)
         else:
+            heads = (VocabParallelEmbedding(*sizes, layer_config) for _ in range(number))
             self.lm_heads = nn.ModuleList(heads)
 
-    def forward(self, hidden: Tensor, head: int) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, head: int) -> Tensor:
         """The target's hidden states [num_rows, hidden] -> logits of the token `head` + 2 places
         ahead, [num_rows, vocab_size]."""
-        lm_head: Any = self.lm_head if hasattr(self, "lm_head") else self.lm_heads[head]
+        lm_head = self.lm_head if self.is_shared else self.lm_heads[head]
         return lm_head.compute_logits(self.blocks[head](hidden)) * self.logit_scale
 
 
 class MedusaProposer(ModelProposer):
     """Drafts from the target's hidden state of the last accepted token."""
 
-    def load(self, folder: Path) -> MedusaModel:
+    def load(self, folder: Path) -> Model:
         hf, most = read_json(folder / "config.json"), self.config.num_speculative_tokens
         check_sizes(folder, hf, self.runner.model_config, "vocab_size", "hidden_size")
-        is_dummy = self.engine_config.load_format == "dummy"
-        tensors = {} if is_dummy else read_headers(find_files(folder))
-        build = partial(MedusaModel, hf)
+        build, tensors = partial(MedusaModel, hf), self.read_headers(folder)
         model = build_and_fill(build, self.engine_config, folder, tensors, self.layer_config)
-        if model.num_heads < most:
-            raise ValueError(
-                f"num_speculative_tokens is {most}, and {folder} has {model.num_heads} Medusa "
-                "heads, one for each token. Lower it."
-            )
+        if (number := len(model.blocks)) < most:
+            raise ValueError(f"num_speculative_tokens is {most}: {folder} has {number} heads.")
         return model
 
-    def run_passes(
-        self, pending: PendingOutput, rows: np.ndarray, starts: np.ndarray, limits: np.ndarray
-    ) -> Iterator[Pass]:
+    def draft(self, pending: PendingOutput, rows: Array, starts: Array, limits: Array) -> Drafted:
         """One draft from each head."""
         # The last token that the target has read and kept is the one before the newest.
         firsts = pending.input_batch.arrays.query_start_loc[:-1]

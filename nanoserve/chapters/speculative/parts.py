@@ -28,7 +28,7 @@ vllm/v1/worker/gpu/spec_decode/ (0.32).
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ import torch
 
 from nanoserve.block_manager import BlockManager
 from nanoserve.chapters.speculative.config import SpeculativeConfig
-from nanoserve.chapters.speculative.proposer import Proposer, make_proposer
+from nanoserve.chapters.speculative.proposer import Drafts, Limits, Proposer, make_proposer
 from nanoserve.chapters.speculative.rejection import RejectionSampler, with_drafts
 from nanoserve.config import EngineConfig
 from nanoserve.input_batch import InputBatch
@@ -47,17 +47,13 @@ from nanoserve.sampler import SamplingBatch
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import (
     ModelOutput,
-    RequestError,
-    SampledToken,
     ScheduledSequence,
     SchedulerOutput,
     Sequence,
-    SequenceStatus,
     SequenceUpdate,
 )
 
 logger = logging.getLogger("nanoserve")
-Drafts = dict[int, tuple[int, ...]]  # seq_id -> guesses at its next tokens
 
 
 class SpeculativeNote(NamedTuple):
@@ -65,31 +61,12 @@ class SpeculativeNote(NamedTuple):
 
     known: Drafts  # tokens to be computed that are known: they stand before the drafts
     drafts: Drafts  # to be verified
-    limits: dict[int, int]  # how many tokens may be drafted behind this step
+    limits: Limits  # how many tokens may be drafted behind this step
     private: set[int]  # new sequences with a salt or an adapter: no other may learn their tokens
 
 
-class DraftsNote(NamedTuple):
-    """From the runner to the scheduler, with each output."""
-
-    drafts: Drafts  # for the next step
-
-
-@dataclass
-class SpecDecodingStats:
-    """What became of all drafts (vLLM's class and names)."""
-
-    num_drafts: int = 0  # sequences in steps that had some
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            self.num_accepted_tokens_per_pos[position] += 1
+class DraftsNote(dict[int, Any]):
+    """From the runner to the scheduler, with each output: for the next step."""
 
 
 @dataclass(frozen=True)
@@ -110,37 +87,33 @@ class SpeculativeScheduler(Scheduler):
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         super().__init__(config, block_manager)
         self.drafts: Drafts = {}  # for the next step
-        self.stats = SpecDecodingStats()
-        most = config.speculative_config.num_speculative_tokens
-        self.stats.num_accepted_tokens_per_pos = [0] * most
+        self.num_draft_tokens = self.num_accepted_tokens = 0  # since the engine was made
 
     def schedule_tokens(self, seq: Sequence, num_tokens: int, step: StepPlan) -> None:
         """Behind the last known token come the drafts, if budget and free blocks are left."""
         note = step.notes.setdefault(SpeculativeNote, SpeculativeNote({}, {}, {}, set()))
-        drafts, limit = self.drafts.pop(seq.seq_id, ()), 0
-        if num_tokens == seq.num_uncomputed_tokens:  # the last known token is among them
-            room = min(self.max_chunk, step.budget - step.reserved) - num_tokens
-            drafts = drafts[: max(0, room)]
-            if drafts and not self.block_manager.can_append_slots(seq, num_tokens + len(drafts)):
-                drafts = ()  # drafts preempt nobody
-            limit = self.num_next_drafts(seq, num_tokens + len(drafts))
-            if drafts or seq.seq_id in self.known_seq_ids:
-                note.known[seq.seq_id] = tuple(seq.token_ids[seq.num_computed_tokens :])
-        else:
-            drafts = ()
-        if seq.extra_keys is not None and seq.seq_id not in self.known_seq_ids:
+        is_new = seq.seq_id not in self.known_seq_ids
+        is_last = num_tokens == seq.num_uncomputed_tokens
+        room = min(self.max_chunk, step.budget - step.reserved) - num_tokens
+        drafts = self.drafts.get(seq.seq_id, ())[: max(0, room * is_last)]
+        if drafts and not self.block_manager.can_append_slots(seq, num_tokens + len(drafts)):
+            drafts = ()  # drafts preempt nobody
+        num_next = self.num_next_drafts(seq, num_tokens + len(drafts)) if is_last else 0
+        if is_last and (drafts or not is_new):
+            note.known[seq.seq_id] = tuple(seq.token_ids[seq.num_computed_tokens :])
+        if is_new and seq.extra_keys is not None:
             note.private.add(seq.seq_id)
         super().schedule_tokens(seq, num_tokens + len(drafts), step)
-        seq.num_output_placeholders += len(drafts)  # of the tokens that come, at most
         if drafts:
+            seq.num_output_placeholders += len(drafts)  # of the tokens that come, at most
             note.drafts[seq.seq_id] = drafts
-        if limit:
-            note.limits[seq.seq_id] = limit
-            self.append_lookahead_slots(seq, limit, step)
+        if num_next:
+            note.limits[seq.seq_id] = num_next
+            self.append_lookahead_slots(seq, num_next, step)
 
-    def append_lookahead_slots(self, seq: Sequence, limit: int, step: StepPlan) -> None:
+    def append_lookahead_slots(self, seq: Sequence, number: int, step: StepPlan) -> None:
         """Slots behind the step's tokens, in which a drafter writes keys and values of its own."""
-        if num_slots := min(limit, self.config.speculative_config.num_lookahead_tokens):
+        if num_slots := min(number, self.config.speculative_config.num_lookahead_tokens):
             first, blocks = self.block_manager.append_slots(seq, num_slots)
             item = step.scheduled[-1]
             first = item.first_new_block if item.new_block_ids else first
@@ -150,17 +123,20 @@ class SpeculativeScheduler(Scheduler):
     def num_next_drafts(self, seq: Sequence, num_tokens: int) -> int:
         """How many tokens may be drafted behind the next `num_tokens` tokens of `seq`. Slots for a
         drafter's keys and values are only taken if they are free."""
-        config, length = self.config.speculative_config, seq.num_prompt_tokens + seq.max_tokens
+        config, end = self.config.speculative_config, seq.num_computed_tokens + num_tokens
         # This step brings a token at least, and one more comes with the drafts.
-        number = min(config.num_tokens_for(len(self.running)), length - seq.num_tokens - 2)
-        if config.num_lookahead_tokens:
-            number = min(number, length - seq.num_computed_tokens - num_tokens)
-        num_slots = min(number, config.num_lookahead_tokens)
-        fits = number > 0 and self.block_manager.can_append_slots(seq, num_tokens + num_slots)
-        return number if fits and can_speculate(seq) else 0
+        room = seq.num_prompt_tokens + seq.max_tokens - max(end, seq.num_tokens + 2)
+        number = min(config.num_tokens_for(len(self.running)), room)
+        params = seq.sampling_params
+        reads_output = params.logits_processors or params.has_penalties
+        if number <= 0 or reads_output or seq.num_pending_forks:
+            return 0
+        num_slots = num_tokens + min(number, config.num_lookahead_tokens)
+        return number if self.block_manager.can_append_slots(seq, num_slots) else 0
 
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         """No steps overlap: what to compute next depends on what is accepted."""
+        self.drafts = {}
         return replace(super().make_output(step), needs_sync=True)
 
     def update_sequence(
@@ -173,37 +149,23 @@ class SpeculativeScheduler(Scheduler):
         updates = super().update_sequence(seq, item, model_output)
         if num_drafts:
             num_accepted = len(model_output.sampled[seq.seq_id]) - 1
-            self.stats.observe(num_drafts, num_accepted)
+            self.num_draft_tokens += num_drafts
+            self.num_accepted_tokens += num_accepted
             seq.num_computed_tokens -= num_drafts - num_accepted
             start, end = item.num_computed_tokens, seq.num_computed_tokens
             self.block_manager.cache_blocks(seq, start, end)  # drafts are not found before
         room = max(0, seq.max_tokens - seq.num_output_tokens - 1)
-        self.drafts[seq.seq_id] = model_output.notes[DraftsNote].drafts.get(seq.seq_id, ())[:room]
+        self.drafts[seq.seq_id] = model_output.notes[DraftsNote].get(seq.seq_id, ())[:room]
         return updates
-
-    def finish(
-        self, seq_id: int, status: SequenceStatus, stop_reason: int | str | None = None
-    ) -> None:
-        super().finish(seq_id, status, stop_reason)
-        self.drafts.pop(seq_id, None)
-
-
-def can_speculate(seq: Sequence) -> bool:
-    """Is there one continuation, which depends on known tokens alone? See the top of the module."""
-    params = seq.sampling_params
-    return not (params.logits_processors or params.has_penalties or seq.num_pending_forks)
 
 
 class SpeculativeRunner(ModelRunner):
     proposer: Proposer | None = None  # on rank 0
 
-    def __init__(self, config: EngineConfig, *args: Any, **kwargs: Any) -> None:
-        self.query_lens = (1, 1 + config.speculative_config.num_speculative_tokens)
-        super().__init__(config, *args, **kwargs)
-
     def load_model(self) -> Model:
         """The model; then the proposer, whose layers have a place in the KV blocks."""
         self.model, config = super().load_model(), self.config.speculative_config
+        self.query_lens = (1, 1 + config.num_speculative_tokens)
         if self.parallel.tp_rank == 0:
             self.proposer = make_proposer(self, config)
         if config.rejection_sample_method == "standard":
@@ -215,71 +177,57 @@ class SpeculativeRunner(ModelRunner):
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
         """Write the drafts behind the known tokens: so a token is sampled behind each of them."""
-        rows, note, states = (
-            super().update_batch(step),
-            step.notes[SpeculativeNote],
-            self.req_states,
-        )
+        rows, note = super().update_batch(step), step.notes[SpeculativeNote]
         for row, item in zip(rows, step.scheduled, strict=True):
             if (known := note.known.get(item.seq_id)) is not None:
                 tokens = (*known, *note.drafts.get(item.seq_id, ()))
                 start = item.num_computed_tokens
-                states.token_ids[row, start : start + len(tokens)] = tokens
-                states.num_tokens[row] = start + len(known)
+                self.req_states.token_ids[row, start : start + len(tokens)] = tokens
+                self.req_states.num_tokens[row] = start + len(known)
         return rows
 
     def make_sampling_batch(self, input_batch: InputBatch) -> SamplingBatch:
         batch = super().make_sampling_batch(input_batch)
-        if self.config.speculative_config.rejection_sample_method == "strict":
-            return batch
-        return with_drafts(batch, self.req_states, input_batch.arrays, self.proposer.draft_probs)
+        if self.config.speculative_config.rejection_sample_method == "standard":
+            probs = self.proposer.draft_probs
+            batch = with_drafts(batch, self.req_states, input_batch.arrays, probs)
+        return batch
 
-    def collect(
-        self,
-        pending: PendingOutput,
-        tokens: list[SampledToken | RequestError],
-        output: ModelOutput,
-    ) -> None:
+    def collect(self, pending: PendingOutput, tokens: list[Any], output: ModelOutput) -> None:
         """Of each sequence, take the tokens up to the first that is not the draft at its place. (An
         error behind a draft is found again by the next step.)"""
-        drafts = pending.input_batch.step.notes[SpeculativeNote].drafts
+        drafts, taken = pending.input_batch.step.notes[SpeculativeNote].drafts, []
         num_right: dict[int, int] = {}  # of the drafts of a sequence; -1: one was wrong
-        samples, kept = [], []
         for sample, token in zip(pending.samples, tokens, strict=True):
             guesses, number = drafts.get(sample[0], ()), num_right.get(sample[0], 0)
-            if number < 0 or (number and isinstance(token, RequestError)):
-                num_right[sample[0]] = -1
-                continue
-            samples.append(sample)
-            kept.append(token)
-            if number < len(guesses):
-                is_right = not isinstance(token, RequestError) and token[0] == guesses[number]
-                num_right[sample[0]] = number + 1 if is_right else -1
+            token_id = getattr(token, "token_id", None)  # None: an error
+            if number == 0 or (number > 0 and token_id is not None):
+                taken.append((sample, token))
+            is_right = 0 <= number < len(guesses) and token_id == guesses[number]
+            num_right[sample[0]] = number + 1 if is_right else -bool(guesses)
+        samples, kept = zip(*taken, strict=True)
         super().collect(replace(pending, samples=samples), kept, output)
 
     @torch.inference_mode()
     def read(self, pending: PendingOutput) -> ModelOutput:
         output = super().read(pending)
         with self.no_autocast, self.current_gpu:
-            output.notes[DraftsNote] = DraftsNote(self.propose(pending, output))
+            output.notes[DraftsNote] = self.propose(pending, output)
         return output
 
-    def propose(self, pending: PendingOutput, output: ModelOutput) -> Drafts:
+    def propose(self, pending: PendingOutput, output: ModelOutput) -> DraftsNote:
         """Drafts for the next step. A proposer that fails, or guesses what is no token, brings
         none."""
         limits = pending.input_batch.step.notes[SpeculativeNote].limits
         try:
             found = self.proposer.propose(pending, output, limits)
-            drafts = {i: tuple(map(int, each[: limits[i]])) for i, each in found.items()}
-            allowed = range(self.model_config.vocab_size)
-            if wrong := [
-                token for each in drafts.values() for token in each if token not in allowed
-            ]:
-                raise ValueError(f"{wrong[0]} is no token")
+            drafts = DraftsNote({i: tuple(each[: limits[i]]) for i, each in found.items()})
+            ids = [0, *(token for each in drafts.values() for token in each)]
+            if min(ids) < 0 or max(ids) >= self.model_config.vocab_size:
+                raise ValueError(f"one of the drafts {ids[1:]} is no token")
         except Exception as error:
-            self.proposer.num_failures += 1
             logger.error("a proposer failed: no drafts for the next step", exc_info=error)
-            return {}
+            return DraftsNote()
         return drafts
 
 

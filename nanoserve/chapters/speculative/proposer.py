@@ -35,27 +35,30 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from nanoserve.chapters.speculative.config import METHODS, SpeculativeConfig
+from nanoserve.chapters.speculative.config import SpeculativeConfig
 from nanoserve.kernels.kv_cache import KVCacheSpec
+from nanoserve.model_runner import ModelRunner, PendingOutput
 from nanoserve.sequence import ModelOutput
 
-if TYPE_CHECKING:
-    from nanoserve.model_runner import ModelRunner, PendingOutput
+Drafts = Mapping[int, Sequence[int]]  # seq_id -> guesses at its next tokens
+Limits = dict[int, int]  # seq_id -> how many tokens may be drafted
+PROPOSERS = {
+    "ngram": f"{__name__}.NgramProposer",
+    "suffix": f"{__package__}.suffix.SuffixDecodingProposer",
+    "draft_model": f"{__package__}.draft_model.DraftModelProposer",
+    "medusa": f"{__package__}.medusa.MedusaProposer",
+    "eagle": f"{__package__}.eagle.EagleProposer",
+}
 
 
 def make_proposer(runner: ModelRunner, config: SpeculativeConfig) -> Proposer:
     """The proposer of this method. Raises ValueError if it does not fit the runner's model."""
-    module, name = METHODS[config.method]
-    module = f"{__package__}.{module}"
-    if config.method == "custom_class":
-        module, _, name = str(config.model).rpartition(".")
-    proposer: Proposer = getattr(import_module(module), name)(runner, config)
-    return proposer
+    module, _, name = PROPOSERS.get(config.method, str(config.model)).rpartition(".")
+    return getattr(import_module(module), name)(runner, config)
 
 
 class Proposer:
@@ -64,8 +67,6 @@ class Proposer:
     Invariant: a guess is never more than a guess. Whatever a proposer returns, the tokens of the
     requests are the same; only their number per step changes.
     """
-
-    num_failures = 0  # steps after which `propose` has raised: they brought no drafts
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         self.runner: ModelRunner = weakref.proxy(runner)  # the runner holds the proposer
@@ -79,10 +80,8 @@ class Proposer:
         runner.kv_caches, and have the same blocks."""
         return []
 
-    def propose(
-        self, pending: PendingOutput, output: ModelOutput, limits: dict[int, int]
-    ) -> Mapping[int, Sequence[int]]:
-        """Drafts by seq_id, at most as many as `limits` says for each.
+    def propose(self, pending: PendingOutput, output: ModelOutput, limits: Limits) -> Drafts:
+        """Drafts, at most as many as `limits` says for each sequence.
 
         Called after every step, with what the step was made of (pending.input_batch,
         pending.hidden), and the tokens that it has brought: runner.req_states has them already.

@@ -6,12 +6,12 @@ their tokens up to the first one that is not the draft of its row (this one too)
     drafts       the  cat  sat   -          -: the last row has no draft
     tokens       the  cat  lay  ...         the sequence gets: the cat lay
 
-*Sampling and comparing* (the default) draws each token as plain decoding does. The random number of
-a position does not depend on how the tokens before it were found, so the tokens are those of plain
-decoding, bit for bit. A draft of probability p(draft) is right as often as that.
+*Sampling and comparing* ("strict", the default) draws each token as plain decoding does. The random
+number of a position does not depend on how the tokens before it were found, so the tokens are those
+of plain decoding, bit for bit. A draft of probability p(draft) is right as often as that.
 
-*RejectionSampler* decides with the draft's probability q as well, if the proposer drew the draft
-from a distribution q:
+*RejectionSampler* ("standard") decides with the draft's probability q as well, if the proposer drew
+the draft from a distribution q:
 
     accepted    with probability min(1, p(draft) / q(draft)): the token is the draft
     recovered   otherwise: a token drawn from max(p - q, 0), made to sum to 1
@@ -39,8 +39,11 @@ methods accept it with probability p(draft). (A drawn draft may count as one of 
 exact, and accepts fewer.) The tokens differ: those of the RejectionSampler have the distribution of
 plain decoding, but they are other ones, and they depend on the drafts.
 
-A condition: whether a position has a draft must not depend on which token was drawn there. A
-proposer that draws may stop behind an unlikely token; if it takes that token back, p is missed.
+*A condition.* Whether a position has a draft must not depend on which token was drawn there: a
+proposer that takes an unlikely draft back misses p. A grammar does take drafts back, those that it
+forbids. So here a forbidden draft counts as none, and q is what the others were drawn from: q
+without the forbidden tokens, made to sum to 1. For the same reason drafts have random numbers of
+their own (DRAFT): a bonus token must not depend on what was drawn before in its place.
 
 Greedy rows have a p of 1 at the argmax: their tokens are the argmax, whatever the drafts are.
 
@@ -48,13 +51,13 @@ Left out: verifying the drafts of a sequence as one block (arXiv 2403.10444).
 
 Papers: Leviathan and others, arXiv 2211.17192; Chen and others, arXiv 2302.01318.
 vLLM: vllm/model_executor/layers/rejection_sampler.py (V0);
-vllm/v1/sample/rejection_sampler.py (V1).
+vllm/v1/sample/rejection_sampler.py (0.32).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +68,8 @@ from nanoserve.kernels.sampling import compute_probs
 from nanoserve.sampler import Choose, ChosenTokens, SamplingBatch, draw, uniform_noise
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 
-STREAM = 2**32  # far beyond the branches of a request, so that a stream is a branch of its own
+# Random streams of this module, as branches far beyond those of a request.
+ACCEPT, RECOVER, DRAFT = 2**32, 2**33, 2**34
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,40 +78,27 @@ class DraftedBatch(SamplingBatch):
 
     draft_token_ids: Tensor  # [num_rows] int64; -1: the row has no draft
     draft_probs: Tensor  # [num_rows, vocab_size]: what each draft was drawn from
-    accept: Tensor  # [num_rows] float64 in [0, 1): random numbers, see rejection_noise
+    accept: Tensor  # [num_rows] float64 in [0, 1): random numbers
     recover: Tensor  # [num_rows] float64 in [0, 1)
 
 
-def rejection_noise(
-    seeds: np.ndarray, branches: np.ndarray, positions: np.ndarray
-) -> dict[str, np.ndarray]:
-    """The random numbers that accept and recover, [num_rows] float64 in [0, 1) each.
-
-    They are functions of (seed, branch, position), as those of plain decoding, with which a bonus
-    token is drawn; a draft may be drawn with these too. The three have nothing in common.
-    """
-    return {
-        name: uniform_noise(seeds, branches + stream * STREAM, positions)
-        for stream, name in enumerate(("accept", "recover"), start=1)
-    }
-
-
 def with_drafts(
-    batch: SamplingBatch,
-    states: RequestState,
-    arrays: StepArrays,
-    draft_probs: Mapping[int, list[Tensor]],
+    batch: SamplingBatch, states: RequestState, arrays: StepArrays, draft_probs: Any
 ) -> SamplingBatch:
-    """The batch, with its drafts if there are some and rows that draw."""
+    """The batch, with its drafts if there are some and rows that draw. draft_probs: see
+    Proposer."""
     rows, positions = arrays.sampled_rows, arrays.positions[arrays.logits_indices] + 1
-    is_draft = np.zeros(len(rows), bool)  # a row has a draft if the next row is behind it
-    is_draft[:-1] = (rows[1:] == rows[:-1]) & (positions[1:] == positions[:-1] + 1)
+    # A row has a draft if the next row is behind it.
+    is_draft = np.append((np.diff(rows) == 0) & (np.diff(positions) == 1), False)
     if batch.is_greedy or not is_draft.any():
         return batch
-    drafts = np.full(len(rows), -1)
+    drafts, seeds, branches = np.full(len(rows), -1), states.seeds[rows], states.branches[rows]
     drafts[is_draft] = states.token_ids[rows[is_draft], positions[is_draft]]
-    noise = rejection_noise(states.seeds[rows], states.branches[rows], positions)
-    sent = states.send(draft_token_ids=drafts, **noise)
+    sent = states.send(
+        draft_token_ids=drafts,
+        accept=uniform_noise(seeds, branches + ACCEPT, positions),
+        recover=uniform_noise(seeds, branches + RECOVER, positions),
+    )
     probs = torch.zeros(len(rows), states.vocab_size, device=states.device)
     probs.scatter_(1, sent["draft_token_ids"].clamp(min=0)[:, None], 1.0)
     for i in is_draft.nonzero()[0].tolist():
@@ -127,34 +118,28 @@ class RejectionSampler:
         chosen = self.choose(logits, batch)
         if not isinstance(batch, DraftedBatch):
             return chosen
-        assert batch.temperature is not None
-        drafts = batch.draft_token_ids
-        is_allowed = logits > -torch.inf
-        is_plain = (drafts < 0) | (batch.temperature < GREEDY_TEMPERATURE)
-        is_plain |= ~is_allowed.gather(1, drafts.clamp(min=0)[:, None])[:, 0]
+        drafts, is_allowed = batch.draft_token_ids, logits > -torch.inf
+        is_drafted = is_allowed.gather(1, drafts.clamp(min=0)[:, None])[:, 0] & (drafts >= 0)
+        is_drafted &= batch.temperature >= GREEDY_TEMPERATURE
         q = batch.draft_probs * is_allowed
-        q = q / q.sum(dim=-1, keepdim=True)
-        p = compute_probs(logits, batch)
-        token_ids = rejection_sample(p, drafts, q, batch.accept, batch.recover)
-        return ChosenTokens(torch.where(is_plain, chosen.token_ids, token_ids), chosen.is_possible)
+        p, q = compute_probs(logits, batch), q / q.sum(dim=-1, keepdim=True)
+        token_ids = rejection_sample(p, q, drafts, batch.accept, batch.recover)
+        token_ids = torch.where(is_drafted, token_ids, chosen.token_ids)
+        return ChosenTokens(token_ids, chosen.is_possible)
 
 
 def rejection_sample(
-    target_probs: Tensor,
-    draft_token_ids: Tensor,
-    draft_probs: Tensor,
-    accept: Tensor,
-    recover: Tensor,
+    p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, recover: Tensor
 ) -> Tensor:
     """The draft of each row, or a recovered token in its place, which is another one.
 
-    target_probs and draft_probs [num_rows, vocab_size], draft_token_ids [num_rows] int64, accept
-    and recover [num_rows] float64 in [0, 1) -> [num_rows] int64. Rows without a draft (-1) mean
+    p of the target and q of the drafter [num_rows, vocab_size], drafts [num_rows] int64, accept and
+    recover [num_rows] float64 in [0, 1) -> [num_rows] int64. Rows without a draft (-1) mean
     nothing. p and q are rounded: a draft may be rejected though nothing of p - q is left; then the
     token comes from p.
     """
-    drafts = draft_token_ids.clamp(min=0)[:, None]
-    p, q = target_probs.gather(1, drafts)[:, 0], draft_probs.gather(1, drafts)[:, 0]
-    rest = (target_probs - draft_probs).clamp(min=0)
-    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, target_probs)
-    return torch.where(accept * q < p, draft_token_ids, draw(rest, recover))
+    of_drafts = drafts.clamp(min=0)[:, None]
+    is_accepted = accept * q.gather(1, of_drafts)[:, 0] < p.gather(1, of_drafts)[:, 0]
+    rest = (p - q).clamp(min=0)
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p)
+    return torch.where(is_accepted, drafts, draw(rest, recover))

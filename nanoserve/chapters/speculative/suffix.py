@@ -26,40 +26,33 @@ vLLM: vllm/v1/spec_decode/suffix_decoding.py (0.32; the trees are in the package
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from nanoserve.chapters.speculative.parts import SpeculativeNote
-from nanoserve.chapters.speculative.proposer import Proposer
+from nanoserve.chapters.speculative.proposer import Drafts, Limits, Proposer
+from nanoserve.model_runner import PendingOutput
 from nanoserve.sequence import ModelOutput
 
 KEPT_TOKENS = 2**18  # of ended requests' outputs at most
-END = -1  # behind each output
+END = -1  # behind each text
+Draft = tuple[float, list[int]]  # its score, and the tokens
 
 
-class Draft(NamedTuple):
-    """Tokens that may come next, and how many of them are expected to be accepted."""
-
-    token_ids: tuple[int, ...] = ()
-    score: float = 0.0
-
-
-def speculate(text: np.ndarray, last: np.ndarray, limits: Sequence[int], least: float) -> Draft:
+def speculate(text: np.ndarray, last: np.ndarray, limits: list[int], least: float) -> Draft:
     """The best draft behind the tokens `last`, by what followed them in `text`: at most limits[m]
     tokens after a context of m tokens, each with a probability of `least` or more. Of equals that
     of the longest context."""
-    best, length = Draft(), 1
-    places = (text[:-1] == last[-1]).nonzero()[0]  # where a context of `length` tokens ends
+    best: Draft = (0.0, [])
+    length, places = 1, (text[:-2] == last[-1]).nonzero()[0]  # where contexts of this length end
     while len(places):
         longer = places[:0]
         if length < min(len(last), len(limits) - 1):
             longer = places[places >= length]
             longer = longer[text[longer - length] == last[-1 - length]]
         if len(longer) < len(places):  # else the longer context finds all this, and may draft more
-            draft = follow(text, places, limits[length], least)
-            best = draft if draft.score >= best.score else best
+            best = max(follow(text, places, limits[length], least), best, key=lambda each: each[0])
         places, length = longer, length + 1
     return best
 
@@ -70,19 +63,17 @@ def follow(text: np.ndarray, places: np.ndarray, limit: int, least: float) -> Dr
     token_ids: list[int] = []
     probability, score = 1.0, 0.0
     while len(token_ids) < limit:
-        places = places[places < len(text) - 1] + 1
-        found = text[places]
-        places, found = places[found != END], found[found != END]
-        if not len(found):
+        places = places + 1
+        places = places[text[places] != END]
+        found = text[places][::-1].tolist()
+        token, count = Counter(found).most_common(1)[0] if found else (END, 0)
+        probability *= count / max(1, len(found))
+        if probability < least or not found:
             break
-        token, count = Counter(found[::-1].tolist()).most_common(1)[0]
-        probability *= count / len(found)
-        if probability < least:
-            break
-        places = places[found == token]
+        places = places[text[places] == token]
         token_ids.append(token)
         score += probability
-    return Draft(tuple(token_ids), score)
+    return score, token_ids
 
 
 class SuffixDecodingProposer(Proposer):
@@ -91,45 +82,33 @@ class SuffixDecodingProposer(Proposer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        config, depth = self.config, self.config.suffix_decoding_max_tree_depth
-        self.limits = [
-            min(int(config.suffix_decoding_max_spec_factor * length), depth - length)
-            for length in range(depth)
-        ]
         self.running: dict[int, np.ndarray] = {}
         self.ended = self.shared = np.zeros(0, np.int32)
         self.private: set[int] = set()
 
-    def propose(
-        self, pending: Any, output: ModelOutput, limits: dict[int, int]
-    ) -> Mapping[int, Sequence[int]]:
+    def propose(self, pending: PendingOutput, output: ModelOutput, limits: Limits) -> Drafts:
         """Learn what the step has brought; then draft."""
-        states = self.runner.req_states
+        states, most = self.runner.req_states, self.config.suffix_decoding_max_cached_requests
         self.private |= pending.input_batch.step.notes[SpeculativeNote].private
         self.private &= states.row_of.keys()
-        for seq_id in [each for each in self.running if each not in states.row_of]:
+        for seq_id in self.running.keys() - states.row_of.keys():
             self.ended = np.append(self.ended, self.running.pop(seq_id))
+        too_old = (self.ended == END).nonzero()[0][:-most]
+        self.ended = self.ended[max([0, *too_old[-1:] + 1]) :][-KEPT_TOKENS:]
         for seq_id in output.sampled.keys() - self.private:
             row = states.row_of[seq_id]
             text = states.token_ids[row, states.num_prompt_tokens[row] : states.num_tokens[row]]
             self.running[seq_id] = np.append(text, END)
-        self.trim()
         self.shared = np.concatenate([self.ended, *self.running.values()])
         return super().propose(pending, output, limits)
 
-    def trim(self) -> None:
-        """Forget the oldest outputs."""
-        most = self.config.suffix_decoding_max_cached_requests
-        ends = (self.ended == END).nonzero()[0]
-        too_old = ends[:-most] if most else ends
-        first = max(too_old[-1:] + 1, default=0)
-        self.ended = self.ended[max(first, len(self.ended) - KEPT_TOKENS) :]
-
-    def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> Sequence[int]:
+    def propose_one(self, seq_id: int, token_ids: np.ndarray, most: int) -> list[int]:
         """From the request's own text, or from what all have said: the higher score."""
-        limits = [min(most, limit) for limit in self.limits]
-        least = self.config.suffix_decoding_min_token_prob
-        last = token_ids[-len(limits) :]
-        texts = [token_ids] if seq_id in self.private else [token_ids, self.shared]
+        config, depth = self.config, self.config.suffix_decoding_max_tree_depth
+        factor = config.suffix_decoding_max_spec_factor
+        limits = [min(most, int(factor * length), depth - length) for length in range(depth)]
+        own, last = np.append(token_ids, END), token_ids[-depth:]
+        texts = [own] if seq_id in self.private else [own, self.shared]
+        least = config.suffix_decoding_min_token_prob
         drafts = [speculate(text, last, limits, least) for text in texts]
-        return max(drafts, key=lambda draft: draft.score).token_ids
+        return max(drafts, key=lambda draft: draft[0])[1]
