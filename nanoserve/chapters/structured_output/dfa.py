@@ -28,6 +28,7 @@ Thompson, Regular expression search algorithm, 1968 (NFA); Rabin and Scott, 1959
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -36,14 +37,14 @@ from typing import Any
 import numpy as np
 
 try:
-    from re import _parser as re_parser  # type: ignore[attr-defined]
+    from re import _parser as re_parser
 except ImportError:  # Python 3.10
     import sre_parse as re_parser
 
 DEAD, START = 0, 1  # states of a DFA: nothing can be allowed any more; no byte yet
-MAX_STATES = 100_000  # of the NFA
-MAX_DFA_STATES = 10_000  # half a KiB each
-MAX_WORK = 3_000_000  # visits of states and edges of the NFA (about two seconds)
+MAX_STATES = 50_000  # of the NFA
+MAX_DFA_STATES = 30_000  # half a KiB each
+MAX_SECONDS = 3.0  # to find them
 
 Ranges = list[tuple[int, int]]  # of code points or bytes: (first, last)
 CATEGORIES: dict[str, Ranges] = {
@@ -170,8 +171,8 @@ class NFA:
         """Where one can be without another byte: those of these states that have edges, or end."""
         found, todo = set(states), list(states)
         while todo:
-            new = set(self.jumps[todo.pop()]) - found
-            found |= new
+            new = [state for state in self.jumps[todo.pop()] if state not in found]
+            found.update(new)
             todo += new
         return frozenset(state for state in found if self.edges[state] or state == self.end)
 
@@ -229,9 +230,9 @@ def utf8_sequences(first: int, last: int) -> Iterator[Ranges]:
 
 def determinize(nfa: NFA) -> DFA:
     """The DFA of an NFA. Raises ValueError if it is too large."""
-    start = nfa.follow([0])
+    start, deadline = nfa.follow([0]), time.monotonic() + MAX_SECONDS
     numbers = {frozenset[int](): DEAD, start: START}
-    todo, rows, work = [start], [np.zeros(256, np.int16)], 0
+    todo, rows = [start], [np.zeros(256, np.int16)]
     # Bytes between two cuts lead to the same states, wherever one is.
     cuts = sorted({0, 256}.union(*({lo, hi + 1} for edges in nfa.edges for lo, hi, _ in edges)))
     spans = {low: span for span, low in enumerate(cuts)}
@@ -252,10 +253,9 @@ def determinize(nfa: NFA) -> DFA:
         for span, reached in targets.items():
             row[cuts[span] : cuts[span + 1]] = number_of(frozenset(reached))
         rows.append(row)
-        work += len(states) + sum(map(len, targets.values()))
-        if len(numbers) > MAX_DFA_STATES or work > MAX_WORK:
+        if len(numbers) > MAX_DFA_STATES or time.monotonic() > deadline:
             raise ValueError(
-                f"it needs an automaton of more than {MAX_DFA_STATES} states, or too much work to "
-                "find them; make its alternatives differ earlier, or repeat less"
+                f"it needs an automaton of {len(numbers)} states or more; make its alternatives "
+                "differ earlier, or repeat less"
             )
     return DFA(np.stack(rows), np.array([nfa.end in states for states in numbers]))

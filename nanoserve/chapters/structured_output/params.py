@@ -35,7 +35,7 @@ class Fields:
     """A dataclass that says which field was meant, and checks the types of all."""
 
     def __new__(cls, *values: Any, **given: Any) -> Any:
-        names = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        names = [each.name for each in fields(cls)]
         for name in given.keys() - set(names):
             close = get_close_matches(name, names, n=1)
             advice = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}."
@@ -75,10 +75,7 @@ class StructuredOutputsParams(Fields):
         for each in self.choice or ():
             check_option("structured_outputs: each choice", each, str)
         if self.whitespace_pattern is not None:
-            raise ValueError(
-                "structured_outputs: whitespace_pattern is not supported; "
-                "disable_any_whitespace=True allows no whitespace at all."
-            )
+            raise ValueError("structured_outputs: whitespace_pattern is not supported.")
 
     @property
     def key(self) -> tuple[str, str]:

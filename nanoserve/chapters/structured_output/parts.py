@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +54,8 @@ from nanoserve.sequence import (
 class MasksNote(NamedTuple):
     """From the scheduler to the runner, with a step that samples under a grammar."""
 
-    first_rows: dict[int, int]  # seq_id -> its first row in bits; behind that, one for each draft
-    bits: np.ndarray  # [num_masks, words] int32: which tokens may come
+    seq_ids: list[int]  # of the sequences that have masks
+    bits: np.ndarray  # [num_masks, words] int32: in the order of the rows of logits of these
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,19 @@ class StructuredInputProcessor(InputProcessor):
 
 class StructuredScheduler(Scheduler):
     def make_output(self, step: StepPlan) -> SchedulerOutput:
-        """As many masks for each sequence as tokens may come: one, and one for each draft."""
-        first_rows: dict[int, int] = {}
+        """As many masks for each sequence as tokens are sampled: one, and one for each draft, or
+        for each branch that forks off."""
+        seq_ids: list[int] = []
         masks: list[np.ndarray] = []
         for seq_id, *_ in step.scheduled:
             seq = self.sequences[seq_id]
             if seq.grammar is not None and seq.num_output_placeholders:
                 if seq.masks is None:
                     seq.make_masks()
-                first_rows[seq_id] = len(masks)
-                masks += list(seq.masks[: seq.num_output_placeholders])
+                seq_ids.append(seq_id)
+                masks += [seq.masks[: seq.num_output_placeholders]] * (1 + seq.num_pending_forks)
         if masks:
-            step.notes[MasksNote] = MasksNote(first_rows, np.stack(masks))
+            step.notes[MasksNote] = MasksNote(seq_ids, np.concatenate(masks))
         return super().make_output(step)
 
     def update_from_output(
@@ -185,37 +186,27 @@ class StructuredScheduler(Scheduler):
 class StructuredRunner(ModelRunner):
     def make_sampling_batch(self, input_batch: InputBatch) -> SamplingBatch:
         batch = super().make_sampling_batch(input_batch)
-        note = input_batch.step.notes.get(MasksNote)
-        return batch if note is None else replace(batch, mask=self.make_mask(input_batch, note))
-
-    def make_mask(self, input_batch: InputBatch, note: MasksNote) -> partial[Tensor]:
-        """What forbids tokens in the logits of the step: the note's masks, by row of the logits."""
-        arrays, rows, places = input_batch.arrays, [], []
-        first: dict[int, int] = {}  # seq_id -> place of its first sample in the step
-        seq_ids = self.req_states.seq_ids[arrays.sampled_rows].tolist()
-        for row, place in enumerate(arrays.logits_indices.tolist()):
-            seq_id = seq_ids[row]
-            if seq_id in note.first_rows:
-                rows.append(row)
-                places.append(note.first_rows[seq_id] + place - first.setdefault(seq_id, place))
-        bits = torch.from_numpy(note.bits)
+        if (note := input_batch.step.notes.get(MasksNote)) is None:
+            return batch
+        seq_ids = self.req_states.seq_ids[input_batch.arrays.sampled_rows]
+        rows, bits = np.isin(seq_ids, note.seq_ids).nonzero()[0], torch.from_numpy(note.bits)
+        assert len(rows) == len(bits), f"{len(bits)} masks for {len(rows)} rows of logits"
         if self.device.type == "cuda":  # from pinned memory, so that the CPU does not wait
             bits = bits.pin_memory().to(self.device, non_blocking=True)
-        sent = self.send(rows=np.array(rows), places=np.array(places))
-        return partial(apply_bitmask, rows=sent["rows"], bits=bits.index_select(0, sent["places"]))
+        return replace(batch, mask=partial(apply_bitmask, self.send(rows=rows)["rows"], bits))
 
 
-def apply_bitmask(logits: Tensor, rows: Tensor, bits: Tensor) -> Tensor:
-    """A copy of logits [num_rows, vocab_size] in which row rows[i] is -inf where bits[i] has a 0.
+def apply_bitmask(rows: Tensor, bits: Tensor, logits: Tensor) -> Tensor:
+    """A copy of logits [num_rows, vocab_size] in which row rows[i] is -inf where bits[i] has a 0."""
+    values = byte_values(bits.device).index_select(0, bits.view(torch.uint8).view(-1).int())
+    return logits.index_add(0, rows, values.view(len(bits), -1)[:, : logits.shape[1]])
 
-    Bits become Booleans eight at a time, by a table with a row for each byte.
-    """
-    byte, bit = (torch.arange(number, device=bits.device) for number in (256, 8))
-    table = (byte[:, None] >> bit) & 1 == 0
-    forbidden = table.index_select(0, bits.view(torch.uint8).view(-1).int())
-    forbidden = forbidden.view(len(bits), -1)[:, : logits.shape[1]]
-    masked = logits.index_select(0, rows).masked_fill(forbidden, -torch.inf)
-    return logits.index_copy(0, rows, masked)
+
+@cache
+def byte_values(device: torch.device) -> Tensor:
+    """[256, 8]: for each byte, what its bits add to eight logits, the lowest bit first."""
+    byte, bit = (torch.arange(number, device=device) for number in (256, 8))
+    return torch.where(byte[:, None] >> bit & 1 == 1, 0.0, -torch.inf)
 
 
 PARTS = {
