@@ -32,6 +32,7 @@ ALIASES = {  # another name -> ours
     "convert": "runner",
     "guided_decoding_backend": "structured_outputs_config",
     "override_pooler_config": "pooler_config",
+    "disable_log_stats": "collect_metrics",  # its opposite
 }
 VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; None: the default
     "dtype": {"half": "float16", "float": "float32"},
@@ -173,8 +174,7 @@ def read_options(options: Mapping[str, Any], allowed: Collection[str]) -> dict[s
     found: dict[str, Any] = {}
     tuned = [name for name in options if name in TUNES and name not in allowed]
     for given, value in options.items():
-        name = given if given in allowed else ALIASES.get(given, given)
-        value = read_value(given, value)
+        name, value = ALIASES.get(given, given), read_value(given, value)
         if name in found:
             raise TypeError(f"{given!r} and {name!r} are two names of one option; give one.")
         if name in allowed and value is not None:
@@ -192,6 +192,8 @@ def read_value(name: str, value: Any) -> Any:
         value = str(value).removeprefix("torch.")  # vLLM takes torch.float16, too
     if name == "guided_decoding_backend" and isinstance(value, str):
         return {"backend": value}
+    if name == "disable_log_stats" and value is not None:
+        return not value
     known = VALUES.get(name, {})
     return known.get(value, value) if isinstance(value, str) else value
 

@@ -90,13 +90,10 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def make_llm(options: dict[str, Any], max_num_queued_reqs: int) -> AsyncLLM:
-    """The engine of a server: it takes grammars and counts, if these chapters are there, and the
-    page can watch its scheduler."""
-    wanted: dict[str, Any] = {"structured_output": {"backend": "auto"}, "metrics": True}
-    if options.get("runner") == "pooling":
-        del wanted["structured_output"]
-    on = {CHAPTERS[name]: value for name, value in wanted.items() if name in CHAPTERS}
-    options = {"scheduler_cls": WatchedScheduler, **on, **options}
+    """The engine of a server: it counts, and the page can watch its scheduler."""
+    options = {"scheduler_cls": WatchedScheduler, **options}
+    if "metrics" in CHAPTERS and "disable_log_stats" not in options:
+        options.setdefault("collect_metrics", True)
     return AsyncLLM(max_num_queued_reqs=max_num_queued_reqs, **options)
 
 
