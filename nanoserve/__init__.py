@@ -18,9 +18,24 @@ from nanoserve.sequence import RequestOutput as RequestOutput
 __version__ = "0.1.0"
 LATER = {
     "LLMEngine": "engine",
+    "AsyncLLM": "entrypoints.async_llm",
+    "AsyncLLMEngine": "entrypoints.async_llm",
+    "AsyncEngineArgs": "entrypoints.flags",
+    "EngineArgs": "entrypoints.flags",
+    "PromptType": "entrypoints.prompts",
+    "TextPrompt": "entrypoints.prompts",
+    "TokensPrompt": "entrypoints.prompts",
+    "BeamSearchParams": "chapters.beam_search",
     "LoRARequest": "chapters.lora",
     "StructuredOutputsParams": "chapters.structured_output",
-}  # imported when they are used
+    "EmbeddingOutput": "chapters.pooling",
+    "EmbeddingRequestOutput": "chapters.pooling",
+    "PoolingOutput": "chapters.pooling",
+    "PoolingParams": "chapters.pooling",
+    "PoolingRequestOutput": "chapters.pooling",
+    "ScoringOutput": "chapters.pooling",
+    "ScoringRequestOutput": "chapters.pooling",
+}  # imported when they are used; the names are vLLM's
 
 
 def __getattr__(name: str) -> object:

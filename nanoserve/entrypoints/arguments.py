@@ -32,7 +32,7 @@ ALIASES = {  # another name -> ours
     "convert": "runner",
     "guided_decoding_backend": "structured_outputs_config",
     "override_pooler_config": "pooler_config",
-    "disable_log_stats": "collect_metrics",
+    "disable_log_stats": "collect_metrics",  # its opposite
 }
 VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; None: the default
     "dtype": {"half": "float16", "float": "float32"},
@@ -47,6 +47,7 @@ VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; No
 TUNES = frozenset(
     [
         "trust_remote_code",
+        "disable_log_stats",
         "disable_log_requests",
         "enable_log_requests",
         "log_level",
@@ -175,8 +176,7 @@ def read_options(
     found: dict[str, Any] = {}
     tuned = [name for name in options if name in TUNES and name not in allowed]
     for given, value in options.items():
-        name = given if given in allowed else ALIASES.get(given, given)
-        value = read_value(given, value)
+        name, value = ALIASES.get(given, given), read_value(given, value)
         if name in found:
             raise TypeError(f"{given!r} and {name!r} are two names of one option; give one.")
         if name in allowed and value is not None:

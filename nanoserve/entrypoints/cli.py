@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     except USER_ERRORS as error:
         if os.environ.get("NANOSERVE_DEBUG"):
             raise
-        message = str(error) or type(error).__name__
-        note(f"nanoserve {words[0]}: error: {message} (NANOSERVE_DEBUG=1 shows the traceback)")
+        hint = "" if isinstance(error, ValueError) else " (NANOSERVE_DEBUG=1 shows the traceback)"
+        note(f"nanoserve {words[0]}: error: {str(error) or type(error).__name__}{hint}")
         return 1
 
 
@@ -125,18 +125,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...]
     group = parser.add_argument_group("sampling")
     for name, (kind, _, _, allowed) in RANGES.items():
         if name not in without:
-            flag = "--" + name.replace("_", "-")
-            group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=allowed)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="ends the output")
-    group.add_argument("--ignore-eos", action="store_true", default=None)
+            how = {"type": kind, "metavar": kind.__name__.upper(), "help": allowed}
+            group.add_argument("--" + name.replace("_", "-"), dest=f"sampling_{name}", **how)
+    group.add_argument("--stop", dest="sampling_stop", action="append", metavar="TEXT")
+    group.add_argument("--ignore-eos", dest="sampling_ignore_eos", action="store_true", default=None)
     group.add_argument("--lora-path", metavar="FOLDER", help="speak with this LoRA adapter")
     group.add_argument("-q", "--quick", metavar="TEXT", help="one question or prompt, and leave")
 
 
 def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
     """Fields of SamplingParams that were given; a wrong value ends the command with status 2."""
-    given = {name: getattr(args, name, None) for name in (*RANGES, "stop", "ignore_eos")}
-    given = {name: value for name, value in given.items() if value is not None}
+    values = {n: v for n, v in vars(args).items() if n.startswith("sampling_") and v is not None}
+    given = {name.removeprefix("sampling_"): value for name, value in values.items()}
     try:
         SamplingParams(**given)
     except (TypeError, ValueError) as error:
@@ -144,7 +144,7 @@ def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def make_params(llm: LLM, max_tokens: int | None, **given: Any) -> SamplingParams:
+def make_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
     """What was given, over what the model recommends; max_tokens if neither says it."""
     params = llm.get_default_sampling_params()
     if "max_new_tokens" not in llm.engine.model_config.generation_config:
@@ -173,7 +173,7 @@ def chat(words: list[str]) -> int:
     system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages, has_failed = list(system), False
     with LLM(**options) as llm:
-        params = make_params(llm, None, **given)
+        params = make_params(llm, given, None)
         if is_interactive():
             note("exit or Ctrl-D leaves, /reset begins a new conversation, Ctrl-C stops an answer.")
         for line in read_lines() if args.quick is None else [args.quick]:
@@ -233,7 +233,7 @@ def complete(words: list[str]) -> int:
     kind = RequestOutputKind.DELTA if is_alone else RequestOutputKind.FINAL_ONLY
     has_failed = False
     with LLM(**options) as llm:
-        params, done = make_params(llm, 256, **given), {}
+        params, done = make_params(llm, given, 256), {}
         requests = llm.make_requests(prompts, params, kind, lora_request=lora_request)
         ids = [request.request_id for request in requests]
         for output in llm.run_requests(requests):

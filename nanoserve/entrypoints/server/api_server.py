@@ -54,6 +54,7 @@ from nanoserve.entrypoints.server.protocol import (
 from nanoserve.entrypoints.server.serving import ChatReply, EngineRequests, Reply, render
 
 SETTING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+MAX_BODY_SIZE = 4 << 20  # bytes; to read a large one holds up all others
 
 
 class Models:
@@ -110,7 +111,8 @@ def build_app(
 ) -> FastAPI:
     """The server as an ASGI application. names: of the model; answers have the first."""
     models = Models(llm, names or [str(llm.engine.config.model or "demo")], adapters or {})
-    app = FastAPI(title="nanoserve", version=__version__, docs_url=None, redoc_url=None)
+    about = {"title": "nanoserve", "version": __version__, "docs_url": None, "redoc_url": None}
+    app = FastAPI(**about, max_body_size=MAX_BODY_SIZE)
     app.state.model_name = models.names[0]
     if allowed_origins:
         any_of = {"allow_methods": ["*"], "allow_headers": ["*"]}

@@ -37,9 +37,9 @@ def to_error(error: Exception) -> tuple[int, dict[str, Any]]:
         status, message = error.status_code, str(error.detail)
     elif isinstance(error, RequestValidationError):
         first = error.errors()[0]
-        places = [str(each) for each in first["loc"][1:] if each != first["type"]]
-        param = ".".join(places) or None
-        status, message = 400, f"{param}: {first['msg']}" if param else first["msg"]
+        param = ".".join(each for each in first["loc"][1:] if isinstance(each, str)) or None
+        message = first["msg"].removeprefix("Value error, ")
+        status, message = 400, f"{param}: {message}" if param else message
     elif isinstance(error, (QueueOverflowError, EngineDeadError)):
         status = 503
     elif isinstance(error, (ValueError, TypeError)):

@@ -18,12 +18,14 @@ import argparse
 import asyncio
 import gc
 import os
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import uvicorn
 
+from nanoserve.chapters import CHAPTERS
 from nanoserve.entrypoints.async_llm import AsyncLLM
 from nanoserve.entrypoints.server.api_server import build_app
 from nanoserve.entrypoints.server.page import WatchedScheduler
@@ -62,7 +64,12 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     listen = {name: getattr(args, name) for name in names}
     config = uvicorn.Config("", **listen, log_level=args.uvicorn_log_level, lifespan="off",
                             timeout_graceful_shutdown=int(args.shutdown_timeout) + 5)  # fmt: skip
-    sock = config.bind_socket()
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    sock = (
+        config.bind_socket()
+        if args.uds
+        else socket.create_server((args.host, args.port), family=family)
+    )
     sys.setswitchinterval(SWITCH_INTERVAL)
     with make_llm(options, args.max_num_queued_reqs) as llm:
         if args.chat_template:
@@ -83,11 +90,11 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def make_llm(options: dict[str, Any], max_num_queued_reqs: int) -> AsyncLLM:
-    """The engine of a server: with metrics, grammars, and a scheduler that the page can watch."""
-    defaults: dict[str, Any] = {"scheduler_cls": WatchedScheduler, "collect_metrics": True}
-    if options.get("runner") != "pooling":
-        defaults["structured_outputs_config"] = {"backend": "auto"}
-    return AsyncLLM(max_num_queued_reqs=max_num_queued_reqs, **{**defaults, **options})
+    """The engine of a server: it counts, and the page can watch its scheduler."""
+    options = {"scheduler_cls": WatchedScheduler, **options}
+    if "metrics" in CHAPTERS and "disable_log_stats" not in options:
+        options.setdefault("collect_metrics", True)
+    return AsyncLLM(max_num_queued_reqs=max_num_queued_reqs, **options)
 
 
 def read_lora_module(word: str) -> tuple[str, str]:

@@ -197,7 +197,7 @@ class Reply(EngineRequests):
         try:
             async for each in self.outputs():
                 more = self.about_prompt(each[1]) if not self.num_tokens else {}
-                for choice in self.choices(*each):
+                for choice in filter(has_news, self.choices(*each)):
                     if options.include_usage and options.continuous_usage_stats:
                         more["usage"] = self.usage()
                     yield as_event({**head, "choices": [choice], **more})
@@ -282,10 +282,9 @@ class ChatReply(Reply):
         if request.may_call:
             if choice not in self.parsers:
                 self.parsers[choice] = ToolParser(request.parallel_tool_calls)
-            message = {
-                "content": None,
-                **self.parsers[choice].read(new.text, bool(new.finish_reason)),
-            }
+            message = self.parsers[choice].read(new.text, bool(new.finish_reason))
+            if not request.stream:
+                message = {"content": None, **message}
             if (
                 new.finish_reason == "stop"
                 and self.parsers[choice].num_calls
@@ -334,6 +333,12 @@ async def render(llm: AsyncLLM, request: Any) -> Json:
 def as_event(data: Mapping[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def has_news(choice: Json) -> bool:
+    """False for a chunk in which the text is held back, because it may become a call."""
+    shown = ("delta", "finish_reason", "logprobs", "token_ids")
+    return "text" in choice or any(choice.get(name) for name in shown)
 
 
 def clip(logprob: Logprob) -> float:
