@@ -83,7 +83,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     variants = [suites.Variant("nanoserve"), *map(suites.parse_variant, args.variant)]
     variants += map(suites.parse_peer, args.peer)
-    sizes = {name: value for name, (value, _) in SIZES.items()} | (QUICK if args.quick else {})
+    sizes: dict[str, Any] = {name: value for name, (value, _) in SIZES.items()} | (
+        QUICK if args.quick else {}
+    )
     sizes |= {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     if args.quick:
         print("quick: all suites in about a minute; without --quick, each takes minutes")

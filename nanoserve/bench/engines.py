@@ -81,8 +81,8 @@ class Transformers:
 
         self.torch, cuda = torch, torch.cuda.is_available()
         dtype = "auto" if cuda else torch.float32
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-        self.model = self.model.to("cuda" if cuda else "cpu").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        self.model = model.to("cuda" if cuda else "cpu").eval()
         self.model.generation_config.eos_token_id = None  # run to the length asked for
 
     def run(self, requests: Requests) -> Results:

@@ -93,7 +93,8 @@ def time_call(call: Callable[[], object], device: torch.device, seconds: float) 
 
         return do_bench(call, rep=int(1000 * seconds), return_mode="median")
     call()
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
         call()

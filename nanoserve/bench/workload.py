@@ -20,8 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-SHAPE = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-SHAPE += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+SHAPE: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "intermediate_size")
+SHAPE += ("num_attention_heads", "num_key_value_heads", "head_dim")
+SHAPE += ("vocab_size", "tie_word_embeddings")
 # name -> (type of transformers' config, what SHAPE names). The last two are shapes of our own.
 DUMMY_MODELS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "qwen3-0.6b": ("qwen3", (28, 1024, 3072, 16, 8, 128, 151936, True)),

@@ -22,7 +22,7 @@ from typing import Any
 from nanoserve.block_manager import BlockHash
 from nanoserve.llm import LLM
 from nanoserve.sequence import SchedulerOutput
-from nanoserve.teaching.recorder import Frame, View, make_frame
+from nanoserve.teaching.recorder import Frame, View, make_frame, tokens_of
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a7a00", "#666666")
@@ -191,7 +191,7 @@ def hash_chain(llm: LLM, title: str = "What the prefix cache can find") -> Pictu
             picture.line([*points, (x - 17, y + 16), (x, y + 16)])
         owner = owners.get(block)
         picture.box(x, y, 128, 32, colour_of(owner.name) if owner else "#cccccc", 0.4)
-        picture.text(x + 4, y + 13, " ".join(token_texts(llm, key.token_ids)), 10)
+        picture.text(x + 4, y + 13, " ".join(token_texts(llm, tokens_of(key))), 10)
         picture.text(x + 4, y + 26, f"block {block}, {owner.name if owner else 'free'}", 10, "#555")
         picture.width = max(picture.width, x + 130)
         own_row = row
@@ -213,7 +213,7 @@ def timeline(
 ) -> Picture:
     """A row for each request, a column for each step. Of several runs, one below the other."""
     named = runs if isinstance(runs, Mapping) else {"": runs}
-    frames = {name: llm.engine.scheduler.frames for name, llm in named.items()}  # type: ignore[attr-defined]
+    frames = {name: llm.engine.scheduler.frames for name, llm in named.items()}
     cell = min(34.0, 740 / max(1, *map(len, frames.values())))
     picture, y = Picture(title), 30.0
     for name, steps in frames.items():
@@ -255,7 +255,7 @@ def draw_step(picture: Picture, frame: Frame, row: str, x: float, y: float, cell
 def step_tensors(llm: LLM, step: int = -1, title: str = "What the model gets") -> Picture:
     """The arrays of one step; a column is a token."""
     frame: Frame = frame_of(llm, step)
-    runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+    runner: Any = llm.engine.executor.runner
     arrays = runner.batches[step - 1 if step > 0 else step].arrays
     columns = {"input_ids": arrays.input_ids, "positions": arrays.positions}
     columns["slot_mapping"] = arrays.slot_mapping

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanoserve.block_manager import BlockManager
+from nanoserve.block_manager import BlockHash, BlockManager
 from nanoserve.config import EngineConfig
 from nanoserve.input_batch import InputBatch
 from nanoserve.model_runner import ModelRunner
@@ -61,6 +61,11 @@ def name_of(seq: Sequence) -> str:
     return f"{seq.request_id}.{seq.branch}" if seq.branch else seq.request_id
 
 
+def tokens_of(key: BlockHash) -> tuple[int, ...]:
+    tokens: Any = key.token_ids
+    return tokens
+
+
 def view(seq: Sequence, manager: BlockManager, num_scheduled: int = 0) -> View:
     table = tuple(manager.block_tables.get(seq.seq_id, ()))
     tokens = tuple(seq.token_ids)
@@ -80,7 +85,7 @@ def make_frame(scheduler: Scheduler, output: SchedulerOutput, number: int = 0) -
         {each.name: each for each in views},
         manager.block_size,
         manager.num_blocks,
-        {block: key.token_ids for key, block in manager.pool.cached_blocks.items()},
+        {block: tokens_of(key) for key, block in manager.pool.cached_blocks.items()},
     )
 
 
