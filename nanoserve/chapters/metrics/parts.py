@@ -16,6 +16,8 @@ Counted otherwise than in vLLM:
 from __future__ import annotations
 
 import time
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nanoserve.block_manager import BlockManager
@@ -54,6 +56,7 @@ class MetricsScheduler(Scheduler):
         speculative = getattr(config, "speculative_config", None)
         num_drafts = speculative.num_speculative_tokens if speculative else 0
         self.numbers = Numbers(str(config.model or "demo"), config.max_model_len, num_drafts)
+        self.ended: deque[Sequence] = deque()  # not counted yet: see count_ended
         watch = self.numbers.watch
         watch("num_requests_running", lambda: len(self.running))
         watch("num_requests_waiting", lambda: len(self.waiting) + len(self.swapped))
@@ -64,6 +67,7 @@ class MetricsScheduler(Scheduler):
         return 1 - len(pool.free_queue) / pool.num_blocks
 
     def schedule(self) -> SchedulerOutput:
+        self.count_ended()
         output = super().schedule()
         if output.scheduled:
             number = sum(item.num_scheduled_tokens for item in output.scheduled)
@@ -141,7 +145,14 @@ class MetricsScheduler(Scheduler):
         seq = self.sequences.get(seq_id)
         super().finish(seq_id, status, stop_reason)
         if seq is not None:
-            self.count_life(seq)
+            self.ended.append(seq)
+
+    def count_ended(self) -> None:
+        """Count the completions that have ended, one step later, or when somebody asks: only then
+        it is known whether the last token has brought a stop string. Any thread may call this."""
+        with suppress(IndexError):
+            while self.ended:
+                self.count_life(self.ended.popleft())
 
     def count_life(self, seq: Sequence) -> None:
         """A completion has ended."""
@@ -173,10 +184,12 @@ class MetricsScheduler(Scheduler):
 class MetricsEngine(LLMEngine):
     def get_metrics(self) -> list[Metric]:
         """Every metric as it is now. Any thread may call this."""
+        self.scheduler.count_ended()
         return list(read_metrics(self.scheduler.numbers.registry))
 
     def render_metrics(self) -> bytes:
         """The same in Prometheus' text format, for a server's /metrics."""
+        self.scheduler.count_ended()
         return self.scheduler.numbers.render()
 
 
