@@ -5,7 +5,7 @@ Without arguments, every suite runs at a small size. The code is in nanoserve/be
 
 import sys
 
-from nanoserve.bench import main
+from nanoserve.bench.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

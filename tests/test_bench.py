@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.bench import main
+from nanoserve.bench.cli import main
 from nanoserve.bench.engines import Peer
 from nanoserve.bench.suites import (
     Settings,

@@ -21,10 +21,3 @@ Left out: a search for the best options, charts, energy.
 vLLM: benchmarks/ (V0); vllm/benchmarks/: throughput.py, latency.py, serve.py (0.32). Those measure
 one engine at a time.
 """
-
-
-def main(argv: list[str]) -> int:
-    """Run `nanoserve bench`; the exit status."""
-    from nanoserve.bench.cli import run
-
-    return run(argv)

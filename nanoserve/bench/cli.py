@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Measure; print a table for each suite."""
     parser = make_parser()
     args = parser.parse_intermixed_args(argv)

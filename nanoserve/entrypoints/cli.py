@@ -40,7 +40,7 @@ COMMANDS = {
     "doctor": "what would a run here use, and does it work?",
     "bench": "measure speed, beside peers",
 }
-ELSEWHERE = {"doctor": "nanoserve.tools.doctor", "bench": "nanoserve.bench"}  # have a main()
+ELSEWHERE = {"doctor": "nanoserve.tools.doctor", "bench": "nanoserve.bench.cli"}  # have a main()
 LEAVE = {"exit", "quit", "bye", "/exit", "/quit", "/bye"}
 USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ImportError, MemoryError)
 # Characters that would move the cursor or change colours; a model may write any.

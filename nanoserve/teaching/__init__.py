@@ -19,28 +19,19 @@ and give to LLM(scheduler_cls=...).
 Left out: assignments and a grader, moving pictures, pictures of the chapters.
 """
 
-from nanoserve.teaching.lesson import CAST, check, prompt, serve, small_llm
-from nanoserve.teaching.pictures import (
-    bars,
-    block_map,
-    hash_chain,
-    lines,
-    step_tensors,
-    timeline,
-)
-from nanoserve.teaching.recorder import record
+from importlib import import_module
 
-__all__ = [
-    "CAST",
-    "bars",
-    "block_map",
-    "check",
-    "hash_chain",
-    "lines",
-    "prompt",
-    "record",
-    "serve",
-    "small_llm",
-    "step_tensors",
-    "timeline",
-]
+WHERE = {
+    "lesson": ("CAST", "check", "prompt", "serve", "small_llm"),
+    "pictures": ("bars", "block_map", "hash_chain", "lines", "step_tensors", "timeline"),
+    "recorder": ("record",),
+}
+__all__ = [name for names in WHERE.values() for name in names]
+
+
+def __getattr__(name: str) -> object:
+    """Imported when it is used."""
+    for module, names in WHERE.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
