@@ -178,8 +178,10 @@ class LLMEngine:
             return  # it has failed already, or was aborted meanwhile
         logger.error("request %r failed: %r", request_id, error, exc_info=error)
         message = str(error) or repr(error)
+        self._being_read.add(request_id)  # who interrupts this has it done again
         self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR, message)
-        self._outputs += request.fail(message)  # first hand over,
+        if not any(each.finished and each.request_id == request_id for each in self._outputs):
+            self._outputs += request.fail(message)  # first hand over,
         self.requests.pop(request_id, None)  # then forget
 
     def has_unfinished_requests(self) -> bool:
