@@ -1,0 +1,129 @@
+"""On the demo model: every setting gives the tokens of a plain run; and they are transformers'."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from nanoserve import LLM, LLMEngine, SamplingParams
+
+PROMPTS = ["Once upon a time", "Once upon a time there was a", "The", [495, 496, 260, 425, 369]] * 2
+GREEDY = {"temperature": 0, "max_tokens": 14}
+PARAMS = [
+    SamplingParams(**each)
+    for each in (
+        GREEDY,
+        {"seed": 1, "max_tokens": 14},
+        {"seed": 2, "n": 3, "max_tokens": 9},
+        {**GREEDY, "repetition_penalty": 1.5, "frequency_penalty": 0.5},
+        {**GREEDY, "bad_words": ["the", "a little"], "logit_bias": {425: 2.0}},
+        {**GREEDY, "stop": ["and"], "min_tokens": 4},
+        {"seed": 3, "top_k": 5, "min_p": 0.1, "top_p": 0.9},
+        {**GREEDY, "logprobs": 3, "prompt_logprobs": 2},
+    )
+]
+FEW = {"num_gpu_blocks_override": 14, "block_size": 4, "max_num_seqs": 6, "max_model_len": 48}
+CHUNKS = {"long_prefill_token_threshold": 3}
+SETTINGS: list[dict[str, Any]] = [
+    FEW,
+    {**FEW, "preemption_mode": "swap"},
+    {**FEW, "async_scheduling": True},
+    {**FEW, **CHUNKS, "async_scheduling": True, "preemption_mode": "swap"},
+    {"async_scheduling": True, "enable_prefix_caching": False},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+    {**FEW, "scheduling_policy": "priority", "num_cpu_blocks": 5, "preemption_mode": "swap"},
+    {"attention_backend": "torch"},
+    {"kernels": "fast"},
+]
+CHAPTERS = {  # chapter -> its options
+    "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "lora": {"enable_lora": True},
+    "structured_output": {"structured_outputs_config": {"backend": "xgrammar"}},
+    "kv_offload": {"kv_offloading_size": 0.01},
+    "metrics": {"collect_metrics": True},
+}
+
+
+class Counting(LLMEngine):
+    """A failed step is computed again: the tokens would be right, and the step would be wrong."""
+
+    num_failed = 0
+
+    def recover(self, error: Exception | None) -> None:
+        self.num_failed += error is not None
+        super().recover(error)
+
+
+def play(**options: Any) -> list[Any]:
+    """Ids, text, reason and rounded logprobs; cold, and with a warm prefix cache."""
+    with LLM(engine_cls=Counting, **options) as llm:
+        cold, warm = ([show(each) for each in llm.generate(PROMPTS, PARAMS)] for _ in range(2))
+        engine = llm.llm_engine
+        assert cold == warm
+        assert engine.num_failed == 0
+        assert not any(engine.block_manager.pool.ref_counts)
+        return cold
+
+
+def show(output: Any) -> list[Any]:
+    shown: list[Any] = [(o.token_ids, o.text, o.finish_reason) for o in output.outputs]
+    entries = [*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())]
+    shown.append([{t: round(e.logprob, 3) for t, e in entry.items()} for entry in entries if entry])
+    return shown
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    return play(attention_backend="reference", kernels="plain")
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_settings(plain: list[Any], options: Mapping[str, Any]) -> None:
+    assert play(**options) == plain
+
+
+@pytest.mark.parametrize("pair", itertools.combinations(CHAPTERS, 2), ids="-".join)
+def test_chapters_in_pairs(plain: list[Any], pair: tuple[str, str]) -> None:
+    setting = SETTINGS[len("".join(pair)) % 4]
+    assert play(**CHAPTERS[pair[0]], **CHAPTERS[pair[1]], **setting) == plain
+
+
+def test_all_chapters_together(plain: list[Any]) -> None:
+    options = {name: value for each in CHAPTERS.values() for name, value in each.items()}
+    assert play(**options, **FEW, async_scheduling=True, preemption_mode="swap") == plain
+
+
+def test_a_sampled_request_is_the_same_in_any_company(plain: list[Any]) -> None:
+    with LLM(max_num_seqs=3, block_size=8) as llm:
+        for number in (1, 2, 6):
+            alone = llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False)
+            assert show(alone[0]) == plain[number]
+
+
+def test_tokens_and_logprobs_are_those_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM
+
+    params = SamplingParams(**GREEDY, logprobs=3, prompt_logprobs=1)
+    with LLM() as llm:
+        folder = llm.llm_engine.model_config.path
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for output in outputs:
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        with torch.inference_mode():
+            right = model(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        named = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+        for position, (token, entry) in enumerate(zip((prompt + tokens)[1:], named, strict=True)):
+            row = right[position]
+            assert {*entry} == {
+                token,
+                *row.topk(1 if position < len(prompt) - 1 else 3).indices.tolist(),
+            }
+            for each, found in entry.items():
+                assert abs(found.logprob - row[each]) < 1e-3
+                assert found.rank == 1 + (row > row[each]).sum()
+            assert position < len(prompt) - 1 or row[token] >= row.max() - 1e-3
