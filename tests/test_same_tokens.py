@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from nanoserve import LLM, LLMEngine, SamplingParams
+import nanoserve
+from nanoserve import LLM, LLMEngine, LoRARequest, SamplingParams
 
-PROMPTS = ["Once upon a time", "Once upon a time there was a", "The", [495, 496, 260, 425, 369]] * 2
+PROMPTS = [
+    *["Once upon a time", "Once upon a time there was a", "The", [495, 496, 260]] * 2,
+    "A",
+    "I",
+]
 GREEDY = {"temperature": 0, "max_tokens": 14}
 PARAMS = [
     SamplingParams(**each)
@@ -24,6 +31,8 @@ PARAMS = [
         {**GREEDY, "stop": ["and"], "min_tokens": 4},
         {"seed": 3, "top_k": 5, "min_p": 0.1, "top_p": 0.9},
         {**GREEDY, "logprobs": 3, "prompt_logprobs": 2},
+        {**GREEDY, "structured_outputs": {"regex": "[a-z]+( [a-z]+){2,4}"}},
+        {"seed": 4, "structured_outputs": {"choice": ["a cat", "a car", "a dog"]}},
     )
 ]
 FEW = {"num_gpu_blocks_override": 14, "block_size": 4, "max_num_seqs": 6, "max_model_len": 48}
@@ -39,10 +48,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"attention_backend": "torch"},
     {"kernels": "fast"},
 ]
-CHAPTERS = {  # chapter -> its options
+PIRATE = LoRARequest("pirate", 1, str(Path(nanoserve.__file__).parent / "demo" / "lora"))
+CHAPTERS = {  # chapter -> its options; grammars are there without one
     "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "lora": {"enable_lora": True},
-    "structured_output": {"structured_outputs_config": {"backend": "xgrammar"}},
+    "lora": {"enable_lora": True},  # and half of the requests have an adapter
     "kv_offload": {"kv_offloading_size": 0.01},
     "metrics": {"collect_metrics": True},
 }
@@ -60,8 +69,10 @@ class Counting(LLMEngine):
 
 def play(**options: Any) -> list[Any]:
     """Ids, text, reason and rounded logprobs; cold, and with a warm prefix cache."""
+    adapters = [PIRATE, None] * 5 if options.get("enable_lora") else None
     with LLM(engine_cls=Counting, **options) as llm:
-        cold, warm = ([show(each) for each in llm.generate(PROMPTS, PARAMS)] for _ in range(2))
+        ask = partial(llm.generate, PROMPTS, PARAMS, use_tqdm=False, lora_request=adapters)
+        cold, warm = ([*map(show, ask())] for _ in range(2))
         engine = llm.llm_engine
         assert cold == warm
         assert engine.num_failed == 0
@@ -76,32 +87,34 @@ def show(output: Any) -> list[Any]:
     return shown
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[Any]:
-    return play(attention_backend="reference", kernels="plain")
+@cache
+def plain(**chapter: Any) -> list[Any]:
+    return play(attention_backend="reference", kernels="plain", **chapter)
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_settings(plain: list[Any], options: Mapping[str, Any]) -> None:
-    assert play(**options) == plain
+def test_settings(options: Mapping[str, Any]) -> None:
+    assert play(**options) == plain()
 
 
 @pytest.mark.parametrize("pair", itertools.combinations(CHAPTERS, 2), ids="-".join)
-def test_chapters_in_pairs(plain: list[Any], pair: tuple[str, str]) -> None:
-    setting = SETTINGS[len("".join(pair)) % 4]
-    assert play(**CHAPTERS[pair[0]], **CHAPTERS[pair[1]], **setting) == plain
+def test_chapters_in_pairs(pair: tuple[str, str]) -> None:
+    wanted = plain(**CHAPTERS["lora"]) if "lora" in pair else plain()
+    options = {**SETTINGS[len("".join(pair)) % 4], **CHAPTERS[pair[0]], **CHAPTERS[pair[1]]}
+    assert play(**options) == wanted
 
 
-def test_all_chapters_together(plain: list[Any]) -> None:
+def test_all_chapters_together() -> None:
     options = {name: value for each in CHAPTERS.values() for name, value in each.items()}
-    assert play(**options, **FEW, async_scheduling=True, preemption_mode="swap") == plain
+    options |= {**FEW, "async_scheduling": True, "preemption_mode": "swap"}
+    assert play(**options) == plain(**CHAPTERS["lora"]) != plain()
 
 
-def test_a_sampled_request_is_the_same_in_any_company(plain: list[Any]) -> None:
+def test_a_sampled_request_is_the_same_in_any_company() -> None:
     with LLM(max_num_seqs=3, block_size=8) as llm:
-        for number in (1, 2, 6):
+        for number in (1, 2, 6, 9):
             alone = llm.generate(PROMPTS[number], PARAMS[number], use_tqdm=False)
-            assert show(alone[0]) == plain[number]
+            assert show(alone[0]) == plain()[number]
 
 
 def test_tokens_and_logprobs_are_those_of_transformers() -> None:
