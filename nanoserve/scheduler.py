@@ -95,8 +95,8 @@ class Scheduler:
             return
         if seq.metrics.queued_ts is None:
             seq.metrics.queued_ts = time.monotonic()
-        self.sequences[seq.seq_id] = seq
         insort(self.waiting, seq, key=self.urgency)
+        self.sequences[seq.seq_id] = seq
 
     def urgency(self, seq: Sequence) -> tuple[int, float, int]:
         """Sort key, most urgent first: arrival order, under "priority" after the priority. Forks
