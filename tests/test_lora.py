@@ -5,510 +5,289 @@ The oracle is transformers on the checkpoint with W + scale * B A in the place o
 
 from __future__ import annotations
 
-import asyncio
+import json
 import random
-import shutil
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from adapters import ALL, ATTENTION, merge, shapes_of, write_adapter
-from hypothesis import HealthCheck, given, settings
+from adapters import ALL, PREFIX, merge, shapes_of, write_adapter
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_greedy
 from safetensors.torch import load_file, save_file
-from test_cuda_graph import GraphExecutor
+from test_ranks import thread_ranks  # noqa: F401 (a fixture)
 
-from nanoserve import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
-from nanoserve.exceptions import VLLMValidationError
-from nanoserve.model_runner import StepArrays
+from nanoserve import LLM, SamplingParams
+from nanoserve.models.config import DEMO_MODEL
+from nanoserve.tools.check_blocks import check_blocks
 
-lora = pytest.importorskip("nanoserve.extras.lora")
-layers = pytest.importorskip("nanoserve.extras.lora.layers")
+pytest.importorskip("nanoserve.chapters.lora")
+from nanoserve.chapters.lora import LoRARequest, manager
+from nanoserve.chapters.lora.layers import add_groups, add_together
+from nanoserve.chapters.lora.peft_helper import read_adapter
 
-LoRARequest = lora.LoRARequest
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
 NOISE = random.Random(0)
 STORY = [NOISE.randrange(2, 320) for _ in range(21)]
-PROMPTS = [STORY, STORY[:9], [NOISE.randrange(2, 320) for _ in range(30)]]
+PROMPTS = [STORY, STORY[:9], [NOISE.randrange(2, 320) for _ in range(26)]]
+MIX = [(number, prompt) for number in (1, 0, 2, 3) for prompt in PROMPTS]
+# Targets, scale alpha / rank (or sqrt of it), and the rest: 8 / 4, 8 / sqrt(16), 3 / 1.
+ADAPTERS: list[tuple[float, dict[str, Any]]] = [
+    (2, {"targets": ALL}),
+    (2, {"targets": ("q_proj", "v_proj"), "rank": 16, "use_rslora": True}),
+    (3, {"targets": ("o_proj", "down_proj", "k_proj"), "rank": 1, "alpha": 3}),
+]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 
 
 class Family:
-    """A checkpoint, three adapters of it, and the three merged checkpoints."""
+    """A checkpoint with a bias of q, k and v; three adapters of it; the merged checkpoints."""
 
     def __init__(self, checkpoint: Path, folder: Path) -> None:
-        shapes = shapes_of(checkpoint)
-        self.checkpoint = checkpoint
-        # (rank, what is adapted, scale): 8 / 4 = 2, 8 / sqrt(16) = 2, 3 / 1 = 3
-        options: list[tuple[dict[str, Any], float]] = [
-            ({"targets": ALL}, 2),
-            ({"targets": ("q_proj", "v_proj"), "rank": 16, "use_rslora": True}, 2),
-            ({"targets": ("o_proj", "down_proj", "k_proj"), "rank": 1, "alpha": 3}, 3),
-        ]
-        self.requests, self.folders = [None], [checkpoint]
-        for number, (fields, scale) in enumerate(options, start=1):
-            path = write_adapter(folder / f"{number}", shapes, seed=number, **fields)
+        self.checkpoint, self.requests, self.merged = checkpoint, [None], [checkpoint]
+        for number, (scale, fields) in enumerate(ADAPTERS, start=1):
+            path = write_adapter(folder / f"{number}", shapes_of(checkpoint), seed=number, **fields)
             self.requests.append(LoRARequest(f"adapter {number}", number, path))
-            self.folders.append(merge(checkpoint, path, folder / f"merged {number}", scale))
+            self.merged.append(merge(checkpoint, path, folder / f"merged {number}", scale))
 
-    def check(self, number: int, prompt: list[int], output: Any) -> None:
-        """Is this what transformers answers with the adapter merged?"""
-        tokens = output.outputs[0].token_ids
-        assert_same_greedy(self.folders[number], prompt, tokens, GREEDY.max_tokens or 0)
-        assert output.lora_request is self.requests[number]
+    def make(self, **options: Any) -> LLM:
+        usual = {"block_size": 4, "num_gpu_blocks_override": 128, "max_loras": 2, **options}
+        return LLM(self.checkpoint, enable_lora=True, max_model_len=96, **usual)
+
+    def check(self, llm: LLM, mix: Any = MIX, params: SamplingParams = GREEDY) -> list[Any]:
+        """The answers, which are those of transformers with the adapter merged."""
+        given_ = {"lora_request": [self.requests[number] for number, _ in mix], "use_tqdm": False}
+        outputs = llm.generate([prompt for _, prompt in mix], params, **given_)
+        for (number, prompt), output in zip(mix, outputs, strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            assert_same_greedy(self.merged[number], prompt, tokens, GREEDY.max_tokens or 0)
+        check_blocks(llm.engine.block_manager)
+        assert not llm.engine.block_manager.block_tables
+        return outputs
 
 
 @pytest.fixture(scope="module")
 def family(make_checkpoint: Callable[..., Path], tmp_path_factory: Any) -> Family:
-    """Grouped-query attention, a bias of q, k and v."""
     return Family(make_checkpoint("qwen2"), tmp_path_factory.mktemp("adapters"))
 
 
-def make_llm(family: Family, **options: Any) -> LLM:
-    fields = {"block_size": 4, "num_kv_blocks": 128, "max_loras": 2, **options}
-    return LLM(family.checkpoint, enable_lora=True, **fields)
+WAYS: list[dict[str, Any]] = [
+    {"max_loras": 3},
+    {"max_loras": 1, "num_gpu_blocks_override": 20, "async_scheduling": True},
+    {"max_num_batched_tokens": 7, "max_num_seqs": 5, "speculative_config": NGRAM},
+    {"num_gpu_blocks_override": 26, "preemption_mode": "swap", "kernels": "fast"},
+]
 
 
-@pytest.fixture(scope="module")
-def llm(family: Family) -> Iterator[LLM]:
-    with make_llm(family) as one:
-        yield one
-        one.engine.block_manager.check()
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_tokens_are_those_of_the_merged_weights(family: Family, options: dict[str, Any]) -> None:
+    """For requests of three adapters and of none in one batch; the second time with a step that
+    fails, and a request that is aborted."""
+    with family.make(**options) as llm:
+        family.check(llm)
+        launch, number = llm.engine.executor.launch, iter(range(10**6))
+
+        def disturb(step: Any) -> Any:
+            if next(number) == 3:
+                llm.abort_request("beside")
+                raise RuntimeError("planted")
+            return launch(step)
+
+        llm.engine.executor.launch = disturb
+        llm.add_request("beside", STORY, GREEDY, lora_request=family.requests[3])
+        family.check(llm)
 
 
-MIX = [(number, prompt) for number in (1, 0, 2, 3) for prompt in PROMPTS]
-
-
-def generate(llm: LLM, family: Family, params: Any = GREEDY) -> list[Any]:
-    """All prompts with each adapter and with none, in one call."""
-    requests = [family.requests[number] for number, _ in MIX]
-    return llm.generate(
-        [prompt for _, prompt in MIX], params, lora_request=requests, use_tqdm=False
-    )
-
-
-# -- the tokens --
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "one slot": {"max_loras": 1},
-    "all adapters in a step": {"max_loras": 3, "max_cpu_loras": 5},
-    "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "recompute": {"num_kv_blocks": 26},
-    "swap": {"num_kv_blocks": 26, "preemption_mode": "swap"},
-    "overlap": {"async_scheduling": True},
-    "overlap, one slot, few blocks": {
-        "async_scheduling": True,
-        "max_loras": 1,
-        "num_kv_blocks": 20,
-    },
-    "n-gram drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-    "suffix drafts": {"speculative_config": {"method": "suffix"}},
-    "drafts, chunks, swap, graphs": {
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
-        "max_num_batched_tokens": 12,
-        "max_num_seqs": 6,
-        "num_kv_blocks": 26,
-        "preemption_mode": "swap",
-        "executor_cls": GraphExecutor,
-    },
-    "graphs": {"executor_cls": GraphExecutor, "max_num_seqs": 6},
-    "torch": {"attention_backend": "torch", "custom_ops": "none"},
-}
-
-
-SLOW = ("all adapters in a step", "recompute", "graphs", "n-gram drafts", "torch")
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way in SLOW)) for way in WAYS]
-)
-def test_tokens_are_those_of_the_merged_weights(family: Family, way: str) -> None:
-    """Whatever the engine does, for requests of three adapters and of none in one batch."""
-    with make_llm(family, **WAYS[way]) as llm:
-        for (number, prompt), output in zip(MIX, generate(llm, family), strict=True):
-            family.check(number, prompt, output)
-        llm.engine.block_manager.check()
-        if "graphs" in way:
-            assert llm.engine.executor.runner.replayed_sizes
-
-
-def test_others_are_right_beside_an_adapter_that_is_not(family: Family, tmp_path: Path) -> None:
-    """Its products are infinite. In graphs, all tokens are multiplied by what is in all slots."""
-    path = write_adapter(tmp_path, shapes_of(family.checkpoint), alpha=1e6)
-    requests = [None, family.requests[1], LoRARequest("loud", 9, path)]
-    options = {"dtype": "float16", "executor_cls": GraphExecutor, "max_num_seqs": 3}
-    with make_llm(family, max_loras=3, **options) as llm:
-        right = llm.generate([STORY] * 2, GREEDY, lora_request=requests[:2], use_tqdm=False)
-        llm.reset_prefix_cache()
-        mixed = llm.generate([STORY] * 3, GREEDY, lora_request=requests, use_tqdm=False)
-    for output, expected in zip(mixed[:2], right, strict=True):
-        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert mixed[2].outputs[0].finish_reason == "error"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_on_a_gpu(family: Family, enforce_eager: bool) -> None:
-    """Real graphs, and the copies to the device's slots."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device: run with `pytest -m gpu` on a machine that has one")
-    options = {"device": "cuda", "dtype": "float32", "max_num_seqs": 6}
-    with make_llm(family, enforce_eager=enforce_eager, **options) as llm:
-        assert (llm.engine.executor.runner.graphs is None) == enforce_eager
-        for (number, prompt), output in zip(MIX, generate(llm, family), strict=True):
-            family.check(number, prompt, output)
-
-
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_ranks_cut_adapters_as_they_cut_weights(family: Family, num_ranks: int) -> None:
+@pytest.mark.usefixtures("thread_ranks")
+def test_ranks_cut_adapters_as_they_cut_weights(family: Family) -> None:
     """With 4 ranks, two hold the same key and value head."""
-    ranks = pytest.importorskip("ranks")
-    options = {"tensor_parallel_size": num_ranks, "executor_cls": ranks.ThreadExecutor}
-    with make_llm(family, **options) as llm:
-        for (number, prompt), output in zip(MIX, generate(llm, family), strict=True):
-            family.check(number, prompt, output)
+    with family.make(tensor_parallel_size=4) as llm:
+        family.check(llm)
 
 
-def test_bfloat16(family: Family, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """The model in bfloat16, and an adapter that was saved in float16."""
-    path = write_adapter(tmp_path, shapes_of(family.checkpoint), dtype=torch.float16)
-    merged = merge(family.checkpoint, path, tmp_path / "merged")
-    with make_llm(family, dtype="bfloat16") as llm:
-        for prompt in PROMPTS:
-            request = LoRARequest("half", 1, path)
-            [output] = llm.generate(prompt, GREEDY, lora_request=request, use_tqdm=False)
-            tokens = output.outputs[0].token_ids
-            assert_same_greedy(merged, prompt, tokens, GREEDY.max_tokens or 0, torch.bfloat16)
+def test_a_quantized_model_takes_adapters(family: Family) -> None:
+    """Each request's tokens are the same alone and beside others."""
+    with family.make(quantization="int8", enable_prefix_caching=False) as llm:
+        requests = [family.requests[number] for number, _ in MIX]
+        prompts = [prompt for _, prompt in MIX]
+        both = llm.generate(prompts, GREEDY, lora_request=requests, use_tqdm=False)
+        alone = [
+            llm.generate(p, GREEDY, lora_request=r, use_tqdm=False)[0]
+            for p, r in zip(prompts, requests, strict=True)
+        ]
+    tokens = [[list(each.outputs[0].token_ids) for each in outputs] for outputs in (both, alone)]
+    assert tokens[0] == tokens[1]
+    assert len({tuple(each) for each in tokens[0][::3]}) == 4
 
 
-def test_everything_else_a_request_can_be(family: Family, llm: LLM) -> None:
-    """Several completions, a seed, logprobs of the prompt, beams: as an engine with the merged
-    weights gives them."""
-    params = SamplingParams(
-        n=3, temperature=1, seed=3, max_tokens=6, ignore_eos=True, prompt_logprobs=0
-    )
-    beams = BeamSearchParams(3, 5, ignore_eos=True)
-    adapter = family.requests[1]
-    with LLM(family.folders[1], block_size=4, num_kv_blocks=64) as merged:
-        [expected] = merged.generate(STORY, params, use_tqdm=False)
-        [expected_beams] = merged.beam_search(STORY, beams)
-    [output] = llm.generate(STORY, params, lora_request=adapter, use_tqdm=False)
-    assert [each.token_ids for each in output.outputs] == [
-        each.token_ids for each in expected.outputs
-    ]
-    assert output.prompt_logprobs and expected.prompt_logprobs
-    for token, ours, theirs in zip(
-        STORY[1:], output.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True
-    ):
-        assert ours and theirs
-        assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-3)
-    [found] = llm.beam_search(STORY, beams, lora_request=adapter)
-    assert [each.tokens for each in found.sequences] == [
-        each.tokens for each in expected_beams.sequences
-    ]
-    assert {each.lora_request for each in found.sequences} == {adapter}
+def test_the_pirate() -> None:
+    pirate = LoRARequest("pirate", 1, DEMO_MODEL / "lora")
+    with LLM(enable_lora=True, num_gpu_blocks_override=64) as llm:
+        messages = [[{"role": "user", "content": "Hello!"}]] * 2
+        outputs = llm.chat(messages, GREEDY, lora_request=[pirate, None], use_tqdm=False)
+    assert ["Ahoy" in output.outputs[0].text for output in outputs] == [True, False]
 
 
-def test_stream_chat_and_queues_take_adapters(family: Family, llm: LLM) -> None:
-    one, two = family.requests[1], family.requests[2]
-    texts: dict[str, list[int]] = {}
-    for output in llm.stream([STORY, STORY], GREEDY, lora_request=[one, two]):
-        texts.setdefault(output.request_id, []).extend(output.outputs[0].token_ids)
-    for number, tokens in zip((1, 2), texts.values(), strict=True):
-        assert_same_greedy(family.folders[number], STORY, tokens, 12)
-    llm.enqueue([STORY, PROMPTS[1]], GREEDY, lora_request=two)
-    for prompt, output in zip(PROMPTS, llm.wait_for_completion(use_tqdm=False), strict=False):
-        family.check(2, prompt, output)
-    llm.add_request("own", STORY, GREEDY, lora_request=one)
-    while llm.has_unfinished_requests():
-        last = llm.step()
-    family.check(1, STORY, last[0])
+# -- who has a slot, what is in memory --
 
 
-def test_blocks_of_an_adapter_are_found_by_it_alone(family: Family, llm: LLM) -> None:
-    """The same prompt, by turns: hits are of the adapter's own blocks, of 4 tokens each."""
-    prompt = [NOISE.randrange(2, 320) for _ in range(21)]
-    for turn, expected in enumerate((0, 20)):
-        for number in (0, 1, 2):
-            request = family.requests[number]
-            [output] = llm.generate(prompt, GREEDY, lora_request=request, use_tqdm=False)
-            assert output.num_cached_tokens == expected, (turn, number)
-            family.check(number, prompt, output)
+def test_blocks_of_an_adapter_are_found_by_it_alone(family: Family) -> None:
+    with family.make() as llm:
+        for expected in (0, 20):
+            outputs = family.check(llm, [(number, STORY) for number in (0, 1, 2)])
+            assert [output.num_cached_tokens for output in outputs] == [expected] * 3
 
 
-def test_an_async_engine(family: Family) -> None:
-    """Each task has an adapter of its own; adapters come and go while others are in use."""
+def test_who_waits_for_a_slot(family: Family) -> None:
+    """C is before the second request of A, which could keep it waiting for ever. Those whose
+    adapter has a slot, and those without one, wait for nobody."""
+    ended: list[str] = []
+    with family.make() as llm:
+        for name, number, length in zip(ORDER, (1, 2, 3, 1, 2, 0), (6, 20, 2, 2, 3, 3), strict=True):
+            params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+            llm.add_request(name, STORY, params, lora_request=family.requests[number])
+            if name == "b":
+                llm.step()
+        while llm.has_unfinished_requests():
+            ended += [output.request_id for output in llm.step() if output.finished]
+    assert ended == ["b2", "none", "a", "c", "a2", "b"]
 
-    async def ask(llm: AsyncLLM, number: int, prompt: list[int]) -> None:
-        async for output in llm.generate(prompt, GREEDY, lora_request=family.requests[number]):
-            last = output
-        family.check(number, prompt, last)
 
-    async def run() -> None:
-        options = {"enable_lora": True, "num_kv_blocks": 128, "block_size": 4}
-        with AsyncLLM(EngineArgs(str(family.checkpoint), **options)) as llm:
-            assert await llm.add_lora(family.requests[1])
-            assert not await llm.add_lora(family.requests[1])
-            assert await llm.list_loras() == {1}
-            await asyncio.gather(*[ask(llm, number, prompt) for number, prompt in MIX])
-            assert await llm.list_loras() == {1, 2, 3}
-            assert await llm.remove_lora(2)
-            assert not await llm.remove_lora(2)
-            await ask(llm, 2, STORY)
+ORDER = ("a", "b", "c", "a2", "b2", "none")
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+
+def test_weights_stay_in_memory_until_there_is_no_room(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one slot and room for two, the one that was wanted last but one goes."""
+    read: list[str] = []
+
+    def note(path: str, *rest: Any) -> Any:
+        read.append(Path(path).name)
+        return read_adapter(path, *rest)
+
+    monkeypatch.setattr(manager, "read_adapter", note)
+    with family.make(max_loras=1, max_cpu_loras=2) as llm:
+        for number in (1, 2, 1, 3, 1, 2):
+            family.check(llm, [(number, STORY)])
+        assert llm.engine.list_loras() == {1, 2}
+    assert read == ["1", "2", "3", "2"]
+
+
+def test_adapters_come_and_go(family: Family) -> None:
+    """A number may get another adapter, and none of the blocks of the first, whose request goes
+    on."""
+    with family.make() as llm:
+        engine, second = llm.engine, LoRARequest("another", 1, family.requests[2].lora_path)
+        assert engine.add_lora(family.requests[1])
+        with pytest.raises(ValueError, match="another"):
+            llm.generate(STORY, GREEDY, lora_request=second)
+        llm.add_request("first", STORY, GREEDY, lora_request=family.requests[1])
+        llm.step()
+        assert engine.remove_lora(1)
+        assert not engine.remove_lora(1)
+        llm.add_request("second", STORY, GREEDY, lora_request=second)
+        outputs: dict[str, Any] = {}
+        while llm.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.step()}
+    for name, number in (("first", 1), ("second", 2)):
+        tokens = list(outputs[name].outputs[0].token_ids)
+        assert_same_greedy(family.merged[number], STORY, tokens, 10)
+    assert outputs["second"].num_cached_tokens == 0
 
 
 # -- the products --
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lora_ids=st.lists(st.integers(-1, 3), min_size=1, max_size=9),
-    is_graph=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_fast_ways_do_what_the_definition_does(
-    monkeypatch: pytest.MonkeyPatch, lora_ids: list[int], is_graph: bool, seed: int
-) -> None:
+@given(ids=st.lists(st.integers(-1, 3), min_size=1, max_size=9), seed=st.integers(0, 99))
+def test_both_ways_to_add(ids: list[int], seed: int) -> None:
     """What other slots hold does not matter, be it infinite."""
-    monkeypatch.setattr(layers, "TILE", 3)
-    slots, generator = _fake_slots(), torch.Generator().manual_seed(seed)
-    x = torch.randn(len(lora_ids), 6, generator=generator)
-    base = torch.randn(len(x), 5, generator=generator)
-    a = torch.randn(4, 3, 6, generator=generator)
-    b = torch.randn(5, 4, 3, generator=generator)
-    ids = np.array(lora_ids)
-    expected = layers.add_lora_loop(base.clone(), x, a, b, torch.from_numpy(ids))
-    for slot in {*range(4)} - {*lora_ids}:
+    generator, lora_ids = torch.Generator().manual_seed(seed), torch.tensor(ids)
+    x, y = (torch.randn(len(ids), size, generator=generator) for size in (6, 5))
+    a, b = torch.randn(4, 3, 6, generator=generator), torch.randn(5, 4, 3, generator=generator)
+    expected = y.clone()
+    for i, slot in enumerate(ids):
+        expected[i] += b[:, slot] @ a[slot] @ x[i] * (slot >= 0)
+    for slot in {*range(4)} - {*ids}:
         a[slot] = torch.inf
-    step = StepArrays(*[ids] * 10)
-    plan = slots.plan(step, StepArrays(*[torch.from_numpy(ids)] * 10), (1, 1) if is_graph else None)
-    if plan is None:
-        assert set(lora_ids) == {-1}
-        return
-    result = plan.add(base.clone(), x, a, b)
-    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(result[ids < 0], base[ids < 0])
-
-
-def _fake_slots() -> Any:
-    """LoRASlots without a model."""
-    from nanoserve.staging import StagingBuffer
-
-    class Runner:
-        staging = StagingBuffer(0, torch.device("cpu"))
-
-    slots = object.__new__(layers.LoRASlots)
-    slots.runner = Runner
-    return slots
-
-
-def test_a_slot_holds_nothing_of_the_adapter_before(family: Family) -> None:
-    """Adapters 1 (of all matrices, rank 4) and 3 (of three, rank 1), in one slot."""
-    with make_llm(family, max_loras=1) as llm:
-        generate(llm, family)
-        slots, manager = llm.engine.executor.runner.lora_slots, llm.engine.lora_manager
-        first, last = (manager.adapters[number].files.load() for number in (1, 3))
-        buffers = [b for layer in slots.layers.values() for b in (layer.lora_a, layer.lora_b)]
-        for buffer in buffers:
-            buffer.zero_()
-        slots.load(0, last)
-        expected = [buffer.clone() for buffer in buffers]
-        slots.load(0, first)
-        slots.load(0, last)
-        assert all(map(torch.equal, buffers, expected))
-
-
-def test_the_definition_by_hand() -> None:
-    """Two tokens with an adapter of rank 1, x A = 2 and 3, B = (1, 10); one token without."""
-    x = torch.tensor([[2.0, 0.0], [5.0, 5.0], [3.0, 0.0]])
-    a, b = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0]], [[10.0]]])
-    result = layers.add_lora_loop(torch.zeros(3, 2), x, a, b, torch.tensor([0, -1, 0]))
-    assert result.tolist() == [[2, 20], [0, 0], [3, 30]]
+    groups = [(slot, (lora_ids == slot).nonzero()[:, 0]) for slot in {*ids} - {-1}]
+    groups = [(slot, None if len(each) == len(ids) else each) for slot, each in groups]
+    for found in (
+        add_groups(y.clone(), x, a, b, groups),
+        add_together(y.clone(), x, a, b, lora_ids),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # -- the door --
 
-
-def test_an_engine_without_adapters_says_so(demo_llm: LLM, family: Family) -> None:
-    with pytest.raises(VLLMValidationError, match="enable_lora=True"):
-        demo_llm.generate("A", lora_request=family.requests[1])
-    assert not demo_llm.has_unfinished_requests()
-
-
-@pytest.mark.parametrize(
-    ("lora_request", "error", "message"),
-    [
-        ("pirate", TypeError, "LoRARequest"),
-        (7, TypeError, "LoRARequest"),
-        ([None], ValueError, "1 items for 2 prompts"),
-        (LoRARequest("x", 99, "no/such/folder"), ValueError, "not a folder"),
-        (LoRARequest("another", 1, "no/such/folder"), ValueError, "number of its own"),
-        (LoRARequest("adapter 1", 1, "no/such/folder"), ValueError, "number of its own"),
-    ],
-)
-def test_a_bad_adapter_queues_nothing(
-    llm: LLM, family: Family, lora_request: Any, error: type[Exception], message: str
-) -> None:
-    llm.generate(STORY, GREEDY, lora_request=family.requests[1], use_tqdm=False)
-    with pytest.raises(error, match=message):
-        llm.generate([STORY, STORY], GREEDY, lora_request=lora_request)
-    assert not llm.has_unfinished_requests()
+SHAPES = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.self_attn.k_proj": (6, 4)}
+A, B = (f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB")
+REFUSED: dict[str, Any] = {
+    "peft_type": {"peft_type": "IA3"},
+    "use_dora": {"use_dora": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "fan_in_fan_out": {"fan_in_fan_out": True},
+    "quantum_lora": {"quantum_lora": 3},
+    "bias": {"bias": "all"},
+    "init_lora_weights": {"init_lora_weights": "pissa_niter_16"},
+    "lora_alpha": {"lora_alpha": "16"},
+    "alpha_pattern": {"alpha_pattern": {".*q_proj": 4}},
+    "rank 4, and r is 8": {"r": 8},
+    "lacks lora_B": {B: None},
+    r"\(4, 5\)": {A: torch.zeros(4, 5)},
+    r"\(\)": {A: torch.zeros(())},
+    "max_lora_rank is 8": {A: torch.zeros(9, 4), B: torch.zeros(6, 9)},
+    "floating-point": {A: torch.zeros(4, 4, dtype=torch.int8)},
+    "NaN": {B: torch.full((6, 4), torch.nan)},
+    "lora_magnitude_vector": {A.replace("A.weight", "magnitude_vector"): torch.zeros(6)},
+    "lm_head": {f"{PREFIX}lm_head.lora_A.weight": torch.zeros(4, 4)},
+    "layers.7": {A.replace("layers.0", "layers.7"): torch.zeros(4, 4)},
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("lora_int_id", [], "lora_int_id must be an int, got "),
-        ("lora_int_id", "x", "lora_int_id must be an int, got 'x'"),
-        ("lora_path", 5, "lora_path must be a string, got 5"),
-        ("lora_path", None, "lora_path must be a string, got None"),
-        ("lora_path", ..., "not a whole LoRARequest: .* no attribute 'lora_path'"),  # deleted
-        ("lora_int_id", ..., "not a whole LoRARequest: .* no attribute 'lora_int_id'"),
-    ],
-)
-def test_a_lora_request_that_was_changed_is_checked_again(
-    llm: LLM, family: Family, field: str, value: Any, message: str
-) -> None:
-    forged = replace(family.requests[1])
-    if value is ...:
-        object.__delattr__(forged, field)
-    else:
-        object.__setattr__(forged, field, value)
-    with pytest.raises(TypeError, match=message):
-        llm.generate(STORY, GREEDY, lora_request=forged)
-    assert not llm.has_unfinished_requests()
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_would_be_silently_wrong_is_refused(word: str, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, SHAPES)
+    config, file = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    changes, tensors = REFUSED[word], load_file(file)
+    tensors |= {k: value for k, value in changes.items() if isinstance(value, torch.Tensor)}
+    save_file({k: value for k, value in tensors.items() if changes.get(k, 0) is not None}, file)
+    fields = {k: value for k, value in changes.items() if k.isidentifier()}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    with pytest.raises(ValueError, match=word):
+        read_adapter(str(folder), SHAPES, 8)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "scaling"),
     [
-        ({"lora_int_id": 0}, "lora_int_id is 0; allowed: 1 to"),
-        ({"lora_int_id": True}, "lora_int_id must be an int"),
-        ({"lora_name": ""}, "lora_name is ''"),
-        ({"lora_name": 7}, "lora_name must be a string"),
-        ({"lora_path": ""}, "lora_path is an empty string"),
-        ({"lora_path": 7}, "lora_path must be a string"),
-        ({"base_model_name": 7}, "base_model_name must be"),
-        ({"load_inplace": True}, "new lora_int_id"),
-        ({"load_inplace": 1}, "load_inplace must be True or False"),
+        ({}, 2),
+        ({"use_rslora": True}, 4),
+        ({"alpha_pattern": {"q_proj": 16}, "task_type": None}, 4),
+        ({"alpha_pattern": {"oj": 16, "k_proj": 16}, "a_key_of_the_future": None}, 2),
+        ({"rank_pattern": {"q_proj": 4}, "r": 9, "target_modules": ".*(a+)+$"}, 2),
     ],
 )
-def test_a_lora_request_is_checked(fields: dict[str, Any], message: str) -> None:
-    given = {"lora_name": "a", "lora_int_id": 1, "lora_path": "path", **fields}
-    with pytest.raises((ValueError, TypeError), match=message):
-        LoRARequest(**given)
+def test_the_scale(fields: dict[str, Any], scaling: float, tmp_path: Path) -> None:
+    weights = read_adapter(str(write_adapter(tmp_path, SHAPES, **fields)), SHAPES, 8)
+    assert weights["model.layers.0.self_attn.q_proj"].scaling == scaling
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_loras": 0}, "max_loras is 0"),
-        ({"max_lora_rank": 0}, "max_lora_rank is 0"),
-        ({"max_loras": 3, "max_cpu_loras": 2}, "max_cpu_loras is 2, less than max_loras 3"),
-        ({"model_impl": "transformers"}, "runs through transformers here, whose layers take no"),
-        ({"max_loras": 65536, "max_lora_rank": 65536}, "Lower the two"),
-        ({"max_loras": 2**63 - 1}, "Lower the two"),
-    ],
-)
-def test_bad_options(family: Family, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_llm(family, **options)
-
-
-def test_without_the_chapter_the_option_says_so(
-    family: Family, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nanoserve.extras.lora.manager", None)
-    with pytest.raises(ValueError, match=r"needs nanoserve/extras/lora, .* Leave enable_lora out"):
-        make_llm(family)
-
-
-def test_experts_have_no_adapters_but_attention_has(
-    make_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
-    """An adapter that names experts is refused with a sentence."""
-    checkpoint = make_checkpoint("mixtral", num_local_experts=4, num_experts_per_tok=2)
-    shapes = shapes_of(checkpoint)
-    attention = write_adapter(tmp_path / "attention", shapes, targets=ATTENTION)
-    merged = merge(checkpoint, attention, tmp_path / "merged")
-    experts = write_adapter(tmp_path / "experts", shapes, targets=("w1", "q_proj"))
-    with LLM(checkpoint, enable_lora=True, num_kv_blocks=32) as llm:
-        with pytest.raises(ValueError, match="adapters of experts are not supported"):
-            llm.generate(STORY, GREEDY, lora_request=LoRARequest("experts", 1, experts))
-        request = LoRARequest("attention", 2, attention)
-        [output] = llm.generate(STORY, GREEDY, lora_request=request, use_tqdm=False)
-    assert_same_greedy(merged, STORY, output.outputs[0].token_ids, 12)
-
-
-def test_peft_agrees(family: Family, llm: LLM, tmp_path: Path) -> None:
-    """An adapter that PEFT has made and saved: greedy tokens of PEFT's own model."""
-    peft = pytest.importorskip("peft")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(family.checkpoint, dtype=torch.float32)
-    config = peft.LoraConfig(
-        r=8,
-        lora_alpha=12,
-        target_modules="all-linear",
-        rank_pattern={"layers.1.self_attn.q_proj": 3},
-        alpha_pattern={"down_proj": 40},
-        task_type="CAUSAL_LM",
-    )
-    torch.manual_seed(0)
-    model = peft.get_peft_model(model, config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.15)
-    model.save_pretrained(tmp_path)
-    request = LoRARequest("peft", 50, tmp_path)
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            answer = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=12,
-                pad_token_id=0,
-            )
-        [output] = llm.generate(prompt, GREEDY, lora_request=request, use_tqdm=False)
-        assert output.outputs[0].token_ids == answer[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_quantized_model_takes_adapters(
-    family: Family, tmp_path: Path, quantization: str
-) -> None:
-    """What is added to a quantized weight is in floating point. The oracle has the weights that the
-    quantized layers multiply by, merged with the adapter."""
-    pytest.importorskip("nanoserve.extras.quantization")
-    weights = load_file(family.checkpoint / "model.safetensors")
-    with make_llm(family, quantization=quantization) as llm:
-        outputs = generate(llm, family)
-        for name, layer in llm.engine.executor.runner.lora_slots.layers.items():
-            for matrix in layer.matrices(name):
-                identity = torch.eye(matrix.shape[1])
-                base = layer.linear_method.base.apply(layer, identity, None, None)
-                weights[f"{matrix.name}.weight"] = base.T[matrix.rows].contiguous()
-        head = llm.engine.executor.runner.model
-        logits = head.compute_logits(torch.eye(64))
-    shutil.copytree(family.checkpoint, tmp_path / "quantized")
-    if "lm_head.weight" in weights:
-        weights["lm_head.weight"] = logits.T.contiguous()
-    save_file(weights, tmp_path / "quantized" / "model.safetensors", metadata={"format": "pt"})
-    for number in (1, 2, 3):
-        path = Path(family.requests[number].lora_path)
-        scale = (2, 2, 3)[number - 1]
-        merged = merge(tmp_path / "quantized", path, tmp_path / f"merged {number}", scale)
-        for (of, prompt), output in zip(MIX, outputs, strict=True):
-            if of == number:
-                assert_same_greedy(merged, prompt, output.outputs[0].token_ids, 12)
+def test_bad_files_and_requests(family: Family, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adapter_config"):
+        read_adapter(str(tmp_path), SHAPES, 8)
+    file = write_adapter(tmp_path, SHAPES) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="adapter_model"):
+        read_adapter(str(tmp_path), SHAPES, 8)
+    for bad in (("", 1, "path"), ("a", 0, "path"), ("a", "1", "path"), ("a", 1, ""), ("a", 1, 7)):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(*bad)
+    with pytest.raises(ValueError, match="enable_lora"):
+        family.make(model_impl="transformers")
+    with family.make() as llm, pytest.raises(TypeError, match="LoRARequest"):
+        llm.generate(STORY, GREEDY, lora_request="pirate")

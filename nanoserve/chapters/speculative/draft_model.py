@@ -19,12 +19,11 @@ Behind them it writes into slots that the scheduler has allocated for it (num_lo
 the first pass after the next step writes over these, too.
 
 *Which tokens does it draw?* With draft_sample_method "probabilistic" it draws as the request does:
-with its temperature, its filters, and (for strict comparison) the very random number that the
-target will have at this position: random numbers are functions of seed, branch and position. Two
-models that agree on the probabilities draw the same token. So a draft model that is the target
-itself is always right, also for requests that sample. Greedy requests, and all with "greedy", get
-the likeliest token. What a request forbids is forbidden here, too (only that of bad words the last
-drafts are not known).
+with its temperature, its filters, and the very random number that the target will have at this
+position (random numbers are functions of seed, branch and position). Two models that agree on the
+probabilities draw the same token. So a draft model that is the target itself is always right, also
+for requests that sample. Greedy requests, and all with "greedy", get the likeliest token. What a
+request forbids is forbidden here, too (only that of bad words the last drafts are not known).
 
 Drafts are made on rank 0, by a whole draft model; the other ranks get them with the next step. A
 draft model that was made for shorter sequences than the target guesses worse behind their length.
@@ -48,7 +47,6 @@ import torch
 from torch import Tensor
 
 from nanoserve.chapters.speculative.proposer import Drafts, Limits, Proposer
-from nanoserve.chapters.speculative.rejection import DRAFT
 from nanoserve.distributed.parallel import ParallelState
 from nanoserve.input_batch import InputBatch
 from nanoserve.kernels.kv_cache import KVCacheSpec
@@ -76,9 +74,9 @@ class ModelProposer(Proposer):
         target."""
         super().__init__(*args)
         runner = self.runner
-        # The model is whole on this rank, and in floating point.
+        # The model is whole on this rank.
         self.layer_config = replace(runner.layer_config, parallel=ParallelState())
-        self.engine_config = replace(runner.config, quantization=None, model_impl="auto")
+        self.engine_config = replace(runner.config, model_impl="auto")
         self.model: Any = self.load(resolve_folder(self.config.model))
         like_target = replace(self.engine_config, attention_backend=runner.backend)
         choose_kernels(self.model, like_target, runner.device, runner.dtype)
@@ -118,13 +116,12 @@ class ModelProposer(Proposer):
         """The next draft of each row, from logits [num_rows, vocab_size]: its draft number `ahead`,
         from 0. [num_rows] int64."""
         states, config = self.runner.req_states, self.config
-        is_standard = config.rejection_sample_method == "standard"
-        branches, positions = states.branches[rows] + DRAFT * is_standard, states.num_tokens[rows]
-        batch = states.make_sampling_batch(rows, branches, positions + ahead)
+        positions = states.num_tokens[rows] + ahead
+        batch = states.make_sampling_batch(rows, states.branches[rows], positions)
         logits = apply_constraints(logits.float(), batch)
         if config.draft_sample_method == "greedy":
             return logits.argmax(dim=-1)
-        if is_standard and not batch.is_greedy:
+        if config.rejection_sample_method == "standard" and not batch.is_greedy:
             probs = compute_probs(logits, batch)
             for i in (states.temperature[rows] >= GREEDY_TEMPERATURE).nonzero()[0].tolist():
                 self.draft_probs[int(states.seq_ids[rows[i]])].append(probs[i])

@@ -40,10 +40,8 @@ exact, and accepts fewer.) The tokens differ: those of the RejectionSampler have
 plain decoding, but they are other ones, and they depend on the drafts.
 
 *A condition.* Whether a position has a draft must not depend on which token was drawn there: a
-proposer that takes an unlikely draft back misses p. A grammar does take drafts back, those that it
-forbids. So here a forbidden draft counts as none, and q is what the others were drawn from: q
-without the forbidden tokens, made to sum to 1. For the same reason drafts have random numbers of
-their own (DRAFT): a bonus token must not depend on what was drawn before in its place.
+proposer that takes an unlikely draft back misses p. So a grammar leaves a draft that it forbids in
+the step: p is 0, and the recovered token has what the draft has lost.
 
 Greedy rows have a p of 1 at the argmax: their tokens are the argmax, whatever the drafts are.
 
@@ -68,8 +66,9 @@ from nanoserve.kernels.sampling import compute_probs
 from nanoserve.sampler import Choose, ChosenTokens, SamplingBatch, draw, uniform_noise
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 
-# Random streams of this module, as branches far beyond those of a request.
-ACCEPT, RECOVER, DRAFT = 2**32, 2**33, 2**34
+# The random streams of this module, as branches far beyond those of a request: they have nothing in
+# common with that of plain decoding, with which drafts and bonus tokens are drawn.
+ACCEPT, RECOVER = 2**32, 2**33
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +117,9 @@ class RejectionSampler:
         chosen = self.choose(logits, batch)
         if not isinstance(batch, DraftedBatch):
             return chosen
-        drafts, is_allowed = batch.draft_token_ids, logits > -torch.inf
-        is_drafted = is_allowed.gather(1, drafts.clamp(min=0)[:, None])[:, 0] & (drafts >= 0)
-        is_drafted &= batch.temperature >= GREEDY_TEMPERATURE
-        q = batch.draft_probs * is_allowed
-        p, q = compute_probs(logits, batch), q / q.sum(dim=-1, keepdim=True)
+        p, q, drafts = compute_probs(logits, batch), batch.draft_probs, batch.draft_token_ids
         token_ids = rejection_sample(p, q, drafts, batch.accept, batch.recover)
+        is_drafted = (drafts >= 0) & (batch.temperature >= GREEDY_TEMPERATURE)
         token_ids = torch.where(is_drafted, token_ids, chosen.token_ids)
         return ChosenTokens(token_ids, chosen.is_possible)
 

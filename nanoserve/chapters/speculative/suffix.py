@@ -13,8 +13,8 @@ followed there most often. The more it finds, the more it drafts: nothing, or a 
 
 A context of m tokens may be followed by max_spec_factor * m drafts, and both have at most
 max_tree_depth tokens. The paper, and vLLM's package, keep a tree of all suffixes, in which a lookup
-takes as long as the context. Here the texts are arrays, and a lookup goes through them: a memory of
-KEPT_TOKENS takes a quarter of a millisecond, and there is no tree to build, to trim and to explain.
+takes as long as the context. Here the texts are arrays, and a lookup goes through them, which takes
+about a millisecond for KEPT_TOKENS: there is no tree to build, to trim and to explain.
 
 Left out: what a request with a cache_salt or an adapter has said is not told to others, and it
 looks into its own text only.
@@ -36,6 +36,7 @@ from nanoserve.model_runner import PendingOutput
 from nanoserve.sequence import ModelOutput
 
 KEPT_TOKENS = 2**18  # of ended requests' outputs at most
+MOST_PLACES = 256
 END = -1  # behind each text
 Draft = tuple[float, list[int]]  # its score, and the tokens
 
@@ -46,31 +47,36 @@ def speculate(text: np.ndarray, last: np.ndarray, limits: list[int], least: floa
     of the longest context."""
     best: Draft = (0.0, [])
     length, places = 1, (text[:-2] == last[-1]).nonzero()[0]  # where contexts of this length end
+    limit = 0  # the largest of the contexts that end in these places
     while len(places):
-        longer = places[:0]
+        limit, longer = max(limit, limits[length]), places[:0]
         if length < min(len(last), len(limits) - 1):
             longer = places[places >= length]
             longer = longer[text[longer - length] == last[-1 - length]]
-        if len(longer) < len(places):  # else the longer context finds all this, and may draft more
-            best = max(follow(text, places, limits[length], least), best, key=lambda each: each[0])
+        if len(longer) < len(places):
+            best = max(follow(text, places, limit, least), best, key=lambda each: each[0])
+            limit = 0
         places, length = longer, length + 1
     return best
 
 
 def follow(text: np.ndarray, places: np.ndarray, limit: int, least: float) -> Draft:
     """The most frequent token behind these places (of equals the latest), then the most frequent
-    one behind those where it stands, ..."""
+    one behind those where it stands, ... Of many places the latest MOST_PLACES are counted."""
     token_ids: list[int] = []
-    probability, score = 1.0, 0.0
+    probability, score, places = 1.0, 0.0, places[-MOST_PLACES:] + 1
     while len(token_ids) < limit:
-        places = places + 1
         places = places[text[places] != END]
+        if len(places) == 1:  # all that stands there
+            rest = text[places[0] : places[0] + limit - len(token_ids)]
+            rest = rest[: (np.append(rest, END) == END).argmax()].tolist()
+            return score + probability * len(rest), token_ids + rest
         found = text[places][::-1].tolist()
         token, count = Counter(found).most_common(1)[0] if found else (END, 0)
         probability *= count / max(1, len(found))
         if probability < least or not found:
             break
-        places = places[text[places] == token]
+        places = places[text[places] == token] + 1
         token_ids.append(token)
         score += probability
     return score, token_ids
