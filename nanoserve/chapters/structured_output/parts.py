@@ -12,9 +12,9 @@ last token, so a step that samples for such a sequence is read before the next o
 *The end.* A stop token is allowed where the text may end. If the text can only end, and no stop
 token may come (ignore_eos, min_tokens), the sequence ends at once: the grammar counts more.
 
-*Drafts.* With speculative decoding a sequence has a mask behind each of its drafts, too: the
-grammar goes ahead over them, and back. Drafts that it forbids are dropped. (Rejection sampling gets
-the first of these, and rejects it: what comes in its place depends on it; see rejection.py there.)
+*Drafts.* With speculative decoding, on which this chapter is stacked, a sequence has a mask behind
+each of its drafts, too: the grammar goes ahead over them, and back. Those that it forbids are
+dropped.
 
 vLLM: vllm/v1/structured_output/, vllm/v1/core/sched/scheduler.py get_grammar_bitmask (V1).
 """
@@ -168,11 +168,9 @@ class StructuredScheduler(Scheduler):
                 error = "the grammar does not allow the token that was chosen"
             elif seq.seq_id in self.sequences:
                 drafts = getattr(self, "drafts", {})  # of SpeculativeScheduler
-                guesses = drafts.get(seq.seq_id, ())
-                num_kept = seq.make_masks(guesses)
-                if guesses:
-                    method = self.config.speculative_config.rejection_sample_method
-                    drafts[seq.seq_id] = guesses[: num_kept + (method == "standard")]
+                guesses = drafts.pop(seq.seq_id, ())
+                if (num_allowed := seq.make_masks(guesses)) > 0:
+                    drafts[seq.seq_id] = guesses[:num_allowed]
                 if seq.is_over():
                     self.finish(seq.seq_id, SequenceStatus.FINISHED_STOPPED)
         except Exception as failure:  # of a package
@@ -197,7 +195,7 @@ class StructuredRunner(ModelRunner):
 
 
 def apply_bitmask(rows: Tensor, bits: Tensor, logits: Tensor) -> Tensor:
-    """A copy of logits [num_rows, vocab_size] in which row rows[i] is -inf where bits[i] has a 0."""
+    """A copy of logits [num_rows, vocab_size]; row rows[i] of it is -inf where bits[i] has a 0."""
     values = byte_values(bits.device).index_select(0, bits.view(torch.uint8).view(-1).int())
     return logits.index_add(0, rows, values.view(len(bits), -1)[:, : logits.shape[1]])
 
