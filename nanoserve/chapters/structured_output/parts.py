@@ -54,7 +54,7 @@ from nanoserve.sequence import (
 class MasksNote(NamedTuple):
     """From the scheduler to the runner, with a step that samples under a grammar."""
 
-    seq_ids: list[int]  # of the sequences that have masks
+    seq_ids: set[int]  # of the sequences that have masks
     bits: np.ndarray  # [num_masks, words] int32: in the order of the rows of logits of these
 
 
@@ -136,14 +136,14 @@ class StructuredScheduler(Scheduler):
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         """As many masks for each sequence as tokens are sampled: one, and one for each draft, or
         for each branch that forks off."""
-        seq_ids: list[int] = []
+        seq_ids: set[int] = set()
         masks: list[np.ndarray] = []
         for seq_id, *_ in step.scheduled:
             seq = self.sequences[seq_id]
             if seq.grammar is not None and seq.num_output_placeholders:
                 if seq.masks is None:
                     seq.make_masks()
-                seq_ids.append(seq_id)
+                seq_ids.add(seq_id)
                 masks += [seq.masks[: seq.num_output_placeholders]] * (1 + seq.num_pending_forks)
         if masks:
             step.notes[MasksNote] = MasksNote(seq_ids, np.concatenate(masks))
@@ -186,8 +186,9 @@ class StructuredRunner(ModelRunner):
         batch = super().make_sampling_batch(input_batch)
         if (note := input_batch.step.notes.get(MasksNote)) is None:
             return batch
-        seq_ids = self.req_states.seq_ids[input_batch.arrays.sampled_rows]
-        rows, bits = np.isin(seq_ids, note.seq_ids).nonzero()[0], torch.from_numpy(note.bits)
+        seq_ids = self.req_states.seq_ids[input_batch.arrays.sampled_rows].tolist()
+        rows = np.array([row for row, seq_id in enumerate(seq_ids) if seq_id in note.seq_ids])
+        bits = torch.from_numpy(note.bits)
         assert len(rows) == len(bits), f"{len(bits)} masks for {len(rows)} rows of logits"
         if self.device.type == "cuda":  # from pinned memory, so that the CPU does not wait
             bits = bits.pin_memory().to(self.device, non_blocking=True)
