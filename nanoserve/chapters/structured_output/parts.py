@@ -12,9 +12,9 @@ last token, so a step that samples for such a sequence is read before the next o
 *The end.* A stop token is allowed where the text may end. If the text can only end, and no stop
 token may come (ignore_eos, min_tokens), the sequence ends at once: the grammar counts more.
 
-*Drafts.* With speculative decoding a sequence has a mask behind each of its drafts, too: the
-grammar goes ahead over them, and back. Drafts that it forbids are dropped. (Rejection sampling gets
-the first of these, and rejects it: what comes in its place depends on it; see rejection.py there.)
+*Drafts.* With speculative decoding, on which this chapter is stacked, a sequence has a mask behind
+each of its drafts, too: the grammar goes ahead over them, and back. Those that it forbids are
+dropped.
 
 vLLM: vllm/v1/structured_output/, vllm/v1/core/sched/scheduler.py get_grammar_bitmask (V1).
 """
@@ -54,7 +54,7 @@ from nanoserve.sequence import (
 class MasksNote(NamedTuple):
     """From the scheduler to the runner, with a step that samples under a grammar."""
 
-    seq_ids: list[int]  # of the sequences that have masks
+    seq_ids: set[int]  # of the sequences that have masks
     bits: np.ndarray  # [num_masks, words] int32: in the order of the rows of logits of these
 
 
@@ -136,14 +136,14 @@ class StructuredScheduler(Scheduler):
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         """As many masks for each sequence as tokens are sampled: one, and one for each draft, or
         for each branch that forks off."""
-        seq_ids: list[int] = []
+        seq_ids: set[int] = set()
         masks: list[np.ndarray] = []
         for seq_id, *_ in step.scheduled:
             seq = self.sequences[seq_id]
             if seq.grammar is not None and seq.num_output_placeholders:
                 if seq.masks is None:
                     seq.make_masks()
-                seq_ids.append(seq_id)
+                seq_ids.add(seq_id)
                 masks += [seq.masks[: seq.num_output_placeholders]] * (1 + seq.num_pending_forks)
         if masks:
             step.notes[MasksNote] = MasksNote(seq_ids, np.concatenate(masks))
@@ -168,11 +168,9 @@ class StructuredScheduler(Scheduler):
                 error = "the grammar does not allow the token that was chosen"
             elif seq.seq_id in self.sequences:
                 drafts = getattr(self, "drafts", {})  # of SpeculativeScheduler
-                guesses = drafts.get(seq.seq_id, ())
-                num_kept = seq.make_masks(guesses)
-                if guesses:
-                    method = self.config.speculative_config.rejection_sample_method
-                    drafts[seq.seq_id] = guesses[: num_kept + (method == "standard")]
+                guesses = drafts.pop(seq.seq_id, ())
+                if (num_allowed := seq.make_masks(guesses)) > 0:
+                    drafts[seq.seq_id] = guesses[:num_allowed]
                 if seq.is_over():
                     self.finish(seq.seq_id, SequenceStatus.FINISHED_STOPPED)
         except Exception as failure:  # of a package
@@ -188,8 +186,9 @@ class StructuredRunner(ModelRunner):
         batch = super().make_sampling_batch(input_batch)
         if (note := input_batch.step.notes.get(MasksNote)) is None:
             return batch
-        seq_ids = self.req_states.seq_ids[input_batch.arrays.sampled_rows]
-        rows, bits = np.isin(seq_ids, note.seq_ids).nonzero()[0], torch.from_numpy(note.bits)
+        seq_ids = self.req_states.seq_ids[input_batch.arrays.sampled_rows].tolist()
+        rows = np.array([row for row, seq_id in enumerate(seq_ids) if seq_id in note.seq_ids])
+        bits = torch.from_numpy(note.bits)
         assert len(rows) == len(bits), f"{len(bits)} masks for {len(rows)} rows of logits"
         if self.device.type == "cuda":  # from pinned memory, so that the CPU does not wait
             bits = bits.pin_memory().to(self.device, non_blocking=True)
@@ -197,7 +196,7 @@ class StructuredRunner(ModelRunner):
 
 
 def apply_bitmask(rows: Tensor, bits: Tensor, logits: Tensor) -> Tensor:
-    """A copy of logits [num_rows, vocab_size] in which row rows[i] is -inf where bits[i] has a 0."""
+    """A copy of logits [num_rows, vocab_size]; row rows[i] of it is -inf where bits[i] has a 0."""
     values = byte_values(bits.device).index_select(0, bits.view(torch.uint8).view(-1).int())
     return logits.index_add(0, rows, values.view(len(bits), -1)[:, : logits.shape[1]])
 
