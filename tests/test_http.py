@@ -280,9 +280,10 @@ def test_a_call_that_must_be_is_one(choice: Any, openai: OpenAI) -> None:
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
     assert (call.function.name, answer.message.content) == ("weather", None)
     assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
-    *_, last = openai.chat.completions.create(**ask, parallel_tool_calls=False, stream=True)
-    assert last.choices[0].finish_reason == answer.finish_reason
-    assert last.choices[0].delta.tool_calls[0].function == call.function
+    chunks = list(openai.chat.completions.create(**ask, parallel_tool_calls=False, stream=True))
+    deltas = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert [each.function.model_dump() for each in deltas] == [call.function.model_dump()]
+    assert chunks[-1].choices[0].finish_reason == answer.finish_reason
 
 
 def test_the_model_may_call_or_not(openai: OpenAI) -> None:
