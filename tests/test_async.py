@@ -15,7 +15,7 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import EngineDeadError
 from nanoserve.tools.check_blocks import check_blocks
 
-SIZES: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_seqs": 8}
+SIZES: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_seqs": 16}
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 PROMPTS = ["Once upon a time", "One day a clever fox", [5, 6, 7], {"prompt": "A kind girl"}]
 
@@ -69,7 +69,7 @@ async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> dict[in
 def test_a_crowd_gets_what_generate_gives(llm: AsyncLLM) -> None:
     """Of 36 callers every third one leaves: in the loop, cancelled, or before its first token."""
     requests = [
-        (prompt, SamplingParams(n=n, seed=n, max_tokens=12, output_kind=kind))
+        (prompt, SamplingParams(n=n, seed=n, max_tokens=8, output_kind=kind))
         for prompt in PROMPTS
         for n in (1, 2, 3)
         for kind in RequestOutputKind
