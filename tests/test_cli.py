@@ -119,10 +119,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "half"}, {"dtype": "float16"}),
     ({"task": "embed", "convert": None}, {"runner": "pooling"}),
     ({"task": "auto"}, {}),
-    (
-        {"guided_decoding_backend": "xgrammar"},
-        {"structured_outputs_config": {"backend": "xgrammar"}},
-    ),
+    ({"guided_decoding_backend": "a"}, {"structured_outputs_config": {"backend": "a"}}),
     ({"enable_sleep_mode": False, "cpu_offload_gb": 0, "revision": "main"}, {}),
     ({"disable_log_requests": True, "kernel_config": {"a": 1}}, {}),
 ]
@@ -149,9 +146,7 @@ def test_options_that_are_refused(given: Any, error: type[Exception], named: str
         read_options(given, OPTIONS)
 
 
-def test_engine_args_build_every_kind_of_engine() -> None:
-    engine_args = EngineArgs(max_num_seqs=3)
-    engine = LLMEngine.from_engine_args(engine_args)
-    with LLM.from_engine_args(engine_args) as llm:
-        assert llm.engine.config == engine.config
+def test_engine_args_build_an_engine() -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(max_num_seqs=3))
+    assert engine.config.max_num_seqs == 3
     engine.close()
