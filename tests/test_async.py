@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import EngineDeadError
 from nanoserve.tools.check_blocks import check_blocks
 
-SIZES: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_seqs": 8}
+SIZES: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_seqs": 16}
 LONG = SamplingParams(max_tokens=400, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 PROMPTS = ["Once upon a time", "One day a clever fox", [5, 6, 7], {"prompt": "A kind girl"}]
 
@@ -34,15 +35,8 @@ def llm() -> Iterator[AsyncLLM]:
 @pytest.fixture
 def make() -> Iterator[Callable[..., AsyncLLM]]:
     """make(...) -> an AsyncLLM of one test."""
-    made: list[AsyncLLM] = []
-
-    def make(**options: Any) -> AsyncLLM:
-        made.append(AsyncLLM(**{**SIZES, **options}))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
+    with ExitStack() as stack:
+        yield lambda **options: stack.enter_context(AsyncLLM(**{**SIZES, **options}))
 
 
 async def is_idle(llm: AsyncLLM) -> None:
@@ -69,7 +63,7 @@ async def collect(llm: AsyncLLM, prompt: Any, params: SamplingParams) -> dict[in
 def test_a_crowd_gets_what_generate_gives(llm: AsyncLLM) -> None:
     """Of 36 callers every third one leaves: in the loop, cancelled, or before its first token."""
     requests = [
-        (prompt, SamplingParams(n=n, seed=n, max_tokens=12, output_kind=kind))
+        (prompt, SamplingParams(n=n, seed=n, max_tokens=8, output_kind=kind))
         for prompt in PROMPTS
         for n in (1, 2, 3)
         for kind in RequestOutputKind
@@ -109,10 +103,8 @@ def test_several_event_loops_at_once(llm: AsyncLLM) -> None:
         threading.Thread(target=lambda: results.append(run(collect(llm, PROMPTS[0], params))))
         for _ in range(4)
     ]
-    for thread in work:
-        thread.start()
-    for thread in work:
-        thread.join()
+    for act in (threading.Thread.start, threading.Thread.join):
+        list(map(act, work))
     assert results == [expected] * 4
 
 
@@ -121,21 +113,23 @@ def test_an_abort_gives_the_tokens_so_far(llm: AsyncLLM, n: int) -> None:
     async def abort() -> Any:
         stream = await llm.add_request("mine", "Once", SamplingParams(n=n, seed=0, max_tokens=500))
         twin = await llm.add_request("mine", "One", LONG)  # ids of callers may be equal
-        first = await stream.get()
+        before = await stream.get()
         await llm.abort(["mine", "nobody's"])
-        while not (output := await stream.get()).finished:
-            first = output
-        ends = [(await twin.get()) for _ in range(1)]
-        while not ends[-1].finished:
-            ends.append(await twin.get())
+        ends = await asyncio.gather(last_of(stream), last_of(twin))
         await is_idle(llm)
-        return first, output, ends[-1]
+        return before, *ends
 
     before, last, twin = run(abort())
     assert last.request_id == twin.request_id == "mine"
-    assert [each.finish_reason for each in last.outputs] == ["abort"] * n
+    assert [each.finish_reason for each in (*last.outputs, *twin.outputs)] == ["abort"] * (n + 1)
     for old, new in zip(before.outputs, last.outputs, strict=False):
         assert new.token_ids[: len(old.token_ids)] == old.token_ids != []
+
+
+async def last_of(stream: Any) -> Any:
+    while not (output := await stream.get()).finished:
+        pass
+    return output
 
 
 def test_what_can_never_be_served_is_refused(make: Callable[..., AsyncLLM]) -> None:

@@ -27,7 +27,6 @@ logger = logging.getLogger("nanoserve")
 
 ALIASES = {  # another name -> ours
     "num_kv_blocks": "num_gpu_blocks_override",
-    "max_cpu_kv_blocks": "num_cpu_blocks",
     "task": "runner",
     "convert": "runner",
     "guided_decoding_backend": "structured_outputs_config",
@@ -44,121 +43,51 @@ VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; No
     "runner": {"auto": None},
 }
 # They change how fast it is, what is logged or where, and no token.
-TUNES = frozenset(
-    [
-        "trust_remote_code",
-        "disable_log_stats",
-        "disable_log_requests",
-        "enable_log_requests",
-        "log_level",
-        "logging_config",
-        "log_config_file",
-        "aggregate_engine_logging",
-        "enable_mfu_metrics",
-        "use_tqdm_on_load",
-        "disable_custom_all_reduce",
-        "disable_async_output_proc",
-        "use_v2_block_manager",
-        "max_seq_len_to_capture",
-        "max_context_len_to_capture",
-        "prefix_caching_hash_algo",
-        "disable_cascade_attn",
-        "disable_hybrid_kv_cache_manager",
-        "safetensors_load_strategy",
-        "safetensors_prefetch_num_threads",
-        "safetensors_prefetch_block_size",
-        "max_parallel_loading_workers",
-        "performance_mode",
-        "optimization_level",
-        "compilation_config",
-        "kernel_config",
-        "attention_config",
-        "ir_op_priority",
-        "moe_backend",
-        "linear_backend",
-        "enable_flashinfer_autotune",
-        "cudagraph_capture_sizes",
-        "max_cudagraph_capture_size",
-        "cuda_graph_sizes",
-        "cudagraph_metrics",
-        "custom_ops",
-        "num_scheduler_steps",
-        "multi_step_stream_outputs",
-        "stream_interval",
-        "num_lookahead_slots",
-        "watermark",
-        "scheduler_delay_factor",
-        "scheduler_reserve_full_isl",
-        "max_num_partial_prefills",
-        "max_long_partial_prefills",
-        "prefill_schedule_interval",
-        "shutdown_timeout",
-        "jit_monitor_mode",
-        "jit_monitor_verbose",
-        "fail_on_environ_validation",
-        "disable_frontend_multiprocessing",
-        "show_hidden_metrics_for_version",
-        "kv_cache_metrics",
-        "otlp_traces_endpoint",
-        "collect_detailed_traces",
-        "profiler_config",
-        "renderer_num_workers",
-        "numa_bind",
-        "tokenizer_pool_size",
-        "tokenizer_pool_type",
-        "ignore_patterns",
-        "pt_load_map_location",
-        "enable_layerwise_nvtx_tracing",
-        "enable_shm_tensor_arena",
-        "allow_deprecated_quantization",
-        "mm_processor_cache_gb",
-        "mm_encoder_tp_mode",
-        "language_model_only",
-        "skip_mm_profiling",
-        "distributed_timeout_seconds",
-        "kv_offloading_backend",
-    ]
-)
+TUNING = """
+    trust_remote_code disable_log_requests enable_log_requests log_level logging_config
+    log_config_file aggregate_engine_logging enable_mfu_metrics use_tqdm_on_load
+    disable_custom_all_reduce disable_async_output_proc use_v2_block_manager max_seq_len_to_capture
+    max_context_len_to_capture prefix_caching_hash_algo disable_cascade_attn
+    disable_hybrid_kv_cache_manager safetensors_load_strategy safetensors_prefetch_num_threads
+    max_parallel_loading_workers performance_mode optimization_level compilation_config
+    kernel_config attention_config moe_backend linear_backend enable_flashinfer_autotune
+    cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes num_scheduler_steps
+    multi_step_stream_outputs stream_interval num_lookahead_slots watermark scheduler_delay_factor
+    scheduler_reserve_full_isl max_num_partial_prefills max_long_partial_prefills
+    prefill_schedule_interval shutdown_timeout jit_monitor_mode numa_bind renderer_num_workers
+    otlp_traces_endpoint collect_detailed_traces kv_cache_metrics show_hidden_metrics_for_version
+    profiler_config tokenizer_pool_size ignore_patterns mm_processor_cache_gb language_model_only
+    skip_mm_profiling disable_frontend_multiprocessing kv_offloading_backend"""
+TUNES = frozenset(TUNING.split())
 # What is missing here, or done in another way, and the options that ask for it. "name=x|y" accepts
 # these values beside those that mean "off": None, False, 0, "", "auto" and empty ones.
 REFUSED = {
     "Weights stay on the device: use a smaller model, a half-precision dtype, or more ranks.": """
-        cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group=1
-        offload_prefetch_step=1 offload_params enable_sleep_mode enable_cumem_allocator
-        weight_transfer_config""",
+        cpu_offload_gb cpu_offload_params offload_backend offload_group_size enable_sleep_mode""",
     "A model is divided by tensor_parallel_size and pipeline_parallel_size only.": """
-        enable_expert_parallel enable_eplb eplb_config enable_dbo prefill_context_parallel_size=1
-        decode_context_parallel_size=1 enable_elastic_ep fully_sharded_loras""",
+        enable_expert_parallel enable_eplb enable_dbo prefill_context_parallel_size=1
+        decode_context_parallel_size=1 fully_sharded_loras""",
     "An LLM is one engine: start a server for each replica, and a proxy before them.": """
         data_parallel_size=1 data_parallel_rank data_parallel_size_local data_parallel_address
-        data_parallel_backend=mp data_parallel_external_lb data_parallel_hybrid_lb""",
+        data_parallel_backend=mp""",
     "Ranks are processes of this machine, or those that torchrun has started.": """
-        distributed_executor_backend=mp|uni|external_launcher worker_use_ray nnodes=1 node_rank
-        master_addr master_port ray_workers_use_nsight worker_cls worker_extension_cls""",
+        distributed_executor_backend=mp|uni|external_launcher nnodes=1 node_rank master_addr
+        master_port worker_use_ray worker_cls worker_extension_cls""",
     "Download the checkpoint, edit its config.json if you must, and give its folder as model.": """
-        revision=main code_revision tokenizer_revision=main download_dir hf_token hf_overrides
-        hf_config_path config_format=hf rope_scaling rope_theta model_loader_extra_config
-        model_class_overrides generation_config=vllm override_generation_config
-        quantization_config""",
+        revision=main tokenizer_revision=main download_dir hf_token hf_overrides config_format=hf
+        rope_scaling rope_theta generation_config=vllm override_generation_config code_revision
+        model_loader_extra_config quantization_config""",
     "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
-        skip_tokenizer_init tokenizer_mode=hf|slow enable_prompt_embeds limit_mm_per_prompt
-        mm_processor_kwargs media_io_kwargs allowed_local_media_path allowed_media_domains""",
+        skip_tokenizer_init tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
+        mm_processor_kwargs media_io_kwargs allowed_local_media_path io_processor_plugin""",
     "Functions on logits belong to a request: SamplingParams(logits_processors=[...]).": """
-        logits_processors logits_processor_pattern logprobs_mode=raw_logprobs io_processor_plugin
-        watermark_config reasoning_parser reasoning_config""",
+        logits_processors logprobs_mode=raw_logprobs reasoning_parser reasoning_config""",
     "Give speculative_config={'method': ..., 'model': ..., 'num_speculative_tokens': ...}.": """
         spec_method spec_model spec_tokens speculative_model num_speculative_tokens
-        ngram_prompt_lookup_max ngram_prompt_lookup_min spec_decoding_acceptance_method""",
-    "Here long_prefill_token_threshold and max_num_batched_tokens limit a step.": """
-        max_num_scheduled_tokens max_num_active_seqs long_prefill_token_threshold_adaptive
-        disable_sliding_window""",
-    "Not there; the KV cache has one dtype for all layers, whose scales are computed.": """
-        kv_cache_dtype_skip_layers calculate_kv_scales quantization_param_path kv_events_config
-        kv_sharing_fast_prefill ec_transfer_config mamba_cache_dtype mamba_block_size
-        diffusion_config enable_prompt_adapter""",
-    "Adapters have the model's dtype, and no layers or tokens of their own.": """
-        lora_dtype lora_target_modules enable_lora_bias lora_extra_vocab_size=256
-        long_lora_scaling_factors default_mm_loras max_cpu_loras""",
+        ngram_prompt_lookup_max ngram_prompt_lookup_min""",
+    "Adapters have the model's dtype, and the KV cache one dtype in all layers.": """
+        lora_dtype lora_target_modules lora_extra_vocab_size=256 kv_cache_dtype_skip_layers
+        calculate_kv_scales quantization_param_path disable_sliding_window""",
     "It is an option of the server: nanoserve serve --help.": """
         served_model_name max_num_queued_reqs chat_template""",
 }
@@ -174,15 +103,16 @@ def read_options(
     of one option; ValueError for an option of vLLM that asks for what is not here.
     """
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}  # ours -> the one that was given
     tuned = [name for name in options if name in TUNES and name not in allowed]
     for given, value in options.items():
         name, value = ALIASES.get(given, given), read_value(given, value)
-        if name in found:
-            raise TypeError(f"{given!r} and {name!r} are two names of one option; give one.")
-        if name in allowed and value is not None:
-            found[name] = value
-        elif name not in allowed and given not in tuned:
+        if name not in allowed:
             check_off(given, value, allowed)
+        elif value is not None:
+            if name in found:
+                raise TypeError(f"{names[name]} and {given} are the same option; give one of them.")
+            found[name], names[name] = value, given
     if tuned and not is_quiet:
         logger.info("without effect here: %s", ", ".join(tuned))
     return found
@@ -201,7 +131,9 @@ def read_value(name: str, value: Any) -> Any:
 
 
 def check_off(name: str, value: Any, allowed: Collection[str]) -> None:
-    """Raise unless this is an option of vLLM that is switched off."""
+    """Raise unless this is an option of vLLM that changes no token, or is switched off."""
+    if name in TUNES:
+        return
     if name not in WORDS:
         near = get_close_matches(name, [*allowed, *ALIASES, *WORDS, *TUNES], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -269,6 +269,19 @@ class AsyncLLM:
         self._check_alive()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
 
+    # -- adapters, of an engine with enable_lora --
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Check and read an adapter before a request wants it. Raises ValueError or TypeError."""
+        return await self.run_in_thread(self.engine.add_lora, lora_request)
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; requests that have it go on."""
+        return self.engine.remove_lora(lora_id)
+
+    async def list_loras(self) -> set[int]:
+        return self.engine.list_loras()
+
     # -- the engine --
 
     async def call_utility(self, function: Callable[[Any], Result]) -> Result:

@@ -128,7 +128,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...]
             how = {"type": kind, "metavar": kind.__name__.upper(), "help": allowed}
             group.add_argument("--" + name.replace("_", "-"), dest=f"sampling_{name}", **how)
     group.add_argument("--stop", dest="sampling_stop", action="append", metavar="TEXT")
-    group.add_argument("--ignore-eos", dest="sampling_ignore_eos", action="store_true", default=None)
+    group.add_argument(
+        "--ignore-eos", dest="sampling_ignore_eos", action="store_true", default=None
+    )
     group.add_argument("--lora-path", metavar="FOLDER", help="speak with this LoRA adapter")
     group.add_argument("-q", "--quick", metavar="TEXT", help="one question or prompt, and leave")
 

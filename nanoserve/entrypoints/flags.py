@@ -38,29 +38,30 @@ def config_classes() -> list[type]:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ..."""
+    """Add one flag for each option: --max-num-seqs 8, --no-enable-prefix-caching, ... It is absent
+    from the namespace unless it is given."""
     for cls in config_classes():
         title = "engine" if cls is EngineConfig else cls.__module__.split(".")[-2]
         group = parser.add_argument_group(title.replace("_", " "))
-        for name in vars(cls).get("__annotations__", {}):
-            if name not in without:
-                add_flag(group, cls, name)
+        hints, texts = get_type_hints(cls), help_texts(cls)
+        for each in fields(cls):
+            if each.name in vars(cls)["__annotations__"] and each.name not in without:
+                text = f"{texts[each.name]} (default: {each.default})".replace("%", "%%")
+                how = {"dest": each.name, "default": argparse.SUPPRESS, "help": text}
+                flag = "--" + each.name.replace("_", "-")
+                group.add_argument(flag, **how, **flag_of(hints[each.name]))
 
 
-def add_flag(group: Any, cls: Any, name: str) -> None:
-    """The flag of one field of a dataclass; absent from the namespace unless it is given."""
-    hint, [default] = get_type_hints(cls)[name], [f.default for f in fields(cls) if f.name == name]
+def flag_of(hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of this type."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    how: dict[str, Any] = {"type": python_value, "metavar": "VALUE"}
     if bool in kinds:
-        how = {"action": argparse.BooleanOptionalAction}
-    elif get_origin(kinds[0]) is Literal:
-        how = {"metavar": "|".join(get_args(kinds[0]))}
-    elif kinds[0] in (int, float, str):
-        how = {"type": kinds[0], "metavar": kinds[0].__name__.upper()}
-    text = f"{help_texts(cls).get(name, '')} (default: {default})".replace("%", "%%")
-    flag = "--" + name.replace("_", "-")
-    group.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **how)
+        return {"action": argparse.BooleanOptionalAction}
+    if get_origin(kinds[0]) is Literal:
+        return {"metavar": "|".join(get_args(kinds[0]))}
+    if kinds[0] in (int, float, str):
+        return {"type": kinds[0], "metavar": kinds[0].__name__.upper()}
+    return {"type": python_value, "metavar": "VALUE"}
 
 
 def python_value(text: str) -> Any:

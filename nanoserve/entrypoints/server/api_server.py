@@ -74,16 +74,17 @@ class Models:
 
         if name in self.names or name in self.adapters:
             raise ValueError(f"there is a model {name!r} already; choose another lora_name.")
-        if not hasattr(self.llm.engine, "adapters"):
+        if not hasattr(self.llm.engine, "add_lora"):
             raise ValueError("this server takes no adapters; start it with --enable-lora.")
         request = LoRARequest(name, next(self._numbers), path)
-        self.llm.engine.adapters.get(request)
+        self.llm.engine.add_lora(request)
         self.adapters[name] = request
 
     def unload(self, name: str) -> None:
         """Serve an adapter no more. Requests that run go on."""
-        if self.adapters.pop(name, None) is None:
+        if (request := self.adapters.pop(name, None)) is None:
             raise HTTPException(404, f"there is no LoRA adapter {name!r}.")
+        self.llm.engine.remove_lora(request.lora_int_id)
 
     def find(self, name: str | None) -> tuple[str, Any]:
         """(the name in the answer, the adapter or None). Raises HTTPException."""

@@ -35,7 +35,8 @@ from nanoserve.sequence import EngineDeadError, SchedulerOutput, Sequence
 
 INTERVAL = 0.1  # seconds between two messages
 MOST_CELLS, MOST_STEPS, MOST_SEQUENCES = 1024, 32, 64  # in a message
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:;"
+PAGE = Path(__file__).with_name("page.html")
+SOURCES = "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 
 
 class WatchedScheduler(Scheduler):
@@ -45,8 +46,8 @@ class WatchedScheduler(Scheduler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.steps: deque[dict[str, Any]] = deque([{}], MOST_STEPS)
-        self.num_steps = self.num_new_tokens = self.num_scheduled_tokens = 0
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
+        self.num_steps = self.num_generation_tokens = self.num_scheduled_tokens = 0
 
     def make_output(self, step: StepPlan) -> SchedulerOutput:
         output = super().make_output(step)
@@ -57,7 +58,7 @@ class WatchedScheduler(Scheduler):
         return output
 
     def describe(self, step: SchedulerOutput) -> dict[str, Any]:
-        """ "items" are [seq_id, tokens, is it part of a prefill?]."""
+        """A step. Its items are [seq_id, tokens, is it part of a prefill?]."""
         seqs = self.sequences
         shown = step.scheduled[:MOST_SEQUENCES]
         new = {each.seq_id: seqs[each.seq_id] for each in step.new_sequences}
@@ -78,46 +79,44 @@ class WatchedScheduler(Scheduler):
     def update_from_output(self, *args: Any) -> Any:
         updates = super().update_from_output(*args)
         if self.num_watchers:
-            self.num_new_tokens += sum(len(update.tokens) for update in updates)
+            self.num_generation_tokens += sum(len(update.tokens) for update in updates)
             time.sleep(self.pause)
         return updates
 
     def preempt(self, seq: Sequence) -> None:
         super().preempt(seq)
-        self.steps[-1].get("preempted", []).append(seq.seq_id)
+        self.note("preempted", seq.seq_id)
 
     def finish(self, seq_id: int, status: Any, *args: Any) -> None:
         super().finish(seq_id, status, *args)
-        self.steps[-1].get("finished", []).append([seq_id, status.name])
+        self.note("finished", [seq_id, status.name])
+
+    def note(self, name: str, event: Any) -> None:
+        if self.steps:
+            self.steps[-1][name].append(event)
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:
     """The state of an engine between two steps."""
-    scheduler, manager = engine.scheduler, engine.block_manager
+    scheduler, manager, config = engine.scheduler, engine.block_manager, engine.config
     queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
+    numbers = zip(("num_running", "num_swapped", "num_waiting"), map(len, queues), strict=True)
     shown = [seq for queue in queues for seq in queue][:MOST_SEQUENCES]
     size = -(-manager.num_blocks // MOST_CELLS)  # blocks of a cell
+    sizes = ("block_size", "num_blocks", "num_cpu_blocks", "num_queried_tokens", "num_hit_tokens")
+    counts = ("num_steps", "num_generation_tokens", "num_scheduled_tokens", "pause")
     return {
         "has_chat_template": bool(getattr(engine.tokenizer, "chat_template", None)),
-        "makes_vectors": hasattr(engine.config, "pooler_config"),
-        "block_size": manager.block_size,
-        "num_blocks": manager.num_blocks,
-        "num_cpu_blocks": manager.num_cpu_blocks,
-        "token_budget": engine.config.max_num_batched_tokens,
-        "max_num_seqs": engine.config.max_num_seqs,
+        "makes_vectors": hasattr(config, "pooler_config"),
+        "token_budget": config.max_num_batched_tokens,
         "time": time.monotonic(),
-        "num_steps": scheduler.num_steps,
-        "num_generation_tokens": scheduler.num_new_tokens,
-        "num_scheduled_tokens": scheduler.num_scheduled_tokens,
-        "num_running": len(scheduler.running),
-        "num_waiting": len(scheduler.waiting),
-        "num_swapped": len(scheduler.swapped),
+        **dict(numbers),
+        **{name: getattr(manager, name) for name in sizes},
+        **{name: getattr(scheduler, name) for name in counts},
         "num_free_blocks": len(manager.pool.free_queue),
         "num_free_cpu_blocks": len(manager.cpu_pool.free_queue),
-        "num_queried_tokens": manager.num_queried_tokens,
-        "num_hit_tokens": manager.num_hit_tokens,
-        "slow_motion": scheduler.pause,
         **describe_blocks(manager.pool, size),
+        "steps": list(scheduler.steps),
         "sequences": [describe_sequence(seq, manager, size) for seq in shown],
     }
 
@@ -138,17 +137,14 @@ def describe_blocks(pool: Any, size: int) -> dict[str, Any]:
 
 
 def describe_sequence(seq: Sequence, manager: Any, size: int) -> dict[str, Any]:
-    """ "cells": in which cells it has blocks, as bits of a hexadecimal number."""
+    """Its cells say where it has blocks, as bits of a hexadecimal number."""
     table = manager.block_tables.get(seq.seq_id, [])
     blocks = manager.swapped_tables.get(seq.seq_id, table)
-    counted = ("num_prompt_tokens", "num_tokens", "num_computed_tokens", "num_cached_tokens")
+    names = ("seq_id", "branch", "num_prompt_tokens", "num_tokens", "num_cached_tokens")
     return {
-        "seq_id": seq.seq_id,
+        **{name: getattr(seq, name) for name in (*names, "num_computed_tokens", "max_tokens")},
         "id": seq.request_id,
-        "branch": seq.branch,
         "status": seq.status.name,
-        **{name: getattr(seq, name) for name in counted},
-        "max_tokens": seq.max_tokens,
         "num_preemptions": seq.metrics.num_preemptions,
         "num_blocks": len(blocks),
         "block_table": blocks[:24],
@@ -163,18 +159,17 @@ def add_page(app: FastAPI, router: APIRouter, llm: AsyncLLM, model: str) -> None
     async def read(after: int) -> dict[str, Any]:
         """The state, with the steps behind this number."""
         state = await llm.call_utility(describe_engine)
-        steps = [step for step in list(llm.engine.scheduler.steps) if step.get("number", 0) > after]
-        return {**fixed, **state, "steps": steps}
+        return {**fixed, **state, "steps": [x for x in state["steps"] if x["number"] > after]}
 
     async def events(pause: float) -> AsyncIterator[str]:
-        scheduler, sent, number = llm.engine.scheduler, {}, 0
+        scheduler, sent = llm.engine.scheduler, {}
         scheduler.num_watchers, scheduler.pause = scheduler.num_watchers + 1, pause
         try:
             while True:
-                state = await read(number)
-                if {**state, "time": 0} != sent:
-                    sent, number = {**state, "time": 0}, state["num_steps"]
+                state = await read(sent.get("num_steps", 0))
+                if state["steps"] or {**sent, "time": 0} != {**state, "time": 0}:
                     yield f"data: {json.dumps(state)}\n\n"
+                sent = {**state, "steps": []}
                 await asyncio.sleep(INTERVAL)
         except EngineDeadError:  # the stream ends with the engine
             pass
@@ -183,10 +178,8 @@ def add_page(app: FastAPI, router: APIRouter, llm: AsyncLLM, model: str) -> None
 
     @app.get("/", include_in_schema=False)
     async def get_page() -> Response:
-        page = Path(__file__).with_name("page.html").read_text("utf-8")
-        return HTMLResponse(
-            page, headers={"Content-Security-Policy": f"{POLICY} connect-src 'self'"}
-        )
+        policy = {"Content-Security-Policy": f"default-src 'none'; {SOURCES}"}
+        return HTMLResponse(PAGE.read_text("utf-8"), headers=policy)
 
     @router.get("/engine", include_in_schema=False)
     async def get_engine(request: Request, slow_motion: float = 0.0) -> Response:

@@ -91,8 +91,8 @@ class GenerationRequest(OpenAIBaseModel):
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs and stream do not go together.")
         names = SamplingParams.__dataclass_fields__.keys() & type(self).model_fields.keys()
-        given = {name: getattr(self, name) for name in names - {"structured_outputs"}} | own
-        given = {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in names - {"structured_outputs"}}
+        given = {name: value for name, value in values.items() if value is not None} | own
         if form := {**(self.structured_outputs or {}), **read_form(self.response_format)}:
             from nanoserve.chapters.structured_output import StructuredOutputsParams
 
