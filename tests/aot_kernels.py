@@ -1,53 +1,46 @@
 """Compile the kernels for GPUs that this machine lacks, and describe the result.
 
-    python tests/aot_kernels.py 90         # an H100 or H200: one line of JSON for each kernel
+    python tests/aot_kernels.py 90                      # an H100: one line of JSON for each kernel
     python tests/aot_kernels.py 90 decode "rope 80"     # some cases only
-    python tests/aot_kernels.py 90 table   # attention for all shapes of heads (minutes)
 
-The functions of attention_triton.py and fused_triton.py run on tensors of the meta device (shapes
-without contents), and their launches are recorded instead of carried out. So the arguments, tiles
-and options compiled here are the real ones. The meta device also shows that no launch depends on a
-tensor's contents.
-
-Triton's interpreter must be off: a process that has imported Triton with TRITON_INTERPRET=1 has no
-compiler.
+The launches of the real functions are recorded on tensors of the meta device (shapes without
+contents) instead of carried out. So the arguments, tiles and options compiled here are the real
+ones, and no launch depends on a tensor's contents. Triton's interpreter must be off: a process that
+has imported Triton with TRITON_INTERPRET=1 has no compiler.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from nanoserve.attention import StepMetadata
 from nanoserve.kernels import attention_triton, fused_triton, quantized_triton
 from nanoserve.kernels.attention_triton import GpuInfo
+from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.kernels.quantized import QuantizedWeight
-from nanoserve.kv_cache import KVCacheSpec
-from nanoserve.layers import LayerConfig, QKNorm
 
 META = torch.device("meta")
 GPUS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, less 1 KiB of its own
+    75: GpuInfo(75, 40, 64 * 1024),  # T4
     80: GpuInfo(80, 108, 163 * 1024),  # A100
-    86: GpuInfo(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all
+    86: GpuInfo(86, 82, 99 * 1024),  # RTX 3090; the smallest shared memory of all with bfloat16
     89: GpuInfo(89, 128, 99 * 1024),  # RTX 4090, L4
     90: GpuInfo(90, 132, 227 * 1024),  # H100, H200
     100: GpuInfo(100, 148, 227 * 1024),  # B200
-    120: GpuInfo(120, 170, 99 * 1024),  # RTX 5090
 }
 KERNELS = {  # where each kernel is launched
     "paged_attention_kernel": attention_triton,
@@ -67,11 +60,9 @@ TYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
 }
-INSTRUCTIONS = {  # counted in the assembly
-    "mma": r"\bmma\.sync",  # tensor cores, a warp each (Ampere; small tiles everywhere)
-    "wgmma": r"\bwgmma\.mma_async",  # Hopper's
-    "tcgen05": r"\btcgen05\.mma",  # datacenter Blackwell's
-    "copies": r"\bcp\.async\.cg",  # to shared memory ahead of their use: a loop in stages has them
+INSTRUCTIONS = {  # counted in the assembly: tensor cores of each generation; loads ahead of use
+    "products": r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)",
+    "copies": r"\bcp\.async\.cg",
 }
 
 
@@ -88,85 +79,50 @@ class Recorder:
     """Replaces a kernel, and keeps its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
-        self.kernel = kernel
-        self.launches = launches
+        self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self.launches.append(Launch(self.kernel, grid, args, kwargs))
-
-        return launch
+        return lambda *args, **kwargs: self.launches.append(Launch(self.kernel, grid, args, kwargs))
 
 
-@contextmanager
-def recorded(launches: list[Launch], gpu: GpuInfo | None = None) -> Iterator[None]:
-    """Launches are kept instead of made, and planned for `gpu`, if one is given."""
+def record(function: Callable[[], Any], gpu: GpuInfo) -> list[Launch]:
+    """The launches of `function()` on `gpu`."""
+    launches: list[Launch] = []
     with ExitStack() as stack:
         for name, module in KERNELS.items():
             recorder = Recorder(getattr(module, name), launches)
             stack.enter_context(mock.patch.object(module, name, recorder))
-        if gpu is not None:
-            stack.enter_context(
-                mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
-            )
-        yield
-
-
-def record(function: Callable[..., Any], gpu: GpuInfo) -> list[Launch]:
-    """The launches of `function()` on `gpu`."""
-    launches: list[Launch] = []
-    with recorded(launches, gpu):
+        known = mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
+        stack.enter_context(known)
         function()
     return launches
 
 
-class Variant(NamedTuple):
-    """What decides whether two launches of a kernel run the same compiled code."""
-
-    signature: dict[str, str]  # argument -> type
-    constants: dict[str, Any]
-    attributes: dict[tuple[int, ...], list[list[Any]]]
-    options: dict[str, Any]  # of the compiler
-
-
-@lru_cache
-def compilable(kernel: Any) -> Any:
-    """The kernel itself, or what the interpreter's stand-in for it stands for."""
-    return kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
-
-
-def variant_of(launch: Launch) -> Variant:
-    """Specialised as Triton does: integers that are 1 are constants, pointers and multiples of 16
-    are known to be such."""
-    kernel = compilable(launch.kernel)
-    names = kernel.arg_names
-    given = dict(zip(names, launch.args, strict=False)) | launch.kwargs
-    options = {name: given.pop(name) for name in list(given) if name not in names}
-    variant = Variant({}, {}, {}, options)
+def compile_launch(launch: Launch, capability: int) -> Any:
+    """Triton's compiled kernel for this launch, specialised as Triton does: integers that are 1 are
+    constants, pointers and multiples of 16 are known to be such."""
+    kernel = launch.kernel
+    given = dict(zip(kernel.arg_names, launch.args, strict=False)) | launch.kwargs
+    options = {name: given.pop(name) for name in list(given) if name not in kernel.arg_names}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for place, parameter in enumerate(kernel.params):
         name, value = parameter.name, given[parameter.name]
         is_special = isinstance(value, int) and not parameter.do_not_specialize
         if parameter.is_constexpr or (is_special and value == 1):
-            variant.signature[name], variant.constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            variant.signature[name] = "*" + TYPES[value.dtype]
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = "*" + TYPES[value.dtype]
         elif isinstance(value, int):
-            variant.signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         else:
-            variant.signature[name] = "fp32"
-        is_multiple = is_special and value % 16 == 0
-        is_pointer = variant.signature[name][0] == "*"
-        if variant.signature[name] != "constexpr" and (is_pointer or is_multiple):
-            variant.attributes[(place,)] = [["tt.divisibility", 16]]
-    return variant
-
-
-def compile_launch(launch: Launch, capability: int) -> Any:
-    """Triton's compiled kernel for this launch."""
-    variant = variant_of(launch)
-    source = ASTSource(launch.kernel, variant.signature, variant.constants, variant.attributes)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=variant.options)
+            signature[name] = "fp32"
+        is_multiple = signature[name][0] == "*" or (is_special and value % 16 == 0)
+        if is_multiple and signature[name] != "constexpr":
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def describe(compiled: Any) -> dict[str, int]:
@@ -178,14 +134,13 @@ def describe(compiled: Any) -> dict[str, int]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found: dict[str, int] = {"shared": compiled.metadata.shared}
     for name, word in (("registers", "REG"), ("stack", "STACK"), ("local", "LOCAL")):
-        (number,) = re.findall(rf"\b{word}:(\d+)", usage)
-        found[name] = int(number)
+        found[name] = int(re.findall(rf"\b{word}:(\d+)", usage)[0])
     for name, pattern in INSTRUCTIONS.items():
         found[name] = len(re.findall(pattern, compiled.asm["ptx"]))
     return found
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
@@ -193,18 +148,16 @@ def attention(
     num_tokens: int,
     num_seqs: int,
     context: int,
-    *,
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     head_dim: int = 128,
-    value_dim: int | None = None,
     group: int = 4,
     **options: Any,
 ) -> Callable[[], Any]:
     """A call of paged_attention_triton: 8 key heads, blocks of 16, room for `context` tokens."""
 
     def call() -> Any:
-        spec = KVCacheSpec(8, head_dim, value_dim or head_dim)
+        spec = KVCacheSpec(8, head_dim, head_dim)
         kv_cache = spec.allocate(9999, 16, cache_dtype or dtype, META)
         return attention_triton.paged_attention_triton(
             empty(num_tokens, 8 * group, head_dim, dtype=dtype),
@@ -220,51 +173,25 @@ def attention(
     return call
 
 
-def store(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Callable[[], Any]:
-    """A call of store_kv_triton."""
+def fused(size: int, rotary_dim: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
+    """Calls of all functions of fused_triton, and of store_kv_triton: heads of `size`, a hidden
+    size of 40 heads."""
 
-    def call() -> Any:
-        product, slots = empty(256, 48, head_dim, dtype=dtype), empty(256, dtype=torch.int64)
-        caches = KVCacheSpec(8, head_dim, head_dim).allocate(9999, 16, dtype, META)
-        return attention_triton.store_kv_triton(product[:, 32:40], product[:, 40:], *caches, slots)
-
-    return call
-
-
-def norm(size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
-    """A call of add_rms_norm_triton."""
-    rows, weight = (256, size), (size,)
-    return lambda: fused_triton.add_rms_norm_triton(
-        empty(*rows, dtype=dtype), empty(*rows, dtype=dtype), empty(*weight, dtype=dtype), 1e-6
-    )
-
-
-def rope(
-    head_dim: int,
-    *,
-    rotary_dim: int | None = None,
-    has_norm: bool = True,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Callable[[], Any]:
-    """A call of rope_and_store_triton: 16 query heads, 8 key heads."""
-
-    def call() -> Any:
-        config = LayerConfig(dtype, META)
-        caches = KVCacheSpec(8, head_dim, head_dim).allocate(9999, 16, dtype, META)
-        table = empty(256, 1, 2 * (rotary_dim or head_dim), dtype=dtype).chunk(2, dim=-1)
-        slots = empty(256, dtype=torch.int64)
-        metadata = StepMetadata(slots, slots, slots, slots)
-        qk_norm = QKNorm(16, 24, head_dim, 1e-6, config) if has_norm else None
-        qkv = empty(256, 32 * head_dim, dtype=dtype)
-        backend = attention_triton.TritonBackend()
-        return fused_triton.rope_and_store_triton(qkv, qk_norm, table, backend, caches, metadata)
+    def call() -> None:
+        hidden, slots = 40 * size, empty(256, dtype=torch.int64)
+        caches = KVCacheSpec(8, size, size).allocate(9999, 16, dtype, META)
+        x, norm, metadata = empty(256, hidden, dtype=dtype), mock.Mock(), StepMetadata(*[slots] * 4)
+        norm.weight, norm.eps = empty(24, size, dtype=dtype), 1e-6
+        table = empty(256, 1, 2 * rotary_dim, dtype=dtype).chunk(2, dim=-1)
+        qkv, backend = empty(256, 32 * size, dtype=dtype), attention_triton.TritonBackend()
+        fused_triton.add_rms_norm_triton(x, x, empty(hidden, dtype=dtype), 1e-6)
+        fused_triton.rope_and_store_triton(qkv, norm, table, backend, caches, metadata)
+        fused_triton.rope_and_store_triton(qkv, None, table, backend, caches, metadata)
+        fused_triton.silu_and_mul_triton(x)
+        heads = qkv.unflatten(1, (32, size))
+        attention_triton.store_kv_triton(heads[:, 16:24], heads[:, 24:], *caches, slots)
 
     return call
-
-
-def activation(size: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
-    """A call of silu_and_mul_triton."""
-    return lambda: fused_triton.silu_and_mul_triton(empty(256, 2 * size, dtype=dtype))
 
 
 def quantized(
@@ -281,59 +208,36 @@ def quantized(
     return call
 
 
-INT8, FP8 = {"cache_dtype": torch.int8}, {"cache_dtype": torch.float8_e4m3fn}
+HALF, INT8, FP8 = torch.float16, torch.int8, torch.float8_e4m3fn
 CASES: dict[str, Callable[[], Any]] = {
     "decode": attention(512, 512, 4096),
     "split decode": attention(1, 1, 32768),
     "prefill": attention(8192, 8, 4096),
-    "split prefill": attention(300, 1, 4096, group=2),
-    "store": store(),
-    "8 bits, decode int8": attention(512, 512, 4096, **INT8),
-    "8 bits, decode fp8": attention(512, 512, 4096, **FP8),
-    "8 bits, prefill int8": attention(8192, 8, 4096, **INT8),
-    "8 bits, prefill fp8": attention(8192, 8, 4096, **FP8),
-    "quantized int4, a token": quantized("int4", 1, 32),
-    "quantized int4, a batch": quantized("int4", 32, 32),
-    "quantized int4, many": quantized("int4", 999, 32),
-    "quantized int8, a token": quantized("int8", 1),
-    "quantized int8, many": quantized("int8", 999),
-    "quantized int8, float16": quantized("int8", 999, dtype=torch.float16),
+    "decode float16": attention(512, 512, 4096, HALF),
+    "prefill float16": attention(8192, 8, 4096, HALF),
+    "decode int8": attention(512, 512, 4096, cache_dtype=INT8),
+    "prefill fp8": attention(8192, 8, 4096, cache_dtype=FP8),
     "window and soft cap": attention(4096, 8, 4096, sliding_window=1024, logits_soft_cap=30.0),
     "wide heads": attention(4096, 8, 4096, head_dim=256, group=8),
-    "wide float32": attention(4096, 8, 4096, head_dim=256, dtype=torch.float32),
-    "narrow heads": attention(4096, 8, 4096, head_dim=64, group=1, dtype=torch.float16),
-    **{f"norm {size}": norm(size) for size in (576, 1024, 2560, 3584, 5120, 8192)},
-    **{f"rope {dim}": rope(dim) for dim in (64, 80, 128, 256)},
-    **{f"rope {dim}, no norm": rope(dim, has_norm=False) for dim in (64, 80, 128, 256)},
-    "rope 80, a part": rope(80, rotary_dim=32),
-    "rope 128, a part": rope(128, rotary_dim=32),
-    "rope 256, a part": rope(256, rotary_dim=64),
-    **{f"activation {size}": activation(size) for size in (2400, 3072, 4864)},
-    "norm 2560, float32": norm(2560, torch.float32),
-    "rope 80, float32": rope(80, dtype=torch.float32),
-    "activation 2400, float32": activation(2400, torch.float32),
+    "wide float32": attention(4096, 8, 4096, torch.float32, head_dim=256),
+    "heads of 80": attention(4096, 8, 4096, head_dim=80, group=1),
+    "quantized int4": quantized("int4", 1, 32),
+    "quantized int4, many": quantized("int4", 999, 32),
+    "quantized int8": quantized("int8", 1),
+    "quantized int8, many": quantized("int8", 999),
+    "quantized float16": quantized("int8", 999, dtype=HALF),
+    "fused 128": fused(128, 128),
+    "fused 80": fused(80, 32),
+    "fused 64": fused(64, 64, torch.float32),
+    "fused float16": fused(128, 128, HALF),
 }
-
-
-def table_cases() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Attention of all groups, head sizes and half-precision types, with splits and without: a
-    batch of decodes or one, and a long prompt or a short one beside a decode, in turns."""
-    shapes = itertools.product((1, 2, 4, 8), (64, 80, 128, 256), (torch.float16, torch.bfloat16))
-    for number, (group, head_dim, dtype) in enumerate(shapes):
-        options: dict[str, Any] = {"group": group, "head_dim": head_dim, "dtype": dtype}
-        name = f"group {group}, heads of {head_dim}, {TYPES[dtype]}"
-        is_split = bool((number + number // 2 + number // 8) % 2)
-        num_seqs, num_tokens = (1, 64) if is_split else (999, 9999)
-        yield f"decode, {name}", attention(num_seqs, num_seqs, 8192, **options)
-        yield f"prefill, {name}", attention(num_tokens, 2, 2048, **options)
 
 
 def main(capability: int, names: list[str]) -> Iterator[dict[str, Any]]:
     """Compile each case for one GPU. A prefill is two launches, a split decode two kernels."""
-    cases = dict(table_cases()) if names == ["table"] else {name: CASES[name] for name in names}
-    for name, case in cases.items():
-        for launch in record(case, GPUS[capability]):
-            keys = ("PER_SEQUENCE", "IS_SPLIT", "NUM_SPLITS", "BLOCK_M", "BLOCK_N", "num_warps")
+    for name in names:
+        for launch in record(CASES[name], GPUS[capability]):
+            keys = ("PER_SEQUENCE", "IS_SPLIT", "BLOCK_M", "num_warps")
             yield {
                 "case": name,
                 "kernel": launch.kernel.__name__,

@@ -552,7 +552,9 @@ def choose_tiles(
     """
     block_d, block_v = padded_dim(head_dim), padded_dim(value_dim)
     widest = max(block_d, block_v)
-    if per_sequence:
+    if gpu.capability < 80:  # Triton knows no tensor cores here (T4): every product wants registers
+        block_m, block_n, num_warps = (16, 16, 4) if per_sequence else (32, 32, 8)
+    elif per_sequence:
         block_m, block_n, num_warps = 16, 64 if widest <= 128 else 32, 4
     elif num_bytes == 4:  # float32 runs without tensor cores: every product wants registers
         block_m, block_n, num_warps = 32, 32, 4 if widest <= 128 else 8

@@ -40,9 +40,12 @@ logger = logging.getLogger("nanoserve")
 
 
 def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own."""
+    """ "auto" is float32 on a CPU (its fastest and most exact), else the checkpoint's own; float16
+    for bfloat16 on a GPU without it (T4)."""
     if wanted == "auto":
-        wanted = "float32" if device.type == "cpu" else checkpoint
+        wanted = "float32" if device.type == "cpu" else checkpoint.removeprefix("torch.")
+        if wanted == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+            wanted = "float16"
     dtype = getattr(torch, wanted, None)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype {wanted!r} is not supported; use float32, bfloat16 or float16.")

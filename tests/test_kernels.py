@@ -1,0 +1,521 @@
+"""Each fast implementation computes what its definition says, for shapes that hypothesis draws.
+
+    attention       kernels/attention_cpu, native_cpu, attention_triton, and attention.py itself,
+                    against a softmax over keys that lie in order
+    fused           native_cpu and fused_triton, against layers.py
+    products        linear_cpu, quantized, quantized_cpu, quantized_triton, against F.linear
+    sampling        kernels/sampling, against sampler.py
+    caches          kernels/kv_cache
+
+Triton's interpreter runs the Triton kernels (tests/test_aot.py compiles them). Memory that does not
+belong to a step is poisoned: NaN stands in every slot without a key, and in blocks that stale
+entries of a block table name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from nanoserve import sampler
+from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.config import EngineConfig
+from nanoserve.kernels import fused, quantized, sampling
+from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, num_blocks_that_fit
+from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
+from nanoserve.kernels.native_cpu import Native, load_library
+from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
+from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
+from nanoserve.kernels.quantized_cpu import LIBRARY, NativeProduct
+from nanoserve.kernels.selector import get_attn_backend
+from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
+
+pytest.importorskip("triton")
+CPU = torch.device("cpu")
+needs_compiler = pytest.mark.skipif(load_library() is None, reason="needs a C++ compiler")
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+BACKENDS = ["reference", "torch", pytest.param("native", marks=needs_compiler)]
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1) -> None:
+    """Within a few roundings of the type."""
+    tolerance = factor * {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+# -- attention --
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step, without its numbers."""
+
+    seqs: tuple[tuple[int, int], ...]  # (queries, keys before them) of each sequence
+    block_size: int = 4
+    num_kv_heads: int = 2
+    group: int = 2  # query heads that share a key head
+    key_dim: int = 8
+    value_dim: int = 8
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        window, cap = self.sliding_window, self.logits_soft_cap
+        return {"scale": self.key_dim**-0.5, "sliding_window": window, "logits_soft_cap": cap}
+
+
+SHAPES = st.builds(
+    Shape,
+    seqs=st.lists(
+        st.one_of(st.tuples(st.just(1), st.integers(0, 40)), st.tuples(*[st.integers(1, 14)] * 2)),
+        min_size=1,
+        max_size=5,
+    ).map(tuple),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    key_dim=st.sampled_from([4, 8, 16, 20]),
+    value_dim=st.sampled_from([4, 8, 16]),
+    sliding_window=st.none() | st.integers(1, 12),
+    logits_soft_cap=st.none() | st.just(2.0),
+)
+
+
+class Step:
+    """Random keys, values and queries; where they are to lie."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, num_padding: int = 0) -> None:
+        self.shape, ends = shape, [0]
+        heads, size = shape.num_kv_heads, shape.block_size
+        lengths = [queries + before for queries, before in shape.seqs]
+        self.keys = [rand(n, heads, shape.key_dim, seed=n, dtype=dtype) for n in lengths]
+        self.values = [rand(n, heads, shape.value_dim, seed=n + 1, dtype=dtype) for n in lengths]
+        needed = [-(-length // size) for length in lengths]
+        self.num_blocks = sum(needed) + 2  # the last two belong to no sequence
+        blocks = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(0))
+        table = blocks[-1].repeat(len(lengths), max(needed) + 1)
+        slots = []
+        for i, length in enumerate(lengths):
+            table[i, : needed[i]] = blocks[sum(needed[:i]) : sum(needed[: i + 1])]
+            position = torch.arange(length)
+            slots.append(table[i, position // size] * size + position % size)
+            ends.append(ends[-1] + shape.seqs[i][0])
+        num_tokens = ends[-1] + num_padding
+        product = rand(num_tokens, heads * (shape.group + 2), shape.key_dim, seed=7, dtype=dtype)
+        self.query = 2 * product[:, : heads * shape.group]  # a view, as a model makes it
+        self.before = [slot[: -shape.seqs[i][0]] for i, slot in enumerate(slots)]
+        new = [slot[-shape.seqs[i][0] :] for i, slot in enumerate(slots)]
+        self.metadata = StepMetadata(
+            torch.cat([*new, torch.full((num_padding,), -1)]),
+            table.int(),
+            torch.tensor(ends).int(),
+            torch.tensor(lengths).int(),
+        )
+
+    def part(self, tensors: list[Tensor], is_new: bool) -> Tensor:
+        sizes = [queries for queries, _ in self.shape.seqs]
+        cut = [x[-n:] if is_new else x[:-n] for x, n in zip(tensors, sizes, strict=True)]
+        padding = [cut[0].new_ones(len(self.query) - sum(sizes), *cut[0].shape[1:])] * is_new
+        return torch.cat([*cut, *padding])
+
+    def run(self, backend: AttentionBackend, kv_cache: KVCache) -> Tensor:
+        """Store the keys of earlier steps, then this step's, then attend."""
+        earlier = replace(self.metadata, slot_mapping=torch.cat(self.before))
+        backend.store(self.part(self.keys, False), self.part(self.values, False), kv_cache, earlier)
+        metadata = backend.plan(self.metadata, self.shape.block_size, kv_cache[0].dtype)
+        backend.store(self.part(self.keys, True), self.part(self.values, True), kv_cache, metadata)
+        output = backend.attend(self.query, kv_cache, metadata, **self.shape.options)
+        return output[: int(metadata.query_start_loc[-1])]
+
+    def expected(self, cache_dtype: torch.dtype) -> Tensor:
+        """softmax(q k) v, one sequence after the other, in float64."""
+        outputs, shape = [], self.shape
+        starts = self.metadata.query_start_loc.tolist()
+        for i, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            if cache_dtype.itemsize == 1:
+                pairs = [quantize_rows(each, cache_dtype) for each in (key, value)]
+                key, value = (numbers.float() * scale for numbers, scale in pairs)
+            key, value = (x.double().repeat_interleave(shape.group, 1) for x in (key, value))
+            query = self.query[starts[i] : starts[i + 1]].double()
+            score = torch.einsum("qhd,khd->hqk", query, key) * shape.options["scale"]
+            if (cap := shape.logits_soft_cap) is not None:
+                score = cap * torch.tanh(score / cap)
+            at = torch.arange(len(key))
+            distance = at[-len(query) :, None] - at
+            hidden = (distance < 0) | (distance >= (shape.sliding_window or math.inf))
+            score = score.masked_fill(hidden, -math.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", score, value))
+        return torch.cat(outputs)
+
+
+def check_attention(
+    name: str, shape: Shape, dtype: torch.dtype, cache: str = "auto", padding: int = 0
+) -> None:
+    cache_dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(cache, dtype)
+    backend = get_attn_backend(name, CPU, dtype)
+    if name == "reference" and cache != "auto":
+        backend = QuantizedReference()
+    step = Step(shape, dtype, padding)
+    spec = KVCacheSpec(shape.num_kv_heads, shape.key_dim, shape.value_dim)
+    kv_cache = spec.allocate(step.num_blocks, shape.block_size, cache_dtype, CPU)
+    for each in kv_cache:
+        each.fill_(99 if each.dtype == torch.int8 else math.nan)
+    close(step.run(backend, kv_cache), step.expected(cache_dtype), dtype)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@few
+@given(shape=SHAPES)
+def test_attention(name: str, shape: Shape) -> None:
+    check_attention(name, shape, torch.float32)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+@few
+@given(shape=SHAPES)
+def test_attention_over_8_bits(name: str, cache: str, shape: Shape) -> None:
+    check_attention(name, shape, torch.float32, cache)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@few
+@given(shape=SHAPES)
+def test_attention_in_half_precision(name: str, dtype: torch.dtype, shape: Shape) -> None:
+    if name != "native" or dtype != torch.float16:  # which it does not know
+        check_attention(name, shape, dtype)
+
+
+@settings(few, max_examples=8)
+@given(
+    shape=SHAPES,
+    dtype=st.sampled_from([torch.float32, torch.float16]),  # (bfloat16 is cut off, not rounded)
+    cache=st.sampled_from(["auto", "int8", "fp8"]),
+    num_splits=st.sampled_from([1, 4]),
+    num_padding=st.integers(0, 3),
+)
+@example(Shape(((1, 14), (7, 0), (4, 6), (1, 0))), torch.float32, "auto", 4, 0)
+@example(Shape(((1, 30), (1, 3))), torch.float32, "int8", 4, 2)
+def test_attention_in_triton(
+    shape: Shape, dtype: torch.dtype, cache: str, num_splits: int, num_padding: int
+) -> None:
+    """With the keys of a sequence divided among programs, too. A graph's padding has a negative
+    slot: it is not stored, and nobody reads its output."""
+    from nanoserve.kernels import attention_triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_triton, "choose_num_splits", lambda *_, **__: num_splits)
+        check_attention("triton", shape, dtype, cache, num_padding)
+
+
+def test_backends_by_name() -> None:
+    assert type(get_attn_backend("reference", CPU)) is AttentionBackend
+    mine = AttentionBackend()
+    assert get_attn_backend(mine, CPU) is mine
+    with pytest.raises(ValueError, match="attention_backend"):
+        get_attn_backend("flash", CPU)
+
+
+# -- what lies between two products --
+
+
+def make_ops(name: str, dtype: torch.dtype) -> Any:
+    if name == "native":
+        return Native(load_library(), dtype)
+    from nanoserve.kernels.fused_triton import TritonOps
+
+    return TritonOps()
+
+
+OPS = [
+    pytest.param("native", torch.float32, marks=needs_compiler),
+    pytest.param("native", torch.bfloat16, marks=needs_compiler),
+    ("triton", torch.float32),
+    ("triton", torch.float16),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), OPS)
+@settings(few, max_examples=10)
+@given(num_tokens=st.integers(0, 5), size=st.integers(1, 70))
+def test_norm_and_activation(name: str, dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    ops, norm = make_ops(name, dtype), RMSNorm(size, 1e-6, LayerConfig(dtype))
+    norm.weight.copy_(rand(size, seed=1))
+    x, residual = rand(num_tokens, size, dtype=dtype), rand(num_tokens, size, seed=2, dtype=dtype)
+    both = x + residual
+    normalized, total = ops.add_rms_norm(x.clone(), residual, norm.weight, norm.eps)
+    close(total, both, dtype)
+    close(normalized, norm(both), dtype)
+    gate_up = rand(num_tokens, 2 * size, seed=3, dtype=dtype)
+    close(ops.silu_and_mul(gate_up), silu_and_mul(gate_up), dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), OPS)
+@pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
+@settings(few, max_examples=10)
+@given(
+    num_tokens=st.integers(1, 6),
+    num_kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    sizes=st.sampled_from([(8, 8), (16, 4), (20, 12), (12, 12)]),  # head_dim, rotary_dim
+    has_norm=st.booleans(),
+)
+def test_rope_and_store(
+    name: str,
+    dtype: torch.dtype,
+    cache: str,
+    num_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    sizes: tuple[int, int],
+    has_norm: bool,
+) -> None:
+    """Queries, and what the cache holds afterwards: norm, rotation and storing in one pass."""
+    (head_dim, rotary_dim), num_heads = sizes, num_kv_heads * group
+    config, rows = LayerConfig(dtype), num_heads + 2 * num_kv_heads
+    norms = [RMSNorm(head_dim, 1e-6, config) for _ in "qk"]
+    for i, each in enumerate(norms):
+        each.weight.copy_(rand(head_dim, seed=i))
+    attention: Any = SimpleNamespace(q_norm=norms[0], k_norm=norms[1])
+    attention.num_heads, attention.num_kv_heads = num_heads, num_kv_heads
+    norm = fused.QKNorm(attention) if has_norm else None
+    rope = rand(num_tokens, 1, 2 * rotary_dim, seed=2, dtype=dtype).chunk(2, dim=-1)
+    qkv, slots = rand(num_tokens, rows * head_dim, dtype=dtype), torch.arange(num_tokens) * 3
+    metadata = StepMetadata(slots, *[slots.int()] * 3)
+    cache_dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(cache, dtype)
+    caches = [
+        KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(5, 4, cache_dtype, CPU) for _ in "ab"
+    ]
+    plain = QuantizedReference() if len(caches[0]) > 2 else AttentionBackend()
+    expected = fused.rope_and_store(qkv, norm, rope, plain, caches[0], metadata)
+    backend = get_attn_backend(name, CPU, dtype)
+    ops = make_ops(name, dtype)
+    found = ops.rope_and_store(qkv.clone(), norm, rope, backend, caches[1], metadata)
+    close(found, expected, dtype, 3)
+    kept, wanted = (
+        [
+            numbers.float() * scale
+            for numbers, scale in zip(each[:2], each[2:] or (1, 1), strict=True)
+        ]
+        for each in (caches[1], caches[0])
+    )
+    code = {"auto": 1e-5, "int8": 0.02, "fp8": 0.1}[cache]  # 8 bits: perhaps the next code
+    for one, other in zip(kept, wanted, strict=True):
+        assert (
+            (one - other).abs() <= (code + 0.03 * (dtype.itemsize == 2)) * (1 + other.abs())
+        ).all()
+
+
+# -- products --
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24, 40), (PACKED_SIZE // 512, 512)])
+def test_packed_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = nn.Module()
+    layer.is_embedding = layer.is_lm_head = False
+    weight, bias = rand(*shape, dtype=dtype), rand(shape[0], seed=1, dtype=dtype)
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    method, x = PackedLinearMethod(), rand(5, shape[1], seed=2, dtype=dtype)
+    method.process_weights_after_loading(layer)
+    close(method.apply(layer, x, bias), F.linear(x, weight, bias), dtype, 10)
+
+
+def make_weight(kind: str, outputs: int, size: int, groups: int, **options: Any) -> QuantizedWeight:
+    generator, num_inputs = torch.Generator().manual_seed(outputs), size * groups
+    shape = (outputs * options.get("num_experts", 1), num_inputs)
+    codes = torch.randint(0, 16, shape, generator=generator)
+    scales = rand(shape[0], groups).abs() / 16
+    zeros = torch.randint(2, 9, scales.shape, generator=generator) if options.pop("zeros") else None
+    if options.pop("order"):
+        options["order"] = torch.randperm(num_inputs, generator=generator)
+    kinds = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    stored = pack_int4(codes.to(torch.uint8)) if kind == "int4" else codes.float().to(kinds[kind])
+    return QuantizedWeight(kind, stored, scales, zeros, **options)
+
+
+def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
+    if name == "native":
+        return NativeProduct(weight)
+    from nanoserve.kernels import quantized_triton
+
+    assume(weight.kind != "fp8" and quantized_triton.can_multiply(weight))
+    return quantized_triton.TritonProduct(weight)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.multiply, reason="")), "triton"],
+)
+@settings(few, max_examples=20)
+@given(
+    kind=st.sampled_from(["int4", "int8", "fp8"]),
+    outputs=st.integers(1, 70),
+    size=st.sampled_from([2, 16, 32, 48]),
+    groups=st.integers(1, 3),
+    zeros=st.booleans(),
+    order=st.booleans(),
+    num_tokens=st.integers(0, 5),
+)
+def test_quantized_products(
+    name: str,
+    kind: str,
+    outputs: int,
+    size: int,
+    groups: int,
+    zeros: bool,
+    order: bool,
+    num_tokens: int,
+) -> None:
+    weight = make_weight(kind, outputs, size, groups, zeros=zeros and kind != "fp8", order=order)
+    x = rand(num_tokens, weight.num_inputs, seed=1)
+    expected = F.linear(x, weight.dequantize())
+    weight.product = make_product(name, weight)
+    close(weight.multiply(x), expected, torch.float32, 10)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_quantized_experts(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, sorted by expert, each times the matrix of its expert."""
+    if not is_prepared:
+        monkeypatch.setattr(quantized, "choose_product", lambda weight: None)
+    weight = make_weight("int8", 6, 16, 2, zeros=True, order=False, num_experts=3)
+    matrices, rows = weight.dequantize().unflatten(0, (3, 6)), rand(5, 32)
+    offsets, experts = torch.tensor([2, 2, 5]), [0, 0, 2, 2, 2]
+    weight.prepare()
+    expected = torch.stack([matrices[e] @ row for e, row in zip(experts, rows, strict=True)])
+
+    def matmul(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return torch.stack([weight[e] @ row for e, row in zip(experts, rows, strict=True)])
+
+    close(weight.multiply_grouped(rows, offsets, matmul), expected, torch.float32, 10)
+
+
+# -- sampling --
+
+
+@pytest.mark.parametrize("is_tiny", [False, True])
+@settings(few, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**30), rows=st.integers(1, 6), data=st.data())
+def test_chosen_tokens(
+    is_tiny: bool, seed: int, rows: int, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of sampler.choose_tokens, with any filters: over a large vocabulary, and with tiny
+    chunks, which take every way through the code."""
+    if is_tiny:
+        sizes = {"CHUNK": 4, "SMALL": -1, "BLOCK": 50, "SPARSE": 1, "MAX_TOP_K": 9}
+        for name, value in sizes.items():
+            monkeypatch.setattr(sampling, name, value)
+    vocab_size = data.draw(st.integers(1, 50)) if is_tiny else 40_003
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab_size, generator=generator) * 4
+    logits = logits.round() if data.draw(st.booleans()) else logits  # many are equal
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -math.inf
+    logits[:, -1] = 0.5
+
+    def row_of(strategy: st.SearchStrategy[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([data.draw(strategy) for _ in range(rows)], dtype=dtype)
+
+    top_k = row_of(st.sampled_from([1, 2, 7, vocab_size]), torch.int64)
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    batch = sampler.SamplingBatch(
+        temperature=row_of(st.sampled_from([0.0, 0.3, 1.0]), torch.float32),
+        top_k=top_k.clamp(max=vocab_size) if data.draw(st.booleans()) else None,
+        top_p=row_of(st.floats(0.1, 1), torch.float32) if data.draw(st.booleans()) else None,
+        min_p=row_of(st.floats(0, 0.5), torch.float32) if data.draw(st.booleans()) else None,
+        uniform=uniform * data.draw(st.sampled_from([0, 1])),
+    )
+    expected = sampler.choose_tokens(logits, batch)
+    is_greedy = batch.temperature < sampler.GREEDY_TEMPERATURE
+    drawn = (~is_greedy).nonzero()[:, 0]
+    sent = replace(  # as the RequestState sends it
+        batch,
+        is_greedy=bool(is_greedy.all()),
+        drawn_rows=drawn if is_greedy.any() and not is_greedy.all() else None,
+        temperature=batch.temperature.masked_fill(is_greedy, 1.0),
+    )
+    found = sampling.choose_tokens(logits.clone(), sent)
+    assert torch.equal(found.token_ids, expected.token_ids)
+    assert found.is_possible.all()
+    if len(drawn):  # the way of a GPU, where nothing waits for the largest
+        some = sampling.select(sent, drawn)
+        on_gpu = sampling.draw_from_all(logits[drawn], some)
+        assert torch.equal(on_gpu.token_ids, expected.token_ids[drawn])
+
+
+def test_no_token_is_possible() -> None:
+    logits = torch.zeros(3, 200)
+    logits[0], logits[1, 3] = -math.inf, math.nan
+    for choose in (sampler.choose_tokens, sampling.choose_tokens):
+        greedy = sampler.SamplingBatch(is_greedy=True)
+        assert choose(logits.clone(), greedy).is_possible.tolist() == [False, False, True]
+
+
+# -- caches --
+
+
+@given(
+    spec=st.builds(KVCacheSpec, st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique_by=lambda pair: pair[1]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn]),
+)
+def test_blocks_and_their_copies(
+    spec: KVCacheSpec, pairs: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
+    """The bytes that a spec tells are those of its tensors; blocks move whole, in every layer."""
+    source, target = ([spec.allocate(5, 4, dtype, CPU) for _ in range(2)] for _ in "st")
+    assert sum(each.nbytes for each in source[0]) == 5 * spec.num_bytes(4, dtype)
+    for i, each in enumerate(each for layer in source for each in layer):
+        each.copy_(rand(*each.shape, seed=i).to(dtype if each.dtype == dtype else each.dtype))
+    copy_blocks(source, target, tuple(pairs))
+    for from_layer, to_layer in zip(source, target, strict=True):
+        for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
+            expected = torch.zeros(to_cache.shape)
+            for block, other in pairs:
+                expected[other] = from_cache[block].float()
+            assert torch.equal(to_cache.float(), expected)
+
+
+@given(
+    block_size=st.sampled_from([1, 4, 16]),
+    max_model_len=st.integers(1, 100),
+    max_num_seqs=st.integers(1, 9),
+    num_blocks=st.integers(0, 300),
+)
+def test_as_many_blocks_as_fit(
+    block_size: int, max_model_len: int, max_num_seqs: int, num_blocks: int
+) -> None:
+    """And no more than the longest sequences could fill; an error if not even one of them fits."""
+    specs = [KVCacheSpec(2, 8, 8)] * 3
+    per_block = sum(spec.num_bytes(block_size, torch.float32) for spec in specs)
+    config: Any = SimpleNamespace(
+        **{
+            **vars(EngineConfig()),
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "kv_cache_memory_bytes": num_blocks * per_block + per_block // 2,
+        }
+    )
+    per_sequence = -(-max_model_len // block_size)
+    if num_blocks < per_sequence:
+        with pytest.raises(ValueError, match="max_model_len"):
+            num_blocks_that_fit(config, specs, torch.float32, CPU)
+    else:
+        found = num_blocks_that_fit(config, specs, torch.float32, CPU)
+        assert found == min(num_blocks, per_sequence * max_num_seqs)
