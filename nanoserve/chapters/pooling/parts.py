@@ -115,6 +115,8 @@ class PoolingInputProcessor(InputProcessor):
 
 class PoolingRequest(Request):
     def build_output(self, changed: list[int]) -> list[Any]:
+        if not super().build_output(changed):
+            return []
         seq, data, error = self.root, torch.empty(0), str(self.root.stop_reason)
         if seq.vector is not None:
             data, error = seq.pooling_params.apply(seq.vector), None
