@@ -140,8 +140,11 @@ class LLMEngine:
         params: SamplingParams | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        **off: Any,
     ) -> Request:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
+        if off := [name for name, value in off.items() if value is not None]:
+            raise ValueError(f"{off} belong to an option of LLM that is not set: such as enable_*.")
         if params is None:  # what the checkpoint recommends
             params = SamplingParams.from_generation_config(self.model_config.generation_config)
         root = self.input_processor.process(request_id, prompt, params, priority, cache_salt)
@@ -177,11 +180,10 @@ class LLMEngine:
         if (request := self.requests.get(request_id)) is None:
             return  # it has failed already, or was aborted meanwhile
         logger.error("request %r failed: %r", request_id, error, exc_info=error)
-        message = str(error) or repr(error)
         self._being_read.add(request_id)  # who interrupts this has it done again
-        self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR, message)
+        self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR)
         if not any(each.finished and each.request_id == request_id for each in self._outputs):
-            self._outputs += request.fail(message)  # first hand over,
+            self._outputs += request.fail(str(error) or repr(error))  # first hand over,
         self.requests.pop(request_id, None)  # then forget
 
     def has_unfinished_requests(self) -> bool:

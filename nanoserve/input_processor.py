@@ -32,6 +32,8 @@ from nanoserve.models.config import ModelConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import RequestMetrics, Sequence
 
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "type")
+
 
 class InputProcessor:
     """Prompts and parameters in, checked Sequences out. Safe to call from several threads at once.
@@ -103,10 +105,12 @@ class InputProcessor:
         """Text, token ids and cache salt of a prompt."""
         prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if token_ids is None and not isinstance(text, str):
-            text, token_ids = None, text
-        token_ids = self.tokenize(text) if token_ids is None else as_token_ids(token_ids)
-        return text, token_ids, prompt.get("cache_salt")
+        if unknown := [name for name in prompt if prompt[name] and name not in PROMPT_KEYS]:
+            raise ValueError(f"a prompt has {unknown}; allowed: {', '.join(PROMPT_KEYS)}.")
+        if token_ids is None:
+            is_text = isinstance(text, str)
+            text, token_ids = (text, self.tokenize(text)) if is_text else (None, text)
+        return text, as_token_ids(token_ids), prompt.get("cache_salt")
 
     def check_prompt(self, token_ids: list[int]) -> int:
         """How many tokens the output may have. Raises ValueError if there is no room for one."""

@@ -18,7 +18,7 @@ vLLM: vllm/entrypoints/llm.py (V0 and 0.32).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import count
 from numbers import Integral
@@ -123,8 +123,8 @@ class LLM:
             cache_salt=cache_salt,
         )
         outputs: dict[str, RequestOutput] = {}
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with make_bar(total=len(requests), desc="Prompts", disable=not use_tqdm) as bar:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        with make(total=len(requests), desc="Prompts", disable=not use_tqdm) as bar:
             for output in self.run_requests(requests):
                 outputs[output.request_id] = output
                 bar.update(1)
@@ -165,7 +165,7 @@ class LLM:
         options["add_generation_prompt"] = add_generation_prompt
         options["continue_final_message"] = continue_final_message
         render = self.llm_engine.input_processor.render_chat
-        is_one = any(isinstance(each, Mapping) for each in messages)
+        is_one = not all(isinstance(each, (list, tuple)) for each in messages)
         prompts = [render(each, **options) for each in ([messages] if is_one else messages)]
         each |= {"lora_request": lora_request, "priority": priority}
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **each)
@@ -179,9 +179,11 @@ class LLM:
     ) -> list[Request]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
         prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-        is_one = isinstance(prompts, (str, Mapping))
+        is_one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable)
         prompts = [prompts] if is_one else list(prompts)
-        if prompts and isinstance(prompts[0], Integral):  # the token ids of one prompt
+        if (
+            not is_one and prompts and isinstance(prompts[0], Integral)
+        ):  # the token ids of one prompt
             prompts = [prompts]
         each = {"params": params, **each}
         for name, given in each.items():

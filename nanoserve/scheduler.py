@@ -74,10 +74,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config = config
-        self.max_num_seqs = config.max_num_seqs
-        self.max_chunk = config.max_num_batched_tokens
-        if config.enable_chunked_prefill and config.long_prefill_token_threshold:
-            self.max_chunk = config.long_prefill_token_threshold
+        limit = config.enable_chunked_prefill and config.long_prefill_token_threshold
+        self.max_chunk = limit or config.max_num_batched_tokens  # tokens of one sequence in a step
         self.block_manager = block_manager
         self.sequences: dict[int, Sequence] = {}  # every unfinished one
         self.waiting: list[Sequence] = []
@@ -203,7 +201,7 @@ class Scheduler:
     def has_seq_slot(self, seq: Sequence) -> bool:
         """May `seq` run within max_num_seqs? Branches that have not forked off are counted too."""
         num_running = len(self.running) + sum(other.num_pending_forks for other in self.running)
-        return num_running + 1 + seq.num_pending_forks <= self.max_num_seqs
+        return num_running + 1 + seq.num_pending_forks <= self.config.max_num_seqs
 
     def start_running(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
@@ -271,7 +269,6 @@ class Scheduler:
             seq, metrics = update.sequence, update.sequence.metrics
             if update.tokens:
                 metrics.first_token_ts, metrics.last_token_ts = metrics.first_token_ts or now, now
-                metrics.num_generation_tokens += len(update.tokens)
             if seq.status.finish_reason is not None:
                 self.finish(seq.seq_id, seq.status)
         return updates
@@ -334,13 +331,11 @@ class Scheduler:
             seq.stop_reason = seq.stop_reason if stop_reason is None else stop_reason
             seq.metrics.finished_ts = time.monotonic()
 
-    def finish_request(
-        self, root: Sequence, status: SequenceStatus, stop_reason: str | None = None
-    ) -> None:
+    def finish_request(self, root: Sequence, status: SequenceStatus) -> None:
         """End all sequences of a request: `root`, and its branches, those that forked off in this
         very step among them. Their ids follow that of the root."""
         for seq_id in range(root.seq_id, root.seq_id + root.sampling_params.n):
-            self.finish(seq_id, status, stop_reason)
+            self.finish(seq_id, status)
 
     def remove(self, seq: Sequence) -> None:
         """Take `seq` out of its list; the runner may drop it, if it knows it."""

@@ -224,7 +224,6 @@ class SequenceUpdate:
         """Take all but the first `number` new tokens back: a stop string ends the output there."""
         if (surplus := len(self.tokens) - number) > 0:
             del self.sequence.token_ids[-surplus:]
-            self.sequence.metrics.num_generation_tokens -= surplus
             self.tokens = self.tokens[:number]
 
 
@@ -241,7 +240,6 @@ class RequestMetrics:
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     finished_ts: float | None = None
-    num_generation_tokens: int = 0
     num_preemptions: int = 0
 
 

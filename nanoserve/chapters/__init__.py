@@ -91,7 +91,9 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     for chapter, switch in CHAPTERS.items() if given.keys() - known else ():
         for name in given.keys() & find_options(chapter):
             if name not in known:
-                raise ValueError(f"{name} needs {switch}, which is not set.")
+                raise ValueError(
+                    f"{name} needs {switch}, which is not set; see chapters/{chapter}."
+                )
     return type("LLMEngine", (stack("engine_cls", active, engine),), parts), given
 
 
@@ -110,9 +112,14 @@ def read(options: Mapping[str, Any], is_quiet: bool = False) -> dict[str, Any]:
     return read_options(options, {"model", *Options.__annotations__}, is_quiet)
 
 
+def find_parts(chapter: str) -> Mapping[str, Any]:
+    """The classes of a chapter, by the part that they change."""
+    return import_module(f"{__name__}.{chapter}.parts").PARTS
+
+
 def find_options(chapter: str) -> Collection[str]:
     """The names of the options that a chapter adds."""
-    config_cls = import_module(f"{__name__}.{chapter}.parts").PARTS.get("config_cls")
+    config_cls = find_parts(chapter).get("config_cls")
     return config_cls.__annotations__.keys() if config_cls else ()
 
 
@@ -122,11 +129,21 @@ class Stacked(type):
     made_of: tuple[str, tuple[str, ...], type]
 
 
+class MethodHints:
+    """A method of a chapter that is off is refused by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        for chapter, switch in CHAPTERS.items() if name[:1] != "_" else ():
+            if name in vars(find_parts(chapter).get("llm_cls", object)):
+                raise AttributeError(f"LLM.{name} needs LLM({switch}=...); see chapters/{chapter}.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
 @cache
 def stack(part: str, chapters: tuple[str, ...], base: type) -> type:
     """The class of one part: those of the chapters, on `base`."""
-    modules = [import_module(f"{__name__}.{chapter}.parts") for chapter in chapters]
-    found = [module.PARTS.get(part) for module in modules]
+    found = [find_parts(chapter).get(part) for chapter in chapters]
+    found.insert(0, MethodHints if part == "llm_cls" else None)
     mixins = [each for each in reversed(found) if each and not issubclass(base, each)]
     if not mixins:
         return base

@@ -14,8 +14,8 @@ class Options(TypedDict, total=False):
     """The options of LLM, beside `model`."""
 
     tokenizer: str | Path | None
-    dtype: Literal['auto', 'float32', 'bfloat16', 'float16']
-    kv_cache_dtype: Literal['auto', 'fp8', 'int8']
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    kv_cache_dtype: Literal["auto", "fp8", "int8"]
     device: str
     max_model_len: int | None
     max_num_seqs: int | None
@@ -28,22 +28,22 @@ class Options(TypedDict, total=False):
     enable_prefix_caching: bool
     enable_chunked_prefill: bool
     long_prefill_token_threshold: int
-    scheduling_policy: Literal['fcfs', 'priority']
-    preemption_mode: Literal['recompute', 'swap']
+    scheduling_policy: Literal["fcfs", "priority"]
+    preemption_mode: Literal["recompute", "swap"]
     num_cpu_blocks: int | None
     swap_space: float | None
     seed: int
-    load_format: Literal['auto', 'dummy']
-    model_impl: Literal['auto', 'nanoserve', 'transformers']
+    load_format: Literal["auto", "dummy"]
+    model_impl: Literal["auto", "nanoserve", "transformers"]
     attention_backend: Any
-    kernels: Literal['auto', 'plain', 'fast']
+    kernels: Literal["auto", "plain", "fast"]
     enforce_eager: bool
     async_scheduling: bool
     max_logprobs: int
     # chapters/quantization
     quantization: str | None
     # chapters/pooling
-    runner: Literal['generate', 'pooling']
+    runner: Literal["generate", "pooling"]
     pooler_config: Any
     # chapters/pipeline
     pipeline_parallel_size: int
@@ -58,7 +58,7 @@ class Options(TypedDict, total=False):
     structured_outputs_config: Any
     # chapters/kv_offload
     kv_offloading_size: float | None
-    kv_offloading_policy: Literal['lru', 'arc']
+    kv_offloading_policy: Literal["lru", "arc"]
     # chapters/metrics
     collect_metrics: bool
     # A class of your own in the place of a part
