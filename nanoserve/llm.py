@@ -161,6 +161,8 @@ class LLM:
         A message is {"role": "user", "content": "..."}. The template (`chat_template` in place of
         the model's own) gets tools and chat_template_kwargs. The other arguments are generate's.
         """
+        if isinstance(messages, str):
+            raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
         options = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
         options["add_generation_prompt"] = add_generation_prompt
         options["continue_final_message"] = continue_final_message
