@@ -1,9 +1,12 @@
 """What do pipeline stages change in the engine?
 
-engine      more steps in flight
-scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
-runner      builds its stage's share of the model, receives and sends hidden states, and
-            samples when a step is read
+    engine      more steps in flight
+    scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
+    runner      builds its stage's share of the model, receives and sends hidden states, and
+                samples when a step is read
+
+The sampling parameters of a step are gathered at its launch. When it is read, its sequences may
+have been aborted or preempted, and their rows may belong to others.
 """
 
 from __future__ import annotations
