@@ -63,19 +63,13 @@ def search(reference: Any, prompt: list[int], params: BeamSearchParams) -> list[
     return sorted(completed + beams, key=lambda beam: -score(beam, params))[: params.beam_width]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        BeamSearchParams(3, 8, length_penalty=0.0),
-        BeamSearchParams(4, 6, ignore_eos=True),
-        BeamSearchParams(8, 3, length_penalty=-2.0),
-    ],
-)
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize(("width", "length", "penalty"), [(3, 8, 0.0), (4, 6, 1.0), (8, 3, -2.0)])
 def test_the_beams_are_those_of_a_naive_loop(
-    llm: LLM, reference: Any, params: BeamSearchParams
+    llm: LLM, reference: Any, width: int, length: int, penalty: float, ignore_eos: bool
 ) -> None:
-    limit = params.beam_width % 3 or None  # prompts at a time
-    outputs = llm.beam_search(PROMPTS, params, concurrency_limit=limit)
+    params = BeamSearchParams(width, length, ignore_eos, length_penalty=penalty)
+    outputs = llm.beam_search(PROMPTS, params, concurrency_limit=width % 3 or None)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = search(reference, prompt, params)
         assert [beam.tokens for beam in output.sequences] == [tokens for tokens, _ in expected]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import platform
 from importlib import metadata
+from typing import Literal
 
 from nanoserve.kernels.memory import available_memory, describe_size
 from nanoserve.kernels.threads import load_torch, num_cores
@@ -74,7 +75,7 @@ def describe_compiler() -> str:
     return "found: kernels/native_cpu.cpp runs"
 
 
-def check(kernels: str) -> bool:
+def check(kernels: Literal["plain", "fast"]) -> bool:
     """Generate, compare and print: is each token transformers' choice?"""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     try:

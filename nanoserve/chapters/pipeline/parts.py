@@ -1,14 +1,18 @@
 """What do pipeline stages change in the engine?
 
-engine      more steps in flight
-scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
-runner      builds its stage's share of the model, receives and sends hidden states, and
-            samples when a step is read
+    engine      more steps in flight
+    scheduler   a step takes an even share of the decodes; a sequence with a token in flight waits
+    runner      builds its stage's share of the model, receives and sends hidden states, and
+                samples when a step is read
+
+The sampling parameters of a step are gathered at its launch. When it is read, its sequences may
+have been aborted or preempted, and their rows may belong to others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,11 +60,10 @@ class PipelineConfig(EngineConfig):
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         cls, size = ModelRegistry.get(model.architecture), self.pipeline_parallel_size
-        is_own = cls is not None and issubclass(cls, CausalLM)
-        if self.model_impl == "transformers" or not is_own:
-            raise ValueError(f"{model.architecture} cannot be divided into stages: it is not ours.")
-        if model.num_layers < size:
-            raise ValueError(f"{model.num_layers} layers cannot be divided among {size} stages.")
+        is_own = cls is not None and issubclass(cls, CausalLM) and self.model_impl != "transformers"
+        if not is_own or model.num_layers < size:
+            what = f"{model.architecture} ({model.num_layers} layers) cannot be divided into {size}"
+            raise ValueError(f"{what} stages. Models of nanoserve's own with more layers can.")
         return super().resolve(model)
 
 
@@ -72,10 +75,9 @@ class PipelineEngine(LLMEngine):
     def make_request(
         self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
     ) -> Request:
-        request = super().make_request(request_id, prompt, params, **each)
-        if request.root.sampling_params.prompt_logprobs is not None:
+        if params is not None and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs the whole model on one stage.")
-        return request
+        return super().make_request(request_id, prompt, params, **each)
 
 
 class PipelineScheduler(Scheduler):
@@ -122,16 +124,12 @@ class PipelineRunner(ModelRunner):
     ) -> None:
         stage = connect_stages(parallel, config.pipeline_parallel_size, config.device)
         super().__init__(config, model_config, stage)
-        self.is_rank_0 = parallel.tp_rank == 0
-        if not self.is_rank_0:
+        if parallel.tp_rank > 0:
             self.parallel = replace(self.parallel, inbox=Inbox(parallel))
 
     def build_model(self, max_model_len: int, layer_config: LayerConfig) -> Model:
         """The stage's share."""
-
-        def build(layer_config: LayerConfig) -> Any:
-            return super(PipelineRunner, self).build_model(max_model_len, layer_config)
-
+        build: Any = partial(super().build_model, max_model_len)
         max_tokens = self.config.max_num_batched_tokens
         return build_stage(build, self.model_config, layer_config, self.parallel, max_tokens)
 
@@ -154,9 +152,9 @@ class PipelineRunner(ModelRunner):
         return rows
 
     def draw(self, input_batch: InputBatch, hidden: Tensor) -> None:
-        """Send the hidden states to the next stage, or the logits to rank 0, which reads them later.
-        A step without any (a chunk) is answered, too, by one number: else rank 0 would run ahead
-        with all chunks of a prompt."""
+        """Send the hidden states to the next stage, or the logits to rank 0, which reads them
+        later. A step without any (a chunk) is answered, too, by one number: else rank 0 would run
+        ahead with all chunks of a prompt."""
         if self.parallel.next is not None:
             self.parallel.next.send(hidden[: len(input_batch.arrays.positions)].clone())
         if self.parallel.is_last:
@@ -167,7 +165,7 @@ class PipelineRunner(ModelRunner):
 
     def sample(self, input_batch: InputBatch, hidden: Tensor) -> PendingOutput:
         pending = PendingStages(**vars(super().sample(input_batch, hidden)))
-        if self.is_rank_0:
+        if self.parallel.world.tp_rank == 0:
             num_samples = len(input_batch.arrays.sampled_rows)
             shape = (num_samples, self.model_config.vocab_size) if num_samples else (1, 1)
             pending.logits = torch.empty(shape, dtype=self.dtype, device=self.device)

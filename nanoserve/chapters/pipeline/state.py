@@ -14,7 +14,7 @@ vLLM: vllm/distributed/parallel_state.py (V0 and V1).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -47,18 +47,18 @@ class Inbox:
     """The steps that rank 0 has told and this rank has not begun."""
 
     def __init__(self, world: ParallelState) -> None:
-        self.world, self.steps = world, SimpleQueue()
+        self.world = world
+        self.steps: SimpleQueue[Any] = SimpleQueue()
         Thread(target=self.receive, daemon=True).start()
 
     def receive(self) -> None:
         """In a thread of its own: take in what rank 0 tells, to the None at the end."""
-        step = self
-        while not (step is None or isinstance(step, Exception)):
-            try:
-                step = self.world.broadcast_object()
-            except RuntimeError as error:  # rank 0 has ended
-                step = error
-            self.steps.put(step)
+        try:
+            while (step := self.world.broadcast_object()) is not None:
+                self.steps.put(step)
+            self.steps.put(None)
+        except RuntimeError as error:  # rank 0 has ended
+            self.steps.put(error)
 
     def get(self) -> Any:
         step = self.steps.get()
@@ -117,14 +117,7 @@ def connect_stages(world: ParallelState, pp_size: int, device: str) -> StageStat
     group = None
     if size > 1:
         group = make_group(world.store, f"stage {pp_rank}", tp_rank, size, device)
-    return StageState(
-        tp_rank,
-        size,
-        group,
-        world=world,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
-        previous=link(rank - size, rank),
-        next=link(rank, rank + size),
-        back=link(world.tp_size - size, 0),
-    )
+    links = {"previous": link(rank - size, rank), "next": link(rank, rank + size)}
+    links["back"] = link(world.tp_size - size, 0)
+    stage = StageState(tp_rank, size, group, world=world, pp_rank=pp_rank, pp_size=pp_size)
+    return replace(stage, **links)

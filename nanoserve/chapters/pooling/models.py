@@ -52,9 +52,8 @@ def as_decoder(model: ModelConfig) -> ModelConfig | None:
         found = causal if name == causal or (is_body and not masked) else None
     if found is None or not model.get("is_causal", True):
         raise ValueError(
-            f"{model.path.name} ({name}) makes no vectors here. Supported with runner='pooling': "
-            "causal language models, such as Qwen3Model, and encoders, such as BertModel and "
-            "XLMRobertaForMaskedLM; no classifiers, rewards or encoder-decoder models."
+            f"{name} makes no vectors here. Supported: causal language models, such as Qwen3Model, "
+            "and encoders, such as BertModel and XLMRobertaForMaskedLM; no classifiers."
         )
     hf = {**model.hf_config, "tie_word_embeddings": True}  # so that files may lack a head
     return replace(model, architecture=found, hf_config=hf, tie_word_embeddings=True)

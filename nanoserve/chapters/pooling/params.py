@@ -56,10 +56,10 @@ class PoolerConfig:
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig:
-        """From a dict, its JSON text, or a PoolerConfig."""
+        """From a dict, or a PoolerConfig."""
         if isinstance(value, cls):
             return value
-        given = json.loads(value) if isinstance(value, str) else value or {}
+        given = value or {}
         known = {each.name: each.name for each in fields(cls)}
         known |= {"pooling_type": "seq_pooling_type"}  # vLLM's shorter name
         if not isinstance(given, Mapping) or not given.keys() <= known.keys():

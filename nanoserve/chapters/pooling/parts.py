@@ -83,10 +83,7 @@ class PoolingConfig(EngineConfig):
         pooler = self.pooler_config.resolve(model.path, "CLS" if is_encoder else "LAST")
         kind = pooler.seq_pooling_type
         if kind == "CLS" and not is_encoder:
-            raise ValueError(
-                f"seq_pooling_type is CLS, and {model.architecture} is a decoder: its first token "
-                "sees no other one. Use LAST or MEAN."
-            )
+            raise ValueError(f"the first token (CLS) of {model.architecture} sees no other one.")
         length = min(read_max_seq_length(model.path) or model.max_model_len, model.max_model_len)
         changes: dict[str, Any] = {"pooler_config": pooler, "enforce_eager": True}
         if is_encoder:
