@@ -150,8 +150,8 @@ class DraftModelProposer(ModelProposer):
         """Read what the target has read, then go on alone."""
         query_start_loc = pending.input_batch.arrays.query_start_loc
         newest = self.runner.req_states.num_tokens[rows] - 1  # positions of the last known tokens
-        # What the target has read, less rejected drafts.
-        kept = np.minimum(np.diff(query_start_loc), newest - starts)
+        # What the target has read, less rejected drafts. (Where no token could be sampled: one.)
+        kept = np.minimum(np.diff(query_start_loc), np.maximum(newest - starts, 1))
         lengths = kept + (limits > 0) * (1 - self.shift)
         states = self.select_states(pending.hidden, query_start_loc[:-1], kept)
         states = self.read(rows, starts, lengths, states)
