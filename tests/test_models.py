@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.layers import LayerConfig, RotaryEmbedding
+from nanoserve.layers import LayerConfig, RotaryEmbedding, silu_and_mul
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.families import LlamaForCausalLM
 from nanoserve.models.moe import (
@@ -29,7 +29,6 @@ from nanoserve.models.moe import (
     grouped_matmul_torch,
     route,
     run_experts_grouped,
-    run_experts_loop,
 )
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.models.rope import rope_frequencies
@@ -74,7 +73,6 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3": ("gemma3_text", {"head_dim": 24, "sliding_window": 11}),  # two ropes
-    "nemotron": ("nemotron", {}),  # hands no keyword arguments to attention
     "gpt_bigcode": ("gpt_bigcode", {"multi_query": True}),
     # Latent attention: keys of 16 + 8, values of 16, a scale that yarn changes; shared experts.
     "deepseek_v2": (
@@ -184,6 +182,18 @@ def test_rope_is_that_of_transformers(rope: dict[str, Any], tmp_path: Path) -> N
 
 
 # -- experts --
+
+
+def run_experts_loop(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor
+) -> Tensor:
+    """The definition: each expert on the tokens that chose it, one after the other."""
+    output = torch.zeros_like(x)
+    for expert in range(len(gate_up)):
+        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)
+        y = silu_and_mul(x[tokens] @ gate_up[expert].T) @ down[expert].T
+        output.index_add_(0, tokens, y * weights[tokens, places, None])
+    return output
 
 
 @given(
@@ -302,12 +312,12 @@ def test_configs_that_are_refused(
         LLM(copy(make_checkpoint(family), tmp_path, **keys))
 
 
-@pytest.mark.parametrize("family", ["bloom", "gptj", "mamba", "falcon"])
+@pytest.mark.parametrize("family", ["bloom", "gptj", "mamba", "falcon", "nemotron"])
 def test_models_that_need_more_than_paged_attention(
     family: str, make_checkpoint: MakeCheckpoint
 ) -> None:
-    """A bias for distances (ALiBi), attention of their own, a state: without it, they would write
-    nonsense."""
+    """A bias for distances (ALiBi), attention of their own, a state, no way for the step to get to
+    attention: without it, they would write nonsense."""
     settings = {"rotary_dim": 8} if family == "gptj" else {}
     with pytest.raises(ValueError, match=r"not supported|decoder-only"):
         LLM(make_checkpoint(family, **settings))

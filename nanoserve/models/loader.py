@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -49,8 +48,6 @@ Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> 
 # Some exporters write these tensors, although they are computed, not learnt.
 COMPUTED = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")
 KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".output_scale")  # of another KV cache
-# Types of codes in files.
-INTEGERS: dict[Any, torch.dtype] = {("I32",): torch.int32, ("I8",): torch.int8}
 
 
 def load_model(
@@ -164,10 +161,7 @@ def fill_randomly(model: Model, seed: int) -> None:
         if shards[0].is_optional or name.endswith(".g_idx"):  # (an order is no random numbers)
             continue
         generator = torch.Generator().manual_seed(seed ^ zlib.crc32(name.encode()))
-        noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02
-        if (dtype := INTEGERS.get(shards[0].dtypes)) is not None:  # codes: any bits
-            low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1
-            noise = torch.randint(low, high, noise.shape, generator=generator, dtype=dtype)
+        noise = torch.randn(shards[0].full_shape, generator=generator) * 0.02  # codes: any bits
         for shard in shards:
             values = noise[shard.slices]
             shard.weight_loader(shard.target, values + 1 if "norm" in name else values)

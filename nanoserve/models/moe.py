@@ -8,10 +8,10 @@ whatever the number of experts. Three tokens, top_k 2, experts A B C D:
              t1 -> C .6  B .4     offsets (ends)     2          3       6             6
              t2 -> C .9  A .1     grouped product    one per group of rows; D costs nothing
 
-There are three implementations. `run_experts_loop` is the definition, a loop over the experts.
 `run_experts_grouped` sorts the (token, expert) pairs and multiplies group by group, with either of
-two products. The sizes of the groups are in `offsets`, on the device; the CPU never reads them,
-because it would wait for the GPU, and a CUDA graph could not hold the step.
+two products. (A loop over the experts, which a test compares it with, would be simpler.) The sizes
+of the groups are in `offsets`, on the device; the CPU never reads them, because it would wait for
+the GPU, and a CUDA graph could not hold the step.
 
 `grouped_matmul_torch` is PyTorch's grouped_mm. On a GPU that is one product only for bfloat16 on
 compute capability 9 or 10 (H100, B200); otherwise PyTorch runs a loop that reads the offsets. There
@@ -68,10 +68,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.top_k}; allowed with {self.num_experts} experts: 1 "
-                f"to {self.num_experts}."
-            )
+            raise ValueError(f"num_experts_per_tok is {self.top_k} of {self.num_experts} experts.")
 
 
 def route(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -82,26 +79,6 @@ def route(router_logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, T
     return weights, expert_ids
 
 
-def run_experts_loop(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, expert_ids: Tensor
-) -> Tensor:
-    """Each expert on the tokens that chose it, one after the other: the definition.
-
-    x           [num_tokens, hidden]
-    gate_up     [num_experts, 2 * size, hidden]: the expert's gate, then its up matrix
-    down        [num_experts, hidden, size]
-    weights     [num_tokens, top_k] float32
-    expert_ids  [num_tokens, top_k]
-    returns     [num_tokens, hidden]
-    """
-    output = torch.zeros_like(x, dtype=torch.float32)
-    for expert in range(gate_up.shape[0]):
-        tokens, places = (expert_ids == expert).nonzero(as_tuple=True)  # the CPU waits here
-        y = F.linear(silu_and_mul(F.linear(x[tokens], gate_up[expert])), down[expert])
-        output.index_add_(0, tokens, y * weights[tokens, places, None])
-    return output.to(x.dtype)
-
-
 def run_experts_grouped(
     x: Tensor,
     gate_up: Weight,
@@ -110,7 +87,15 @@ def run_experts_grouped(
     expert_ids: Tensor,
     matmul: Callable[[Tensor, Weight, Tensor], Tensor],
 ) -> Tensor:
-    """The same result as run_experts_loop; the CPU reads no number."""
+    """Each expert on the tokens that chose it; the CPU reads no number.
+
+    x           [num_tokens, hidden]
+    gate_up     [num_experts, 2 * size, hidden]: the expert's gate, then its up matrix
+    down        [num_experts, hidden, size]
+    weights     [num_tokens, top_k] float32
+    expert_ids  [num_tokens, top_k]
+    returns     [num_tokens, hidden]
+    """
     num_tokens, top_k = expert_ids.shape
     sorted_ids, order = expert_ids.flatten().sort(stable=True)  # [num_tokens * top_k] each
     experts = torch.arange(len(gate_up), device=x.device)
@@ -229,40 +214,23 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config = config
         self.parallel = layer_config.parallel
-        full = config.intermediate_size
+        full, hidden = config.intermediate_size, hidden_size
         start, size = layer_config.parallel.shard_range(full, "intermediate size of an expert")
         per_row = ALIGNMENT // layer_config.dtype.itemsize
-        if hidden_size % per_row:
-            raise ValueError(
-                f"hidden_size is {hidden_size}; with experts in {layer_config.dtype} it must be a "
-                f"multiple of {per_row}."
-            )
+        if hidden % per_row:
+            raise ValueError(f"hidden_size is {hidden}; with experts: a multiple of {per_row}.")
         # A part of any size is padded with rows and columns of zeros: silu(0) * 0 = 0 adds nothing.
         padded = -(-size // per_row) * per_row
-        self.router = layer_config.empty(config.num_experts, hidden_size)  # the same on every rank
-        self.gate_up = ExpertsLinear(
-            config,
-            (config.gate_name, config.up_name),
-            (full, hidden_size),
-            (0, start, size),
-            (padded, hidden_size),
-            layer_config,
-        )
-        self.down = ExpertsLinear(
-            config,
-            (config.down_name,),
-            (hidden_size, full),
-            (1, start, size),
-            (hidden_size, padded),
-            layer_config,
-        )
-        if padded != size and any(
-            type(layer.linear_method) is not ExpertsMethod for layer in (self.gate_up, self.down)
-        ):
+        self.router = layer_config.empty(config.num_experts, hidden)  # the same on every rank
+        names, part = (config.gate_name, config.up_name), (0, start, size)
+        sizes = (full, hidden), part, (padded, hidden)
+        self.gate_up = ExpertsLinear(config, names, *sizes, layer_config)
+        sizes = (hidden, full), (1, start, size), (hidden, padded)
+        self.down = ExpertsLinear(config, (config.down_name,), *sizes, layer_config)
+        if padded != size and type(self.down.linear_method) is not ExpertsMethod:
             raise ValueError(
-                f"each expert has {size} of {full} rows on each of {self.parallel.tp_size} "
-                f"ranks; if it is quantized, that must be a multiple of {per_row}. Choose another "
-                "tensor_parallel_size."
+                f"each expert has {size} of {full} rows on each rank, which must be a multiple of "
+                f"{per_row} if it is quantized. Choose another tensor_parallel_size."
             )
         self.matmul = choose_grouped_matmul(layer_config.device, layer_config.dtype)
 

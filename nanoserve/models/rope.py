@@ -23,8 +23,8 @@ from torch import Tensor
 def rope_frequencies(
     head_dim: int, rope: Mapping[str, Any], max_model_len: int
 ) -> tuple[Tensor, float]:
-    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type. `dim`
-    is the part of head_dim that turns.
+    """Frequencies [dim / 2] (radians a token) and the factor on cos and sin, for one rope type.
+    `dim` is the part of head_dim that turns.
 
     The types "dynamic" and "longrope" depend on the length of the text. transformers takes the
     length of the longest text in the batch, so that the output of a request depends on others in

@@ -10,15 +10,15 @@ choice. So a model that is not in ModelRegistry is that of transformers, with pa
 The tokens of the step are one batch row, laid end to end: everything but attention works token by
 token and needs no more than each token's position. The caches and the metadata of the step travel
 down as a keyword argument, which transformers hands on to attention: the function is registered
-once, and keeps nothing. Some families do not hand on keyword arguments (Nemotron). There the step
-is, while it lasts, an attribute of the model's attention modules.
+once, and keeps nothing.
 
 A trial run shows what a model needs of attention: `run_probe` runs two tokens through the model and
 records each call (heads, head sizes, window, scale, soft cap). A model that needs what paged
 attention lacks (a bias, a mask, a state beside the keys and values) is refused with a sentence that
 says so, because without it the model still talks, only nonsense.
 
-Left out: tensor parallelism, CUDA graphs, code that comes with a checkpoint.
+Left out: tensor parallelism, CUDA graphs, code that comes with a checkpoint, families that do not
+hand on keyword arguments to attention (Nemotron).
 
 vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 """
@@ -67,10 +67,6 @@ class Unsupported(Exception):
     """A model can't run on paged attention. The text ends a sentence that begins with its name."""
 
 
-class StepIsMissing(Unsupported):
-    """The family does not hand on keyword arguments to attention."""
-
-
 def attend(
     module: nn.Module,
     query: Tensor,  # [1, num_heads, num_tokens, key_dim]
@@ -81,12 +77,11 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers calls this in every layer. Returns [1, num_tokens, num_heads, value_dim]."""
-    step = nanoserve_step or getattr(module, "nanoserve_step", None)
-    if step is None:
-        raise StepIsMissing
+    if nanoserve_step is None:
+        raise Unsupported("does not hand on keyword arguments to attention")
     kwargs["attention_mask"] = attention_mask
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return step.attend(module, q, k, v, kwargs)[None], None
+    return nanoserve_step.attend(module, q, k, v, kwargs)[None], None
 
 
 class AttentionCall(NamedTuple):
@@ -185,14 +180,7 @@ class TransformersForCausalLM(Model):
         self.body = causal_lm.base_model
         if self.body is causal_lm:
             raise Unsupported("has no body apart from its head")
-        # Modules that get the step as an attribute, in a family that needs this.
-        self.modules_with_step: tuple[nn.Module, ...] = ()
-        try:
-            probe = run_probe(self.body, causal_lm.config, max_model_len)
-        except StepIsMissing:
-            modules = tuple(self.body.modules())
-            probe = run_probe(self.body, causal_lm.config, max_model_len, modules)
-            self.modules_with_step = tuple(probe.layer_of)
+        probe = run_probe(self.body, causal_lm.config, max_model_len)
         self.layer_of, self.calls = probe.layer_of, probe.calls
         fix_rope(self.body)
         setattr(causal_lm, causal_lm.base_model_prefix, HiddenStates())
@@ -203,7 +191,7 @@ class TransformersForCausalLM(Model):
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
         step = AttentionStep(self.layer_of, self.calls, kv_caches, metadata, self.backend)
-        return run_body(self.body, input_ids, positions, step, self.modules_with_step)
+        return run_body(self.body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [num_rows, hidden] -> logits [num_rows, vocab_size]."""
@@ -214,33 +202,16 @@ class TransformersForCausalLM(Model):
         return [call.spec for call in self.calls]
 
 
-def run_body(
-    body: nn.Module,
-    input_ids: Tensor,
-    positions: Tensor,
-    step: Any,
-    modules_with_step: tuple[nn.Module, ...] = (),
-) -> Tensor:
+def run_body(body: nn.Module, input_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
     """[num_tokens] each -> hidden states [num_tokens, hidden]. transformers caches nothing, and
     builds no mask, because ATTENTION_NAME has no mask function."""
-    for module in modules_with_step:
-        vars(module)["nanoserve_step"] = step
-    try:
-        ids, places = input_ids[None], positions[None]
-        output = body(input_ids=ids, position_ids=places, use_cache=False, nanoserve_step=step)
-    finally:
-        for module in modules_with_step:
-            del vars(module)["nanoserve_step"]
+    ids, places = input_ids[None], positions[None]
+    output = body(input_ids=ids, position_ids=places, use_cache=False, nanoserve_step=step)
     return output.last_hidden_state[0]
 
 
 @torch.inference_mode()
-def run_probe(
-    body: nn.Module,
-    config: Any,
-    max_model_len: int,
-    modules_with_step: tuple[nn.Module, ...] = (),
-) -> Probe:
+def run_probe(body: nn.Module, config: Any, max_model_len: int) -> Probe:
     """Run tokens at the first and the last possible position; record every call of attention.
 
     Raises Unsupported for a model that needs more than paged attention.
@@ -248,7 +219,7 @@ def run_probe(
     probe = Probe()
     positions = torch.tensor([0, max_model_len - 1], device=next(body.parameters()).device)
     try:
-        run_body(body, torch.zeros_like(positions), positions, probe, modules_with_step)
+        run_body(body, torch.zeros_like(positions), positions, probe)
     except Unsupported:
         raise
     except Exception as error:  # any model's code: anything
@@ -325,12 +296,9 @@ def find_class(model_config: ModelConfig, layer_config: LayerConfig) -> Any:
 
 def check_config(hf_config: Any) -> None:
     """Refuse models whose trouble the probe would not show."""
-    if getattr(hf_config, "is_encoder_decoder", False):
-        raise Unsupported("has an encoder")
-    if getattr(hf_config, "num_kv_shared_layers", 0):
-        raise Unsupported("shares keys and values between layers")
-    if getattr(hf_config, "alibi", False) is True:
-        raise Unsupported("adds a bias (ALiBi) to attention")
+    for key in ("is_encoder_decoder", "num_kv_shared_layers", "alibi"):
+        if getattr(hf_config, key, False):
+            raise Unsupported(f"has {key} {getattr(hf_config, key)} in its config")
     if not hasattr(hf_config, "num_hidden_layers"):
         raise Unsupported("is more than one stack of layers")
 
@@ -350,7 +318,9 @@ def make_model(
     try:
         hf_config = model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
         if config.load_format == "dummy":
-            model = build_dummy(model_cls, hf_config, config.seed, **options)
+            with torch.random.fork_rng(devices=[]):  # transformers draws the weights
+                torch.manual_seed(config.seed)
+                model = model_cls._from_config(hf_config, **options)
         else:
             model = fill_checkpoint(model_cls, hf_config, file.parent, may_ignore, **options)
     except Exception as error:  # any model's code: anything
@@ -360,19 +330,6 @@ def make_model(
     if getattr(model_cls, "_is_stateful", False):
         raise Unsupported("keeps a state beside keys and values (as Mamba does)")
     return model.eval().to(layer_config.device)
-
-
-def build_dummy(model_cls: Any, hf_config: Any, seed: int, **options: Any) -> Any:
-    """Small normal weights, norms near 1, as in loader.fill_randomly."""
-    with torch.random.fork_rng(devices=[]):  # transformers draws its own weights first
-        model = model_cls._from_config(hf_config, **options)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator) * 0.02
-            is_scale = parameter.dim() == 1 and name.endswith("weight")
-            parameter.copy_(noise + 1 if is_scale else noise)
-    return model
 
 
 def fill_checkpoint(

@@ -38,14 +38,6 @@ def unpack_awq(values: Tensor) -> Tensor:
     return numbers.unflatten(1, (-1, 8))[..., PLACES].flatten(1).t()
 
 
-def load_qweight(target: Tensor, values: Tensor) -> None:
-    target.copy_(pack_int4(unpack_awq(values)))
-
-
-def load_qzeros(target: Tensor, values: Tensor) -> None:
-    target.copy_(unpack_awq(values))
-
-
 @dataclass(frozen=True)
 class AWQLinearMethod(linear.QuantizedLinearMethod):
     def shards(self, layer: LinearBase, matrix: Matrix) -> linear.Shards:
@@ -53,10 +45,13 @@ class AWQLinearMethod(linear.QuantizedLinearMethod):
         if matrix.shape[0] % 8:
             raise ValueError(f"{name} has {matrix.shape[0]} outputs; AWQ needs a multiple of 8.")
         shard = partial(self.shard, layer, matrix, packed=0, is_transposed=True)
-        units, each = (8, self.group_size), (1, self.group_size)
-        yield f"{name}.qweight", shard(weight.codes[rows], linear.INT32, load_qweight, (8, 1))
-        yield f"{name}.qzeros", shard(weight.zeros[rows], linear.INT32, load_qzeros, units)
-        yield f"{name}.scales", shard(weight.scales[rows].t(), linear.SCALES, units=each)
+        codes, zeros = weight.codes[rows], weight.zeros[rows]
+        units = (8, self.group_size)
+        load = lambda target, values: target.copy_(pack_int4(values))  # noqa: E731
+        yield f"{name}.qweight", shard(codes, linear.INT32, load, unpack_awq, (8, 1))
+        yield f"{name}.qzeros", shard(zeros, linear.INT32, read=unpack_awq, units=units)
+        units = (1, self.group_size)
+        yield f"{name}.scales", shard(weight.scales[rows].t(), linear.SCALES, units=units)
 
 
 class AWQConfig(QuantizationConfig):

@@ -16,13 +16,12 @@ vLLM: vllm/model_executor/layers/quantization/__init__.py, base_config.py (V0 an
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
 from nanoserve.chapters.quantization.linear import QuantizedLinearMethod
-from nanoserve.layers import LinearBase, LinearMethod, VocabParallelEmbedding
+from nanoserve.layers import LinearBase, LinearMethod
 from nanoserve.models.config import ModelConfig
 
 Section = Mapping[str, Any]  # of config.json: quantization_config, or an object in it
@@ -34,7 +33,6 @@ METHODS = {
     "gptq": "gptq:GPTQConfig",
 }
 ONLINE = ("fp8", "int8", "int4")
-KEYS = ("quantization_config", "compression_config")  # the second: of older files
 # Layers that are one product, and the matrices of the checkpoint in them.
 PACKED_MODULES_MAPPING = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -42,26 +40,24 @@ PACKED_MODULES_MAPPING = {
 }
 
 
-class QuantizationConfig(ABC):
+class QuantizationConfig:
     """What config.json says about quantized weights, in one format."""
 
     quantizes_head = False  # the language-model head, too, if config.json lists no exception
 
-    @abstractmethod
     def __init__(self, section: Section) -> None:
         """Read quantization_config. Raises ValueError for what is not supported."""
 
-    @abstractmethod
     def method_of(self, name: str) -> QuantizedLinearMethod | None:
         """For the matrix of this name, such as "model.layers.0.mlp.up_proj"; None: it is
         floating-point."""
+        raise NotImplementedError
 
     def get_linear_method(self, layer: LinearBase, prefix: str) -> LinearMethod:
         """How the layer of this name is stored. Raises ValueError for a fused layer of which only
         some matrices are quantized, because its product is one."""
         parent, _, last = prefix.rpartition(".")
-        is_head = self.quantizes_head and last == "lm_head"
-        if isinstance(layer, VocabParallelEmbedding) and not is_head:
+        if layer.is_embedding and not (self.quantizes_head and last == "lm_head"):
             return layer.method_cls()
         parts = PACKED_MODULES_MAPPING.get(last, (last,))
         methods = [self.method_of(f"{parent}.{part}".lstrip(".")) for part in parts]
@@ -82,17 +78,16 @@ def get_quantization_config(
     or for weights in floating point one of ONLINE. Raises ValueError for an unknown format, one
     that does not fit to the checkpoint, and bad values in config.json.
     """
-    found = [value for key in KEYS if (value := model_config.get(key))]
-    if not found and quantization is None:
-        return None
-    if not found and quantization not in ONLINE:
+    file = model_config.path / "config.json"  # the second key: of older files
+    section = model_config.get("quantization_config") or model_config.get("compression_config")
+    if not section and quantization in (None, *ONLINE):
+        online = resolve_name(f"{__package__}.online:OnlineConfig")
+        return online({"kind": quantization}) if quantization else None
+    if not section:
         raise ValueError(
-            f"quantization is {quantization!r}, and the weights in {model_config.path} are "
+            f"quantization is {quantization!r}, and the weights in {file.parent} are "
             f"floating-point; allowed: {', '.join(ONLINE)}."
         )
-    if not found:
-        return resolve_name(f"{__package__}.online:OnlineConfig")({"kind": quantization})
-    section, file = found[0], model_config.path / "config.json"
     method = section.get("quant_method") if isinstance(section, dict) else section
     if method not in METHODS or quantization not in (None, method):
         raise ValueError(

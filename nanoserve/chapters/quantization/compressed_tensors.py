@@ -58,24 +58,22 @@ class IntLinearMethod(Fp8LinearMethod):
         shard = partial(self.shard, layer, matrix)
         per_int32 = 8 if self.kind == "int4" else 4
         if self.is_packed:
-            codes = shard(weight.codes[rows], linear.INT32, linear.load_codes, (1, per_int32), 1)
+            load, units = linear.load_codes, (1, per_int32)
+            codes = shard(weight.codes[rows], linear.INT32, load, units=units, packed=1)
             yield f"{name}.weight_packed", codes
-            yield linear.optional("weight_shape", matrix, (2,), linear.skip)
+            yield linear.optional("weight_shape", matrix, (2,))
         else:
             yield f"{name}.weight", shard(weight.codes[rows], linear.INT8)
         yield f"{name}.weight_scale", self.scale_shard(layer, matrix)
-        for unused in ("input_scale", "input_zero_point"):
-            yield linear.optional(unused, matrix, (), linear.skip)
+        yield linear.optional("input_scale", matrix)
+        yield linear.optional("input_zero_point", matrix)
         if weight.zeros is None:
             return
-
-        def load_zeros(target: Tensor, values: Tensor) -> None:
-            linear.load_zeros(target, values.t(), self.kind)
-
+        load = partial(linear.load_zeros, kind=self.kind)
         zeros = Shard(weight.zeros[rows], (), dtypes=linear.INT8)
         if self.is_packed:
             units = (per_int32, self.group_size)
-            zeros = shard(weight.zeros[rows], linear.INT32, load_zeros, units, 0)
+            zeros = shard(weight.zeros[rows], linear.INT32, load, Tensor.t, units, 0)
         elif self.strategy != "tensor":
             zeros = shard(weight.zeros[rows], linear.INT8, units=(1, self.group_size))
         yield f"{name}.weight_zero_point", zeros
@@ -85,9 +83,8 @@ class CompressedTensorsConfig(QuantizationConfig):
     quantizes_head = True  # unless it is ignored
 
     def __init__(self, section: Section) -> None:
-        for key in ("sparsity_config", "transform_config"):
-            if (inner := section.get(key)) and inner.get("format") != "dense":
-                raise ValueError(f"quantization_config: {key} is {inner}; allowed: null.")
+        check(section.get("sparsity_config") or {}, format=("dense",))
+        check(section, transform_config=(None, {}))
         self.ignored = section.get("ignore")
         self.groups = [
             (group["targets"], read_method(group, group.get("format") or section.get("format")))
@@ -112,10 +109,8 @@ def read_method(group: Section, layout: str) -> linear.QuantizedLinearMethod:
     check({"format": layout}, format=tuple(FORMATS))
     check({"num_bits": codes}, num_bits=FORMATS[layout])
     check({"strategy": strategy}, strategy=("tensor", "channel", "group", "block"))
-    check(
-        {**weights, **group}, actorder=(None, False, "weight", "static"), output_activations=(None,)
-    )
-    check(inputs, num_bits=(8,))
+    check(weights, actorder=(None, False, "weight", "static"))
+    check({**inputs, **group}, num_bits=(8,), output_activations=(None,))
     block_outputs = 1
     if strategy == "block":
         block_outputs, group_size = weights["block_structure"]

@@ -52,12 +52,9 @@ class Fp8LinearMethod(linear.QuantizedLinearMethod):
         target = linear.weight_of(layer).scales[matrix.rows]
         if self.strategy == "tensor":
             return Shard(target, (), dtypes=linear.SCALES)
-
-        def repeat(target: Tensor, values: Tensor) -> None:
-            target.copy_(values.repeat_interleave(self.block_outputs, 0)[: len(target)])
-
-        units = (self.block_outputs, self.group_size)
-        return self.shard(layer, matrix, target, linear.SCALES, repeat, units)
+        block, units = self.block_outputs, (self.block_outputs, self.group_size)
+        read = lambda values: values.repeat_interleave(block, 0)[: len(target)]  # noqa: E731
+        return self.shard(layer, matrix, target, linear.SCALES, read=read, units=units)
 
 
 def load_fp8(target: Tensor, values: Tensor, name: str) -> None:

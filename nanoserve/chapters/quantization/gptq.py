@@ -35,8 +35,6 @@ from nanoserve.chapters.quantization.base_config import QuantizationConfig, Sect
 from nanoserve.layers import LinearBase
 from nanoserve.models.shards import Matrix, Shard
 
-ONES = {"int4": 0x11111111, "int8": 0x01010101}  # 1 for each zero in an int32
-
 
 @dataclass(frozen=True)
 class GPTQLinearMethod(linear.QuantizedLinearMethod):
@@ -44,26 +42,21 @@ class GPTQLinearMethod(linear.QuantizedLinearMethod):
 
     def shards(self, layer: LinearBase, matrix: Matrix) -> linear.Shards:
         weight, rows, name = linear.weight_of(layer), matrix.rows, matrix.name
-        per_int32 = 8 if self.kind == "int4" else 4
-
-        def load_qweight(target: Tensor, values: Tensor) -> None:
-            linear.load_codes(target, values.t())
-
-        def load_qzeros(target: Tensor, values: Tensor) -> None:
-            # The tools subtract from whole int32 numbers: adding to them undoes a borrow, too.
-            linear.load_zeros(target, values + ONES[self.kind] * self.is_v1, self.kind)
+        per_int32, ones = (8, 0x11111111) if self.kind == "int4" else (4, 0x01010101)
 
         shard = partial(self.shard, layer, matrix, is_transposed=True)
-        units = (1, per_int32)
-        yield f"{name}.qweight", shard(weight.codes[rows], linear.INT32, load_qweight, units, 1)
-        units = (per_int32, self.group_size)
-        yield f"{name}.qzeros", shard(weight.zeros[rows], linear.INT32, load_qzeros, units, 0)
+        load, units, target = linear.load_codes, (1, per_int32), weight.codes[rows]
+        yield f"{name}.qweight", shard(target, linear.INT32, load, Tensor.t, units, 1)
+        # The tools subtract 1 from whole int32 numbers: adding to them undoes a borrow, too.
+        add, units = ones * self.is_v1, (per_int32, self.group_size)
+        load, target = partial(linear.load_zeros, kind=self.kind), weight.zeros[rows]
+        yield f"{name}.qzeros", shard(target, linear.INT32, load, lambda v: v + add, units, 0)
         units = (1, self.group_size)
         yield f"{name}.scales", shard(weight.scales[rows].t(), linear.SCALES, units=units)
         start, size = (matrix.start, weight.num_inputs) if matrix.dim == 1 else (0, matrix.shape[1])
         order = torch.empty(0) if weight.order is None else weight.order
-        load = partial(load_order, name=f"{name}.g_idx", group_size=self.group_size, start=start)
-        place = Shard(order, matrix.shape[1:], 0, start, size, linear.INT32, load)
+        arrange = partial(load_order, name=f"{name}.g_idx", group_size=self.group_size, start=start)
+        place = Shard(order, matrix.shape[1:], 0, start, size, linear.INT32, arrange)
         yield f"{name}.g_idx", place._replace(is_optional=not self.has_order)
         if layer.bias is None:  # some tools write a bias of zeros for every layer
             yield linear.optional("bias", matrix, matrix.shape[:1], check_zero)
@@ -77,13 +70,11 @@ def load_order(target: Tensor, values: Tensor, name: str, group_size: int, start
     order = groups.argsort(stable=True).to(target.device)
     expected = torch.arange(start, start + len(values)) // size
     is_plain = torch.equal(groups, expected) or group_size == -1
-    is_other = target.any() and not torch.equal(order, target)
-    if not torch.equal(groups.sort().values, expected) and not is_plain:
-        raise ValueError(f"{name} does not give each group {size} inputs.")
-    if is_other or not (is_plain or len(target)):
-        raise ValueError(f"{name} has an order that another matrix or config.json has not.")
-    if len(target):
-        target.copy_(order)
+    is_other = bool(target.any()) and not torch.equal(order, target)
+    is_whole = is_plain or (len(target) > 0 and torch.equal(groups.sort().values, expected))
+    if is_other or not is_whole:
+        raise ValueError(f"{name} has an order that config.json, or another matrix, has not.")
+    target.copy_(order[: len(target)])
 
 
 def check_zero(target: Tensor, values: Tensor) -> None:
@@ -110,11 +101,7 @@ class GPTQConfig(QuantizationConfig):
 
 def read_method(section: Section) -> GPTQLinearMethod:
     check(section, bits=(4, 8))
-    group_size = section["group_size"]
-    return GPTQLinearMethod(
-        "int4" if section["bits"] == 4 else "int8",
-        group_size,
-        has_zeros=True,
-        has_order=section.get("desc_act", False) and group_size != -1,
-        is_v1=section.get("checkpoint_format", "gptq") == "gptq",
-    )
+    kind, group_size = f"int{section['bits']}", section["group_size"]
+    has_order = section.get("desc_act", False) and group_size != -1
+    is_v1 = section.get("checkpoint_format", "gptq") == "gptq"
+    return GPTQLinearMethod(kind, group_size, has_zeros=True, has_order=has_order, is_v1=is_v1)

@@ -63,20 +63,12 @@ class QuantizedLinearMethod(ExpertsMethod):
         """Raises ValueError if this rank's inputs are no whole groups."""
         ranks, group_size = layer_config.parallel.tp_size, self.size_of_group(input_size)
         group_size = input_size if group_size == -1 else group_size
+        what = f"{layer_config.prefix}, with {input_size} inputs on each of {ranks} ranks"
         if input_size % group_size or (self.kind == "int4" and input_size % 2):
-            raise ValueError(
-                f"{layer_config.prefix} has {input_size} inputs on each of {ranks} ranks, which "
-                f"are no whole groups of {group_size}. Choose another tensor_parallel_size, or "
-                "another quantization."
-            )
-        is_cut = isinstance(layer, ExpertsLinear) or (
-            ranks > 1 and isinstance(layer, RowParallelLinear)
-        )
-        if self.has_order and is_cut:
-            raise ValueError(
-                f"{layer_config.prefix}: with act-order (desc_act) the inputs of a group are "
-                "anywhere. This works on one rank, and not in a mixture of experts."
-            )
+            raise ValueError(f"{what}, has no whole groups of {group_size}. Use other ranks.")
+        is_cut = ranks > 1 and isinstance(layer, RowParallelLinear)
+        if self.has_order and (is_cut or isinstance(layer, ExpertsLinear)):
+            raise ValueError(f"{what}: act-order (desc_act) is for whole inputs, and no experts.")
         zeros = partial(torch.zeros, device=layer_config.device)
         num_columns = input_size // 2 if self.kind == "int4" else input_size
         per_group = (output_size, input_size // group_size)
@@ -116,18 +108,17 @@ class QuantizedLinearMethod(ExpertsMethod):
         target: Tensor,
         dtypes: tuple[str, ...],
         load: Load = Tensor.copy_,
+        read: Callable[[Tensor], Tensor] = lambda values: values,
         units: tuple[int, int] = (1, 1),
         packed: int | None = None,
         is_transposed: bool = False,
     ) -> Shard:
         """This rank's part of a tensor of the checkpoint, which has [outputs / units[0], inputs /
         units[1]] numbers (transposed: inputs first). A unit of -1 stands for all. A unit shares a
-        number, or along the axis `packed` it lies side by side in one.
+        number, or along the axis `packed` it lies side by side in one. `read` comes before `load`.
 
         Raises ValueError if a unit is cut."""
-        each = [
-            full if unit == -1 else unit for full, unit in zip(matrix.shape, units, strict=True)
-        ]
+        each = [full if u == -1 else u for full, u in zip(matrix.shape, units, strict=True)]
         shape = [-(-full // unit) for full, unit in zip(matrix.shape, each, strict=True)]
         axis, start = matrix.dim, matrix.start
         unit, full = each[axis], matrix.shape[axis]
@@ -135,21 +126,17 @@ class QuantizedLinearMethod(ExpertsMethod):
         if shape[axis] == 1 and axis != packed:
             start, size = 0, unit  # one for all
         elif start % unit or (size % unit and start + size < full):
-            raise ValueError(
-                f"{matrix.name}: this rank has {size} of {full} {('outputs', 'inputs')[axis]} from "
-                f"number {start} on, but {unit} share a number of the checkpoint. Choose another "
-                "tensor_parallel_size."
-            )
+            what = f"{size} of {full} {('outputs', 'inputs')[axis]}, from number {start} on"
+            raise ValueError(f"{matrix.name}: a rank has {what}, but {unit} share a number.")
         dim = 1 - axis if is_transposed else axis
         shape = shape[::-1] if is_transposed else shape
-        return Shard(target, tuple(shape), dim, start // unit, -(-size // unit), dtypes, load)
+        loader = lambda target, values: load(target, read(values))  # noqa: E731
+        return Shard(target, tuple(shape), dim, start // unit, -(-size // unit), dtypes, loader)
 
 
 def weight_of(layer: LinearBase) -> QuantizedWeight:
     """What a quantized layer has in place of `weight`."""
-    weight = layer.quantized_weight
-    assert isinstance(weight, QuantizedWeight)
-    return weight
+    return layer.quantized_weight  # type: ignore[return-value]
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -174,14 +161,14 @@ def load_zeros(target: Tensor, values: Tensor, kind: str) -> None:
     target.copy_(numbers if kind == "int4" else numbers - 128)
 
 
-def optional(name: str, matrix: Matrix, shape: tuple[int, ...], load: Load) -> tuple[str, Shard]:
-    """A tensor that a checkpoint may have, and that fills nothing."""
-    place = Shard(torch.empty(0), shape, 0, 0, sum(shape[:1]), ANY, load, is_optional=True)
-    return f"{matrix.name}.{name}", place
-
-
-ANY = ("F32", "F16", "BF16", "I8", "I32", "I64")
-
-
 def skip(target: Tensor, values: Tensor) -> None:
     """For a tensor that is not needed here."""
+
+
+def optional(
+    name: str, matrix: Matrix, shape: tuple[int, ...] = (), load: Load = skip
+) -> tuple[str, Shard]:
+    """A tensor that a checkpoint may have, and that fills nothing."""
+    dtypes, empty = ("F32", "F16", "BF16", "I8", "I32", "I64"), torch.empty(0)
+    place = Shard(empty, shape, 0, 0, sum(shape[:1]), dtypes, load, is_optional=True)
+    return f"{matrix.name}.{name}", place

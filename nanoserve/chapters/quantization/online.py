@@ -36,17 +36,15 @@ LARGEST = {"int8": 127.0, "fp8": 448.0}
 def quantize(weight: Tensor, kind: str, group_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """[outputs, inputs] -> codes, scales and zeros, as QuantizedWeight has them."""
     groups = weight.float().unflatten(1, (1, -1) if group_size == -1 else (-1, group_size))
+    low, high = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
+    scales = (high - low) / 15 if kind == "int4" else torch.maximum(-low, high) / LARGEST[kind]
+    scales[scales == 0] = 1.0
+    numbers = groups / scales[..., None]
     if kind != "int4":
-        scales = groups.abs().amax(dim=2) / LARGEST[kind]
-        scales[scales == 0] = 1.0
-        numbers = groups / scales[..., None]
         numbers = numbers.round_() if kind == "int8" else numbers
         return numbers.flatten(1).to(linear.DTYPES[kind]), scales, None
-    low, high = groups.amin(dim=2).clamp_(max=0), groups.amax(dim=2).clamp_(min=0)
-    scales = (high - low) / 15
-    scales[scales == 0] = 1.0
     zeros = (-low / scales).round_()
-    codes = (groups / scales[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
+    codes = numbers.round_().add_(zeros[..., None]).clamp_(0, 15)
     return pack_int4(codes.flatten(1).to(torch.uint8)), scales, zeros.to(torch.int16)
 
 
@@ -61,24 +59,25 @@ class OnlineLinearMethod(linear.QuantizedLinearMethod):
         """One tensor, whose columns are cut when it is quantized: a row has one scale on any number
         of ranks."""
         weight, rows = linear.weight_of(layer), matrix.rows
-        first, end = 0, matrix.shape[1]
-        start, size = matrix.start, rows.stop - rows.start
+        first, end, start, size = 0, matrix.shape[1], matrix.start, rows.stop - rows.start
         if matrix.dim == 1:
-            first, end = matrix.start, matrix.start + weight.num_inputs
-            start, size = 0, matrix.shape[0]
+            end = matrix.start + weight.num_inputs
+            first, start, size = matrix.start, 0, matrix.shape[0]
 
         def load(target: Tensor, values: Tensor) -> None:
             group_size = self.size_of_group(weight.num_inputs)
             codes, scales, zeros = quantize(values, self.kind, group_size)
             if not scales.isfinite().all():
                 raise ValueError(f"{matrix.name}.weight holds a number that is NaN or infinite.")
-            pairs = ((target, codes), (weight.scales[rows], scales), (weight.zeros, zeros))
-            for place, numbers in pairs:
+            places = (
+                target,
+                weight.scales[rows],
+                weight.zeros[rows] if zeros is not None else None,
+            )
+            for place, numbers in zip(places, (codes, scales, zeros), strict=True):
                 if numbers is not None:
                     per_column = matrix.shape[1] // numbers.shape[1]
-                    columns = slice(first // per_column, -(-end // per_column))
-                    place = place[rows] if place is weight.zeros else place
-                    place.copy_(numbers[:, columns])
+                    place.copy_(numbers[:, first // per_column : -(-end // per_column)])
 
         shard = Shard(weight.codes[rows], matrix.shape, 0, start, size, weight_loader=load)
         yield f"{matrix.name}.weight", shard
@@ -88,10 +87,8 @@ class OnlineConfig(QuantizationConfig):
     """Every layer but the head."""
 
     def __init__(self, section: Section) -> None:
-        kind = section["kind"]
-        self.method = OnlineLinearMethod(
-            kind, has_zeros=kind == "int4", quantizes_inputs=kind == "fp8"
-        )
+        kind, is_fp8 = section["kind"], section["kind"] == "fp8"
+        self.method = OnlineLinearMethod(kind, has_zeros=kind == "int4", quantizes_inputs=is_fp8)
 
     def method_of(self, name: str) -> OnlineLinearMethod:
         return self.method
