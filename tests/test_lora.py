@@ -160,9 +160,9 @@ def test_weights_stay_in_memory_until_there_is_no_room(
     """With one slot and room for two, the one that was wanted last but one goes."""
     read: list[str] = []
 
-    def note(path: str, *rest: Any) -> Any:
-        read.append(Path(path).name)
-        return read_adapter(path, *rest)
+    def note(folder: Path, *rest: Any) -> Any:
+        read.append(folder.name)
+        return read_adapter(folder, *rest)
 
     monkeypatch.setattr(manager, "read_adapter", note)
     with family.make(max_loras=1, max_cpu_loras=2) as llm:
@@ -243,7 +243,7 @@ def test_what_would_be_silently_wrong_is_refused(word: str, tmp_path: Path) -> N
     fields = {k: value for k, value in changes.items() if k.isidentifier()}
     config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
     with pytest.raises(ValueError, match=word):
-        read_adapter(str(folder), SHAPES, 8)
+        read_adapter(folder, SHAPES, 8)
 
 
 SCALES: list[Any] = [
@@ -255,17 +255,17 @@ SCALES: list[Any] = [
 
 @pytest.mark.parametrize(("fields", "scaling"), SCALES)
 def test_the_scale(fields: dict[str, Any], scaling: float, tmp_path: Path) -> None:
-    weights = read_adapter(str(write_adapter(tmp_path, SHAPES, **fields)), SHAPES, 8)
+    weights = read_adapter(write_adapter(tmp_path, SHAPES, **fields), SHAPES, 8)
     assert weights["model.layers.0.self_attn.q_proj"].scaling == scaling
 
 
 def test_bad_files_and_requests(family: Family, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="adapter_config"):
-        read_adapter(str(tmp_path), SHAPES, 8)
+        read_adapter(tmp_path, SHAPES, 8)
     file = write_adapter(tmp_path, SHAPES) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="adapter_model"):
-        read_adapter(str(tmp_path), SHAPES, 8)
+        read_adapter(tmp_path, SHAPES, 8)
     for bad in (("", 1, "path"), ("a", 0, "path"), ("a", "1", "path"), ("a", 1, ""), ("a", 1, 7)):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(*bad)

@@ -30,7 +30,7 @@ cut by inputs, A is, and the sum over ranks, which follows anyway, adds up the p
 
 The wrapped linear method does the rest of the work: a quantized W has adapters in floating point.
 
-vLLM: vllm/lora/layers/, punica_wrapper/, ops/ (V1); vllm/lora/: layers.py, punica.py (V0).
+vLLM: vllm/lora/layers/, punica_wrapper/, ops/ (0.32); vllm/lora/: layers.py, punica.py (V0).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch import Tensor
 
 from nanoserve.chapters.lora.peft_helper import LoRAModel
 from nanoserve.input_batch import Send
-from nanoserve.kernels.cuda_graph import GraphShape
+from nanoserve.kernels.cuda_graph import GraphShape, pad
 from nanoserve.layers import ColumnParallelLinear, LinearBase, LinearMethod, RowParallelLinear
 from nanoserve.model_runner import ModelRunner
 
@@ -141,8 +141,7 @@ class LoRASlots:
         slot_of_token = self.slot_of_row[rows]
         self.groups, self.lora_ids = [], None
         if shape is not None:
-            padded = np.full(math.prod(shape), -1)
-            padded[: len(rows)] = slot_of_token
+            padded = pad(slot_of_token, math.prod(shape) - len(rows), -1)
             self.lora_ids = self.buffer[: len(padded)].copy_(send(lora_ids=padded)["lora_ids"])
         elif (slot_of_token >= 0).any():
             slots, counts = np.unique(slot_of_token, return_counts=True)  # -1 among them

@@ -8,19 +8,20 @@ and a bad one is refused at the door. Its weights stay while
     it is in a slot of the device
 
 and are read again when a request wants the adapter after that. Requests of the same lora_int_id
-share one Adapter. Each Adapter has a key of its own, never used twice, which is a part of the block
-hashes of its sequences: what was computed with other weights is never found, also not by an adapter
-that gets the number of a removed one.
+share one Adapter. Its key, a hash of its files, is a part of the block hashes of its sequences. So
+what was computed with other weights is never found, also not by an adapter that gets the number of
+a removed one, or after a restart, in blocks that were kept on a disk.
 
 vLLM: vllm/lora/worker_manager.py, model_manager.py (V0 and 0.32).
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
 from functools import partial
-from itertools import count
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 from nanoserve.chapters.lora.peft_helper import LoRAModel, Shape, read_adapter
@@ -35,7 +36,7 @@ from nanoserve.models.registry import build_model
 class Adapter:
     """The weights of an adapter, in main memory."""
 
-    def __init__(self, request: LoRARequest, weights: LoRAModel, key: int) -> None:
+    def __init__(self, request: LoRARequest, weights: LoRAModel, key: str) -> None:
         self.request, self.weights, self.key = request, weights, key
 
 
@@ -47,7 +48,7 @@ class Adapters:
         self.shapes, self.config = adaptable_shapes(config, model_config), config
         self.known: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
         self.kept: OrderedDict[int, Adapter] = OrderedDict()  # the least recently wanted first
-        self.keys, self.lock = count(1), threading.Lock()
+        self.lock = threading.Lock()
 
     def get(self, request: LoRARequest) -> Adapter:
         """The adapter, read if it is not in memory. Raises ValueError or TypeError for one that
@@ -57,9 +58,10 @@ class Adapters:
         with self.lock:
             number = request.lora_int_id
             if (adapter := self.known.get(number)) is None:
-                most, path = self.config.max_lora_rank, str(request.lora_path)
-                weights = read_adapter(path, self.shapes, most)
-                adapter = Adapter(request, weights, next(self.keys))
+                folder = Path(request.lora_path).expanduser()
+                weights = read_adapter(folder, self.shapes, self.config.max_lora_rank)
+                files = b"".join(file.read_bytes() for file in sorted(folder.glob("adapter_*")))
+                adapter = Adapter(request, weights, hashlib.sha256(files).hexdigest())
             if adapter.request != request:
                 raise ValueError(f"{request}: {adapter.request} has this number. Give it another.")
             self.known[number] = self.kept[number] = adapter

@@ -56,10 +56,9 @@ class LoRAWeights(NamedTuple):
 LoRAModel = dict[str, LoRAWeights]  # name of the matrix, "model.layers.0.mlp.up_proj" -> adapter
 
 
-def read_adapter(path: str, shapes: Mapping[str, Shape], max_lora_rank: int) -> LoRAModel:
+def read_adapter(folder: Path, shapes: Mapping[str, Shape], max_lora_rank: int) -> LoRAModel:
     """The adapter in a folder, for a model with linear layers of these shapes. Raises ValueError,
     which names the file, for what is missing, damaged, not supported or too large."""
-    folder = Path(path).expanduser()
     config, file = read_config(folder), folder / "adapter_model.safetensors"
     try:
         tensors = load_file(file)

@@ -27,5 +27,5 @@ are often right.
 
 Left out: trees of drafts (vLLM 0.32 has none either).
 
-vLLM: vllm/spec_decode/ (V0); vllm/v1/spec_decode/, vllm/config/speculative.py (V1).
+vLLM: vllm/spec_decode/ (V0); vllm/v1/spec_decode/, vllm/config/speculative.py (0.32).
 """
