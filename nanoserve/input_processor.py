@@ -105,7 +105,7 @@ class InputProcessor:
         """Text, token ids and cache salt of a prompt."""
         prompt = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if unknown := [name for name in prompt if prompt[name] and name not in PROMPT_KEYS]:
+        if unknown := [name for name in prompt if name not in PROMPT_KEYS and prompt[name]]:
             raise ValueError(f"a prompt has {unknown}; allowed: {', '.join(PROMPT_KEYS)}.")
         if token_ids is None:
             is_text = isinstance(text, str)
