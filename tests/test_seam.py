@@ -67,7 +67,7 @@ BlockManager: allocate(seq, cached_blocks), append_slots(seq, num_new_tokens), c
     num_blocks_for(num_tokens), reset(), reset_prefix_cache(), swap_in(seq), swap_out(seq),
     take_block(), take_copies()
 Scheduler: add(seq), admit(seq, step), append_tokens(seq, token_ids), finish(seq_id, status,
-    stop_reason), finish_request(root, status, stop_reason), first_chunk(num_uncomputed, step),
+    stop_reason), finish_request(root, status), first_chunk(num_uncomputed, step),
     fork_branch(parent, branch, first), has_seq_slot(seq), is_blocked(seq), is_ready(seq),
     make_new_sequence(seq), make_output(step), preempt(seq), preempt_all(), preempt_until_fits(seq,
     num_tokens), remove(seq), schedule(), schedule_running(step), schedule_tokens(seq, num_tokens,

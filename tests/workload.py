@@ -139,7 +139,7 @@ class CheckedScheduler(Scheduler):
         assert {s.seq_id for s in self.running} == set(manager.block_tables), "who holds blocks"
         assert {s.seq_id for s in self.swapped} == set(manager.swapped_tables)
         assert all(seq.num_computed_tokens == 0 for seq in self.waiting)
-        assert sum(1 + seq.num_pending_forks for seq in self.running) <= self.max_num_seqs
+        assert sum(1 + seq.num_pending_forks for seq in self.running) <= self.config.max_num_seqs
         for seq in self.sequences.values():
             most = seq.num_tokens + seq.num_output_placeholders
             assert 0 <= seq.num_computed_tokens <= most
