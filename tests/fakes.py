@@ -9,7 +9,6 @@ holds a token; layer 1 a digest of layer 0 up to there. So a wrong block is a wr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -41,22 +40,15 @@ def digests_of(tokens: Iterable[int | None]) -> list[int]:
     return [*accumulate(tokens, lambda digest, token: hash((digest, token)), initial=7)][1:]
 
 
-def choose(
-    digests: list[int],
-    output: list[int],
-    seed: int,
-    branch: int,
-    bad_words: Seq[Seq[int]],
-    stops: frozenset[int],
-    min_tokens: int,
-) -> int:
+def choose(root: Sequence | NewSequence, branch: int, digests: list[int], output: list[int]) -> int:
     """The next token: the first one in a random order that is allowed."""
-    first = hash((*digests, seed, branch))
+    first = hash((*digests, root.seed, branch))
     for number in range(len(TOKENS)):
         token = TOKENS[(first + number) % len(TOKENS)]
         ended = [*output, token]
-        is_bad = any(tuple(ended[-len(word) :]) == word for word in bad_words)
-        if not is_bad and not (len(output) < min_tokens and token in stops):
+        is_bad = any(tuple(ended[-len(word) :]) == word for word in root.bad_word_ids)
+        is_early = len(output) < root.sampling_params.min_tokens and token in root.stop_token_ids
+        if not is_bad and not is_early:
             return token
     return TOKENS[first % len(TOKENS)]
 
@@ -65,10 +57,9 @@ def reference(root: Sequence, branch: int, tokenizer: Any) -> tuple[list[int], s
     """(token ids, text, finish reason) of one completion that runs alone, without any cache."""
     params, output, text = root.sampling_params, [], ""
     is_kept = params.include_stop_str_in_output
-    rules = (root.seed, branch, root.bad_word_ids, root.stop_token_ids, params.min_tokens)
     while len(output) < root.max_tokens:
         digests = digests_of(root.prompt_token_ids + output)
-        output.append(choose(digests, output, *rules))
+        output.append(choose(root, branch, digests, output))
         before, now = text, tokenizer.decode(output, skip_special_tokens=True)
         if output[-1] in root.stop_token_ids:
             return output, now if is_kept else before, "stop"
@@ -181,10 +172,8 @@ class FakeRunner(ModelRunner):
         except Planted as error:
             output.errors[item.seq_id] = RequestError(str(error))
             return
-        tokens = []
-        for branch in range(new.branch, new.branch + row.num_samples):
-            rules = (new.seed, branch, new.bad_word_ids, new.stop_token_ids, params.min_tokens)
-            tokens.append(SampledToken(choose(digests, known, *rules)))
+        branches = range(new.branch, new.branch + row.num_samples)
+        tokens = [SampledToken(choose(new, branch, digests, known)) for branch in branches]
         output.sampled[item.seq_id] = tokens[:1]
         if tokens[1:]:
             output.forks[item.seq_id] = tokens[1:]

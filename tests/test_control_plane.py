@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from workload import HISTORY, Player
+
+
+@pytest.fixture(autouse=True)
+def _no_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of planted failures."""
+    monkeypatch.setattr(logging.getLogger("nanoserve"), "disabled", True)
 
 
 def play(options: Mapping[str, Any], requests: list[Any], troubles: list[Any]) -> None:

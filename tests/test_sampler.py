@@ -21,36 +21,25 @@ VOCAB, STOPS, BAD_WORDS = 24, frozenset({2, 3}), ((5,), (6, 7))
 IDS = st.integers(0, VOCAB - 1)
 
 
-def one_of(*values: Any) -> st.SearchStrategy[Any]:
-    return st.sampled_from(values)
-
-
-PARAMS = st.fixed_dictionaries(
-    {
-        "temperature": one_of(0, 0.5, 1, 3),
-        "top_k": one_of(0, 1, 3, 100),
-        "top_p": one_of(1.0, 0.3, 0.9),
-        "min_p": one_of(0.0, 0.2),
-        "repetition_penalty": one_of(1.0, 1.5, 0.5),
-        "frequency_penalty": one_of(0.0, 0.4),
-        "presence_penalty": one_of(0.0, -1.0),
-        "min_tokens": st.integers(0, 4),
-        "logit_bias": one_of(None, {4: 3.0, 9: -2.0}),
-        "allowed_token_ids": one_of(None, [2, 5, 7, 9, 11]),
-        "logprobs": one_of(None, 0, 4),
-        "logits_processors": one_of(None, [lambda output, row: row * 2 - len(output)]),
-    }
-)
-ROW = st.tuples(PARAMS, st.booleans(), st.lists(IDS, min_size=1, max_size=5), st.lists(IDS))
+# fmt: off
+PARAMS = {
+    "temperature": (0, 0.5, 1, 3), "top_k": (0, 1, 3, 100), "top_p": (1.0, 0.3, 0.9),
+    "min_p": (0.0, 0.2), "repetition_penalty": (1.0, 1.5, 0.5), "frequency_penalty": (0.0, 0.4),
+    "presence_penalty": (0.0, -1.0), "min_tokens": (0, 2, 4), "logprobs": (None, 0, 4),
+    "logit_bias": (None, {4: 3.0, 9: -2.0}), "allowed_token_ids": (None, [2, 5, 7, 9, 11]),
+    "logits_processors": (None, [lambda output, row: row * 2 - len(output)]),
+}
+# fmt: on
+GIVEN = st.fixed_dictionaries({name: st.sampled_from(each) for name, each in PARAMS.items()})
+ROW = st.tuples(GIVEN, st.booleans(), st.lists(IDS, min_size=1, max_size=5), st.lists(IDS))
 
 
 def slow_logits(logits: list[float], new: NewSequence) -> list[float]:
     """What can change which token is likeliest, one token at a time."""
     params, output = new.sampling_params, list(new.token_ids[new.num_prompt_tokens :])
+    ended = "".join(f" {token}" for token in output)
     bad = {
-        word[-1]
-        for word in new.bad_word_ids
-        if [*word[:-1]] == output[1 - len(word) :][: len(word) - 1]
+        last for *start, last in new.bad_word_ids if ended.endswith("".join(f" {t}" for t in start))
     }
     if len(output) < params.min_tokens:
         bad |= new.stop_token_ids
@@ -90,10 +79,8 @@ def test_every_stage_of_every_row(rows: list[Any], seed: int) -> None:
     for number, (given, has_bad_words, prompt, output) in enumerate(rows):
         words = BAD_WORDS if has_bad_words else ()
         params = SamplingParams(**given, bad_words=["a"] if words else None)
-        tokens = (*prompt, *output[:12])
-        news.append(
-            NewSequence(number, tokens, len(prompt), (), params, STOPS, words, seed, number, 1)
-        )
+        tokens, length = (*prompt, *output[:12]), len(prompt)
+        news.append(NewSequence(number, tokens, length, (), params, STOPS, words, seed, number, 1))
         states.add(news[-1])
     positions = np.array([len(new.token_ids) for new in news])
     order = np.array([states.row_of[number] for number in range(len(rows))])

@@ -36,43 +36,32 @@ def draw(**each: Any) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(strategies)
 
 
+# fmt: off
 OPTIONS = draw(
-    async_scheduling=st.booleans(),
-    preemption_mode=["recompute", "swap"],
-    num_cpu_blocks=[None, None, 1, 4],
-    block_size=[1, 2, 4],
-    num_gpu_blocks_override=[3, 5, 8, 12, 12, 20, 150],
-    max_num_seqs=st.integers(1, 6),
-    max_num_batched_tokens=[4, 6, 6, 12, 40],
-    long_prefill_token_threshold=[0, 0, 0, 1, 3],
+    async_scheduling=[False, True], preemption_mode=["recompute", "swap"],
+    num_cpu_blocks=[None, None, 1, 4], block_size=[1, 2, 4],
+    num_gpu_blocks_override=[3, 5, 8, 12, 12, 20, 150], max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=[4, 6, 6, 12, 40], long_prefill_token_threshold=[0, 0, 0, 1, 3],
     scheduling_policy=["fcfs", "priority", "priority"],
-    enable_prefix_caching=[True, True, False],
-    enable_chunked_prefill=[True, True, False],
+    enable_prefix_caching=[True, True, False], enable_chunked_prefill=[True, True, False],
 )
 REQUEST = draw(
     gap=st.integers(0, 4),  # steps after the last one
-    shared=st.integers(0, 13),  # prompt tokens that others have, too
-    own=[0, 1, 3, 6, 12],
-    max_tokens=[None, 1, 2, 3, 6, 9, 14],
-    min_tokens=[0, 0, 1, 3],
-    n=[1, 1, 1, 2, 3, 7],
-    seed=[None, 0, 1, 2],
-    salt=[None, None, "a", "b"],
-    priority=st.integers(0, 2),
-    stop_tokens=[(), (), (3,), (5, 6)],
-    stop_string=[None, None, None, 9],
-    include_stop=st.booleans(),
-    bad_word=[None, None, None, 11],
+    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12],  # prompt tokens that others have, too, or not
+    max_tokens=[None, 1, 2, 3, 6, 9, 14], min_tokens=[0, 0, 1, 3], n=[1, 1, 1, 2, 3, 7],
+    seed=[None, 0, 1, 2], salt=[None, None, "a", "b"], priority=st.integers(0, 2),
+    stop_tokens=[(), (), (3,), (5, 6)], stop_string=[None, None, None, 9],
+    include_stop=[False, True], bad_word=[None, None, None, 11],
     processor=[None, None, None, "reads", "fails 0", "fails 1", "fails 3"],
     poison=[None] * 7 + [4, 11],  # a step that computes so many of its tokens fails, always
-    prompt_logprobs=[None, None, 0],
-    kind=[*RequestOutputKind],
+    prompt_logprobs=[None, None, 0], kind=[*RequestOutputKind],
 )
 TROUBLES = (
     "abort", "abort within", "abort within", "abort in a thread", "reset", "reset", "add within",
     "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
     "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C",
-)  # fmt: skip
+)
+# fmt: on
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
 HISTORY = {
     "options": OPTIONS,
@@ -84,7 +73,10 @@ HISTORY = {
 class CheckedScheduler(Scheduler):
     """The scheduler, with its rules."""
 
-    faults: list[str]
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.faults: list[str] = []  # where to fail next
+        self.launched: list[SchedulerOutput] = []  # and not read
 
     def rank(self, seq: Sequence) -> tuple[float, ...]:
         """Who comes first, said once more."""
@@ -107,12 +99,8 @@ class CheckedScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         before, swapped = self.running[:], {s: s.num_computed_tokens for s in self.swapped}
         ready = [s for s in self.waiting + self.swapped if s.num_output_placeholders == 0]
-        free = [
-            s
-            for s in before
-            if not s.num_output_placeholders
-            or s.num_output_tokens + s.num_output_placeholders < s.max_tokens
-        ]
+        num_to_come = {s: s.num_output_tokens + s.num_output_placeholders for s in before}
+        free = [s for s in before if num_to_come[s] < s.max_tokens or not s.num_output_placeholders]
         step = super().schedule()
         self.check()
         num = {item.seq_id: item.num_scheduled_tokens for item in step.scheduled}
@@ -137,6 +125,7 @@ class CheckedScheduler(Scheduler):
             assert max(map(self.rank, admitted)) < min(map(self.rank, left)), "overtaken"
         if not num and not any(s.num_output_placeholders for s in self.sequences.values()):
             assert not (self.running or left), "there is work, and the step is empty"
+        self.launched += [step] if num else []
         return step
 
     def check(self) -> None:
@@ -150,7 +139,7 @@ class CheckedScheduler(Scheduler):
         assert {s.seq_id for s in self.running} == set(manager.block_tables), "who holds blocks"
         assert {s.seq_id for s in self.swapped} == set(manager.swapped_tables)
         assert all(seq.num_computed_tokens == 0 for seq in self.waiting)
-        assert sum(1 + seq.num_pending_forks for seq in self.running) <= self.max_num_seqs
+        assert sum(1 + seq.num_pending_forks for seq in self.running) <= self.config.max_num_seqs
         for seq in self.sequences.values():
             most = seq.num_tokens + seq.num_output_placeholders
             assert 0 <= seq.num_computed_tokens <= most
@@ -177,18 +166,10 @@ class CheckedEngine(LLMEngine):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.num_failed: Counter[int] = Counter()  # by seq_id: since its last token
-        self.launched: list[SchedulerOutput] = []
         self.being_read: set[str] = set()
         self.may_fail: set[str] = set()
-        self.scheduler.faults = self.executor.runner.faults
-        schedule = self.scheduler.schedule
-
-        def schedule_and_note() -> SchedulerOutput:
-            step = schedule()
-            self.launched += [step] if step.scheduled else []
-            return step
-
-        self.scheduler.schedule = schedule_and_note
+        self.launched = self.scheduler.launched
+        self.executor.runner.faults = self.scheduler.faults
 
     def update(self, step: SchedulerOutput, model_output: ModelOutput) -> None:
         known = self.scheduler.sequences
@@ -203,19 +184,20 @@ class CheckedEngine(LLMEngine):
         if not isinstance(error, Planted | None):
             raise error  # a rule is broken
         self.may_fail |= self.being_read
-        for item in {i.seq_id: i for step in self.launched for i in step.scheduled}.values():
-            if error is not None and item.seq_id in self.scheduler.sequences:
-                self.num_failed[item.seq_id] += 1
-                if self.num_failed[item.seq_id] >= 2:
-                    self.may_fail.add(self.scheduler.sequences[item.seq_id].request_id)
-        names_no_sequence = error is not None and not self.launched
+        names_no_sequence, known = error and not self.launched, self.scheduler.sequences
+        scheduled = {item.seq_id for step in self.launched for item in step.scheduled}
+        for seq_id in scheduled & known.keys() if error else ():
+            self.num_failed[seq_id] += 1
+            if self.num_failed[seq_id] >= 2:
+                self.may_fail.add(known[seq_id].request_id)
         try:
             super().recover(error)
             assert not names_no_sequence, "it should have raised"
-            for seq in self.scheduler.sequences.values() if error else ():
+            for seq in known.values() if error else ():
                 assert seq.num_failures < 2 or seq.request_id not in self.requests, "goes on"
         finally:
-            self.launched, self.being_read = [], set()
+            self.launched.clear()
+            self.being_read = set()
 
 
 CORE = tuple(
@@ -327,21 +309,18 @@ class Player:
         def word(key: str) -> list[str]:
             return [tokenizer().decode([TOKENS[asked[key]]])] if asked[key] else []
 
-        max_tokens = asked["max_tokens"]
+        # fmt: off
         return SamplingParams(
-            n=asked["n"],
-            seed=asked["seed"],
-            max_tokens=max_tokens,
-            min_tokens=min(asked["min_tokens"], max_tokens or MAX_LEN),
-            stop_token_ids=[TOKENS[i] for i in asked["stop_tokens"]],
-            stop=word("stop_string"),
-            include_stop_str_in_output=asked["include_stop"],
-            bad_words=word("bad_word"),
+            n=asked["n"], seed=asked["seed"], stop=word("stop_string"),
+            max_tokens=asked["max_tokens"],
+            min_tokens=min(asked["min_tokens"], asked["max_tokens"] or MAX_LEN),
+            stop_token_ids=[TOKENS[i] for i in asked["stop_tokens"]], bad_words=word("bad_word"),
+            include_stop_str_in_output=asked["include_stop"], output_kind=asked["kind"],
             logits_processors=[read] if asked["processor"] else None,
             prompt_logprobs=asked["prompt_logprobs"],
-            output_kind=asked["kind"],
             extra_args={"poison": asked["poison"]} if asked["poison"] else {},
         )
+        # fmt: on
 
     def disturb(self, what: str, which: int) -> None:
         engine, names = self.engine, list(self.roots)
