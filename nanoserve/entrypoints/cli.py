@@ -71,9 +71,7 @@ def run(words: list[str]) -> int:
     if name in ("-h", "--help", "help"):
         lines = [f"  {command:<10}{text}" for command, text in COMMANDS.items()]
         print("usage: nanoserve COMMAND [options]\n", *lines, "", sep="\n")
-        print(
-            "Without --model, a command runs the embedded demo model. COMMAND --help: its options."
-        )
+        print("COMMAND --help lists its options. Without --model it runs the embedded demo model.")
         return 0
     if name in ("-v", "--version"):
         print(f"nanoserve {__version__}")
@@ -86,7 +84,8 @@ def run(words: list[str]) -> int:
         return 2
     if name in ELSEWHERE:
         return import_module(ELSEWHERE[name]).main(rest)
-    return {"chat": chat, "complete": complete, "serve": serve}[name](rest)
+    commands = {"chat": chat, "complete": complete, "serve": serve}
+    return commands[name](rest)
 
 
 class Parser(argparse.ArgumentParser):
@@ -122,17 +121,15 @@ class Parser(argparse.ArgumentParser):
 
 def add_sampling_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """A flag for each number of SamplingParams, and a few more."""
-    group = parser.add_argument_group("sampling")
+    add = parser.add_argument_group("sampling").add_argument
     for name, (kind, _, _, allowed) in RANGES.items():
         if name not in without:
-            how = {"type": kind, "metavar": kind.__name__.upper(), "help": allowed}
-            group.add_argument("--" + name.replace("_", "-"), dest=f"sampling_{name}", **how)
-    group.add_argument("--stop", dest="sampling_stop", action="append", metavar="TEXT")
-    group.add_argument(
-        "--ignore-eos", dest="sampling_ignore_eos", action="store_true", default=None
-    )
-    group.add_argument("--lora-path", metavar="FOLDER", help="speak with this LoRA adapter")
-    group.add_argument("-q", "--quick", metavar="TEXT", help="one question or prompt, and leave")
+            how: dict[str, Any] = {"type": kind, "metavar": str(kind.__name__).upper()}
+            add("--" + name.replace("_", "-"), dest=f"sampling_{name}", help=allowed, **how)
+    add("--stop", dest="sampling_stop", action="append", metavar="TEXT", help="ends the output")
+    add("--ignore-eos", dest="sampling_ignore_eos", action="store_const", const=True)
+    add("--lora-path", metavar="FOLDER", help="speak with this LoRA adapter")
+    add("-q", "--quick", metavar="TEXT", help="one question or prompt, and leave")
 
 
 def read_sampling(parser: Parser, args: argparse.Namespace) -> dict[str, Any]:
@@ -158,7 +155,7 @@ def read_adapter(args: argparse.Namespace, options: dict[str, Any]) -> Any:
     """The adapter of --lora-path; then the engine takes adapters."""
     if args.lora_path is None:
         return None
-    from nanoserve import LoRARequest
+    from nanoserve.chapters.lora import LoRARequest
 
     options["enable_lora"] = True
     return LoRARequest("lora", 1, args.lora_path)
@@ -200,8 +197,9 @@ def print_answer(
     try:
         processor = llm.engine.input_processor
         prompt = processor.render_chat(messages, add_generation_prompt=True)
-        with contextlib.closing(llm.stream([prompt], params, lora_request=lora_request)) as outputs:
-            for output in outputs:
+        stream: Any = llm.stream([prompt], params, lora_request=lora_request)
+        with contextlib.closing(stream):  # closed before its end, it aborts the request
+            for output in stream:
                 completion = output.outputs[0]
                 answer += completion.text
                 write(completion.text)
@@ -221,8 +219,8 @@ def complete(words: list[str]) -> int:
     """Print what comes after each prompt: one alone as it comes, several in their order. Returns 1
     if a request failed."""
     parser = Parser("complete", without=("seed",))
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT",
-        help="text to continue; -: all of stdin. Without prompts: each line of stdin")  # fmt: skip
+    text = "text to continue; -: all of stdin. Without prompts: each line of stdin"
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help=text)
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt")
     add_sampling_flags(parser)
     args, options = parser.parse(words)
@@ -254,7 +252,10 @@ def describe_output(output: Any, is_json: bool, is_delta: bool) -> str:
     """What is printed of an output."""
     if not is_json:
         return "".join(each.text + ("" if is_delta else "\n") for each in output.outputs)
-    found = {"prompt": output.prompt, "outputs": [asdict(each) for each in output.outputs]}
+    found: dict[str, Any] = {
+        "prompt": output.prompt,
+        "outputs": [asdict(each) for each in output.outputs],
+    }
     if output.prompt_logprobs is not None:
         found["prompt_logprobs"] = [
             at and {token_id: asdict(x) for token_id, x in at.items()}
@@ -269,9 +270,8 @@ def serve(words: list[str]) -> int:
     try:
         from nanoserve.entrypoints.server import launcher
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f'{error.name} is missing: pip install -e ".[server]" installs it.'
-        ) from None
+        message = f'{error.name} is missing: pip install -e ".[server]" installs it.'
+        raise ValueError(message) from None
     if words and not words[0].startswith("-"):  # `serve MODEL`, as in vLLM
         words = ["--model", *words]
     launcher.add_server_flags(parser)

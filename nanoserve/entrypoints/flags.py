@@ -47,7 +47,11 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         for each in fields(cls):
             if each.name in vars(cls)["__annotations__"] and each.name not in without:
                 text = f"{texts[each.name]} (default: {each.default})".replace("%", "%%")
-                how = {"dest": each.name, "default": argparse.SUPPRESS, "help": text}
+                how: dict[str, Any] = {
+                    "dest": each.name,
+                    "default": argparse.SUPPRESS,
+                    "help": text,
+                }
                 flag = "--" + each.name.replace("_", "-")
                 group.add_argument(flag, **how, **flag_of(hints[each.name]))
 

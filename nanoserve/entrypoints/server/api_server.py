@@ -112,11 +112,16 @@ def build_app(
 ) -> FastAPI:
     """The server as an ASGI application. names: of the model; answers have the first."""
     models = Models(llm, names or [str(llm.engine.config.model or "demo")], adapters or {})
-    about = {"title": "nanoserve", "version": __version__, "docs_url": None, "redoc_url": None}
+    about: Json = {
+        "title": "nanoserve",
+        "version": __version__,
+        "docs_url": None,
+        "redoc_url": None,
+    }
     app = FastAPI(**about, max_body_size=MAX_BODY_SIZE)
     app.state.model_name = models.names[0]
     if allowed_origins:
-        any_of = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        any_of: Json = {"allow_methods": ["*"], "allow_headers": ["*"]}
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **any_of)
     for kind in HANDLED:
         app.add_exception_handler(kind, on_error)

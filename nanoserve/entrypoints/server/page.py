@@ -33,10 +33,9 @@ from nanoserve.entrypoints.async_llm import AsyncLLM
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import EngineDeadError, SchedulerOutput, Sequence
 
-INTERVAL = 0.1  # seconds between two messages
 MOST_CELLS, MOST_STEPS, MOST_SEQUENCES = 1024, 32, 64  # in a message
-PAGE = Path(__file__).with_name("page.html")
 SOURCES = "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
+POLICY = {"Content-Security-Policy": f"default-src 'none'; {SOURCES}"}
 
 
 class WatchedScheduler(Scheduler):
@@ -46,7 +45,7 @@ class WatchedScheduler(Scheduler):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
+        self.steps: deque[dict[str, Any]] = deque([{}], MOST_STEPS)
         self.num_steps = self.num_generation_tokens = self.num_scheduled_tokens = 0
 
     def make_output(self, step: StepPlan) -> SchedulerOutput:
@@ -71,9 +70,6 @@ class WatchedScheduler(Scheduler):
             "hits": [[i, at] for i, at, *_ in shown if i in new and at and not seqs[i].branch],
             "preempted": [],
             "finished": [],
-            "num_swapped_out": len(step.blocks_to_swap_out),
-            "num_swapped_in": len(step.blocks_to_swap_in),
-            "num_copied": len(step.blocks_to_copy),
         }
 
     def update_from_output(self, *args: Any) -> Any:
@@ -85,23 +81,18 @@ class WatchedScheduler(Scheduler):
 
     def preempt(self, seq: Sequence) -> None:
         super().preempt(seq)
-        self.note("preempted", seq.seq_id)
+        self.steps[-1].get("preempted", []).append(seq.seq_id)
 
     def finish(self, seq_id: int, status: Any, *args: Any) -> None:
         super().finish(seq_id, status, *args)
-        self.note("finished", [seq_id, status.name])
-
-    def note(self, name: str, event: Any) -> None:
-        if self.steps:
-            self.steps[-1][name].append(event)
+        self.steps[-1].get("finished", []).append([seq_id, status.name])
 
 
 def describe_engine(engine: Any) -> dict[str, Any]:
     """The state of an engine between two steps."""
     scheduler, manager, config = engine.scheduler, engine.block_manager, engine.config
-    queues = (scheduler.running, scheduler.swapped, scheduler.waiting)
-    numbers = zip(("num_running", "num_swapped", "num_waiting"), map(len, queues), strict=True)
-    shown = [seq for queue in queues for seq in queue][:MOST_SEQUENCES]
+    shown = [*scheduler.running, *scheduler.swapped, *scheduler.waiting][:MOST_SEQUENCES]
+    queues = ("running", "swapped", "waiting")
     size = -(-manager.num_blocks // MOST_CELLS)  # blocks of a cell
     sizes = ("block_size", "num_blocks", "num_cpu_blocks", "num_queried_tokens", "num_hit_tokens")
     counts = ("num_steps", "num_generation_tokens", "num_scheduled_tokens", "pause")
@@ -110,13 +101,13 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "makes_vectors": hasattr(config, "pooler_config"),
         "token_budget": config.max_num_batched_tokens,
         "time": time.monotonic(),
-        **dict(numbers),
+        **{f"num_{name}": len(getattr(scheduler, name)) for name in queues},
         **{name: getattr(manager, name) for name in sizes},
         **{name: getattr(scheduler, name) for name in counts},
         "num_free_blocks": len(manager.pool.free_queue),
         "num_free_cpu_blocks": len(manager.cpu_pool.free_queue),
         **describe_blocks(manager.pool, size),
-        "steps": list(scheduler.steps),
+        "steps": [step for step in scheduler.steps if step],
         "sequences": [describe_sequence(seq, manager, size) for seq in shown],
     }
 
@@ -125,15 +116,15 @@ def describe_blocks(pool: Any, size: int) -> dict[str, Any]:
     """The block map: of each cell the share, from 0 to f, of blocks that are in a block table, in
     several, and free but still found by their content."""
     cached = Counter(b // size for b in pool.cached_blocks.values() if not pool.ref_counts[b])
-    shares: dict[str, list[float]] = {"held": [], "shared": [], "cached": []}
+    maps: dict[str, list[str]] = {"held": [], "shared": [], "cached": []}
     for cell, start in enumerate(range(0, pool.num_blocks, size)):
         part = pool.ref_counts[start : start + size]
         num_held = len(part) - part.count(0)
-        numbers = {"held": num_held, "shared": num_held - part.count(1), "cached": cached[cell]}
-        for name, number in numbers.items():
-            shares[name].append(number / len(part))
-    digits = {name: "".join(f"{ceil(15 * x):x}" for x in each) for name, each in shares.items()}
-    return {"blocks_per_cell": size, "num_cached_blocks": cached.total(), **digits}
+        shares = (num_held, num_held - part.count(1), cached[cell])
+        for digits, number in zip(maps.values(), shares, strict=True):
+            digits.append(f"{ceil(15 * number / len(part)):x}")
+    texts = {name: "".join(digits) for name, digits in maps.items()}
+    return {"blocks_per_cell": size, "num_cached_blocks": cached.total(), **texts}
 
 
 def describe_sequence(seq: Sequence, manager: Any, size: int) -> dict[str, Any]:
@@ -162,7 +153,7 @@ def add_page(app: FastAPI, router: APIRouter, llm: AsyncLLM, model: str) -> None
         return {**fixed, **state, "steps": [x for x in state["steps"] if x["number"] > after]}
 
     async def events(pause: float) -> AsyncIterator[str]:
-        scheduler, sent = llm.engine.scheduler, {}
+        scheduler, sent = llm.engine.scheduler, dict[str, Any]()
         scheduler.num_watchers, scheduler.pause = scheduler.num_watchers + 1, pause
         try:
             while True:
@@ -170,7 +161,7 @@ def add_page(app: FastAPI, router: APIRouter, llm: AsyncLLM, model: str) -> None
                 if state["steps"] or {**sent, "time": 0} != {**state, "time": 0}:
                     yield f"data: {json.dumps(state)}\n\n"
                 sent = {**state, "steps": []}
-                await asyncio.sleep(INTERVAL)
+                await asyncio.sleep(0.1)
         except EngineDeadError:  # the stream ends with the engine
             pass
         finally:
@@ -178,8 +169,8 @@ def add_page(app: FastAPI, router: APIRouter, llm: AsyncLLM, model: str) -> None
 
     @app.get("/", include_in_schema=False)
     async def get_page() -> Response:
-        policy = {"Content-Security-Policy": f"default-src 'none'; {SOURCES}"}
-        return HTMLResponse(PAGE.read_text("utf-8"), headers=policy)
+        page = Path(__file__).with_name("page.html")
+        return HTMLResponse(page.read_text("utf-8"), headers=POLICY)
 
     @router.get("/engine", include_in_schema=False)
     async def get_engine(request: Request, slow_motion: float = 0.0) -> Response:

@@ -94,9 +94,7 @@ class GenerationRequest(OpenAIBaseModel):
         values = {name: getattr(self, name) for name in names - {"structured_outputs"}}
         given = {name: value for name, value in values.items() if value is not None} | own
         if form := {**(self.structured_outputs or {}), **read_form(self.response_format)}:
-            from nanoserve.chapters.structured_output import StructuredOutputsParams
-
-            given["structured_outputs"] = StructuredOutputsParams(**form)
+            given["structured_outputs"] = form
         transfer = self.kv_transfer_params and {"kv_transfer_params": self.kv_transfer_params}
         given["extra_args"] = transfer or self.vllm_xargs
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY

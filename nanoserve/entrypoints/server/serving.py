@@ -261,40 +261,34 @@ class ChatReply(Reply):
         return [await render(self.llm, self.request)]
 
     def sampling(self) -> Json:
-        request, recommended = self.request, self.llm.engine.model_config.generation_config
-        given = (
-            request.max_completion_tokens,
-            request.max_tokens,
-            recommended.get("max_new_tokens"),
-        )
-        found = {"max_tokens": next((each for each in given if each is not None), None)}
+        request = self.request
+        recommended = self.llm.engine.model_config.generation_config.get("max_new_tokens")
+        most = (request.max_completion_tokens, request.max_tokens, recommended)
+        found: Json = {"max_tokens": next((each for each in most if each is not None), None)}
         found["logprobs"] = request.top_logprobs if request.logprobs else None
         if functions := request.required_functions():
             tag = structural_tag(functions, request.is_named or not request.parallel_tool_calls)
-            request.structured_outputs = {"structural_tag": json.dumps(tag)}
+            request.response_format, form = None, {"structural_tag": json.dumps(tag)}
+            request.structured_outputs = form
         if request.may_call and START in self.llm.get_tokenizer().all_special_tokens:
             found["skip_special_tokens"] = False
         return found
 
     def content(self, choice: int, output: RequestOutput, new: CompletionOutput) -> Json:
-        request, found = self.request, {}
-        message: Json = {"content": new.text}
+        request, message = self.request, {"content": new.text}
+        found: Json = {"logprobs": None}
         if request.may_call:
             if choice not in self.parsers:
                 self.parsers[choice] = ToolParser(request.parallel_tool_calls)
-            message = self.parsers[choice].read(new.text, bool(new.finish_reason))
+            parser = self.parsers[choice]
+            message = parser.read(new.text, bool(new.finish_reason))
             if not request.stream:
                 message = {"content": None, **message}
-            if (
-                new.finish_reason == "stop"
-                and self.parsers[choice].num_calls
-                and not request.is_named
-            ):
+            if new.finish_reason == "stop" and parser.num_calls and not request.is_named:
                 found["finish_reason"] = "tool_calls"
         if choice not in self.num_tokens:
             message = {"role": "assistant", **message}
         found["delta" if request.stream else "message"] = message
-        found["logprobs"] = None
         if request.logprobs:
             found["logprobs"] = {"content": self.chat_logprobs(new)}
         if request.return_token_ids:

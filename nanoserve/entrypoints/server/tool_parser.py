@@ -88,6 +88,6 @@ def structural_tag(functions: list[Json], is_one: bool) -> Json:
         }
         for each in functions
     ]
-    calls = {"type": "tags_with_separator", "separator": "\n", "tags": tags}
+    calls: Json = {"type": "tags_with_separator", "separator": "\n", "tags": tags}
     calls |= {"at_least_one": True, "stop_after_first": is_one}
     return {"type": "structural_tag", "format": calls}
