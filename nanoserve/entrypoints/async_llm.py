@@ -126,8 +126,9 @@ class AsyncLLM:
     def _step(self) -> None:
         outputs = self.engine.step()
         self._hand_out([(output.request_id, output) for output in outputs])
-        if not outputs and not self.engine.scheduler.running:  # what waits is not ready yet
-            self._wake.wait(0.001)
+        is_stuck = not outputs and not self.engine.scheduler.running
+        if is_stuck and self._wake.wait(0.001):  # what waits is not ready: its grammar, say
+            self._wake.clear()
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -198,11 +199,13 @@ class AsyncLLM:
         request = await self.run_in_thread(make_request)
         self.check_admission(request.root.sampling_params.n)
         stream = self._streams[key] = RequestStream(request_id or key, key, queue)
-        self.engine.add(request)
-        self._wake.set()
-        if self._death:  # the thread may have ended without a look at it
+        try:
+            self.engine.add(request)
+            self._wake.set()
+            self._check_alive()  # the thread may have ended without a look at it
+        except RuntimeError as error:  # the engine is closed
             self.drop(stream)
-            raise self.dead_error
+            raise EngineDeadError(str(error)) from None
         return stream
 
     def check_admission(self, number: int = 1) -> None:
@@ -317,7 +320,7 @@ class AsyncLLM:
         self._death = self._death or "the engine was shut down."
         self._wake.set()
         self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)
         self.engine.close()
 
     def _check_alive(self) -> None:

@@ -21,6 +21,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -84,8 +85,9 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         at = args.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
         name = config.app.state.model_name
         print(f"{name} is served at {at} (Ctrl-C ends it). Open it in a browser.", file=sys.stderr)
-        shutdown = lambda: llm.shutdown(args.shutdown_timeout)  # noqa: E731
-        Server(config, shutdown).run([sock])
+        if not keys and args.host not in ("127.0.0.1", "localhost", "::1") and not args.uds:
+            print("Whoever reaches it may use it: --api-key KEY asks for a key.", file=sys.stderr)
+        Server(config, partial(llm.shutdown, args.shutdown_timeout)).run([sock])
     return 0
 
 
