@@ -4,11 +4,11 @@ A finite automaton answers this with one look into a table per byte. The express
 three ways, each a standard step of a compiler course:
 
     parse      a, then any number of b; or é          Python's own parser (module re)
-    NFA        0 -a-> 1 -> 2 -b-> 3 -> 2 -> 5         one state for each place in the expression;
-               0 -C3-> 4 -A9-> 5                      several ways may be open at once
-    DFA        START -a-> A -b-> B -b-> B             a state is the set of places where one can
-               START -C3-> C -A9-> D                  be: {1, 2}, {3, 2}, {4}, {5}
-               accepting: A, B, D                     the text may end here
+    NFA        0 -a-> 1 -> 2 -b-> 3 -> 2 -> 6         one state for each place in the expression;
+               0 -C3-> 5 -A9-> 4 -> 6                 several ways may be open at once
+    DFA        START -a-> A -b-> A                    a state is the set of places where one can
+               START -C3-> B -A9-> C                  be: START {0}, A {2, 6}, B {5}, C {6}
+               accepting: A, C                        the text may end here: 6 is the end
 
 The alphabet is bytes, not characters, because a token may be a part of a character: é is C3 A9 in
 UTF-8. A set of characters, such as [^"], becomes a few sequences of byte ranges.
@@ -52,6 +52,8 @@ CATEGORIES: dict[str, Ranges] = {
     "SPACE": [(0x09, 0x0D), (0x20, 0x20)],
     "WORD": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
 }
+NOT_REGULAR = {"ASSERT": "look-around", "ASSERT_NOT": "look-around", "SUBPATTERN": "flags"}
+NOT_REGULAR |= {"GROUPREF": "a back-reference", "AT": r"\b, or ^ or $ in the middle"}
 
 
 class DFA:
@@ -132,7 +134,7 @@ class NFA:
                 return start
             case "AT", _ if "END" in value.name and is_last:
                 return start
-        raise ValueError(f"{op} (as Python's parser calls it) is not supported here")
+        raise ValueError(f"it has {NOT_REGULAR.get(op, op.lower())}, which is not supported")
 
     def add_character(self, ranges: Ranges, start: int) -> int:
         """Add one character of these code points."""

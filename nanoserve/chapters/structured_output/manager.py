@@ -14,6 +14,7 @@ vLLM: vllm/v1/structured_output/__init__.py (V1).
 
 from __future__ import annotations
 
+import re
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -77,6 +78,7 @@ class StructuredOutputManager:
             how = 'pip install "nanoserve[structured]"'
             raise ValueError(f"structured_outputs: {spec.kind} needs xgrammar: {how}.") from error
         except Exception as error:  # xgrammar raises many types
+            why = re.sub(r"\[[\d:]+\] \S+:\d+: ", "", str(error)).strip()  # no line of its source
             what = f"the {spec.kind} {spec.text[:100]!r}"
-            raise ValueError(f"structured_outputs: {what} is refused: {error}") from error
+            raise ValueError(f"structured_outputs: {what} is refused: {why}") from error
         return grammar
