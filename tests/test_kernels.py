@@ -269,25 +269,17 @@ def test_norm_and_activation(name: str, dtype: torch.dtype, num_tokens: int, siz
 @pytest.mark.parametrize("cache", ["auto", "int8", "fp8"])
 @settings(few, max_examples=10)
 @given(
-    num_tokens=st.integers(1, 6),
-    num_kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    sizes=st.sampled_from([(8, 8), (16, 4), (20, 12), (12, 12)]),  # head_dim, rotary_dim
-    has_norm=st.booleans(),
+    st.tuples(st.integers(1, 6), st.integers(1, 2), st.integers(1, 3)),
+    st.sampled_from([(8, 8), (16, 4), (20, 12), (12, 12)]),  # head_dim, rotary_dim
+    st.booleans(),
 )
 def test_rope_and_store(
-    name: str,
-    dtype: torch.dtype,
-    cache: str,
-    num_tokens: int,
-    num_kv_heads: int,
-    group: int,
-    sizes: tuple[int, int],
-    has_norm: bool,
+    name: str, dtype: torch.dtype, cache: str, numbers: Any, sizes: Any, has_norm: bool
 ) -> None:
     """Queries, and what the cache holds afterwards: norm, rotation and storing in one pass."""
-    (head_dim, rotary_dim), num_heads = sizes, num_kv_heads * group
-    config, rows = LayerConfig(dtype), num_heads + 2 * num_kv_heads
+    (num_tokens, num_kv_heads, group), (head_dim, rotary_dim) = numbers, sizes
+    config, num_heads = LayerConfig(dtype), num_kv_heads * group
+    rows = num_heads + 2 * num_kv_heads
     norms = [RMSNorm(head_dim, 1e-6, config) for _ in "qk"]
     for i, each in enumerate(norms):
         each.weight.copy_(rand(head_dim, seed=i))
@@ -364,25 +356,16 @@ def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
 )
 @settings(few, max_examples=20)
 @given(
-    kind=st.sampled_from(["int4", "int8", "fp8"]),
-    outputs=st.integers(1, 70),
-    size=st.sampled_from([2, 16, 32, 48]),
-    groups=st.integers(1, 3),
-    zeros=st.booleans(),
-    order=st.booleans(),
-    num_tokens=st.integers(0, 5),
+    st.sampled_from(["int4", "int8", "fp8"]),
+    st.tuples(st.integers(1, 70), st.sampled_from([2, 16, 32, 48]), st.integers(1, 3)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 5),
 )
 def test_quantized_products(
-    name: str,
-    kind: str,
-    outputs: int,
-    size: int,
-    groups: int,
-    zeros: bool,
-    order: bool,
-    num_tokens: int,
+    name: str, kind: str, sizes: Any, zeros: bool, order: bool, num_tokens: int
 ) -> None:
-    weight = make_weight(kind, outputs, size, groups, zeros=zeros and kind != "fp8", order=order)
+    weight = make_weight(kind, *sizes, zeros=zeros and kind != "fp8", order=order)
     x = rand(num_tokens, weight.num_inputs, seed=1)
     expected = F.linear(x, weight.dequantize())
     weight.product = make_product(name, weight)

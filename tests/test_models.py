@@ -233,36 +233,23 @@ def copy(folder: Path, tmp_path: Path, **keys: Any) -> Path:
     return new
 
 
-def rename(tensors: dict[str, Tensor]) -> None:
-    tensors["other.weight"] = tensors.pop("model.norm.weight")
-
-
-def cut(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
-
-
-def make_codes(tensors: dict[str, Tensor]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
-
-
-def add_computed(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+NORM = "model.norm.weight"
+EDITS: dict[str, Callable[[dict[str, Tensor]], Any]] = {  # what is named -> what was done
+    "other.weight": lambda tensors: tensors.update({"other.weight": tensors[NORM].clone()}),
+    NORM: lambda tensors: tensors.pop(NORM),
+    "norm.weight": lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}),
+    "I8": lambda tensors: tensors.update({NORM: tensors[NORM].to(torch.int8)}),
+}
 
 
 @pytest.mark.parametrize("impl", ["nanoserve", "transformers"])
-@pytest.mark.parametrize(
-    ("edit", "named"), [(rename, "norm.weight"), (cut, "norm.weight"), (make_codes, "I8")]
-)
+@pytest.mark.parametrize("named", EDITS)
 def test_weights_that_do_not_fit_are_named(
-    edit: Callable[[dict[str, Tensor]], None],
-    named: str,
-    impl: str,
-    make_checkpoint: MakeCheckpoint,
-    tmp_path: Path,
+    named: str, impl: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
 ) -> None:
     file = copy(make_checkpoint("llama"), tmp_path) / "model.safetensors"
     tensors = load_file(file)
-    edit(tensors)
+    EDITS[named](tensors)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match=named):
         LLM(file.parent, model_impl=impl)
@@ -270,8 +257,7 @@ def test_weights_that_do_not_fit_are_named(
 
 def test_computed_tensors_may_be_there(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
     file = copy(make_checkpoint("llama"), tmp_path) / "model.safetensors"
-    tensors = load_file(file)
-    add_computed(tensors)
+    tensors = load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     save_file(tensors, file, {"format": "pt"})
     with LLM(file.parent, **OPTIONS) as llm:
         assert llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)

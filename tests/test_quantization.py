@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams, chapters
 from nanoserve.chapters.quantization.base_config import get_quantization_config
-from nanoserve.chapters.quantization.online import quantize
 from nanoserve.chapters.quantization.parts import QuantizationOptions
 from nanoserve.distributed.parallel import ParallelState
 from nanoserve.kernels.quantized import QuantizedWeight
@@ -266,19 +263,6 @@ def test_weights_are_quantized_while_they_are_read(
             torch.testing.assert_close(torch.cat([half[name] for half in halves], 1), weight)
     if how == "int8":
         assert answer(folder, quantization=how)[0] == answer(folder)[0]  # near enough, here
-
-
-@given(kind=st.sampled_from(["int8", "int4"]), seed=st.integers(0, 99))
-def test_what_codes_can_say_is_kept(kind: str, seed: int) -> None:
-    """Quantizing a weight that was quantized before changes nothing."""
-    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
-    for _ in range(2):
-        before, (codes, scales, zeros) = (
-            weight,
-            quantize(weight, kind, 16 if kind == "int4" else 32),
-        )
-        weight = QuantizedWeight(kind, codes, scales, zeros).dequantize()
-    torch.testing.assert_close(weight, before)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # names: in config.json; options

@@ -78,7 +78,7 @@ class MultiprocExecutor:
         self.end = weakref.finalize(self, end, self.calls, self.processes, self.groups, shared)
         model_cls = ModelRegistry.get(model_config.architecture)
         setup = pickle.dumps((config, model_config, runner_cls, model_cls))
-        store.set("setup", setup)
+        store.set("setup", setup)  # type: ignore[arg-type]
         try:
             self.runner = self.call(build_runner, store, 0, size, setup)
         except BaseException:

@@ -32,8 +32,7 @@ from nanoserve.model import MLP, Attention, Decoder, DecoderLayer
 
 class QKNorm(RMSNorm):
     """The norm of each head of queries and keys, which lie side by side: one call for both. The
-    weight has a row for each head: first the rows of the queries, all equal, then those of the keys.
-    """
+    weight has a row for each head: first the queries' rows, all equal, then the keys'."""
 
     def __init__(self, attention: Attention) -> None:
         q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
@@ -105,6 +104,7 @@ class FusedMLP(MLP):
 
 class FusedDecoder(Decoder):
     ops: Any
+    layers: Any
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
@@ -126,6 +126,7 @@ FUSED = {Attention: FusedAttention, MLP: FusedMLP, Decoder: FusedDecoder}
 
 def fuse(model: nn.Module, ops: Ops) -> None:
     """Exchange the modules of a loaded model for those above."""
+    module: Any
     for module in model.modules():
         fused: Any = FUSED.get(type(module))
         layers = module.layers if fused is FusedDecoder else ()

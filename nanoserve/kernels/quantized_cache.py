@@ -44,8 +44,8 @@ class QuantizedReference(AttentionBackend):
         for i in (0, 2):
             two, caches = numbers_and_scales[i : i + 2], kv_cache[i : i + 2]
             if two[0].dtype == torch.float8_e4m3fn:  # PyTorch writes no rows of this type
-                two, caches = ([x.view(torch.int8) for x in each] for each in (two, caches))
-            super().store(*two, tuple(caches), metadata)
+                two, caches = (tuple(x.view(torch.int8) for x in each) for each in (two, caches))
+            super().store(two[0], two[1], caches, metadata)
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any

@@ -68,7 +68,7 @@ def choose_kernels(
         attention = QuantizedReference()
     for module in model.modules():
         if isinstance(getattr(module, "backend", None), AttentionBackend):
-            module.backend = attention
+            setattr(module, "backend", attention)  # noqa: B010 (nn.Module hides it from mypy)
     if is_fast:
         speed_up(model, attention, device, dtype)
     what = "fast" if is_fast else "plain: what runs is what the flat modules say"
