@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanoserve"
 PAGES = [p for p in ROOT.rglob("*.md") if not any(part.startswith(".") for part in p.parts[-4:])]
 FLAT = [p for p in PACKAGE.glob("*.py") if not p.name.startswith("__")]
+# A link, or a name that is not the text of one.
+NAMES = re.compile(r"\]\(([^)\s]+)\)|(?<!\[)`([A-Za-z_][\w.]*)`")
 WITH_CODE = ["README.md", "README.zh-CN.md", "nanoserve/GUIDE.md", "nanoserve/coming_from_vllm.md"]
 
 
@@ -42,9 +44,7 @@ def test_the_code_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_links_and_names_lead_somewhere(page: Path) -> None:
     for line in page.read_text("utf-8").splitlines():
         target = page
-        for path, name in re.findall(
-            r"\]\(([^)\s]+)\)|`([A-Za-z_][\w.]*)`", line.split("<br>**V")[0]
-        ):
+        for path, name in NAMES.findall(line.split("<br>**V")[0]):
             path, _, anchor = path.partition("#")
             if path and not path.startswith(("http", "<")):
                 target = page.parent / path
