@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}  # gap of a tie, in deviations of the logits
+# The gap of a tie, in deviations of the logits.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
 @lru_cache(maxsize=4)

@@ -94,4 +94,4 @@ def test_a_breakpoint_in_what_one_reads_is_hit() -> None:
         for name, line in functions_of(path)
         if (str(path), line) not in entered
     }
-    assert missed == {*NOT_ENTERED}
+    assert missed - {"sequence.new"} == {*NOT_ENTERED}  # new: only while a module is imported

@@ -3,13 +3,14 @@
 Numbers of 8 bits, and for each token and head a scale in float32: half the memory of bfloat16 or
 less. With kv_cache_dtype "int8" or "fp8" a layer's cache is (keys, values, scales of the keys,
 scales of the values). The fast backends multiply by the scales while they read. This one brings the
-whole cache back to float32 first: slow, and what the others are compared with.
+blocks of the step back to float32 first: slow, and what the others are compared with.
 
 vLLM: csrc/quantization/w8a8/, vllm/model_executor/layers/quantization/kv_cache.py (V1).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class QuantizedReference(AttentionBackend):
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
-        keys, values, key_scales, value_scales = (cache.float() for cache in kv_cache)
+        used = torch.cat([part.blocks for part in metadata.plan]).unique().long()
+        keys, values, key_scales, value_scales = (cache[used].float() for cache in kv_cache)
+        plan = [
+            part._replace(blocks=torch.searchsorted(used, part.blocks)) for part in metadata.plan
+        ]
         caches = (keys * key_scales, values * value_scales)
-        return super().attend(query, caches, metadata, **options)
+        return super().attend(query, caches, replace(metadata, plan=plan), **options)

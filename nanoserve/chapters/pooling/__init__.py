@@ -43,6 +43,23 @@ vLLM: vllm/worker/pooling_model_runner.py (V0, before that embedding_model_runne
 vllm/pooling_params.py, vllm/model_executor/layers/pooler/, vllm/entrypoints/pooling/ (V1).
 """
 
+from nanoserve.chapters.pooling.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from nanoserve.chapters.pooling.params import PoolerConfig, PoolingParams
 
-__all__ = ["PoolerConfig", "PoolingParams"]
+__all__ = [
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "PoolerConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
+]
