@@ -143,8 +143,8 @@ class LLMEngine:
         **off: Any,
     ) -> Request:
         """Tokenize and check a request without queueing it. Raises as add_request does."""
-        if off := [name for name, value in off.items() if value is not None]:
-            raise TypeError(f"{off}: the option of LLM that adds this (enable_...) is not set.")
+        if given := [name for name, value in off.items() if value is not None]:
+            raise TypeError(f"{given}: the option of LLM that adds this (enable_...) is not set.")
         if params is None:  # what the checkpoint recommends
             params = SamplingParams.from_generation_config(self.model_config.generation_config)
         root = self.input_processor.process(request_id, prompt, params, priority, cache_salt)

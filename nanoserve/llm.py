@@ -57,7 +57,7 @@ class LLM:
 
     def __new__(cls, model: str | Path | None = None, **options: Any) -> LLM:
         """Chapters may add methods: what is made is of a subclass."""
-        return object.__new__(stack("llm_cls", find_active(options), cls))
+        return object.__new__(stack("llm_cls", find_active(options), cls))  # type: ignore[arg-type]
 
     def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
