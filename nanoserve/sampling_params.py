@@ -37,7 +37,7 @@ class RequestOutputKind(Enum):
 GREEDY_TEMPERATURE = 1e-5  # below it, dividing by the temperature would overflow
 SMALLEST_TEMPERATURE = 0.01  # vLLM's: smaller ones are raised to it; 0 stays 0
 # Of each number: type, smallest, largest, and the range in words.
-RANGES: dict[str, tuple[type, float, float, str]] = {
+RANGES: dict[str, tuple[Any, float, float, str]] = {
     "n": (int, 1, 16384, "1 to 16384"),
     "presence_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
     "frequency_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
@@ -103,7 +103,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (kind, low, high, allowed) in RANGES.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             if value is None and allowed.startswith("None"):
                 continue
             if hasattr(value, "item"):  # a number of NumPy or torch becomes Python's
