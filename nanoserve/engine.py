@@ -248,20 +248,19 @@ class LLMEngine:
 
     def process_outputs(self, updates: list[SequenceUpdate]) -> None:
         """Give a step's updates to their requests, and keep what these hand out."""
-        by_request: dict[str, list[SequenceUpdate]] = {}
+        by_request: dict[Request, list[SequenceUpdate]] = {}
         for update in updates:
-            request_id = update.sequence.request_id
-            by_request[request_id] = [*by_request.get(request_id, ()), update]
-        for request_id, its_updates in by_request.items():
-            if (request := self.requests.get(request_id)) is None:
-                continue  # aborted meanwhile
+            seq, request = update.sequence, self.requests.get(update.sequence.request_id)
+            if request and request.root.sampling_params is seq.sampling_params:  # not aborted
+                by_request[request] = [*by_request.get(request, ()), update]
+        for request, its_updates in by_request.items():
             try:
                 self._outputs += request.process(its_updates, self.scheduler.finish)
             except Exception as error:  # such as a tokenizer that cannot decode
-                self.fail_request(request_id, error)
+                self.fail_request(request.request_id, error)
             else:
                 if request.is_finished:
-                    self.requests.pop(request_id, None)  # aborted meanwhile, by another thread
+                    self.requests.pop(request.request_id, None)
 
     def settle(self) -> None:
         """Recover from a step that was interrupted, then do what waits in the inbox. An action that
