@@ -58,6 +58,8 @@ def test_prompts_in_any_form(llm: LLM) -> None:
     assert generate(llm, PROMPTS, [GREEDY] * 3) == alone
     assert generate(llm, []) == []
     assert len(generate(llm, "The cat", None)) == 1  # what the checkpoint recommends
+    again = [llm.generate([[7] * 40], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+    assert [each.num_cached_tokens for each in again] == [0, 32]
 
 
 @pytest.mark.parametrize(

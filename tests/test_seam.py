@@ -169,7 +169,7 @@ def test_options_of_a_chapter_that_is_off() -> None:
     off = {"enable_lora": False, "speculative_config": None, "kv_offloading_size": None}
     LLM(**off, pipeline_parallel_size=1).close()
     for given in ({"max_loras": 2}, {"max_loras": 2, "enable_lora": False}):
-        with pytest.raises(ValueError, match="max_loras.*enable_lora"):
+        with pytest.raises(ValueError, match=r"max_loras.*enable_lora"):
             LLM(**given)
     with pytest.raises(TypeError, match="max_num_seqs"):
         LLM(max_num_seq=2)

@@ -26,7 +26,7 @@ from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence, SequenceStatus
 from nanoserve.tools.check_blocks import check_blocks
 
-MAX_LEN = 32
+MAX_LEN = 40
 Each = Mapping[str, Any]
 
 
@@ -39,15 +39,15 @@ def draw(**each: Any) -> st.SearchStrategy[dict[str, Any]]:
 # fmt: off
 OPTIONS = draw(
     async_scheduling=[False, True], preemption_mode=["recompute", "swap"],
-    num_cpu_blocks=[None, None, 1, 4], block_size=[1, 2, 4],
-    num_gpu_blocks_override=[3, 5, 8, 12, 12, 20, 150], max_num_seqs=st.integers(1, 6),
+    num_cpu_blocks=[None, None, 1, 4], block_size=[1, 2, 4, 4],
+    num_gpu_blocks_override=[3, 5, 8, 12, 20, 30, 150], max_num_seqs=st.integers(2, 6),
     max_num_batched_tokens=[4, 6, 6, 12, 40], long_prefill_token_threshold=[0, 0, 0, 1, 3],
     scheduling_policy=["fcfs", "priority", "priority"],
-    enable_prefix_caching=[True, True, False], enable_chunked_prefill=[True, True, False],
+    enable_prefix_caching=[True, True, False], enable_chunked_prefill=[True, True, True, False],
 )
 REQUEST = draw(
-    gap=st.integers(0, 4),  # steps after the last one
-    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12],  # prompt tokens that others have, too, or not
+    gap=[0, 0, 1, 2, 4],  # steps after the last one
+    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, too, or not
     max_tokens=[None, 1, 2, 3, 6, 9, 14], min_tokens=[0, 0, 1, 3], n=[1, 1, 1, 2, 3, 7],
     seed=[None, 0, 1, 2], salt=[None, None, "a", "b"], priority=st.integers(0, 2),
     stop_tokens=[(), (), (3,), (5, 6)], stop_string=[None, None, None, 9],
@@ -65,7 +65,7 @@ TROUBLES = (
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
 HISTORY = {
     "options": OPTIONS,
-    "requests": st.lists(REQUEST, min_size=1, max_size=8),
+    "requests": st.lists(REQUEST, min_size=2, max_size=9),
     "troubles": st.lists(TROUBLE, max_size=5),
 }
 
@@ -235,9 +235,8 @@ def in_a_thread(do: Callable[[], object]) -> None:
         pool.submit(do).result()
 
 
-engine_module.load_tokenizer = cache(
-    engine_module.load_tokenizer
-)  # which takes longer than a history
+# Reading it takes longer than a history.
+engine_module.load_tokenizer = cache(engine_module.load_tokenizer)
 
 
 def tokenizer() -> Any:
