@@ -295,7 +295,7 @@ class Scheduler:
         `parent` was preempted meanwhile, the branch waits, and finds the prompt in the cache."""
         child = parent.make_branch(branch)
         parent.num_pending_forks -= 1
-        if parent.status is SequenceStatus.RUNNING and self.has_seq_slot(child):
+        if parent.status is SequenceStatus.RUNNING:
             self.block_manager.fork(parent, child)
             self.sequences[child.seq_id] = child
             self.start_running(child)
