@@ -69,7 +69,7 @@ def test_prompts_in_any_form(llm: LLM) -> None:
         ((PROMPTS, GREEDY), {"priority": [1]}, ValueError),
         ((PROMPTS, GREEDY), {"priority": "high"}, TypeError),
         ((PROMPTS, GREEDY), {"cache_salt": 5}, TypeError),
-        ((PROMPTS, GREEDY), {"lora_request": "pirate"}, ValueError),
+        ((PROMPTS, GREEDY), {"lora_request": "pirate"}, TypeError),
         ((PROMPTS, GREEDY), {"no_such_argument": 1}, TypeError),
         ((PROMPTS, {"temperature": 0}), {}, TypeError),
         ((["good", []], GREEDY), {}, ValueError),
@@ -131,7 +131,7 @@ def test_chat(llm: LLM) -> None:
     [own] = llm.chat(TALK, GREEDY, use_tqdm=False, chat_template=template)
     assert own.prompt == TALK[0]["content"]
     assert llm.chat([]) == []
-    for bad, error in (("hi", ValueError), (5, TypeError), ([{"content": "?"}], ValueError)):
+    for bad, error in (("hi", TypeError), (5, TypeError), ([{"content": "?"}], ValueError)):
         with pytest.raises(error):
             llm.chat(bad)
     with pytest.raises(ValueError, match="mine"):
