@@ -57,8 +57,8 @@ REQUEST = draw(
     prompt_logprobs=[None, None, 0], kind=[*RequestOutputKind],
 )
 TROUBLES = (
-    "abort", "abort within", "abort within", "abort in a thread", "reset", "reset", "add within",
-    "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
+    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset", "reset",
+    "abort while it is added", "add within", "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
     "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C",
 )
 # fmt: on
@@ -206,9 +206,9 @@ CORE = tuple(
 
 
 @contextmanager
-def ctrl_c(number: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt at the n-th line that the control plane runs (but for the lines with
-    which step() hands out)."""
+def at_line(number: int, do: Callable[[], object]) -> Iterator[None]:
+    """Calls `do` at the n-th line that the control plane runs (but for the lines with which step()
+    hands out)."""
     left = [number]
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -219,7 +219,7 @@ def ctrl_c(number: int) -> Iterator[None]:
             left[0] -= 1
             if left[0] < 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                do()
         return trace
 
     before = sys.gettrace()
@@ -228,6 +228,10 @@ def ctrl_c(number: int) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def in_a_thread(do: Callable[[], object]) -> None:
@@ -274,9 +278,8 @@ class Player:
                 self.arrive(next(self.names), request)
             todo = [(what, which) for when, what, which in troubles if when == number]
             for what, which in todo:
-                if what != "Ctrl-C":
-                    self.disturb(what, which)
-            self.step([which for what, which in todo if what == "Ctrl-C"])
+                self.disturb(what, which)
+            self.step([each for each in todo if each[0] in ("Ctrl-C", "abort at a line")])
             number += 1
             assert number < 2000, "no end"
         self.check_end()
@@ -346,6 +349,9 @@ class Player:
         elif what == "add within":
             add = partial(self.arrive, next(self.names), self.asked[name])
             hook(lambda: in_a_thread(add))
+        elif what == "abort while it is added":
+            with at_line(which % 9, lambda: in_a_thread(lambda: self.abort([*self.roots][-1]))):
+                self.arrive(next(self.names), self.asked[name])
         elif what == "again" and name not in engine.may_fail:
             self.abort(name)
             self.aborted.discard(name)
@@ -363,16 +369,21 @@ class Player:
         if before:
             self.aborted.add(name)
 
-    def step(self, interrupts: list[int]) -> None:
+    def step(self, troubles: list[tuple[str, int]]) -> None:
         outputs, was_planted = [], "schedule" in self.runner.faults
-        if interrupts:
-            self.is_disturbed = True
-            with suppress(KeyboardInterrupt, Planted), ctrl_c(interrupts[0]):
-                outputs = self.llm.step()
-        else:
+        if not troubles:
             with suppress(Planted) if was_planted else nullcontext():
                 outputs = self.llm.step()
             self.engine.scheduler.check()
+        else:
+            [(what, which), *_] = troubles
+            name = [*self.roots, ""][which % (1 + len(self.roots))]
+            abort = partial(in_a_thread, partial(self.abort, name))
+            with suppress(KeyboardInterrupt, Planted):
+                with at_line(which, interrupt if what == "Ctrl-C" else abort):
+                    outputs = self.llm.step()
+            if what != "Ctrl-C":  # its output may have been on its way
+                outputs = [output for output in outputs if output.request_id != name]
         for output in outputs:
             self.take(output)
 
