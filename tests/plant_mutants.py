@@ -70,8 +70,8 @@ def main() -> None:
     outcomes: list[str] = []
     assert run(folder, (*PLAYER, "sampler")) == "LIVES", "a test fails without a mistake"
     for number, line in [each for each in lines if each[0] in asked]:
-        fields = [each.replace("\\n", "\n").replace("\\|", "|") for each in line.split(" | ")]
-        name, old, new = [*fields, ""][:3]
+        fields = [each.replace("\\n", "\n").replace("\\|", "|") for each in f"{line} ".split(" | ")]
+        name, old, new = (*fields[:2], fields[2].rstrip(" "))
         path, begin = folder / "nanoserve" / name, time.monotonic()
         source = path.read_text()
         assert source.count(old) == 1, f"{name}: {old!r} is there {source.count(old)} times"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from workload import ctrl_c
+from workload import at_line, interrupt
 
 from nanoserve import LLM, RequestOutputKind, SamplingParams
 from nanoserve.sequence import EngineDeadError
@@ -58,6 +58,8 @@ def test_prompts_in_any_form(llm: LLM) -> None:
     assert generate(llm, PROMPTS, [GREEDY] * 3) == alone
     assert generate(llm, []) == []
     assert len(generate(llm, "The cat", None)) == 1  # what the checkpoint recommends
+    again = [llm.generate([[7] * 40], GREEDY, use_tqdm=False)[0] for _ in range(2)]
+    assert [each.num_cached_tokens for each in again] == [0, 32]
 
 
 @pytest.mark.parametrize(
@@ -170,12 +172,13 @@ def test_a_call_from_inside_a_step(llm: LLM) -> None:
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_ctrl_c_at_any_line_of_generate(async_scheduling: bool) -> None:
     with LLM(**SMALL, async_scheduling=async_scheduling) as llm:
-        wanted = generate(llm, PROMPTS)
-        for number in range(0, 2400, 149):
-            with suppress(KeyboardInterrupt), ctrl_c(number):
-                generate(llm, PROMPTS)
+        short = SamplingParams(temperature=0, max_tokens=3)
+        wanted = generate(llm, PROMPTS, short)
+        for number in range(0, 1200, 37):
+            with suppress(KeyboardInterrupt), at_line(number, interrupt):
+                generate(llm, PROMPTS, short)
             assert not llm.has_unfinished_requests(), number
-            assert generate(llm, PROMPTS) == wanted, number
+            assert generate(llm, PROMPTS, short) == wanted, number
             assert not any(llm.llm_engine.block_manager.pool.ref_counts)
 
 

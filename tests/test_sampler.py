@@ -76,9 +76,9 @@ def test_every_stage_of_every_row(rows: list[Any], seed: int) -> None:
         lambda **arrays: {name: torch.from_numpy(each) for name, each in arrays.items()},
     )  # fmt: skip
     news = []
-    for number, (row, has_bad_words, prompt, output) in enumerate(rows):
+    for number, (values, has_bad_words, prompt, output) in enumerate(rows):
         words = BAD_WORDS if has_bad_words else ()
-        params = SamplingParams(**row, bad_words=["a"] if words else None)
+        params = SamplingParams(**values, bad_words=["a"] if words else None)
         tokens, length = (*prompt, *output[:12]), len(prompt)
         news.append(NewSequence(number, tokens, length, (), params, STOPS, words, seed, number, 1))
         states.add(news[-1])

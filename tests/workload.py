@@ -26,7 +26,7 @@ from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence, SequenceStatus
 from nanoserve.tools.check_blocks import check_blocks
 
-MAX_LEN = 32
+MAX_LEN = 40
 Each = Mapping[str, Any]
 
 
@@ -39,15 +39,15 @@ def draw(**each: Any) -> st.SearchStrategy[dict[str, Any]]:
 # fmt: off
 OPTIONS = draw(
     async_scheduling=[False, True], preemption_mode=["recompute", "swap"],
-    num_cpu_blocks=[None, None, 1, 4], block_size=[1, 2, 4],
-    num_gpu_blocks_override=[3, 5, 8, 12, 12, 20, 150], max_num_seqs=st.integers(1, 6),
+    num_cpu_blocks=[None, None, 1, 4], block_size=[1, 2, 4, 4],
+    num_gpu_blocks_override=[3, 5, 8, 12, 20, 30, 150], max_num_seqs=st.integers(2, 6),
     max_num_batched_tokens=[4, 6, 6, 12, 40], long_prefill_token_threshold=[0, 0, 0, 1, 3],
     scheduling_policy=["fcfs", "priority", "priority"],
-    enable_prefix_caching=[True, True, False], enable_chunked_prefill=[True, True, False],
+    enable_prefix_caching=[True, True, False], enable_chunked_prefill=[True, True, True, False],
 )
 REQUEST = draw(
-    gap=st.integers(0, 4),  # steps after the last one
-    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12],  # prompt tokens that others have, too, or not
+    gap=[0, 0, 1, 2, 4],  # steps after the last one
+    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, too, or not
     max_tokens=[None, 1, 2, 3, 6, 9, 14], min_tokens=[0, 0, 1, 3], n=[1, 1, 1, 2, 3, 7],
     seed=[None, 0, 1, 2], salt=[None, None, "a", "b"], priority=st.integers(0, 2),
     stop_tokens=[(), (), (3,), (5, 6)], stop_string=[None, None, None, 9],
@@ -57,15 +57,15 @@ REQUEST = draw(
     prompt_logprobs=[None, None, 0], kind=[*RequestOutputKind],
 )
 TROUBLES = (
-    "abort", "abort within", "abort within", "abort in a thread", "reset", "reset", "add within",
-    "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
+    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset", "reset",
+    "abort while it is added", "add within", "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
     "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C",
 )
 # fmt: on
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
 HISTORY = {
     "options": OPTIONS,
-    "requests": st.lists(REQUEST, min_size=1, max_size=8),
+    "requests": st.lists(REQUEST, min_size=2, max_size=9),
     "troubles": st.lists(TROUBLE, max_size=5),
 }
 
@@ -206,9 +206,9 @@ CORE = tuple(
 
 
 @contextmanager
-def ctrl_c(number: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt at the n-th line that the control plane runs (but for the lines with
-    which step() hands out)."""
+def at_line(number: int, do: Callable[[], object]) -> Iterator[None]:
+    """Calls `do` at the n-th line that the control plane runs (but for the lines with which step()
+    hands out)."""
     left = [number]
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -219,7 +219,7 @@ def ctrl_c(number: int) -> Iterator[None]:
             left[0] -= 1
             if left[0] < 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                do()
         return trace
 
     before = sys.gettrace()
@@ -230,14 +230,17 @@ def ctrl_c(number: int) -> Iterator[None]:
         sys.settrace(before)
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def in_a_thread(do: Callable[[], object]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(do).result()
 
 
-engine_module.load_tokenizer = cache(
-    engine_module.load_tokenizer
-)  # which takes longer than a history
+# Reading it takes longer than a history.
+engine_module.load_tokenizer = cache(engine_module.load_tokenizer)
 
 
 def tokenizer() -> Any:
@@ -275,9 +278,8 @@ class Player:
                 self.arrive(next(self.names), request)
             todo = [(what, which) for when, what, which in troubles if when == number]
             for what, which in todo:
-                if what != "Ctrl-C":
-                    self.disturb(what, which)
-            self.step([which for what, which in todo if what == "Ctrl-C"])
+                self.disturb(what, which)
+            self.step([each for each in todo if each[0] in ("Ctrl-C", "abort at a line")])
             number += 1
             assert number < 2000, "no end"
         self.check_end()
@@ -347,6 +349,9 @@ class Player:
         elif what == "add within":
             add = partial(self.arrive, next(self.names), self.asked[name])
             hook(lambda: in_a_thread(add))
+        elif what == "abort while it is added":
+            with at_line(which % 9, lambda: in_a_thread(lambda: self.abort([*self.roots][-1]))):
+                self.arrive(next(self.names), self.asked[name])
         elif what == "again" and name not in engine.may_fail:
             self.abort(name)
             self.aborted.discard(name)
@@ -364,16 +369,21 @@ class Player:
         if before:
             self.aborted.add(name)
 
-    def step(self, interrupts: list[int]) -> None:
+    def step(self, troubles: list[tuple[str, int]]) -> None:
         outputs, was_planted = [], "schedule" in self.runner.faults
-        if interrupts:
-            self.is_disturbed = True
-            with suppress(KeyboardInterrupt, Planted), ctrl_c(interrupts[0]):
-                outputs = self.llm.step()
-        else:
+        if not troubles:
             with suppress(Planted) if was_planted else nullcontext():
                 outputs = self.llm.step()
             self.engine.scheduler.check()
+        else:
+            [(what, which), *_] = troubles
+            name = [*self.roots, ""][which % (1 + len(self.roots))]
+            abort = partial(in_a_thread, partial(self.abort, name))
+            with suppress(KeyboardInterrupt, Planted):
+                with at_line(which, interrupt if what == "Ctrl-C" else abort):
+                    outputs = self.llm.step()
+            if what != "Ctrl-C":  # its output may have been on its way
+                outputs = [output for output in outputs if output.request_id != name]
         for output in outputs:
             self.take(output)
 
