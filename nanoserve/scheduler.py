@@ -291,13 +291,17 @@ class Scheduler:
         return [*updates, SequenceUpdate(seq, tokens[:num_new], prompt_logprobs)]
 
     def fork_branch(self, parent: Sequence, branch: int, first: SampledToken) -> SequenceUpdate:
-        """Start a branch of the request on the blocks of `parent`, with its own first token. (A step
-        that forks is read before the next one is scheduled: `parent` still runs.)"""
+        """Start a branch of the request on the blocks of `parent`, with its own first token. If
+        `parent` was preempted meanwhile (a chapter may schedule on before this step is read), the
+        branch waits, and finds the prompt in the cache."""
         child = parent.make_branch(branch)
         parent.num_pending_forks -= 1
-        self.block_manager.fork(parent, child)
-        self.sequences[child.seq_id] = child
-        self.start_running(child)
+        if parent.status is SequenceStatus.RUNNING:
+            self.block_manager.fork(parent, child)
+            self.sequences[child.seq_id] = child
+            self.start_running(child)
+        else:
+            self.add(child)
         self.append_tokens(child, [first.token_id])
         return SequenceUpdate(child, [first])
 
