@@ -173,8 +173,11 @@ def test_a_call_from_inside_a_step(llm: LLM) -> None:
 def test_ctrl_c_at_any_line_of_generate(async_scheduling: bool) -> None:
     with LLM(**SMALL, async_scheduling=async_scheduling) as llm:
         short = SamplingParams(temperature=0, max_tokens=3)
-        wanted = generate(llm, PROMPTS, short)
-        for number in range(0, 1200, 37):
+        generate(llm, PROMPTS, short)  # with the prefix cache as it will be
+        with at_line(10**9, interrupt) as left:
+            wanted = generate(llm, PROMPTS, short)
+        total = 10**9 - left[0]
+        for number in (*range(0, total, 67), *range(total - 120, total, 6)):  # and at the end
             with suppress(KeyboardInterrupt), at_line(number, interrupt):
                 generate(llm, PROMPTS, short)
             assert not llm.has_unfinished_requests(), number

@@ -62,17 +62,18 @@ def test_stop_strings_by_brute_force(text: str, num_new: int, stops: list[str]) 
     assert find_stop_string(text, stops, num_new) == first
 
 
+@pytest.mark.parametrize("size", [1, 5])  # tokens of one step
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_what_may_begin_a_stop_string_is_held_back(is_kept: bool) -> None:
+def test_what_may_begin_a_stop_string_is_held_back(is_kept: bool, size: int) -> None:
     ids = tokenizer().encode("the cat sat on the mat", add_special_tokens=False)
     params = SamplingParams(
         stop=["on the"], include_stop_str_in_output=is_kept, output_kind=RequestOutputKind.DELTA
     )
     root = Sequence(0, "a", [5], params, 99, frozenset(), 0, RequestMetrics(0))
     request, ended, texts, tokens = Request(root, tokenizer()), list[Any](), "", list[int]()
-    for token in ids:
-        root.token_ids.append(token)
-        update = SequenceUpdate(root, [SampledToken(token)])
+    for start in range(0, len(ids), size):
+        root.token_ids += ids[start : start + size]
+        update = SequenceUpdate(root, [*map(SampledToken, ids[start : start + size])])
         for output in request.process([update], lambda *args: ended.append(args)):
             texts += output.outputs[0].text
             tokens += output.outputs[0].token_ids

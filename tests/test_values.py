@@ -180,5 +180,7 @@ def test_room(engine: Any) -> None:
     process, asked = engine.input_processor.process, SamplingParams(max_tokens=None)
     assert process("a", [1] * 100, asked).max_tokens == 28
     assert process("a", [1] * 100, SamplingParams(max_tokens=7)).max_tokens == 7
+    assert process("a", [1], asked).stop_token_ids >= {2}  # the EOS token
+    assert process("a", [1], SamplingParams(ignore_eos=True)).stop_token_ids == frozenset()
     small = LLM(runner_cls=FakeRunner, num_gpu_blocks_override=2, block_size=4).llm_engine
     assert small.input_processor.process("a", [1] * 3, asked).max_tokens == 5

@@ -47,7 +47,7 @@ OPTIONS = draw(
 )
 REQUEST = draw(
     gap=[0, 0, 1, 2, 4],  # steps after the last one
-    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, or not
+    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, too, or not
     max_tokens=[None, 1, 2, 3, 6, 9, 14], min_tokens=[0, 0, 1, 3], n=[1, 1, 1, 2, 3, 7],
     seed=[None, 0, 1, 2], salt=[None, None, "a", "b"], priority=st.integers(0, 2),
     stop_tokens=[(), (), (3,), (5, 6)], stop_string=[None, None, None, 9],
@@ -57,10 +57,9 @@ REQUEST = draw(
     prompt_logprobs=[None, None, 0], kind=[*RequestOutputKind],
 )
 TROUBLES = (
-    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset",
-    "reset", "abort while it is added", "add within", "again", "step within", "fail schedule",
-    "fail launch", "fail result", "fail update",
-    "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C",
+    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset", "reset",
+    "abort while it is added", "add within", "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
+    "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C thrice",
 )
 # fmt: on
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
@@ -207,9 +206,9 @@ CORE = tuple(
 
 
 @contextmanager
-def at_line(number: int, do: Callable[[], object]) -> Iterator[None]:
+def at_line(number: int, do: Callable[[], object]) -> Iterator[list[int]]:
     """Calls `do` at the n-th line that the control plane runs (but for the lines with which step()
-    hands out)."""
+    hands out). What it yields holds how many lines are left until then."""
     left = [number]
 
     def trace(frame: Any, event: str, _: object) -> Any:
@@ -226,7 +225,7 @@ def at_line(number: int, do: Callable[[], object]) -> Iterator[None]:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        yield
+        yield left
     finally:
         sys.settrace(before)
 
@@ -278,6 +277,11 @@ class Player:
                 at, request = number, due.pop(0)
                 self.arrive(next(self.names), request)
             todo = [(what, which) for when, what, which in troubles if when == number]
+            todo += [
+                ("Ctrl-C", which)
+                for when, what, which in troubles
+                if what == "Ctrl-C thrice" and when <= number < when + 3
+            ]
             for what, which in todo:
                 self.disturb(what, which)
             self.step([each for each in todo if each[0] in ("Ctrl-C", "abort at a line")])
@@ -285,7 +289,7 @@ class Player:
             assert number < 2000, "no end"
         self.check_end()
 
-    def arrive(self, name: str, asked: Each) -> None:
+    def arrive(self, name: str, asked: Each, trouble: Any = None) -> None:
         first = 600 + len(self.roots)
         prompt = [*range(500, 500 + asked["shared"]), *range(first, first + asked["own"])]
         prompt = (prompt or [500])[: self.engine.input_processor.capacity - 1]
@@ -298,7 +302,8 @@ class Player:
         self.roots[name], self.asked[name] = request.root, asked
         for record in (self.tokens, self.texts, self.last):
             record.pop(name, None)
-        self.engine.add(request)
+        with trouble or nullcontext():
+            self.engine.add(request)
 
     def make_params(self, name: str, asked: Each) -> SamplingParams:
         def read(output: list[int], logits: Any) -> Any:
@@ -351,8 +356,9 @@ class Player:
             add = partial(self.arrive, next(self.names), self.asked[name])
             hook(lambda: in_a_thread(add))
         elif what == "abort while it is added":
-            with at_line(which % 9, lambda: in_a_thread(lambda: self.abort([*self.roots][-1]))):
-                self.arrive(next(self.names), self.asked[name])
+            new = next(self.names)
+            abort = partial(in_a_thread, partial(self.abort, new))
+            self.arrive(new, self.asked[name], at_line(which % 7, abort))
         elif what == "again" and name not in engine.may_fail:
             self.abort(name)
             self.aborted.discard(name)
@@ -380,9 +386,9 @@ class Player:
             [(what, which), *_] = troubles
             name = [*self.roots, ""][which % (1 + len(self.roots))]
             abort = partial(in_a_thread, partial(self.abort, name))
-            trouble = interrupt if what == "Ctrl-C" else abort
-            with suppress(KeyboardInterrupt, Planted), at_line(which, trouble):
-                outputs = self.llm.step()
+            with suppress(KeyboardInterrupt, Planted):
+                with at_line(which, interrupt if what == "Ctrl-C" else abort):
+                    outputs = self.llm.step()
             if what != "Ctrl-C":  # its output may have been on its way
                 outputs = [output for output in outputs if output.request_id != name]
         for output in outputs:
