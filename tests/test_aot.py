@@ -43,7 +43,7 @@ def test_kernels_fit_the_gpu(capability: int) -> None:
         assert kernel["local"] == 0, kernel
         assert kernel["stack"] <= 64 or case == "wide float32", kernel  # the rarest case
         if case in ("decode", "prefill", "fused 128", "fused 80"):
-            assert kernel["stack"] == 0, kernel
+            assert kernel["stack"] <= 8, kernel  # bytes
         if name == "paged_attention_kernel" and is_new:
             assert kernel["copies"] > 0, kernel
         if name in ("paged_attention_kernel", "quantized_matmul_kernel") and is_new:

@@ -22,4 +22,4 @@ def play(options: Mapping[str, Any], requests: list[Any], troubles: list[Any]) -
 
 
 test_any_history = settings(max_examples=300)(given(**HISTORY)(play))
-test_many_histories = pytest.mark.slow(settings(max_examples=3000)(given(**HISTORY)(play)))
+test_many_histories = pytest.mark.slow(settings(max_examples=1500)(given(**HISTORY)(play)))
