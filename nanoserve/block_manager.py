@@ -186,9 +186,8 @@ class BlockManager:
         """Are there blocks for the next `num_new_tokens` tokens of `seq`?"""
         num_blocks = len(self.pool.free_queue) + len(self.block_tables[seq.seq_id])
         room = num_blocks * self.block_size - seq.num_computed_tokens - num_new_tokens
-        return room >= self.block_size or (
-            room >= 0 and not self._must_copy(seq)
-        )  # a copy takes one
+        # A copy takes one.
+        return room >= self.block_size or (room >= 0 and not self._must_copy(seq))
 
     def can_swap_out(self, seq: Sequence) -> bool:
         """Are there CPU blocks for all that `seq` holds?"""
@@ -223,8 +222,8 @@ class BlockManager:
         self.num_hit_tokens += seq.num_computed_tokens
 
     def append_slots(self, seq: Sequence, num_new_tokens: int) -> tuple[int, list[int]]:
-        """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append was True. (The
-        last ones may be drafts, and slots behind them in which a proposer writes.)
+        """Give `seq` blocks for its next `num_new_tokens` tokens, after can_append_slots was
+        True. (The last ones may be drafts, and slots behind them in which a proposer writes.)
 
         Returns (index, block ids): the runner writes these ids into the block table of `seq` from
         this index on. A block that these tokens fill can be found by its hash at once. Only a block

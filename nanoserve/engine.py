@@ -160,8 +160,12 @@ class LLMEngine:
 
     def _queue(self, request: Request) -> None:
         """Give a request's sequences to the scheduler, unless it was aborted meanwhile."""
-        for seq in request.sequences if self.has_request(request) else ():
-            self.scheduler.add(seq)
+        try:
+            for seq in request.sequences if self.has_request(request) else ():
+                self.scheduler.add(seq)
+        except Exception:  # of a scheduler of your own
+            self.requests.pop(request.request_id, None)
+            raise
 
     def abort_request(self, request_ids: str | Collection[str]) -> bool:
         """End requests, at whatever stage: they hand out nothing more. False if none is known."""
@@ -200,7 +204,7 @@ class LLMEngine:
         self._open_inbox()
 
     def _open_inbox(self) -> None:
-        if self._lock.acquire(blocking=False):
+        while self._inbox and self._lock.acquire(blocking=False):  # more may come meanwhile
             try:
                 self.settle()
             finally:
@@ -215,6 +219,7 @@ class LLMEngine:
                 self.run_step()
             except Exception as error:
                 self.recover(error)
+        with self._lock:  # at last: an inbox that cannot be opened loses no output
             outputs, self._outputs = self._outputs, []
             return outputs
 
@@ -308,7 +313,7 @@ class LLMEngine:
                 yield
             finally:
                 self._owner = 0
-        if self._inbox:  # it came meanwhile
+        if self._inbox:
             self._open_inbox()
 
     # -- the rest --

@@ -39,12 +39,7 @@ from nanoserve.attention import StepMetadata
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.cuda_graph import GraphShape
 from nanoserve.kernels.seen_tokens import SeenTokens
-from nanoserve.sampler import (
-    LogitEdits,
-    Penalties,
-    SamplingBatch,
-    uniform_noise,
-)
+from nanoserve.sampler import LogitEdits, Penalties, SamplingBatch, uniform_noise
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
 from nanoserve.sequence import NewSequence, SchedulerOutput
 

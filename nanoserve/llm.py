@@ -55,13 +55,11 @@ class LLM:
     all prompts, or a list of one each.
     """
 
-    def __new__(cls, model: str | Path | None = None, **options: Any) -> LLM:
-        """Chapters may add methods: what is made is of a subclass."""
-        return object.__new__(stack("llm_cls", find_active(options), cls))  # type: ignore[arg-type]
-
     def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
         load_torch()
+        parts = find_active(options)  # may add methods
+        self.__class__ = stack("llm_cls", parts, type(self))  # type: ignore[arg-type]
         self.llm_engine = self.engine = make_engine({"model": model, **options})
         self._ids = count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that a loop waits for
@@ -183,9 +181,7 @@ class LLM:
         prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         is_one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable)
         prompts = [prompts] if is_one else list(prompts)
-        if (
-            not is_one and prompts and isinstance(prompts[0], Integral)
-        ):  # the token ids of one prompt
+        if not is_one and prompts and isinstance(prompts[0], Integral):  # token ids of one
             prompts = [prompts]
         each = {"params": params, **each}
         for name, given in each.items():

@@ -14,7 +14,7 @@ The forward pass is explicit: hidden = model(input_ids, positions, kv_caches, me
 model.compute_logits(hidden[tokens]), because drafts, several completions and prompt logprobs need
 the logits of other tokens than each sequence's last.
 
-Mixtures of experts are in models/moe_families.py.
+Mixtures of experts are in models/moe.py.
 
 vLLM: vllm/model_executor/models/: llama.py, mixtral.py, qwen2.py, registry.py (V0 and V1),
 qwen3.py, qwen3_moe.py (V1).

@@ -18,7 +18,7 @@ CPU. The control plane counts such tokens in num_output_placeholders, beside tok
 writes a placeholder (-1) into its own token ids and counts the placeholder in num_tokens.
 
 *Notes.* A chapter may need more than this: a step carries a note from each active chapter's
-scheduler to its runner, and a ModelOutput one back, by the chapter's name.
+scheduler to its runner, and a ModelOutput one back, keyed by the note's class.
 
 vLLM: vllm/sequence.py (V0); vllm/v1/request.py, vllm/v1/core/sched/output.py (V1).
 """

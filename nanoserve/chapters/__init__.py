@@ -79,6 +79,10 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     given = read(options)
     engine = given.pop("engine_cls", None) or LLMEngine
     bases = {part: given.pop(part, None) or getattr(engine, part) for part in PARTS}
+    for part, base in bases.items():
+        own = getattr(LLMEngine, part)
+        if not (isinstance(base, type) and issubclass(base, own)):
+            raise TypeError(f"{part} must be a subclass of {own.__name__}, got {base!r}.")
     active = find_active(given)
     for pair, reason in REFUSED.items():
         if set(pair) <= set(active):

@@ -75,7 +75,7 @@ REFUSED = {
         master_port worker_use_ray worker_cls worker_extension_cls""",
     "Download the checkpoint, edit its config.json if you must, and give its folder as model.": """
         revision=main tokenizer_revision=main download_dir hf_token hf_overrides config_format=hf
-        rope_scaling rope_theta generation_config=vllm override_generation_config code_revision
+        rope_scaling rope_theta generation_config override_generation_config code_revision
         model_loader_extra_config quantization_config""",
     "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
         skip_tokenizer_init tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
