@@ -47,7 +47,7 @@ OPTIONS = draw(
 )
 REQUEST = draw(
     gap=[0, 0, 1, 2, 4],  # steps after the last one
-    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, too, or not
+    shared=st.integers(0, 13), own=[0, 1, 3, 6, 12, 25],  # prompt tokens that others have, or not
     max_tokens=[None, 1, 2, 3, 6, 9, 14], min_tokens=[0, 0, 1, 3], n=[1, 1, 1, 2, 3, 7],
     seed=[None, 0, 1, 2], salt=[None, None, "a", "b"], priority=st.integers(0, 2),
     stop_tokens=[(), (), (3,), (5, 6)], stop_string=[None, None, None, 9],
@@ -57,9 +57,10 @@ REQUEST = draw(
     prompt_logprobs=[None, None, 0], kind=[*RequestOutputKind],
 )
 TROUBLES = (
-    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset", "reset",
-    "abort while it is added", "add within", "again", "step within", "fail schedule", "fail launch", "fail result", "fail update",
-    "fail detokenize", "fail launch twice", "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C thrice",
+    "abort", "abort within", "abort within", "abort in a thread", "abort at a line", "reset",
+    "reset", "abort while it is added", "add within", "again", "step within", "fail schedule",
+    "fail launch", "fail result", "fail update", "fail detokenize", "fail launch twice",
+    "Ctrl-C", "Ctrl-C", "Ctrl-C", "Ctrl-C thrice",
 )
 # fmt: on
 TROUBLE = st.tuples(st.integers(0, 20), st.sampled_from(TROUBLES), st.integers(0, 400))
@@ -386,9 +387,9 @@ class Player:
             [(what, which), *_] = troubles
             name = [*self.roots, ""][which % (1 + len(self.roots))]
             abort = partial(in_a_thread, partial(self.abort, name))
-            with suppress(KeyboardInterrupt, Planted):
-                with at_line(which, interrupt if what == "Ctrl-C" else abort):
-                    outputs = self.llm.step()
+            trouble = interrupt if what == "Ctrl-C" else abort
+            with suppress(KeyboardInterrupt, Planted), at_line(which, trouble):
+                outputs = self.llm.step()
             if what != "Ctrl-C":  # its output may have been on its way
                 outputs = [output for output in outputs if output.request_id != name]
         for output in outputs:
