@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from nanoserve import EngineConfig, SamplingParams, sampler
 from nanoserve.input_batch import RequestState
 from nanoserve.kernels import sampling
-from nanoserve.sampler import sample, uniform_noise
+from nanoserve.sampler import apply_constraints, sample, uniform_noise
 from nanoserve.sequence import NewSequence, RequestError
 
 VOCAB, STOPS, BAD_WORDS = 24, frozenset({2, 3}), ((5,), (6, 7))
@@ -31,7 +32,8 @@ PARAMS = {
 }
 # fmt: on
 GIVEN = st.fixed_dictionaries({name: st.sampled_from(each) for name, each in PARAMS.items()})
-ROW = st.tuples(GIVEN, st.booleans(), st.lists(IDS, min_size=1, max_size=5), st.lists(IDS))
+OUTPUT = st.lists(st.sampled_from([2, 5, 6, 6, 7, 9]), max_size=9)
+ROW = st.tuples(GIVEN, st.booleans(), st.lists(IDS, min_size=1, max_size=5), OUTPUT)
 
 
 def slow_logits(logits: list[float], new: NewSequence) -> list[float]:
@@ -79,26 +81,32 @@ def test_every_stage_of_every_row(rows: list[Any], seed: int) -> None:
     for number, (values, has_bad_words, prompt, output) in enumerate(rows):
         words = BAD_WORDS if has_bad_words else ()
         params = SamplingParams(**values, bad_words=["a"] if words else None)
-        tokens, length = (*prompt, *output[:12]), len(prompt)
+        tokens, length = (*prompt, *output), len(prompt)
         news.append(NewSequence(number, tokens, length, (), params, STOPS, words, seed, number, 1))
         states.add(news[-1])
     positions = np.array([len(new.token_ids) for new in news])
     order = np.array([states.row_of[number] for number in range(len(rows))])
     batch = states.make_sampling_batch(order, np.arange(len(rows)), positions)
     noise = uniform_noise(np.full(len(rows), seed), np.arange(len(rows)), positions)
-    for choose in (sampler.choose_tokens, sampling.choose_tokens):
+    assert batch.uniform is None or (batch.uniform.numpy() == noise).all()
+    constrained = apply_constraints(logits.float(), batch).tolist()
+    slow = [slow_logits(logits.float()[row].tolist(), new) for row, new in enumerate(news)]
+    assert constrained == [pytest.approx(each, abs=1e-4) for each in slow]
+    for turn, choose in enumerate((sampler.choose_tokens, sampling.choose_tokens) * 4):
+        uniform = (noise + turn * 0.1618) % 1
+        if not batch.is_greedy:
+            batch = replace(batch, uniform=torch.from_numpy(uniform))
         for row, found in enumerate(sample(logits.float(), batch, choose).to_host()):
-            changed = slow_logits(logits.float()[row].tolist(), news[row])
             params = news[row].sampling_params
-            if max(changed) == -math.inf:
+            if max(slow[row]) == -math.inf:
                 assert isinstance(found, RequestError)
                 continue
             if params.is_greedy:
-                assert changed[found.token_id] >= max(changed) - 1e-4
+                assert slow[row][found.token_id] >= max(slow[row]) - 1e-4
             else:
-                sums = np.cumsum(slow_probs(changed, params))
+                sums = np.cumsum(slow_probs(slow[row], params))
                 low, high = np.append(0, sums)[found.token_id :][:2] / sums[-1]
-                assert low - 1e-5 <= noise[row] <= high + 1e-5
+                assert low - 1e-5 <= uniform[row] <= high + 1e-5
                 assert high > low, "a token that was filtered out"
             check_logprobs(found.logprobs, found.token_id, logits[row], params.logprobs)
 

@@ -164,12 +164,12 @@ def test_what_a_value_becomes() -> None:
     assert SamplingParams(temperature=1e-3).temperature == 0.01
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(prompt_logprobs=0).skip_reading_prefix_cache is True
-    mine = {"stop": ["a"], "stop_token_ids": [1], "extra_args": {"mine": []}, "logit_bias": {1: 2}}
+    mine = {"stop": ["a"], "stop_token_ids": [1], "extra_args": {"mine": [1]}, "logit_bias": {1: 2}}
     params, clone = SamplingParams(**mine), SamplingParams(**mine).clone()
-    for each in (*mine.values(), mine["extra_args"]["mine"]):  # the caller edits what he gave
+    for each in (mine["extra_args"]["mine"], *mine.values()):  # the caller edits what he gave
         each.clear()
     assert clone.stop == params.stop == ["a"] and clone.stop_token_ids == [1]
-    assert clone.logit_bias == {1: 2.0} and clone.extra_args == {"mine": []}
+    assert clone.logit_bias == {1: 2.0} and clone.extra_args == {"mine": [1]}
     recommended = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 9, "do_sample": True}
     made = SamplingParams.from_generation_config(recommended)
     assert (made.temperature, made.top_k, made.max_tokens, made.top_p) == (0.6, 20, 9, 1.0)

@@ -383,6 +383,8 @@ class Player:
             with suppress(Planted) if was_planted else nullcontext():
                 outputs = self.llm.step()
             self.engine.scheduler.check()
+            known = {seq.request_id for seq in self.engine.scheduler.sequences.values()}
+            assert known <= self.engine.requests.keys(), "a sequence without a request"
         else:
             [(what, which), *_] = troubles
             name = [*self.roots, ""][which % (1 + len(self.roots))]
