@@ -14,86 +14,72 @@ from nanoserve import LLM, EngineConfig, SamplingParams
 NAN, INF, BIG = float("nan"), float("inf"), 2**70
 Table = dict[str, dict[Any, type[Exception] | None]]
 # fmt: off
-COUNT = {1: None, 7: None, 0: ValueError, -1: ValueError, 1.5: TypeError, "4": TypeError, BIG:
-    ValueError}
+V, T = ValueError, TypeError
+COUNT = {1: None, 7: None, 0: V, -1: V, 1.5: T, "4": T, BIG: V}
 OPTIONAL = {None: None, **COUNT}
-SWITCH = {True: None, False: None, None: TypeError, 2: TypeError, "yes": TypeError}
+SWITCH = {True: None, False: None, None: T, 2: T, "yes": T}
 OPTIONS: Table = {
-    "max_model_len": {**OPTIONAL, 4096: ValueError}, "max_num_seqs": OPTIONAL,
-    "num_gpu_blocks_override": OPTIONAL,
-    "block_size": {**COUNT, None: TypeError}, "num_cpu_blocks": OPTIONAL, "kv_cache_memory_bytes":
-    OPTIONAL,
+    "max_model_len": {**OPTIONAL, 4096: V}, "max_num_seqs": OPTIONAL,
+    "num_gpu_blocks_override": OPTIONAL, "block_size": {**COUNT, None: T},
+    "num_cpu_blocks": OPTIONAL, "kv_cache_memory_bytes": OPTIONAL,
     "max_num_batched_tokens": {300: None, **{v: t for v, t in OPTIONAL.items() if t}},
-    "tensor_parallel_size": {0: ValueError, "2": TypeError},
-    "seed": {0: None, -1: ValueError, None: TypeError, 2**63: ValueError},
-    "gpu_memory_utilization": {0.5: None, 1.0: None, 0.0: ValueError, 1.1: ValueError, NAN:
-    ValueError, "1": TypeError},
-    "swap_space": {None: None, 0.5: None, 2: None, -1: ValueError, "1": TypeError},
-    "long_prefill_token_threshold": {0: None, 5: None, -1: ValueError, 1.5: TypeError},
-    "max_logprobs": {-1: None, 0: None, -2: ValueError, 0.5: TypeError},
-    "enable_prefix_caching": SWITCH, "enable_chunked_prefill": SWITCH, "async_scheduling": SWITCH,
+    "tensor_parallel_size": {0: V, "2": T}, "seed": {0: None, -1: V, None: T, 2**63: V},
+    "gpu_memory_utilization": {0.5: None, 1.0: None, 0.0: V, 1.1: V, NAN: V, "1": T},
+    "swap_space": {None: None, 0.5: None, 2: None, -1: V, "1": T},
+    "long_prefill_token_threshold": {0: None, 5: None, -1: V, 1.5: T},
+    "max_logprobs": {-1: None, 0: None, -2: V, 0.5: T}, "enable_prefix_caching": SWITCH,
     "enforce_eager": SWITCH,
-    "scheduling_policy": {"fcfs": None, "priority": None, "random": ValueError, None: ValueError, 5:
-    ValueError},
-    "preemption_mode": {"swap": None, "recompute": None, "SWAP": ValueError}, "kernels": {"plain":
-    None, "slow": ValueError},
-    "dtype": {"float32": None, "int4": ValueError}, "kv_cache_dtype": {"auto": None, "fp4":
-    ValueError},
-    "load_format": {"dummy": None, "pickle": ValueError}, "device": {"cpu": None, 5: TypeError,
-    "abacus": ValueError},
-    "model": {"/no/such/folder": ValueError, 5: TypeError}, "tokenizer": {None: None,
-    "/no/such/folder": ValueError},
+    "scheduling_policy": {"fcfs": None, "priority": None, "random": V, None: V, 5: V},
+    "preemption_mode": {"swap": None, "recompute": None, "SWAP": V},
+    "kernels": {"plain": None, "slow": V}, "dtype": {"float32": None, "int4": V},
+    "kv_cache_dtype": {"auto": None, "fp4": V}, "load_format": {"dummy": None, "pickle": V},
+    "device": {"cpu": None, 5: T, "abacus": V}, "model": {"/no/such/folder": V, 5: T},
+    "tokenizer": {None: None, "/no/such/folder": V},
 }
 # known with the checkpoint or the machine
-LATE = {("max_model_len", 4096), ("model", "/no/such/folder"), ("tokenizer", "/no/such/folder"),
-    ("device", "abacus")}
-PARAMS: Table = {
-    "n": {**COUNT, 17000: ValueError, None: TypeError}, "temperature": {0: None, 0.5: None, -0.1:
-    ValueError, NAN: ValueError, INF: ValueError, "1": TypeError, None: TypeError},
-    "top_p": {1.0: None, 0.1: None, 0: ValueError, 1.01: ValueError, NAN: ValueError, None:
-    TypeError},
-    "top_k": {-1: None, 0: None, 5: None, -2: ValueError, 1.5: TypeError}, "min_p": {0: None, 1.0:
-    None, -0.1: ValueError, 1.1: ValueError},
-    "presence_penalty": {-2: None, 2: None, 2.1: ValueError, NAN: ValueError}, "frequency_penalty":
-    {-2: None, -2.1: ValueError},
-    "repetition_penalty": {0.5: None, 0: ValueError, -1: ValueError, NAN: ValueError},
-    "seed": {None: None, 0: None, 2**63 - 1: None, 2**63: ValueError, -1: ValueError, 1.5:
-    TypeError},
-    "max_tokens": {None: None, 1: None, BIG: None, 0: ValueError, 1.5: TypeError}, "min_tokens": {0:
-    None, 16: None, 17: ValueError, -1: ValueError},
-    "logprobs": {None: None, 0: None, -1: None, -2: ValueError}, "prompt_logprobs": {5: None, -2:
-    ValueError},
-    "stop": {None: None, "a": None, ("a", "b"): None, (): None, ("",): TypeError, (1,): TypeError,
-    5: TypeError, b"a": TypeError},
-    "stop_token_ids": {(1, 2): None, ("a",): TypeError, 5: TypeError, (1.5,): TypeError},
-    "bad_words": {("a",): None, "a": TypeError, (1,): TypeError},
-    "allowed_token_ids": {(1,): None, (): ValueError, ("a",): TypeError}, "logits_processors":
-    {(print,): None, (1,): TypeError, print: TypeError},
-    "output_kind": {1: TypeError, None: TypeError},
+LATE = {
+    ("max_model_len", 4096), ("model", "/no/such/folder"), ("tokenizer", "/no/such/folder"),
+    ("device", "abacus"),
 }
-REQUESTS: Table = {  # what this engine or model cannot serve, of values that are allowed elsewhere
-    "logprobs": {20: None, 21: ValueError, -1: ValueError}, "prompt_logprobs": {20: None, 21:
-    ValueError},
-    "stop_token_ids": {(2047,): None, (2048,): ValueError, (-1,): ValueError}, "allowed_token_ids":
-    {(2048,): ValueError},
+PARAMS: Table = {
+    "n": {**COUNT, 17000: V, None: T},
+    "temperature": {0: None, 0.5: None, -0.1: V, NAN: V, INF: V, "1": T, None: T},
+    "top_p": {1.0: None, 0.1: None, 0: V, 1.01: V, NAN: V, None: T},
+    "top_k": {-1: None, 0: None, 5: None, -2: V, 1.5: T},
+    "min_p": {0: None, 1.0: None, -0.1: V, 1.1: V},
+    "presence_penalty": {-2: None, 2: None, 2.1: V, NAN: V},
+    "frequency_penalty": {-2: None, -2.1: V},
+    "repetition_penalty": {0.5: None, 0: V, -1: V, NAN: V},
+    "seed": {None: None, 0: None, 2**63 - 1: None, 2**63: V, -1: V, 1.5: T},
+    "max_tokens": {None: None, 1: None, BIG: None, 0: V, 1.5: T},
+    "min_tokens": {0: None, 16: None, 17: V, -1: V},
+    "logprobs": {None: None, 0: None, -1: None, -2: V}, "prompt_logprobs": {5: None, -2: V},
+    "stop": {None: None, "a": None, ("a", "b"): None, (): None, ("",): T, (1,): T, 5: T, b"a": T},
+    "stop_token_ids": {(1, 2): None, ("a",): T, 5: T, (1.5,): T},
+    "bad_words": {("a",): None, "a": T, (1,): T},
+    "allowed_token_ids": {(1,): None, (): V, ("a",): T},
+    "logits_processors": {(print,): None, (1,): T, print: T}, "output_kind": {1: T, None: T},
+}
+# What this engine or model cannot serve, of values that are allowed elsewhere.
+REQUESTS: Table = {
+    "logprobs": {20: None, 21: V, -1: V}, "prompt_logprobs": {20: None, 21: V},
+    "stop_token_ids": {(2047,): None, (2048,): V, (-1,): V}, "allowed_token_ids": {(2048,): V},
 }
 PROMPTS = [
-    ("a", None), ([1, 2], None), ((1, 2), None), ({"prompt": "a"}, None), ({"prompt_token_ids":
-    [1]}, None), ("", ValueError), ([], ValueError),
-    ([2048], ValueError), ([-1], ValueError), ([1.5], TypeError), (["a"], TypeError), ([True],
-    TypeError), (None, TypeError), (5, TypeError),
-    ({}, TypeError), (b"a", TypeError), ("\ud800", ValueError), ([1] * 2048, ValueError), ([1] *
-    127, None), ([1] * 128, ValueError),
+    ("a", None), ([1, 2], None), ((1, 2), None), ({"prompt": "a"}, None),
+    ({"prompt_token_ids": [1]}, None), ("", V), ([], V), ([2048], V), ([-1], V), ([1.5], T),
+    (["a"], T), ([True], T), (None, T), (5, T), ({}, T), (b"a", T), ("\ud800", V), ([1] * 2048, V),
+    ([1] * 127, None), ([1] * 128, V),
 ]
 TOGETHER = [
-    ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, ValueError), ({"swap_space": 1,
-    "num_cpu_blocks": 4}, ValueError),
-    ({"max_num_batched_tokens": 100, "max_model_len": 200, "enable_chunked_prefill": False},
-    ValueError), ({"no_such_option": 1}, TypeError),
+    ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, V),
+    ({"swap_space": 1, "num_cpu_blocks": 4}, V),
+    ({"max_num_batched_tokens": 100, "max_model_len": 200, "enable_chunked_prefill": False}, V),
+    ({"no_such_option": 1}, T),
 ]
 BAD_PARAMS = [
-    {"n": 2, "temperature": 0}, {"min_tokens": 5, "max_tokens": 4}, {"stop": "a", "detokenize":
-    False}, {"logit_bias": {1: NAN}}, {"logit_bias": {1: INF}},
+    {"n": 2, "temperature": 0}, {"min_tokens": 5, "max_tokens": 4},
+    {"stop": "a", "detokenize": False}, {"logit_bias": {1: NAN}}, {"logit_bias": {1: INF}},
 ]
 # fmt: on
 
