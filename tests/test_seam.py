@@ -16,7 +16,9 @@ import pytest
 
 import nanoserve
 from nanoserve import LLM, LLMEngine, SamplingParams
-from nanoserve.chapters import CHAPTERS, PARTS, compose
+from nanoserve.chapters import CHAPTERS, PARTS, compose, find_options, find_parts
+from nanoserve.chapters.options import Options
+from nanoserve.config import EngineConfig
 from nanoserve.model_runner import ModelRunner
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence
@@ -159,3 +161,15 @@ def test_a_chapter_is_deleted_with_its_folder_and_its_line(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "there was" in done.stdout, done.stderr
+
+
+def test_an_editor_shows_the_options_that_there_are() -> None:
+    """Options, for editors, has the names and types of all config classes, and of the parts."""
+    found = dict(EngineConfig.__annotations__)
+    for chapter in CHAPTERS:
+        config_cls = find_parts(chapter).get("config_cls", EngineConfig)
+        found |= {name: config_cls.__annotations__[name] for name in find_options(chapter)}
+    found |= dict.fromkeys(("engine_cls", *PARTS), "type")
+    del found["model"]
+    shown = {name: hint.__forward_arg__ for name, hint in Options.__annotations__.items()}
+    assert shown == {name: hint.replace("'", '"') for name, hint in found.items()}
