@@ -172,4 +172,4 @@ def test_an_editor_shows_the_options_that_there_are() -> None:
     found |= dict.fromkeys(("engine_cls", *PARTS), "type")
     del found["model"]
     shown = {name: hint.__forward_arg__ for name, hint in Options.__annotations__.items()}
-    assert shown == {name: hint.replace("'", '"') for name, hint in found.items()}
+    assert shown == found
