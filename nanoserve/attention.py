@@ -38,7 +38,7 @@ selector.py, backend.py, ops/triton_unified_attention.py (V1). Paper: PagedAtten
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,15 +59,6 @@ class StepMetadata:
     plan: Any = None  # what the backend's `plan` prepared for all layers
 
 
-class Part(NamedTuple):
-    """One sequence's part of a step."""
-
-    start: int  # its queries are the tokens [start, end) of the step
-    end: int
-    seq_len: int  # keys that it has after this step
-    blocks: Tensor  # [num_blocks] int32: where they are
-
-
 class AttentionBackend:
     """Paged attention in plain PyTorch, and the base of its fast implementations.
 
@@ -78,16 +69,13 @@ class AttentionBackend:
     supports_cuda_graphs = False  # True: no kernel launch depends on the contents of a tensor
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        """The metadata, with what all layers share in its field `plan`: here, the step's parts.
+        """The metadata, with what all layers share in its field `plan`. Here, for each sequence:
+        its queries are the tokens [start, end) of the step, and its seq_len keys are in `blocks`.
         `dtype` is that of the KV cache."""
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        parts = [
-            Part(start, end, seq_len, blocks[: -(-seq_len // block_size)])
-            for start, end, seq_len, blocks in zip(
-                starts, starts[1:], lengths, metadata.block_table, strict=False
-            )
-        ]
-        return replace(metadata, plan=parts)
+        each = zip(starts, starts[1:], lengths, metadata.block_table, strict=False)
+        plan = [(start, end, n, blocks[: -(-n // block_size)]) for start, end, n, blocks in each]
+        return replace(metadata, plan=plan)
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
         """Write key and value [num_tokens, num_kv_heads, dim] to the slots of their tokens."""

@@ -167,4 +167,5 @@ def check_option(name: str, value: Any, hint: Any) -> None:
     elif isinstance(value, (int, float)) and bool not in kinds:
         low, high = RANGES.get(name, (0 if float in kinds else 1, 2**63))
         if not low <= value <= high:
-            raise ValueError(f"{name} is {value}; allowed: {low} to {high}.")
+            allowed = f"{low} or more" if high == 2**63 else f"{low} to {high}"
+            raise ValueError(f"{name} is {value}; allowed: {allowed}.")

@@ -19,7 +19,8 @@ The tokens are the same. The tokens of a step are known one call of step() later
 path: plain means that no step may stay in flight.
 
 *Parts.* The classes that an engine is made of are attributes of its class. A chapter, or you, put a
-subclass in the place of one (chapters/__init__.py does so for the options that are set):
+subclass in the place of one (chapters/__init__.py stacks those of the chapters that are on; a few
+chapters always are):
 
     class MyEngine(LLMEngine):
         scheduler_cls = MyScheduler
@@ -193,6 +194,9 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self._outputs)
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.requests)
+
     def has_request(self, request: Request) -> bool:
         """True while this very request is unfinished."""
         return self.requests.get(request.request_id) is request
@@ -287,9 +291,8 @@ class LLMEngine:
         Without an error, the step was interrupted: that is nobody's failure."""
         scheduled = {item.seq_id for step in self._steps for item in step.scheduled}
         self.scheduler.preempt_all()
-        torn = RuntimeError("the step failed while its tokens were read")
         for request_id in self._being_read:
-            self.fail_request(request_id, error or torn)
+            self.fail_request(request_id, error or RuntimeError("the step was interrupted"))
         for seq in list(self.scheduler.sequences.values()) if error else ():
             seq.num_failures += seq.seq_id in scheduled
             if seq.num_failures >= 2:
@@ -327,6 +330,8 @@ class LLMEngine:
         """Abort all requests and free the memory of the model and the KV cache. Closing twice does
         no harm."""
         self.is_closed = True
-        self.abort_request(list(self.requests))
-        with self.between_steps():
-            self.executor.close()
+        try:
+            self.abort_request(list(self.requests))
+        finally:
+            with self.between_steps():
+                self.executor.close()

@@ -10,8 +10,8 @@ A step reads its rows with vectorised indexing:
     2     [5 9 2 4 4 1 . .]    6            [7 8 . .]      0.8          50
 
 An InputBatch is one step: the tokens of its sequences laid end to end, on the CPU and on the
-device. `row` always means a row of RequestState. A sampling batch has an order of its own: its i-th
-entry belongs to the i-th row of the logits, which is called `logits_row`.
+device. `row` means a row of RequestState. A sampling batch has an order of its own: its i-th entry
+belongs to the i-th row of the logits, and `logits_row` means such an i.
 
 Few requests change single logits (penalties, bad words, ...). The rows of such requests have a
 RowLogitState object; other rows cost nothing. The tokens that penalties count are on the device

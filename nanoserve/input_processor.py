@@ -53,7 +53,9 @@ class InputProcessor:
         sequence_cls: type[Sequence] = Sequence,
     ) -> None:
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
-        self.capacity = min(config.max_model_len, num_kv_blocks * config.block_size)  # tokens
+        num_slots = num_kv_blocks * config.block_size  # tokens that the KV cache holds
+        limits = (config.max_model_len, "max_model_len"), (num_slots, "the size of the KV cache")
+        self.capacity, self.limit = min(limits)
         self.sequence_cls = sequence_cls
         self._lock, self._next_seq_id = threading.Lock(), 0
         self._seeds = random.Random(config.seed)
@@ -120,7 +122,7 @@ class InputProcessor:
         if (room := self.capacity - len(token_ids)) < 1:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens; with one output token that is more than "
-                f"fits ({self.capacity}): see max_model_len, num_gpu_blocks_override."
+                f"{self.capacity}, {self.limit}. Shorten it, or raise this limit."
             )
         return room
 
@@ -197,8 +199,12 @@ class InputProcessor:
 
 
 def join_parts(content: Any) -> Any:
-    """[{"type": "text", "text": "Hi"}, ...] -> "Hi...". Raises KeyError for a part without text."""
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    """[{"type": "text", "text": "Hi"}, ...] -> "Hi...". Raises ValueError for an image."""
+    if not isinstance(content, list):
+        return content
+    if other := [part.get("type") for part in content if "text" not in part]:
+        raise ValueError(f"this content is {other[0]!r}; nanoserve reads text only.")
+    return "".join(part["text"] for part in content)
 
 
 def as_token_ids(given: Any) -> list[int]:

@@ -91,6 +91,8 @@ class LLM:
 
     def abort_request(self, request_ids: str | Seq[str]) -> bool:
         """End requests. False if there is none of these ids. Any thread may call this."""
+        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
+        self._outputs = [each for each in self._outputs if each.request_id not in ids]
         return self.llm_engine.abort_request(request_ids)
 
     def has_unfinished_requests(self) -> bool:
@@ -113,13 +115,8 @@ class LLM:
         A request that fails later has an output with finish_reason "error". Raises ValueError or
         TypeError, before any work, if one of the requests can never be served.
         """
-        requests = self.make_requests(
-            prompts,
-            sampling_params,
-            lora_request=lora_request,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        each = {"lora_request": lora_request, "priority": priority, "cache_salt": cache_salt}
+        requests = self.make_requests(prompts, sampling_params, **each)
         outputs: dict[str, RequestOutput] = {}
         make = use_tqdm if callable(use_tqdm) else tqdm
         with make(total=len(requests), desc="Prompts", disable=not use_tqdm) as bar:
@@ -148,6 +145,7 @@ class LLM:
         lora_request: Any = None,
         priority: int | Seq[int] | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
@@ -157,9 +155,10 @@ class LLM:
         """Answer one conversation, or a list of them, through the model's chat template.
 
         A message is {"role": "user", "content": "..."}. The template (`chat_template` in place of
-        the model's own) gets tools and chat_template_kwargs. The other arguments are generate's.
+        the model's own) gets tools, chat_template_kwargs, and the content as a string, whatever
+        chat_template_content_format says. The other arguments are generate's.
         """
-        if isinstance(messages, str):
+        if isinstance(messages, (str, Mapping)):
             raise TypeError(f"messages must be a list of message dicts, got {messages!r}.")
         options = {"chat_template": chat_template, "tools": tools, **(chat_template_kwargs or {})}
         options["add_generation_prompt"] = add_generation_prompt
@@ -179,7 +178,7 @@ class LLM:
     ) -> list[Request]:
         """Check all requests and queue none yet: if one is not valid, none is queued."""
         prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-        is_one = isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable)
+        is_one = isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable)
         prompts = [prompts] if is_one else list(prompts)
         if not is_one and prompts and isinstance(prompts[0], Integral):  # token ids of one
             prompts = [prompts]
@@ -221,9 +220,8 @@ class LLM:
             for request in requests:
                 self._inboxes.pop(request.request_id, None)
             known = engine.requests  # another request may have got the id of one that has ended
-            engine.abort_request(
-                [i.request_id for i in requests if known.get(i.request_id, i) is i]
-            )
+            mine = [i.request_id for i in requests if known.get(i.request_id, i) is i]
+            engine.abort_request(mine)
 
     # -- the rest --
 

@@ -166,9 +166,8 @@ class Decoder(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps, layer_config)
-        frequencies, scaling = rope_frequencies(
-            config.head_dim, config.rope_parameters, max_model_len
-        )
+        head_dim, rope = config.head_dim, config.rope_parameters
+        frequencies, scaling = rope_frequencies(head_dim, rope, max_model_len)
         self.rotary_emb = RotaryEmbedding(frequencies, scaling, max_model_len, layer_config)
 
     def forward(

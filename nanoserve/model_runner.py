@@ -169,7 +169,7 @@ class ModelRunner:
 
     def gather_arrays(self, step: SchedulerOutput, rows: np.ndarray) -> StepArrays:
         """Lay the tokens of the step end to end."""
-        batch = self.req_states
+        states = self.req_states
         num_computed = np.array([item.num_computed_tokens for item in step.scheduled], np.int64)
         num_scheduled = np.array([item.num_scheduled_tokens for item in step.scheduled], np.int64)
         seq_lens = num_computed + num_scheduled
@@ -179,20 +179,20 @@ class ModelRunner:
         token_rows = rows.repeat(num_scheduled)
         offsets = (num_computed - query_start_loc[:-1]).repeat(num_scheduled)
         positions = np.arange(query_start_loc[-1]) + offsets
-        blocks = batch.block_tables[token_rows, positions // self.block_size]
+        blocks = states.block_tables[token_rows, positions // self.block_size]
         slot_mapping = blocks.astype(np.int64) * self.block_size + positions % self.block_size
         max_blocks = -(-int(seq_lens.max(initial=0)) // self.block_size)
         # A token is sampled behind the last known one (and behind all that stands after it).
-        logits_indices = (positions >= batch.num_tokens[token_rows] - 1).nonzero()[0]
-        logits_indices = logits_indices.repeat(batch.num_samples[token_rows[logits_indices]])
+        logits_indices = (positions >= states.num_tokens[token_rows] - 1).nonzero()[0]
+        logits_indices = logits_indices.repeat(states.num_samples[token_rows[logits_indices]])
         return StepArrays(
-            input_ids=batch.token_ids[token_rows, positions].astype(np.int64),
+            input_ids=states.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             token_rows=token_rows,
             slot_mapping=slot_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens.astype(np.int32),
-            block_table=batch.block_tables[rows, :max_blocks],
+            block_table=states.block_tables[rows, :max_blocks],
             sampled_rows=token_rows[logits_indices],
             logits_indices=logits_indices,
         )
@@ -238,10 +238,8 @@ class ModelRunner:
         """Hidden states [num_tokens, hidden]. Each layer stores the step's keys and values."""
         tensors, input_ids = input_batch.tensors, input_batch.tensors.input_ids
         if self.has_placeholders:
-            last_sampled = self.req_states.last_sampled_token_ids.index_select(
-                0, tensors.token_rows
-            )
-            input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
+            known = self.req_states.last_sampled_token_ids.index_select(0, tensors.token_rows)
+            input_ids = torch.where(input_ids == PLACEHOLDER, known, input_ids)
         return self.model(input_ids, tensors.positions, self.kv_caches, input_batch.metadata)
 
     # -- 4: tokens --

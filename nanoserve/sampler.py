@@ -19,8 +19,8 @@ that of V0 (0.6.6):
                                               one request never change what another one reads.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
-it. Bad words, min_tokens and logit_bias are one list of
-LogitEdits: -inf is added to the logit of a forbidden token.
+it. Bad words, min_tokens and logit_bias are one list of LogitEdits: -inf is added to the logit of a
+forbidden token.
 
 *Random streams are counters, not state.* The random number of a token is a function of (the
 request's seed, its branch, the token's position) and nothing else. The state of a torch.Generator
@@ -195,6 +195,8 @@ def apply_constraints(logits: Tensor, batch: SamplingBatch) -> Tensor:
             for processor in processors:
                 both = len(inspect.signature(processor).parameters) == 3
                 result = processor(*([prompt] if both else []), output, logits[row].clone())
+                if not isinstance(result, Tensor):
+                    raise TypeError(f"it must return the row of logits, not {result!r}")
                 logits[row] = result.view(logits[row].shape)
         except Exception as error:
             batch.errors[row] = RequestError(f"a logits processor failed: {error!r}")

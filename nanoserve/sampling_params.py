@@ -9,8 +9,7 @@ request gets a clone(), and a clone is checked again: what the scheduler and the
 valid, and no later assignment can reach a request that is already queued.
 
 Limits of the model (is this token id in the vocabulary?) and of the engine (max_logprobs) are
-checked when the request is added. vLLM's fields that change nothing here are accepted and checked
-by entrypoints/arguments.py.
+checked when the request is added. Three fields of vLLM change nothing here: they stand last.
 
 vLLM: V0 and V1 share vllm/sampling_params.py.
 """
@@ -21,7 +20,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
@@ -65,6 +64,13 @@ LISTS: dict[str, Any] = {
 LogitsProcessor = Callable[..., Any]
 
 
+def __getattr__(name: str) -> Any:
+    """vLLM has the parameters of its chapters in this module; here they are in the package."""
+    import nanoserve
+
+    return getattr(nanoserve, name)
+
+
 @dataclass
 class SamplingParams:
     """How the tokens of one request are chosen, and when its output ends.
@@ -100,18 +106,12 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None  # compute all of the prompt; None: if needed
     logits_processors: Seq[LogitsProcessor] | None = None  # functions on one row of logits (V0's)
     structured_outputs: Any = None  # a grammar: for chapters/structured_output
+    spaces_between_special_tokens: bool = True  # a fast tokenizer never puts any
+    flat_logprobs: bool = False  # logprobs are a list of dicts, whatever this says
+    skip_clone: bool = False  # each request has a clone
 
     def __post_init__(self) -> None:
-        for name, (kind, low, high, allowed) in RANGES.items():
-            value = getattr(self, name)
-            if value is None and allowed.startswith("None"):
-                continue
-            if hasattr(value, "item"):  # a number of NumPy or torch becomes Python's
-                setattr(self, name, value := value.item())
-            if isinstance(value, bool) or not isinstance(value, (kind, int)):
-                raise TypeError(f"{name} must be {kind.__name__}, got {value!r}.")
-            if not low <= value <= high:
-                raise ValueError(f"{name} is {value}; allowed: {allowed}.")
+        self._check_switches_and_numbers()
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name, kind in LISTS.items():
             self._copy_list(name, kind)
@@ -136,6 +136,24 @@ class SamplingParams:
         self.top_k = max(self.top_k, 0)
         if self.skip_reading_prefix_cache is None:  # their logits are needed
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    def _check_switches_and_numbers(self) -> None:
+        for each in fields(self):
+            if each.type == "bool" and not isinstance(value := getattr(self, each.name), bool):
+                raise TypeError(f"{each.name} must be True or False, got {value!r}.")
+        self.seed = None if self.seed == -1 else self.seed
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
+        self.prompt_logprobs = 1 if self.prompt_logprobs is True else self.prompt_logprobs
+        for name, (kind, low, high, allowed) in RANGES.items():
+            value = getattr(self, name)
+            if value is None and allowed.startswith("None"):
+                continue
+            if hasattr(value, "item"):  # a number of NumPy or torch becomes Python's
+                setattr(self, name, value := value.item())
+            if isinstance(value, bool) or not isinstance(value, (kind, int)):
+                raise TypeError(f"{name} must be {kind.__name__}, got {value!r}.")
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; allowed: {allowed}.")
 
     def _copy_list(self, name: str, kind: Any) -> None:
         """Replace the caller's list by a checked copy: later edits change nothing."""
@@ -177,11 +195,5 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """True if some logits are not the model's own when a token is chosen from them."""
-        return bool(
-            self.has_penalties
-            or self.min_tokens
-            or self.bad_words
-            or self.logit_bias
-            or self.allowed_token_ids is not None
-            or self.logits_processors
-        )
+        edits = (self.bad_words, self.logit_bias, self.allowed_token_ids, self.logits_processors)
+        return bool(self.has_penalties or self.min_tokens or any(edits))

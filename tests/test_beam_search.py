@@ -102,3 +102,5 @@ def test_bad_searches_are_refused(llm: LLM) -> None:
         llm.beam_search([[5], []], BeamSearchParams(2, 2))
     with LLM() as demo, pytest.raises(ValueError, match="max_logprobs"):
         demo.beam_search("Hi", BeamSearchParams(11, 5))
+    with pytest.raises(TypeError, match="BeamSearchParams"):
+        llm.beam_search([[5]], {"beam_width": 2})

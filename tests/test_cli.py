@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import pytest
@@ -119,6 +119,7 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dtype": "half"}, {"dtype": "float16"}),
     ({"task": "embed", "convert": None}, {"runner": "pooling"}),
     ({"task": "auto"}, {}),
+    ({"max_model_len": -1}, {}),
     ({"guided_decoding_backend": "a"}, {"structured_outputs_config": {"backend": "a"}}),
     ({"enable_sleep_mode": False, "cpu_offload_gb": 0, "revision": "main"}, {}),
     ({"disable_log_requests": True, "kernel_config": {"a": 1}}, {}),
@@ -147,6 +148,13 @@ def test_options_that_are_refused(given: Any, error: type[Exception], named: str
 
 
 def test_engine_args_build_an_engine() -> None:
-    engine = LLMEngine.from_engine_args(EngineArgs(max_num_seqs=3))
+    args = EngineArgs(max_num_seqs=3, trust_remote_code=True)
+    assert (args.block_size, args.max_loras) == (16, 1)  # defaults
+    engine = LLMEngine.from_engine_args(args)
     assert engine.config.max_num_seqs == 3
     engine.close()
+    for llm in (LLM.from_engine_args(args), LLM(**{**asdict(args), "max_num_seqs": 2})):
+        assert llm.llm_engine.config.max_num_seqs in (2, 3)
+        llm.close()
+    with pytest.raises(TypeError, match="max_num_seqs"):
+        EngineArgs(max_num_seq=3)

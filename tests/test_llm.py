@@ -74,6 +74,7 @@ def test_prompts_in_any_form(llm: LLM) -> None:
         ((PROMPTS, {"temperature": 0}), {}, TypeError),
         ((["good", []], GREEDY), {}, ValueError),
         ((5, GREEDY), {}, TypeError),
+        ((b"abc", GREEDY), {}, TypeError),
     ],
 )
 def test_an_error_at_the_door_changes_nothing(
@@ -112,6 +113,7 @@ def test_step_by_step(llm: LLM) -> None:
     llm.add_request("0", PROMPTS[0], GREEDY)  # generate has used this id, too
     assert llm.abort_request(["b", "never"])
     assert not llm.abort_request("b")
+    assert llm.llm_engine.get_num_unfinished_requests() == 2
     assert generate(llm, PROMPTS) == wanted  # a call while other requests run
     outputs = finish(llm)
     assert {*outputs} == {"a", "0"}
@@ -131,7 +133,9 @@ def test_chat(llm: LLM) -> None:
     [own] = llm.chat(TALK, GREEDY, use_tqdm=False, chat_template=template)
     assert own.prompt == TALK[0]["content"]
     assert llm.chat([]) == []
-    for bad, error in (("hi", TypeError), (5, TypeError), ([{"content": "?"}], ValueError)):
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+    table = ("hi", TypeError), (5, TypeError), (image, TypeError), ([{"content": "?"}], ValueError)
+    for bad, error in (*table, ([image], ValueError)):
         with pytest.raises(error):
             llm.chat(bad)
     with pytest.raises(ValueError, match="mine"):
@@ -143,6 +147,9 @@ def test_a_request_that_fails_ends_alone(llm: LLM) -> None:
         raise RuntimeError("mine")
 
     bad = SamplingParams(max_tokens=5, n=3, logits_processors=[fail])
+    forgets = SamplingParams(logits_processors=[lambda output, logits: None])
+    [one] = llm.generate("The cat", forgets, use_tqdm=False)
+    assert "must return" in str(one.outputs[0].stop_reason)
     one, two = llm.generate(["The cat", "The cat"], [bad, GREEDY], use_tqdm=False)
     assert [each.finish_reason for each in one.outputs] == ["error"] * 3
     assert "mine" in str(one.outputs[0].stop_reason)

@@ -70,7 +70,7 @@ def workload() -> None:
         llm.step()
         executor.launch = launch
         llm.abort_request("b")
-        while llm.has_unfinished_requests():
+        while llm.has_unfinished_requests() or llm.llm_engine.get_num_unfinished_requests():
             assert all(output.outputs[0].finished() == output.finished for output in llm.step())
         llm.reset_prefix_cache()
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,18 @@ def test_options_of_a_chapter_that_is_off() -> None:
             LLM(**given)
     with pytest.raises(TypeError, match="max_num_seqs"):
         LLM(max_num_seq=2)
+    with pytest.raises(ValueError, match="pipeline_parallel_size"):
+        LLM(pipeline_parallel_size=0)
+
+
+def test_an_option_of_your_own() -> None:
+    @dataclass(frozen=True)
+    class MyConfig(EngineConfig):
+        patience: int = 3
+
+    for options in ({}, ALL):
+        with LLM(config_cls=MyConfig, patience=5, **options) as llm:
+            assert llm.llm_engine.config.patience == 5
 
 
 @pytest.mark.parametrize(
@@ -156,11 +169,17 @@ def test_a_chapter_is_deleted_with_its_folder_and_its_line(
     code = """if True:
         from nanoserve import LLM, SamplingParams
         params = SamplingParams(temperature=0, max_tokens=5)
-        print(LLM().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text)"""
+        print(LLM().generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text)
+        for options in ({"enable_lora": True}, {"kv_offloading_size": 1}):
+            try:
+                LLM(**options).close()
+            except ValueError as error:
+                print(f"missing: {error}")"""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "there was" in done.stdout, done.stderr
+    assert done.stdout.count("missing:") == len({"lora", "kv_offload"} & {*chapters})
 
 
 def test_an_editor_shows_the_options_that_there_are() -> None:

@@ -20,13 +20,13 @@ positional arguments, and calls super(). Its options are the fields of its confi
 scheduler talks to its runner by notes alone (SchedulerOutput.notes, ModelOutput.notes), keyed by
 the class of the note. A chapter may know another one only if it is stacked above it.
 
-This is the one place that knows which chapters there are: delete a chapter's folder and its line.
+To remove a chapter, delete its folder and its line in CHAPTERS: the rest works without it.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -47,7 +47,14 @@ CHAPTERS = {
     "metrics": "collect_metrics",  # who watches
     "beam_search": None,  # a method of LLM
 }
-OFF = {"pipeline_parallel_size": 1, "runner": "generate"}  # values that mean no, beside None, 0
+# Of a switch: the value that means no, beside None; and one that means yes.
+OFF: dict[str, Any] = {"pipeline_parallel_size": 1, "runner": "generate", "kv_offloading_size": 0}
+ON: dict[str, Any] = {
+    "runner": "'pooling'",
+    "pipeline_parallel_size": 2,
+    "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
+    "kv_offloading_size": 1,
+}
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
@@ -83,37 +90,38 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         own = getattr(LLMEngine, part)
         if not (isinstance(base, type) and issubclass(base, own)):
             raise TypeError(f"{part} must be a subclass of {own.__name__}, got {base!r}.")
-    active = find_active(given)
+    active = find_active(options)
     for pair, reason in REFUSED.items():
         if set(pair) <= set(active):
             raise ValueError(f"{' and '.join(pair)} do not go together: {reason}.")
-    for chapter, switch in CHAPTERS.items():
-        if chapter not in active:
-            given.pop(switch, None)
     parts = {part: stack(part, active, base) for part, base in bases.items()}
     known = {each.name for each in fields(parts["config_cls"])}
     for chapter, switch in CHAPTERS.items() if given.keys() - known else ():
-        for name in given.keys() & find_options(chapter):
-            if name not in known:
-                raise ValueError(
-                    f"{name} needs {switch}, which is not set; see chapters/{chapter}."
-                )
+        for name, default in find_options(chapter).items() if chapter not in active else ():
+            if given.pop(name, default) != default and name != switch:
+                raise ValueError(f"{name} needs {example(switch)}; see chapters/{chapter}.")
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{unknown}: the chapter that reads this is not installed.")
     return type("LLMEngine", (stack("engine_cls", active, engine),), parts), given
 
 
 def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
     options = read(options, is_quiet=True)
+    off = {switch: OFF.get(switch, False) for switch in CHAPTERS.values()}
     return tuple(
         chapter
         for chapter, switch in CHAPTERS.items()
-        if switch is None or (options.get(switch) and options[switch] != OFF.get(switch))
+        if switch is None or options.get(switch, off[switch]) != off[switch]
     )
 
 
 def read(options: Mapping[str, Any], is_quiet: bool = False) -> dict[str, Any]:
-    """The options under their names here; see entrypoints/arguments.py."""
-    return read_options(options, {"model", *Options.__annotations__}, is_quiet)
+    """The options under their names here; see entrypoints/arguments.py. Fields of a config class of
+    your own are options, too."""
+    own = options.get("config_cls") or getattr(options.get("engine_cls"), "config_cls", None)
+    known = {"model", *Options.__annotations__, *getattr(own, "__dataclass_fields__", ())}
+    return read_options(options, known, is_quiet)
 
 
 def find_parts(chapter: str) -> Mapping[str, Any]:
@@ -121,10 +129,16 @@ def find_parts(chapter: str) -> Mapping[str, Any]:
     return import_module(f"{__name__}.{chapter}.parts").PARTS
 
 
-def find_options(chapter: str) -> Collection[str]:
-    """The names of the options that a chapter adds."""
+def find_options(chapter: str) -> dict[str, Any]:
+    """The options that a chapter adds, with their defaults."""
     config_cls = find_parts(chapter).get("config_cls")
-    return config_cls.__annotations__.keys() if config_cls else ()
+    names = config_cls.__annotations__ if config_cls else ()
+    return {name: config_cls.__dataclass_fields__[name].default for name in names}
+
+
+def example(switch: str | None) -> str:
+    """How this option is switched on: "LLM(enable_lora=True)"."""
+    return f"LLM({switch}={ON.get(switch or '', True)})"
 
 
 class Stacked(type):
@@ -139,7 +153,7 @@ class MethodHints:
     def __getattr__(self, name: str) -> Any:
         for chapter, switch in CHAPTERS.items() if name[:1] != "_" else ():
             if name in vars(find_parts(chapter).get("llm_cls", object)):
-                raise AttributeError(f"LLM.{name} needs LLM({switch}=...); see chapters/{chapter}.")
+                raise AttributeError(f"LLM.{name} needs {example(switch)}; see chapters/{chapter}.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 

@@ -33,7 +33,7 @@ ALIASES = {  # another name -> ours
     "override_pooler_config": "pooler_config",
     "disable_log_stats": "collect_metrics",  # its opposite
 }
-VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; None: the default
+VALUES: dict[str, dict[Any, Any]] = {  # of an option: another value -> ours; None: the default
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8", "float32": "auto", "bfloat16": "auto"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
@@ -41,6 +41,7 @@ VALUES: dict[str, dict[str, Any]] = {  # of an option: another value -> ours; No
     "task": {"embed": "pooling", "embedding": "pooling", "auto": None},
     "convert": {"embed": "pooling", "auto": None, "none": None},
     "runner": {"auto": None},
+    "max_model_len": {"auto": None, -1: None},
 }
 # They change how fast it is, what is logged or where, and no token.
 TUNING = """
@@ -127,7 +128,7 @@ def read_value(name: str, value: Any) -> Any:
     if name == "disable_log_stats" and value is not None:
         return not value
     known = VALUES.get(name, {})
-    return known.get(value, value) if isinstance(value, str) else value
+    return known.get(value, value) if isinstance(value, (str, int)) else value
 
 
 def check_off(name: str, value: Any, allowed: Collection[str]) -> None:

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoserve.chapters import make_engine
-from nanoserve.entrypoints.flags import EngineArgs
 from nanoserve.kernels.threads import load_torch
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.sequence import EngineDeadError, RequestOutput
@@ -99,7 +98,7 @@ class AsyncLLM:
         self._thread.start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **_: Any) -> AsyncLLM:
+    def from_engine_args(cls, engine_args: Any, **_: Any) -> AsyncLLM:
         """The AsyncLLM that EngineArgs describe. vLLM's other arguments (start_engine_loop,
         usage_context, ...) change nothing."""
         return cls(**vars(engine_args))

@@ -26,7 +26,7 @@ from itertools import pairwise, takewhile
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from nanoserve.chapters import CHAPTERS, make_engine
+from nanoserve.chapters import CHAPTERS
 from nanoserve.config import EngineConfig
 
 
@@ -124,27 +124,3 @@ def help_texts(cls: type) -> dict[str, str]:
                 words.append(str(below.value.value))
             texts[node.target.id] = " ".join(" ".join(words).split())
     return texts
-
-
-class EngineArgs:
-    """The options of an engine, as vLLM's programs hold them: LLM.from_engine_args(engine_args).
-    They are checked when the engine is built."""
-
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        vars(self).update({"model": model, **options})
-
-    @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        add_engine_flags(parser)
-        return parser
-
-    @classmethod
-    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        return cls(**read_engine_flags(args))
-
-    def create_engine(self, engine_cls: type) -> Any:
-        """An LLMEngine, or one of the subclass that is given."""
-        return make_engine({**vars(self), "engine_cls": engine_cls})
-
-
-AsyncEngineArgs = EngineArgs

@@ -112,7 +112,15 @@ class BeamLLM(LLM):
         """The params.beam_width likeliest continuations of each prompt, best first.
         `concurrency_limit`: prompts that are searched at a time; None: all. Raises ValueError or
         TypeError for a search that can never be served, RequestError for one that fails."""
-        num_logprobs = min(2 * params.beam_width, self.llm_engine.model_config.vocab_size)
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {params!r}.")
+        engine = self.llm_engine
+        num_logprobs = min(2 * params.beam_width, engine.model_config.vocab_size)
+        if 0 <= engine.config.max_logprobs < num_logprobs:
+            raise ValueError(
+                f"beam_width {params.beam_width} needs LLM(max_logprobs={num_logprobs}): each beam "
+                f"brings {num_logprobs} candidates, and {engine.config.max_logprobs} are allowed."
+            )
         how = SamplingParams(
             temperature=0,
             max_tokens=params.max_tokens,
@@ -125,7 +133,7 @@ class BeamLLM(LLM):
         for start in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
             while group := [each for each in searches[start : start + limit] if each.beams]:
                 self.advance_all(group, how)
-        tokenizer = self.llm_engine.tokenizer
+        tokenizer = engine.tokenizer
         for beam in (beam for search in searches for beam in search.completed):
             if tokenizer is not None:
                 skip = params.skip_special_tokens

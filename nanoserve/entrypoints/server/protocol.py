@@ -17,6 +17,7 @@ chat_completion/protocol.py (V1).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ from pydantic import AliasChoices, BaseModel, Field, model_validator
 
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 
+logger = logging.getLogger("nanoserve")
 Json = dict[str, Any]
 Prompts = str | list[int] | list[str] | list[list[int]]
 
@@ -43,9 +45,12 @@ class OpenAIBaseModel(BaseModel):
         """Leave out what is null; refuse a field whose name is nearly one of ours."""
         if not isinstance(body, dict):
             return body
-        for name in body.keys() - cls.model_fields:
+        unknown = sorted(body.keys() - cls.model_fields)
+        for name in unknown:
             if near := get_close_matches(name, cls.model_fields, n=1, cutoff=0.85):
                 raise ValueError(f"there is no field {name!r}. Did you mean {near[0]!r}?")
+        if unknown:
+            logger.info("ignored fields of a request: %s", ", ".join(unknown))
         return {name: value for name, value in body.items() if value is not None}
 
 
