@@ -41,6 +41,10 @@ class EngineConfig:
     model: str | Path | None = None
     # Folder or Hugging Face id of the tokenizer; None: the model's own.
     tokenizer: str | Path | None = None
+    # No tokenizer: prompts are token ids, and there are no texts.
+    skip_tokenizer_init: bool = False
+    # Values over those of the checkpoint's config.json: {"max_position_embeddings": 4096}.
+    hf_overrides: dict | None = None
     # Type of the weights and the KV cache; auto: float32 on a CPU, else the checkpoint's.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # Type of the KV cache; auto: dtype; fp8, int8: a byte for a number, and a scale for each token

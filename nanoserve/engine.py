@@ -96,9 +96,10 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Read the checkpoint and build every part. Raises ValueError for what does not fit."""
         folder = resolve_folder(config.model)
-        self.model_config = ModelConfig.from_folder(folder)
+        self.model_config = ModelConfig.from_folder(folder, config.hf_overrides)
         self.config = config = config.resolve(self.model_config)
-        self.tokenizer = load_tokenizer(resolve_folder(config.tokenizer, folder))
+        where = resolve_folder(config.tokenizer, folder)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(where)
         self.executor = make_executor(config, self.model_config, self.runner_cls)
         num_blocks, num_cpu_blocks = self.executor.num_kv_blocks, self.executor.num_cpu_blocks
         self.block_manager = self.block_manager_cls(

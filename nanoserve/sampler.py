@@ -125,17 +125,11 @@ class SampledTokens(NamedTuple):
         logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
             logprobs = dict(zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True))
-        tokens: list[SampledToken | RequestError] = [
-            SampledToken(token_id, logprobs.get(row))
-            if is_possible
-            else RequestError("no token is possible: all are forbidden, or a logit is no number.")
-            for row, (token_id, is_possible) in enumerate(
-                zip(self.token_ids.tolist(), self.is_possible.tolist(), strict=True)
-            )
-        ]
-        for row, error in self.errors.items():
-            tokens[row] = error
-        return tokens
+        none = RequestError("no token is possible: all are forbidden, or a logit is no number.")
+        impossible = {row: none for row, ok in enumerate(self.is_possible.tolist()) if not ok}
+        errors = impossible | self.errors
+        token_ids = enumerate(self.token_ids.tolist())
+        return [errors.get(row) or SampledToken(each, logprobs.get(row)) for row, each in token_ids]
 
 
 class ChosenTokens(NamedTuple):

@@ -172,6 +172,11 @@ class SamplingParams:
         names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
         names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
         given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
+        return cls.from_optional(**given)
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """None means the default, also where a field cannot be None."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def clone(self) -> SamplingParams:

@@ -142,6 +142,14 @@ def test_chat(llm: LLM) -> None:
         llm.chat(TALK, chat_template="{{ raise_exception('mine') }}")
 
 
+def test_without_a_tokenizer() -> None:
+    with LLM(skip_tokenizer_init=True) as llm:
+        [output] = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids and output.outputs[0].text == ""
+        with pytest.raises(ValueError, match="tokenizer"):
+            llm.generate("Once", GREEDY)
+
+
 def test_a_request_that_fails_ends_alone(llm: LLM) -> None:
     def fail(output: list[int], logits: Any) -> Any:
         raise RuntimeError("mine")

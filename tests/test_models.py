@@ -142,6 +142,28 @@ def test_files_in_shards_and_a_padded_context(make_checkpoint: MakeCheckpoint) -
         check_like_transformers(folder, kernels=kernels, attention_backend="auto")
 
 
+@pytest.mark.parametrize("impl", ["nanoserve", "transformers"])
+def test_values_over_those_of_config_json(
+    impl: str, make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
+    """hf_overrides gives what a file with these values gives."""
+    over = {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}}
+    over |= {"max_position_embeddings": 300, "rms_norm_eps": 0.5}
+    folder = make_checkpoint("llama")
+    edited = shutil.copytree(folder, tmp_path / "edited")
+    config = json.loads((folder / "config.json").read_text())
+    (edited / "config.json").write_text(json.dumps({**config, **over}))
+    params, found = SamplingParams(temperature=0, max_tokens=9, logprobs=0), []
+    for where, given in ((edited, None), (folder, over), (folder, None)):
+        options = {"hf_overrides": given, "skip_tokenizer_init": True, "model_impl": impl}
+        with LLM(where, **options, **OPTIONS) as llm:
+            found.append([llm.llm_engine.config.max_model_len])
+            found[-1] += [o.outputs[0].logprobs for o in llm.generate(PROMPTS, params)]
+    assert found[0] == found[1] != found[2]
+    with pytest.raises(TypeError, match="hf_overrides"):
+        LLM(folder, hf_overrides="rope")
+
+
 # -- rotary embedding --
 
 LENGTHS = {"max_position_embeddings": 256}

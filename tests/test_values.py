@@ -155,6 +155,7 @@ def test_what_a_value_becomes() -> None:
     assert SamplingParams(top_k=-1).top_k == 0
     assert SamplingParams(seed=-1).seed is None and SamplingParams(logprobs=True).logprobs == 1
     assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert SamplingParams.from_optional(temperature=None, seed=5) == SamplingParams(seed=5)
     assert SamplingParams(prompt_logprobs=0).skip_reading_prefix_cache is True
     mine = {"stop": ["a"], "stop_token_ids": [1], "extra_args": {"mine": [1]}, "logit_bias": {1: 2}}
     params, clone = SamplingParams(**mine), SamplingParams(**mine).clone()

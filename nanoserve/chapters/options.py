@@ -14,6 +14,8 @@ class Options(TypedDict, total=False):
     """The options of LLM, beside `model`."""
 
     tokenizer: str | Path | None
+    skip_tokenizer_init: bool
+    hf_overrides: dict | None
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     kv_cache_dtype: Literal["auto", "fp8", "int8"]
     device: str

@@ -41,6 +41,7 @@ VALUES: dict[str, dict[Any, Any]] = {  # of an option: another value -> ours; No
     "task": {"embed": "pooling", "embedding": "pooling", "auto": None},
     "convert": {"embed": "pooling", "auto": None, "none": None},
     "runner": {"auto": None},
+    "quantization": {"fp8_per_tensor": "fp8"},  # here with a scale for each output
     "max_model_len": {"auto": None, -1: None},
 }
 # They change how fast it is, what is logged or where, and no token.
@@ -75,11 +76,11 @@ REFUSED = {
         distributed_executor_backend=mp|uni|external_launcher nnodes=1 node_rank master_addr
         master_port worker_use_ray worker_cls worker_extension_cls""",
     "Download the checkpoint, edit its config.json if you must, and give its folder as model.": """
-        revision=main tokenizer_revision=main download_dir hf_token hf_overrides config_format=hf
+        revision=main tokenizer_revision=main download_dir hf_token config_format=hf
         rope_scaling rope_theta generation_config override_generation_config code_revision
         model_loader_extra_config quantization_config""",
     "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
-        skip_tokenizer_init tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
+        tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
         mm_processor_kwargs media_io_kwargs allowed_local_media_path io_processor_plugin""",
     "Functions on logits belong to a request: SamplingParams(logits_processors=[...]).": """
         logits_processors logprobs_mode=raw_logprobs reasoning_parser reasoning_config""",

@@ -13,7 +13,8 @@ from dataclasses import fields, make_dataclass
 from typing import Any
 
 from nanoserve.chapters import make_engine, read
-from nanoserve.entrypoints.flags import add_engine_flags, config_classes, read_engine_flags
+from nanoserve.entrypoints.arguments import ALIASES, TUNES, WORDS
+from nanoserve.entrypoints.flags import add_engine_flags, config_classes, python_value
 from nanoserve.kernels.threads import load_torch
 
 load_torch()  # the classes of the chapters import it
@@ -30,12 +31,19 @@ class _EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the flags of nanoserve, and vLLM's other ones. They are absent from the namespace
+        unless they are given, so LLM(**vars(args)) works, too."""
         add_engine_flags(parser)
+        how: Any = {"nargs": "?", "const": True, "type": python_value}
+        for name in sorted({*TUNES, *WORDS, *ALIASES} - FIELDS.keys()):
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, **how, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> _EngineArgs:
-        return cls(**read_engine_flags(args))
+        known = {*TUNES, *WORDS, *ALIASES, *FIELDS}
+        return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine(self, engine_cls: type) -> Any:
         """An LLMEngine, or one of the subclass that is given."""

@@ -18,6 +18,7 @@ import argparse
 import ast
 import inspect
 import json
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from functools import cache
@@ -82,6 +83,15 @@ def read_engine_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The options for LLM(**options); other arguments are left alone."""
     names = {each.name for cls in config_classes() for each in fields(cls)}
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """vLLM's: --max_num_seqs is --max-num-seqs."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(
+            with_dashes(sys.argv[1:] if args is None else args), namespace
+        )
 
 
 def with_dashes(words: Iterable[str]) -> list[str]:

@@ -70,8 +70,8 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: Path, given: dict[str, Any] | None = None) -> ModelConfig:
-        """Read the two files; `given` stands for the first. ValueError: a key is missing."""
-        hf, defaults = given or read_json(folder / "config.json"), {}
+        """Read the two files; `given` comes before the first. ValueError: a key is missing."""
+        hf, defaults = {**read_json(folder / "config.json"), **(given or {})}, {}
         hf = {**FAMILY_DEFAULTS.get(hf.get("model_type", ""), {}), **hf}
         if (folder / "generation_config.json").exists():
             defaults = read_json(folder / "generation_config.json")
@@ -145,7 +145,7 @@ def read_rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     `rope_theta` beside `rope_scaling: {type or rope_type, ...}`. Both give
     {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, ...}.
     """
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    given = {**(hf.get("rope_parameters") or {}), **(hf.get("rope_scaling") or {})}
     given = given.get("full_attention") or given  # one for each type of layer, as in Gemma 3
     rope = {key: value for key, value in given.items() if value is not None}
     old_name = rope.pop("type", None)
