@@ -154,8 +154,8 @@ def test_values_over_those_of_config_json(
     config = json.loads((folder / "config.json").read_text())
     (edited / "config.json").write_text(json.dumps({**config, **over}))
     params, found = SamplingParams(temperature=0, max_tokens=9, logprobs=0), []
-    for where, given in ((edited, None), (folder, over), (folder, None)):
-        options = {"hf_overrides": given, "skip_tokenizer_init": True, "model_impl": impl}
+    for where, values in ((edited, None), (folder, over), (folder, None)):
+        options = {"hf_overrides": values, "skip_tokenizer_init": True, "model_impl": impl}
         with LLM(where, **options, **OPTIONS) as llm:
             found.append([llm.llm_engine.config.max_model_len])
             found[-1] += [o.outputs[0].logprobs for o in llm.generate(PROMPTS, params)]
