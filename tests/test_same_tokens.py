@@ -13,6 +13,8 @@ import torch
 
 import nanoserve
 from nanoserve import LLM, LLMEngine, LoRARequest, SamplingParams
+from nanoserve.chapters import REFUSED
+from nanoserve.chapters.logits_processors import AdapterLogitsProcessor
 
 PROMPTS = [
     *["Once upon a time", "Once upon a time there was a", "The", [495, 496, 260]] * 2,
@@ -49,11 +51,22 @@ SETTINGS: list[dict[str, Any]] = [
     {"kernels": "fast"},
 ]
 PIRATE = LoRARequest("pirate", 1, str(Path(nanoserve.__file__).parent / "demo" / "lora"))
+
+
+class Nothing(AdapterLogitsProcessor):
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def new_req_logits_processor(self, params: SamplingParams) -> Any:
+        return lambda output, logits: logits
+
+
 CHAPTERS = {  # chapter -> its options; grammars are there without one
     "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     "lora": {"enable_lora": True},  # and half of the requests have an adapter
     "kv_offload": {"kv_offloading_size": 0.01},
     "metrics": {"collect_metrics": True},
+    "logits_processors": {"logits_processors": [Nothing]},  # sees all rows, and leaves them
 }
 
 
@@ -102,7 +115,10 @@ def test_settings(options: Mapping[str, Any]) -> None:
     assert differing(play(**options), plain()) == []
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(CHAPTERS, 2), ids="-".join)
+PAIRS = [pair for pair in itertools.combinations(CHAPTERS, 2) if pair not in REFUSED]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_chapters_in_pairs(pair: tuple[str, str]) -> None:
     wanted = plain(**CHAPTERS["lora"]) if "lora" in pair else plain()
     options = {**SETTINGS[len("".join(pair)) % 4], **CHAPTERS[pair[0]], **CHAPTERS[pair[1]]}
@@ -110,7 +126,8 @@ def test_chapters_in_pairs(pair: tuple[str, str]) -> None:
 
 
 def test_all_chapters_together() -> None:
-    options = {name: value for each in CHAPTERS.values() for name, value in each.items()}
+    chapters = [*CHAPTERS][:-1]  # one pair is refused
+    options = {name: value for each in chapters for name, value in CHAPTERS[each].items()}
     options |= {**FEW, "async_scheduling": True, "preemption_mode": "swap"}
     assert differing(play(**options), plain(**CHAPTERS["lora"])) == []
     assert differing(plain(**CHAPTERS["lora"]), plain()) == [0, 2, 4, 6, 8]

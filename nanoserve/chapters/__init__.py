@@ -43,6 +43,7 @@ CHAPTERS = {
     "speculative": "speculative_config",  # what a step computes
     "lora": "enable_lora",
     "structured_output": None,  # a request asks for it; behind speculative, whose drafts it masks
+    "logits_processors": "logits_processors",  # above it: classes of the user
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
     "beam_search": None,  # a method of LLM
@@ -54,11 +55,14 @@ ON: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
+    "logits_processors": "[YourClass]",
 }
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
     ("pooling", "pipeline"): "a pooling model runs on one stage",
+    ("speculative", "logits_processors"): "a draft has a row of logits, too",
+    ("pooling", "logits_processors"): "vectors are no logits",
 }
 PARTS = (
     "config_cls",

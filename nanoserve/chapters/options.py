@@ -58,6 +58,8 @@ class Options(TypedDict, total=False):
     max_cpu_loras: int | None
     # chapters/structured_output
     structured_outputs_config: Any
+    # chapters/logits_processors
+    logits_processors: Any
     # chapters/kv_offload
     kv_offloading_size: float | None
     kv_offloading_policy: Literal["lru", "arc"]

@@ -82,8 +82,8 @@ REFUSED = {
     "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
         tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
         mm_processor_kwargs media_io_kwargs allowed_local_media_path io_processor_plugin""",
-    "Functions on logits belong to a request: SamplingParams(logits_processors=[...]).": """
-        logits_processors logprobs_mode=raw_logprobs reasoning_parser reasoning_config""",
+    "Logprobs are the model's own, before penalties and filters; texts are not taken apart.": """
+        logprobs_mode=raw_logprobs reasoning_parser reasoning_config""",
     "Give speculative_config={'method': ..., 'model': ..., 'num_speculative_tokens': ...}.": """
         spec_method spec_model spec_tokens speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",

@@ -1,0 +1,35 @@
+"""How does a class of your own change the logits of a whole batch?
+
+A function in SamplingParams(logits_processors=[...]) sees one row of logits at a time (V0's way). A
+LogitsProcessor of vLLM V1 belongs to the engine: it sees the logits of all requests of a step as
+one tensor, and is told which request has which row.
+
+    class OnlyEven(LogitsProcessor): ...           LLM(logits_processors=[OnlyEven])
+
+    step   requests   BatchUpdate, for update_state               rows of `apply`
+    1      a b c      added (0, a) (1, b) (2, c)                  a b c
+    2      a b c      None: nothing has changed                   a b c
+    3      a c d      added (1, d): b has ended, d takes its row  a d c
+    4      c          removed 0, 1; moved 2 -> 0                  c
+
+`added` has (row, SamplingParams, prompt token ids, output token ids). The last list is the same
+object from step to step, and always holds the output so far. A request says what it wants in
+SamplingParams(extra_args={...}).
+
+An AdapterLogitsProcessor keeps the rows for you: it asks for a function for each request.
+
+Left out: processors that do not change the argmax run where the others do, before penalties and
+temperature (vLLM: after them); plugins that are found by entry points. Speculative decoding is
+refused, as in vLLM: a draft has a row, too.
+
+vLLM: vllm/v1/sample/logits_processor/: interface.py, state.py, __init__.py (V1).
+"""
+
+from nanoserve.chapters.logits_processors.interface import (
+    AdapterLogitsProcessor,
+    BatchUpdate,
+    LogitsProcessor,
+    MoveDirectionality,
+)
+
+__all__ = ["AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"]
