@@ -1,5 +1,5 @@
 """The first thing to run. `python example.py` loads the embedded demo model. The model completes
-two stories and answers four questions.
+two stories, answers four questions, and shows the steps in which the engine computes two requests.
 
 `python example.py --model Qwen/Qwen3-0.6B` does the same with a model of your choice (an id on the
 Hugging Face hub, or a folder). Every engine option is a flag, such as `--max-num-seqs 8`; `--help`
@@ -41,6 +41,16 @@ def main() -> None:
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         for question, output in zip(QUESTIONS, llm.chat(conversations, params), strict=True):
             print(f"Q: {question}\nA: {bold}{output.outputs[0].text}{plain}\n", flush=True)
+
+        # What generate does: add requests, then run steps until nothing is unfinished.
+        for name, story in zip("ab", STORIES, strict=True):
+            llm.add_request(name, story, SamplingParams(temperature=0, max_tokens=6))
+        pool, number = llm.llm_engine.block_manager.pool, 0
+        while llm.has_unfinished_requests():
+            number += 1
+            texts = [f"{each.request_id}: {each.outputs[0].text!r}" for each in llm.step()]
+            num_used = pool.num_blocks - len(pool.free_queue)
+            print(f"step {number}: {num_used} KV blocks in use;  {'   '.join(texts)}", flush=True)
 
 
 def run() -> None:

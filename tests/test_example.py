@@ -33,6 +33,7 @@ def test_the_demo_model_speaks() -> None:
     assert len(story) > 60
     assert "What is 17 + 25?" in output
     assert "42" in output.split("What is 17 + 25?")[1].split("Q:")[0]
+    assert "step 1: 2 KV blocks in use" in output and "step 6: 0 KV blocks" in output
     assert "Paris" in output.split("What is the capital of France?")[1].split("Q:")[0]
 
 
@@ -60,7 +61,7 @@ def fail(capsys: pytest.CaptureFixture[str]) -> tuple[object, str]:
     [
         (["--model", "./no-such-folder"], "'./no-such-folder' is not a folder"),
         (["--model", "nobody/no-such-model"], "did not deliver"),
-        (["--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 to"),
+        (["--max-num-seqs", "0"], "max_num_seqs is 0; allowed: 1 or more"),
         (["--temperature", "-1"], "temperature is -1.0; allowed: 0"),
     ],
 )

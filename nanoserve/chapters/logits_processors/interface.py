@@ -44,7 +44,7 @@ class LogitsProcessor(ABC):
     """One object for each engine. vllm_config has scheduler_config.max_num_seqs,
     model_config.vocab_size and so on."""
 
-    @classmethod
+    @classmethod  # noqa: B027
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise ValueError for parameters that this processor cannot serve: the request is refused
         when it is added."""
