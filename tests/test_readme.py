@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import re
+import textwrap
 import tokenize
 from pathlib import Path
 
@@ -16,7 +17,13 @@ PAGES = [p for p in ROOT.rglob("*.md") if not any(part.startswith(".") for part 
 FLAT = [p for p in PACKAGE.glob("*.py") if not p.name.startswith("__")]
 # A link, or a name that is not the text of one.
 NAMES = re.compile(r"\]\(([^)\s]+)\)|(?<!\[)`([A-Za-z_][\w.]*)`")
-WITH_CODE = ["README.md", "README.zh-CN.md", "nanoserve/GUIDE.md", "nanoserve/coming_from_vllm.md"]
+WITH_CODE = [
+    "CONTRIBUTING.md",
+    "README.md",
+    "README.zh-CN.md",
+    "nanoserve/GUIDE.md",
+    "nanoserve/coming_from_vllm.md",
+]
 
 
 def count_code_lines(file: Path) -> int:
@@ -34,8 +41,8 @@ def count_code_lines(file: Path) -> int:
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_the_code_blocks_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text("utf-8"), re.DOTALL):
-        exec(compile(block, name, "exec"), namespace)
+    for block in re.findall(r"```python\n(.*?) *```", (ROOT / name).read_text("utf-8"), re.DOTALL):
+        exec(compile(textwrap.dedent(block), name, "exec"), namespace)
     if name == "README.md":
         assert capsys.readouterr().out.splitlines()[2].startswith("Once upon a time | ")
 
