@@ -55,6 +55,7 @@ ON: dict[str, Any] = {
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
 }
+ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
@@ -98,7 +99,7 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     known = {each.name for each in fields(parts["config_cls"])}
     for chapter, switch in CHAPTERS.items() if given.keys() - known else ():
         for name, default in find_options(chapter).items() if chapter not in active else ():
-            if given.pop(name, default) != default and name != switch:
+            if given.pop(name, default) != default and name not in (switch, *ALSO_ON):
                 raise ValueError(f"{name} needs {example(switch)}; see chapters/{chapter}.")
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{unknown}: the chapter that reads this is not installed.")
@@ -109,10 +110,11 @@ def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
     options = read(options, is_quiet=True)
     off = {switch: OFF.get(switch, False) for switch in CHAPTERS.values()}
+    also = {chapter for option, chapter in ALSO_ON.items() if options.get(option)}
     return tuple(
         chapter
         for chapter, switch in CHAPTERS.items()
-        if switch is None or options.get(switch, off[switch]) != off[switch]
+        if switch is None or chapter in also or options.get(switch, off[switch]) != off[switch]
     )
 
 

@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     # chapters/kv_offload
     kv_offloading_size: float | None
     kv_offloading_policy: Literal["lru", "arc"]
+    kv_transfer_config: Any
     # chapters/metrics
     collect_metrics: bool
     # A class of your own in the place of a part
