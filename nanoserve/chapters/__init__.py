@@ -45,6 +45,7 @@ CHAPTERS = {
     "structured_output": None,  # a request asks for it; behind speculative, whose drafts it masks
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
+    "tracing": "otlp_traces_endpoint",
     "beam_search": None,  # a method of LLM
 }
 # Of a switch: the value that means no, beside None; and one that means yes.
@@ -54,6 +55,7 @@ ON: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
+    "otlp_traces_endpoint": "'http://localhost:4317'",
 }
 ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too
 # Pairs that make no sense together.

@@ -62,6 +62,9 @@ class Options(TypedDict, total=False):
     kv_transfer_config: Any
     # chapters/metrics
     collect_metrics: bool
+    # chapters/tracing
+    otlp_traces_endpoint: str | None
+    collect_detailed_traces: Any
     # A class of your own in the place of a part
     engine_cls: type
     config_cls: type
