@@ -107,6 +107,7 @@ class FakeRunner(ModelRunner):
         self.copy(self.kv, self.cpu, step.blocks_to_swap_out)
         self.copy(self.cpu, self.kv, step.blocks_to_swap_in)
         self.copy(self.kv, self.kv, step.blocks_to_copy)
+        self.update_batch(step)
         for seq_id in step.dropped_seq_ids:
             del self.rows[seq_id]
         for new in step.new_sequences:
@@ -136,6 +137,9 @@ class FakeRunner(ModelRunner):
             self.sample(item, end, output)
         self.unread.append(step)
         return partial(self.read, step, output)
+
+    def update_batch(self, step: SchedulerOutput) -> None:
+        """A chapter may fill KV blocks here."""
 
     def fail(self, place: str) -> None:
         if place in self.faults:

@@ -46,6 +46,7 @@ CHAPTERS = {
     "logits_processors": "logits_processors",  # above it: classes of the user
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
+    "tracing": "otlp_traces_endpoint",
     "beam_search": None,  # a method of LLM
 }
 # Of a switch: the value that means no, beside None; and one that means yes.
@@ -56,7 +57,9 @@ ON: dict[str, Any] = {
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
     "logits_processors": "[YourClass]",
+    "otlp_traces_endpoint": "'http://localhost:4317'",
 }
+ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
@@ -102,7 +105,7 @@ def compose(options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     known = {each.name for each in fields(parts["config_cls"])}
     for chapter, switch in CHAPTERS.items() if given.keys() - known else ():
         for name, default in find_options(chapter).items() if chapter not in active else ():
-            if given.pop(name, default) != default and name != switch:
+            if given.pop(name, default) != default and name not in (switch, *ALSO_ON):
                 raise ValueError(f"{name} needs {example(switch)}; see chapters/{chapter}.")
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"{unknown}: the chapter that reads this is not installed.")
@@ -113,10 +116,11 @@ def find_active(options: Mapping[str, Any]) -> tuple[str, ...]:
     """The chapters that these options switch on, in the order of the stack."""
     options = read(options, is_quiet=True)
     off = {switch: OFF.get(switch, False) for switch in CHAPTERS.values()}
+    also = {chapter for option, chapter in ALSO_ON.items() if options.get(option)}
     return tuple(
         chapter
         for chapter, switch in CHAPTERS.items()
-        if switch is None or options.get(switch, off[switch]) != off[switch]
+        if switch is None or chapter in also or options.get(switch, off[switch]) != off[switch]
     )
 
 

@@ -63,8 +63,12 @@ class Options(TypedDict, total=False):
     # chapters/kv_offload
     kv_offloading_size: float | None
     kv_offloading_policy: Literal["lru", "arc"]
+    kv_transfer_config: Any
     # chapters/metrics
     collect_metrics: bool
+    # chapters/tracing
+    otlp_traces_endpoint: str | None
+    collect_detailed_traces: Any
     # A class of your own in the place of a part
     engine_cls: type
     config_cls: type

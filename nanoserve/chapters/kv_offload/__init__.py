@@ -13,10 +13,20 @@ A copy is as fast as the bus, and for long prompts much faster than computing th
 is copied when is one more entry of the step's blocks_to_swap_out and blocks_to_swap_in: the runner
 has nothing to learn.
 
-    parts.py     what changes in the engine: the block manager
+And to files, for the next process or for another one. Prefill in one engine and decode in another
+is the same thing: two engines, one folder.
+
+    producer   computes a prompt of 1000 tokens           -->  62 files of 16 tokens each
+    consumer   gets the same prompt                       -->  reads 62 files, computes 8 tokens
+
+    config.py    the keys of kv_transfer_config
+    parts.py     what changes in the engine
     policies.py  which block leaves the CPU pool: LRU, or ARC, which is not impressed by a scan
+    disk.py      a file for each block
 
-Left out: tiers below (disk, other machines), and copies beside the computation: they precede it.
+Left out: copies and files beside the computation (they precede and follow it), what fills a block
+only in part, other transports between machines than a folder that they share.
 
-vLLM: vllm/v1/kv_offload/, offloading_connector.py in vllm/distributed/kv_transfer/ (V1).
+vLLM: vllm/v1/kv_offload/; offloading_connector.py, example_connector.py in
+vllm/distributed/kv_transfer/kv_connector/v1/ (0.32).
 """

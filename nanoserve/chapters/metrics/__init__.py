@@ -21,7 +21,7 @@ engines of one process do not mix.
     reader.py    the list that get_metrics gives
     parts.py     what counts: the scheduler
 
-Left out: spans of OpenTelemetry, loggers of your own, estimated FLOPs and bytes, metrics of LoRA.
+Left out: loggers of your own, estimated FLOPs and bytes, metrics of LoRA.
 
 vLLM: vllm/engine/metrics.py (V0); vllm/v1/metrics/: loggers.py, stats.py, reader.py (V1).
 """
