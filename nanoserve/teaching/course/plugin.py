@@ -8,6 +8,7 @@ engine's class with some methods of the student:
                                another task costs nothing here
     mine("MyPool")             everything that the student wrote
     mine("draw")               a function
+    mine.using(draw=...)       from now on the student's file has this one in the place of its own
 
 A method that raises NotImplementedError("Task 1.2") is "not written": no failure, and no points.
 Without --labs-dir the student's files are those in the current folder, so that a plain `pytest`,
@@ -76,8 +77,8 @@ def load(folder: Path, lab: str) -> ModuleType:
 
 
 @pytest.fixture
-def mine(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """mine(name, *methods): see the header."""
+def mine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """mine(name, *methods), mine.using(name=...): see the header."""
     module_name = request.function.__module__.rpartition(".")[2]
     lab = getattr(request.module, "LAB", module_name.removeprefix("test_"))
     module = load(Path(request.config.getoption("--labs-dir")), lab)
@@ -87,6 +88,11 @@ def mine(request: pytest.FixtureRequest) -> Callable[..., Any]:
         found = getattr(module, name)
         return found if not methods else only(found, methods)
 
+    def using(**functions: Any) -> None:
+        for name, function in functions.items():
+            monkeypatch.setattr(module, name, function, raising=False)
+
+    take.using = using  # type: ignore[attr-defined]
     return take
 
 

@@ -44,39 +44,42 @@ def ask(llm: Any, questions: dict[str, int], most_steps: int = 60) -> str:
 
 
 def draw_blocks(toy: Any, title: str, wrong: dict[int, str]) -> Any:
-    """The blocks of a ToyEngine: what each holds, how it is found, which block tables name it.
+    """The blocks of a ToyEngine that hold something: what each holds, how it is found, who has it.
     wrong: block -> what is wrong there."""
     from nanoserve.teaching.pictures import SLOT, Picture, colour_of
 
     picture, manager, size = Picture(title), toy.block_manager, toy.config.block_size
-    pool = manager.pool
-    found = {block: key for key, block in pool.cached_blocks.items()}
     names = {seq.seq_id: name for name, seq in toy.sequences.items()}
-    left = 60 + size * SLOT
-    for x, head in ((0, "block"), (60, "holds"), (left + 20, "is found as"), (left + 190, "is in")):
+    left, y = 60 + size * SLOT, 50
+    for x, head in ((0, "block"), (60, "holds"), (left + 20, "is found as"), (left + 220, "is in")):
         picture.text(x, 40, head, colour="#666")
     for block in range(manager.num_blocks):
-        y = 50 + 34 * block
-        picture.text(0, y + 16, str(block))
+        tokens = [toy.contents.get(block * size + slot) for slot in range(size)]
+        if not any(tokens):
+            continue
         tables = manager.block_tables.items()
         owners = [names[seq_id] for seq_id, table in tables if block in table]
-        for slot in range(size):
-            token = toy.contents.get(block * size + slot)
+        for slot, token in enumerate(tokens):
             fill = colour_of(owners[0]) if owners else "#cccccc"
             picture.box(60 + slot * SLOT, y, SLOT, 24, fill if token else "none", 0.35)
             picture.text(60 + (slot + 0.5) * SLOT, y + 16, chr(token or 32), 12, anchor="middle")
-        key: Any = found.get(block)
-        chain: list[str] = []
-        while key is not None and key.parent is not None:
-            chain.insert(0, "".join(map(chr, key.token_ids)))
-            key = key.parent
-        picture.text(left + 20, y + 16, " > ".join(chain) or "-")
-        places = f"the table of {', '.join(owners)}" if owners else "the free queue"
-        if (block in pool.free_queue) == bool(owners):
-            places += ", and free" if owners else "?"
-        count = pool.ref_counts[block]
-        picture.text(left + 190, y + 16, f"{places}; {count} reference{'s' * (count != 1)}")
+        picture.text(0, y + 16, str(block))
+        keys = [key for key, found in manager.pool.cached_blocks.items() if found == block]
+        picture.text(left + 20, y + 16, " and ".join(map(chain_of, keys)) or "-")
+        places = [f"the table of {', '.join(owners)}"] * bool(owners)
+        places += ["the free queue"] * (block in manager.pool.free_queue)
+        count = manager.pool.ref_counts[block]
+        text = f"{' and '.join(places) or 'nothing'}; references: {count}"
+        picture.text(left + 220, y + 16, text)
         if block in wrong:
-            picture.box(-6, y - 4, picture.width, 32, edge=RED)
-            picture.text(left + 420, y + 16, wrong[block], colour=RED, bold=True)
+            picture.box(-6, y - 4, 740, 48, edge=RED)
+            picture.text(60, y + 39, wrong[block], colour=RED, bold=True)
+            y += 18
+        y += 34
     return picture
+
+
+def chain_of(key: Any) -> str:
+    """The tokens of a block hash and of its parents: abcd > efgh."""
+    own = "".join(map(chr, key.token_ids))
+    return f"{chain_of(key.parent)} > {own}" if key.parent.parent is not None else own

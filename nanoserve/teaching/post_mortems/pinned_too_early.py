@@ -99,5 +99,7 @@ def picture() -> Any:
     counts = enumerate(toy.block_manager.pool.ref_counts)
     tables = [block for table in toy.block_manager.block_tables.values() for block in table]
     return draw_blocks(
-        toy, title, {i: "nobody's" for i, count in counts if count and i not in tables}
+        toy,
+        title,
+        {i: "referenced, and nobody has it" for i, count in counts if count and i not in tables},
     )

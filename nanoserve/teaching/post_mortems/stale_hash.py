@@ -84,4 +84,6 @@ def picture() -> Any:
     toy.add("B", SECOND_PROMPT, max_tokens=2)
     toy.step()
     title = "Stale hash: A has ended, B has taken two of its blocks"
-    return draw_blocks(toy, title, {1: "z z z z e f g h, found as a b c d e f g h"})
+    return draw_blocks(
+        toy, title, {1: "holds e f g h behind z z z z, and is found as e f g h behind a b c d"}
+    )

@@ -187,17 +187,17 @@ def score(scheduler_cls: Any) -> int:
     return sum(play(scheduler_cls, seed)[0] for seed in range(4))
 
 
-def test_2_7_more_requests_in_time(mine: Any, record_property: Any) -> None:
+def test_2_7_contest_more_requests_in_time(mine: Any, record_property: Any) -> None:
     got, least = score(mine("MyPolicy")), score(Scheduler)
     record_property("leaderboard", {"name": "requests in time, of 480", "value": got})
     assert got > least, f"{got} of 480 requests are in time; first come, first served: {least}"
 
 
-def test_2_7_many_more(mine: Any) -> None:
+def test_2_7_contest_many_more(mine: Any) -> None:
     got = score(mine("MyPolicy"))
     assert got >= 400, f"{got} of 480 requests are in time: reach 400"
 
 
-def test_2_7_and_nobody_waits_for_ever(mine: Any) -> None:
+def test_2_7_contest_and_nobody_waits_for_ever(mine: Any) -> None:
     longest = max(play(mine("MyPolicy"), seed)[1] for seed in range(4))
     assert longest <= 2, f"one request waits {longest:.1f} s for its first token: 2 s at most"

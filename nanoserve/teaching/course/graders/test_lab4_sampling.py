@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoserve import sampler
 from nanoserve.sampler import SamplingBatch, choose_tokens
 from nanoserve.teaching.course.graders import answers
 
@@ -110,6 +111,8 @@ def batch_of(rows: int, **params: Any) -> SamplingBatch:
 
 
 def compare(mine: Any, batch: SamplingBatch, what: str, rows: int = 64) -> None:
+    mine.using(apply_min_p=sampler.apply_min_p, draw=sampler.draw)
+    mine.using(apply_top_k_top_p=sampler.apply_top_k_top_p)
     logits = torch.randn(rows, 50, generator=torch.Generator().manual_seed(4)) * 2
     got, right = mine("choose")(logits, batch), choose_tokens(logits, batch)
     wrong = (got[0] != right.token_ids).nonzero()[:, 0].tolist()
