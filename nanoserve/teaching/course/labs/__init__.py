@@ -1,0 +1,1 @@
+"""What students get: files that `start` copies."""
