@@ -216,11 +216,10 @@ class ModelRunner:
         block_table = tensors.block_table
         if shape is not None and self.graphs is not None:
             block_table = self.graphs.keep_block_table(block_table, shape)
+        # A graph holds its launches: they suit the most tokens that its sequences may bring.
+        query_lens = np.full(*shape) if shape else np.diff(arrays.query_start_loc)
         metadata = StepMetadata(
-            slot_mapping=tensors.slot_mapping,
-            block_table=block_table,
-            query_start_loc=tensors.query_start_loc,
-            seq_lens=tensors.seq_lens,
+            tensors.slot_mapping, block_table, tensors.query_start_loc, tensors.seq_lens, query_lens
         )
         if shape is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.kv_caches[0][0].dtype)
@@ -238,9 +237,8 @@ class ModelRunner:
         """Hidden states [num_tokens, hidden]. Each layer stores the step's keys and values."""
         tensors, input_ids = input_batch.tensors, input_batch.tensors.input_ids
         if self.has_placeholders:
-            last_sampled = self.req_states.last_sampled_token_ids.index_select(
-                0, tensors.token_rows
-            )
+            last_sampled = self.req_states.last_sampled_token_ids
+            last_sampled = last_sampled.index_select(0, tensors.token_rows)
             input_ids = torch.where(input_ids == PLACEHOLDER, last_sampled, input_ids)
         return self.model(input_ids, tensors.positions, self.kv_caches, input_batch.metadata)
 
