@@ -216,11 +216,10 @@ class ModelRunner:
         block_table = tensors.block_table
         if shape is not None and self.graphs is not None:
             block_table = self.graphs.keep_block_table(block_table, shape)
+        # A graph holds its launches: they suit the most tokens that its sequences may bring.
+        query_lens = np.full(*shape) if shape else np.diff(arrays.query_start_loc)
         metadata = StepMetadata(
-            slot_mapping=tensors.slot_mapping,
-            block_table=block_table,
-            query_start_loc=tensors.query_start_loc,
-            seq_lens=tensors.seq_lens,
+            tensors.slot_mapping, block_table, tensors.query_start_loc, tensors.seq_lens, query_lens
         )
         if shape is None or self.backend.supports_cuda_graphs:
             metadata = self.backend.plan(metadata, self.block_size, self.kv_caches[0][0].dtype)

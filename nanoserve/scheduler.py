@@ -112,6 +112,8 @@ class Scheduler:
         step = StepPlan(self.config.max_num_batched_tokens)
         if self.schedule_running(step) and (self.waiting or self.swapped):
             self.schedule_waiting(step)
+        # Decodes first, of these the long ones last: see kernels/attention_triton.py.
+        step.scheduled.sort(key=lambda item: (item.num_scheduled_tokens, item.num_computed_tokens))
         return self.make_output(step) if step.scheduled else SchedulerOutput()
 
     def schedule_running(self, step: StepPlan) -> bool:

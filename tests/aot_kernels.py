@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -29,7 +30,7 @@ from triton.compiler import ASTSource
 
 from nanoserve.attention import StepMetadata
 from nanoserve.kernels import attention_triton, fused_triton, quantized_triton
-from nanoserve.kernels.attention_triton import GpuInfo
+from nanoserve.kernels.attention_triton import GpuInfo, TritonBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.kernels.quantized import QuantizedWeight
 
@@ -41,15 +42,6 @@ GPUS = {  # shared memory: CUDA C++ Programming Guide, compute capabilities, les
     89: GpuInfo(89, 128, 99 * 1024),  # RTX 4090, L4
     90: GpuInfo(90, 132, 227 * 1024),  # H100, H200
     100: GpuInfo(100, 148, 227 * 1024),  # B200
-}
-KERNELS = {  # where each kernel is launched
-    "paged_attention_kernel": attention_triton,
-    "merge_splits_kernel": attention_triton,
-    "store_kv_kernel": attention_triton,
-    "add_rms_norm_kernel": fused_triton,
-    "rope_and_store_kernel": fused_triton,
-    "silu_and_mul_kernel": fused_triton,
-    "quantized_matmul_kernel": quantized_triton,
 }
 TYPES = {
     torch.float32: "fp32",
@@ -89,9 +81,10 @@ def record(function: Callable[[], Any], gpu: GpuInfo) -> list[Launch]:
     """The launches of `function()` on `gpu`."""
     launches: list[Launch] = []
     with ExitStack() as stack:
-        for name, module in KERNELS.items():
-            recorder = Recorder(getattr(module, name), launches)
-            stack.enter_context(mock.patch.object(module, name, recorder))
+        for module in (attention_triton, fused_triton, quantized_triton):
+            for name in [name for name in vars(module) if name.endswith("_kernel")]:
+                recorder = Recorder(getattr(module, name), launches)
+                stack.enter_context(mock.patch.object(module, name, recorder))
         known = mock.patch.object(attention_triton, "get_gpu_info", return_value=gpu)
         stack.enter_context(known)
         function()
@@ -145,8 +138,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def attention(
-    num_tokens: int,
-    num_seqs: int,
+    query_lens: list[int],
     context: int,
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
@@ -154,42 +146,45 @@ def attention(
     group: int = 4,
     **options: Any,
 ) -> Callable[[], Any]:
-    """A call of paged_attention_triton: 8 key heads, blocks of 16, room for `context` tokens."""
+    """One layer's attention: 8 key heads, blocks of 16, room for `context` tokens."""
 
-    def call() -> Any:
-        spec = KVCacheSpec(8, head_dim, head_dim)
-        kv_cache = spec.allocate(9999, 16, cache_dtype or dtype, META)
-        return attention_triton.paged_attention_triton(
-            empty(num_tokens, 8 * group, head_dim, dtype=dtype),
-            *kv_cache[:2],
-            empty(num_seqs, context // 16, dtype=torch.int32),
-            empty(num_seqs + 1, dtype=torch.int32),
-            empty(num_seqs, dtype=torch.int32),
-            scale=head_dim**-0.5,
-            kv_scales=kv_cache[2:],
-            **options,
-        )
+    def call() -> None:
+        num_seqs, backend = len(query_lens), TritonBackend()
+        kv_cache = KVCacheSpec(8, head_dim, head_dim).allocate(9999, 16, cache_dtype or dtype, META)
+        sizes = ((num_seqs, context // 16), (num_seqs + 1,), (num_seqs,))
+        step = [empty(*size, dtype=torch.int32) for size in sizes]
+        slots = empty(sum(query_lens), dtype=torch.int64)
+        metadata = backend.plan(StepMetadata(slots, *step, np.array(query_lens)), 16, dtype)
+        query = empty(sum(query_lens), 8 * group, head_dim, dtype=dtype)
+        backend.attend(query, kv_cache, metadata, scale=head_dim**-0.5, **options)
 
     return call
 
 
-def fused(size: int, rotary_dim: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
-    """Calls of all functions of fused_triton, and of store_kv_triton: heads of `size`, a hidden
-    size of 40 heads."""
+def fused(
+    size: int,
+    rotary_dim: int,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+) -> Callable[[], Any]:
+    """All kernels of fused_triton: heads of `size`, a hidden size of 40 heads."""
 
     def call() -> None:
-        hidden, slots = 40 * size, empty(256, dtype=torch.int64)
-        caches = KVCacheSpec(8, size, size).allocate(9999, 16, dtype, META)
+        hidden, slots, ops = 40 * size, empty(256, dtype=torch.int64), fused_triton.TritonOps()
+        caches = KVCacheSpec(8, size, size).allocate(9999, 16, cache_dtype or dtype, META)
         x, norm, metadata = empty(256, hidden, dtype=dtype), mock.Mock(), StepMetadata(*[slots] * 4)
         norm.weight, norm.eps = empty(24, size, dtype=dtype), 1e-6
         table = empty(256, 1, 2 * rotary_dim, dtype=dtype).chunk(2, dim=-1)
-        qkv, backend = empty(256, 32 * size, dtype=dtype), attention_triton.TritonBackend()
-        fused_triton.add_rms_norm_triton(x, x, empty(hidden, dtype=dtype), 1e-6)
-        fused_triton.rope_and_store_triton(qkv, norm, table, backend, caches, metadata)
-        fused_triton.rope_and_store_triton(qkv, None, table, backend, caches, metadata)
-        fused_triton.silu_and_mul_triton(x)
+        qkv, backend = empty(256, 32 * size, dtype=dtype), TritonBackend()
+        for qk_norm in (norm, None):
+            ops.rope_and_store(qkv, qk_norm, table, backend, caches, metadata)
         heads = qkv.unflatten(1, (32, size))
-        attention_triton.store_kv_triton(heads[:, 16:24], heads[:, 24:], *caches, slots)
+        backend.store(heads[:, 16:24], heads[:, 24:], caches, metadata)
+        if cache_dtype is None:
+            ops.add_rms_norm(x, x, empty(hidden, dtype=dtype), 1e-6)
+            ops.silu_and_mul(x)
+            fused_triton.quantize_rows(x)
+            fused_triton.quantize_rows(x, empty(1, dtype=torch.float32))
 
     return call
 
@@ -209,18 +204,22 @@ def quantized(
 
 
 HALF, INT8, FP8 = torch.float16, torch.int8, torch.float8_e4m3fn
+DECODE, PREFILL = [1] * 512, [1024] * 8
 CASES: dict[str, Callable[[], Any]] = {
-    "decode": attention(512, 512, 4096),
-    "split decode": attention(1, 1, 32768),
-    "prefill": attention(8192, 8, 4096),
-    "decode float16": attention(512, 512, 4096, HALF),
-    "prefill float16": attention(8192, 8, 4096, HALF),
-    "decode int8": attention(512, 512, 4096, cache_dtype=INT8),
-    "prefill fp8": attention(8192, 8, 4096, cache_dtype=FP8),
-    "window and soft cap": attention(4096, 8, 4096, sliding_window=1024, logits_soft_cap=30.0),
-    "wide heads": attention(4096, 8, 4096, head_dim=256, group=8),
-    "wide float32": attention(4096, 8, 4096, torch.float32, head_dim=256),
-    "heads of 80": attention(4096, 8, 4096, head_dim=80, group=1),
+    "decode": attention(DECODE, 4096),
+    "split decode": attention([1], 32768),
+    "prefill": attention(PREFILL, 4096),
+    "mixed": attention([1, 1, 300], 32768),
+    "decode float16": attention(DECODE, 4096, HALF),
+    "prefill float16": attention(PREFILL, 4096, HALF),
+    "decode int8": attention(DECODE, 4096, cache_dtype=INT8),
+    "decode fp8": attention(DECODE, 4096, cache_dtype=FP8),
+    "prefill fp8": attention(PREFILL, 4096, cache_dtype=FP8),
+    "window and soft cap": attention([1, 999], 4096, sliding_window=1024, logits_soft_cap=30.0),
+    "wide heads": attention([1, 999], 4096, head_dim=256, group=8),
+    "wide float16": attention([1, 999], 4096, HALF, head_dim=256, group=8),
+    "wide float32": attention([1, 999], 4096, torch.float32, head_dim=256),
+    "heads of 80": attention([1, 999], 4096, head_dim=80, group=1),
     "quantized int4": quantized("int4", 1, 32),
     "quantized int4, many": quantized("int4", 999, 32),
     "quantized int8": quantized("int8", 1),
@@ -230,6 +229,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "fused 80": fused(80, 32),
     "fused 64": fused(64, 64, torch.float32),
     "fused float16": fused(128, 128, HALF),
+    "fused int8": fused(128, 128, HALF, INT8),
+    "fused fp8": fused(128, 128, HALF, FP8),
 }
 
 

@@ -346,7 +346,7 @@ def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
         return NativeProduct(weight)
     from nanoserve.kernels import quantized_triton
 
-    assume(weight.kind != "fp8" and quantized_triton.can_multiply(weight))
+    assume(weight.kind != "fp8" and quantized_triton.choose_block_k(weight))
     return quantized_triton.TritonProduct(weight)
 
 

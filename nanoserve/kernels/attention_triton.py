@@ -28,17 +28,22 @@ hundreds. So the key range may be cut: each split gives acc / total and lse = m 
 second, small kernel adds the splits with weights 2^lse. Above: lse log2(10) and log2(20), so 1/3 of
 the first split's output and 2/3 of the second's.
 
-*Grouped-query heads.* All query heads that share a key head are rows of one tile, so that each key
-is loaded once for all heads: row = query * GROUP + head, BLOCK_M rows hold BLOCK_Q queries.
+*Q blocks.* All query heads that share a key head are rows of one tile, so that each key is loaded
+once for all heads: row = query * GROUP + head, BLOCK_M rows hold BLOCK_Q queries.
 
-*Specialisations.* A decode wants small tiles and a deep queue of loads, a prefill large tiles for
-the tensor cores; one kernel that branches between the two at run time is good at neither. The same
-source is compiled for each: `PER_SEQUENCE` (a program per sequence, for sequences with few queries)
-and tiled (a program per tile of queries), each with one split or several. (How many is no constant,
-so that a new number compiles nothing but a merge.) A step with long and short sequences launches
-both over the whole batch, and just one of the two computes each sequence. The device decides which
-one, so that the launch depends on nothing but tensor shapes: it needs no synchronisation, and a
-CUDA graph can hold it. What the shapes decide is decided once a step: see TritonBackend.plan.
+*Two launches at most.* A decode wants small tiles and a deep queue of loads, a prefill large tiles
+for the tensor cores; one launch that branches between the two is good at neither. A step has its
+sequences with few queries first (scheduler.py). The same source is compiled for these
+(`PER_SEQUENCE`: a program for each sequence) and for those behind them (a program for each tile of
+queries), each whole or split:
+
+    sequence     0  1  2  3          4            5
+    queries      1  1  1  1         300         1000
+    program      3  2  1  0     12 ... 3        2 ...      the one with most keys starts first
+
+How many programs there are depends on what the CPU knows: shapes, and how many queries each
+sequence brings. So nothing waits for the GPU, and a CUDA graph, whose sequences bring equally many,
+has the same launches in every step. They are planned once a step for all layers.
 
 *Caches of 8 bits.* Keys and values are decoded when a tile is loaded. A key's scale is a factor of
 its scores, a value's scale one of its weights: the vectors themselves are never multiplied by it.
@@ -57,187 +62,78 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels.quantized_cache import as_stored
+from nanoserve.attention import KVCache, StepMetadata
+from nanoserve.kernels.fused_triton import TritonStore, as_pointers, kind_of_8_bits, launch
 
 LOG2_E = 1.4426950408889634
 PROGRAMS_PER_SM = 4  # decode programs: while one waits for memory, the others compute
 TILED_PER_SM = 1  # tiled programs: the registers hold no second one
 SHARED_MEMORY_RESERVE = 4096  # bytes: block ids, and what the compiler keeps there
+NUM_STAGES = 3  # key tiles on their way from memory while one is computed, plus one
 MAX_SPLITS = 64
 MIN_SPLIT_KEYS = 256  # shorter splits would spend their time on starting and merging
 MIN_SPLIT_KEYS_MIXED = 4096  # of decodes beside a tiled launch, which keeps the GPU busy meanwhile
-OPTIONS = {"enable_fp_fusion": True}  # of the compiler; off by default since Triton 3.10
 
 
 # -- the kernel --
 
 
 @triton.jit
-def _load(pointers, mask, IS_MASKED: tl.constexpr):
-    """tl.load; with IS_MASKED, 0 where the mask is False."""
+def _load(pointers, mask, IS_MASKED: tl.constexpr, dtype: tl.constexpr, BITS_8: tl.constexpr):
+    """Numbers of a cache as `dtype`; with IS_MASKED, 0 where the mask is False. BITS_8 "fp8": bytes
+    that are float8_e4m3fn, decoded by hand, because GPUs before compute capability 8.9 cannot. Such
+    a number has the bits of a float32 but for its exponent, which is smaller by 120."""
     if IS_MASKED:
-        return tl.load(pointers, mask=mask, other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def _decode(numbers, dtype: tl.constexpr, BITS_8: tl.constexpr):
-    """Numbers of a cache as `dtype`. BITS_8 "fp8": bytes that are float8_e4m3fn, decoded by hand,
-    because GPUs before compute capability 8.9 cannot. Such a number has the bits of a float32 but
-    for its exponent, which is smaller by 120."""
+        numbers = tl.load(pointers, mask=mask, other=0.0)
+    else:
+        numbers = tl.load(pointers)
     if BITS_8 == "fp8":
         bits = numbers.to(tl.int32)  # of an int8: the sign is in all upper bits
         bits = (bits << 20) & -0x78100000  # 0x87F00000: the sign, then exponent and mantissa
-        return (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)  # 2^120
+        numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return numbers.to(dtype)
 
 
 @triton.jit
-def _attend_tiles(
-    state,
-    query,  # [BLOCK_M, BLOCK_D]
-    first_tile,
-    end_tile,
-    row_position,  # [BLOCK_M]: each row's place in its sequence
-    seq_len,
-    table,
-    key_head,
-    value_head,
-    key_scales,
-    value_scales,
-    key_block_stride,
-    key_slot_stride,
-    value_block_stride,
-    value_slot_stride,
-    scale_block_stride,
-    scale_log2,
-    soft_cap_log2,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SOFT_CAP: tl.constexpr,
-    BITS_8: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Online softmax over key tiles [first_tile, end_tile); `state` is (m, total, acc).
-
-    IS_MASKED: in some of these tiles there is a key that a row may not see, or the keys end.
-    """
-    m, total, acc = state
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
-    for tile in range(first_tile, end_tile):
-        position = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # of the tile's keys
-        exists = position < seq_len
-        if IS_MASKED:
-            block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0)
-        else:
-            block = tl.load(table + position // BLOCK_SIZE)
-        block = block.to(tl.int64)  # block * stride passes 2^31 in a large cache
-        slot = position % BLOCK_SIZE
-
-        key_row = key_head + block * key_block_stride + slot * key_slot_stride
-        key = _load(
-            key_row[None, :] + dims[:, None],  # [BLOCK_D, BLOCK_N]
-            (dims < HEAD_DIM)[:, None],
-            HEAD_DIM < BLOCK_D,
-        )
-        if BITS_8 != "":
-            key = _decode(key, query.dtype, BITS_8)
-        score = tl.dot(query, key, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if BITS_8 != "":
-            at = block * scale_block_stride + slot
-            score *= tl.load(key_scales + at, mask=exists, other=0.0)[None, :]
-        if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
-            doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
-            score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
-        else:
-            score = score * scale_log2
-        if IS_MASKED:
-            distance = row_position[:, None] - position[None, :]
-            visible = (distance >= 0) & exists[None, :]
-            if WINDOW > 0:
-                visible = visible & (distance < WINDOW)
-            score = tl.where(visible, score, float("-inf"))
-
-        new_m = tl.maximum(m, tl.max(score, axis=1))
-        shift = new_m
-        if IS_MASKED:  # a row that has read no visible key yet: -inf - -inf would be NaN
-            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        weight = tl.exp2(score - shift[:, None])
-        shrink = tl.exp2(m - shift)
-        total = total * shrink + tl.sum(weight, axis=1)
-        m = new_m
-
-        # Slots past the end hold old numbers of other requests, and 0 * NaN is NaN: load 0 there.
-        value_row = value_head + block * value_block_stride + slot * value_slot_stride
-        value = _load(
-            value_row[:, None] + value_dims[None, :],  # [BLOCK_N, BLOCK_V]
-            exists[:, None] & (value_dims < VALUE_DIM)[None, :],
-            IS_MASKED or VALUE_DIM < BLOCK_V,
-        )
-        if BITS_8 != "":
-            value = _decode(value, query.dtype, BITS_8)
-            weight *= tl.load(value_scales + at, mask=exists, other=0.0)[None, :]
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision="ieee")
-    return m, total, acc
-
-
-@triton.jit
-def _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q: tl.constexpr):
-    """The sequence that program `tile` belongs to, and its first tile, when a sequence with queries
+def _find_sequence(query_start_loc, tile, low, high, BLOCK_Q: tl.constexpr):
+    """The sequence in [low, high) that tile number `tile` belongs to, when a sequence with queries
     [start, end) owns the tiles from start // BLOCK_Q + its index.
 
     That gives each sequence at least ceil(queries / BLOCK_Q) tiles. A binary search finds it, and
     no table is needed.
     """
-    low = 0
-    high = num_seqs  # the answer is in [low, high)
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
             low = middle
         else:
             high = middle
-    return low, tl.load(query_start_loc + low) // BLOCK_Q + low
+    return low
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride", "max_short", "rows_per_seq"])
+@triton.jit(do_not_specialize=["num_seqs", "first_seq", "table_stride"])
 def paged_attention_kernel(
     query,  # [num_tokens, num_heads, HEAD_DIM]
-    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM]
-    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
+    key_cache,  # [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM] in memory: KVCacheSpec.allocate
+    value_cache,  # [num_blocks, num_kv_heads, BLOCK_SIZE, VALUE_DIM]
+    key_scales,  # [num_blocks, num_kv_heads, BLOCK_SIZE]; of BITS_8 only
+    value_scales,
     block_table,  # [num_seqs, max_blocks]
     query_start_loc,  # [num_seqs + 1]
     seq_lens,  # [num_seqs]
-    key_scales,  # [num_blocks, BLOCK_SIZE, num_kv_heads, 1], heads before slots; of BITS_8 only
-    value_scales,
-    output,  # [num_tokens, num_heads, VALUE_DIM]; IS_SPLIT: [rows, num_heads, splits, VALUE_DIM]
-    lse,  # IS_SPLIT: [rows, num_heads, splits]
+    output,  # [num_tokens, num_heads, VALUE_DIM]; IS_SPLIT: [num_tokens, num_heads, splits, ..]
+    lse,  # IS_SPLIT: [num_tokens, num_heads, splits]
     num_seqs,
+    first_seq,  # of those that a tiled launch computes
+    table_stride,
     query_stride,
     query_head_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_head_stride,
-    scale_block_stride,
-    table_stride,
-    max_short,  # PER_SEQUENCE computes sequences of up to so many queries, the tiled launch others
-    rows_per_seq,  # IS_SPLIT: so many rows of `output` belong to a sequence; 0: one to a token
     scale_log2,  # scale * log2(e); with a soft cap divided by it
     soft_cap_log2,  # soft cap * log2(e)
     NUM_HEADS: tl.constexpr,
@@ -257,36 +153,34 @@ def paged_attention_kernel(
 ):
     """Attention of one tile of queries, one key head, one split. Grid: (tiles, kv heads, splits).
 
-    Tiles are counted from the end: under causality the last tiles take longest, and the programs
-    that start last should be short.
+    Tiles are counted from the end: the last sequences have most keys, and under causality the last
+    tiles of a sequence; the programs that start last should be short.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     if PER_SEQUENCE:
-        seq, first_tile_of_seq = tile, tile
+        seq = tile
     else:
-        seq, first_tile_of_seq = _find_sequence(query_start_loc, tile, num_seqs, BLOCK_Q)
+        tile += tl.load(query_start_loc + first_seq) // BLOCK_Q + first_seq
+        seq = _find_sequence(query_start_loc, tile, first_seq, num_seqs, BLOCK_Q)
     query_start = tl.load(query_start_loc + seq)
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
 
     # The queries of this program: all of a sequence, tile by tile, or those of one tile.
-    first_query = (tile - first_tile_of_seq) * BLOCK_Q
-    if PER_SEQUENCE:
-        end_query = tl.where(query_len <= max_short, query_len, 0)
-    else:
+    first_query = 0
+    end_query = query_len
+    if not PER_SEQUENCE:
+        first_query = (tile - query_start // BLOCK_Q - seq) * BLOCK_Q
         end_query = tl.minimum(first_query + BLOCK_Q, query_len)
-        end_query = tl.where(query_len <= max_short, 0, end_query)
 
     row = tl.arange(0, BLOCK_M)
     row_query, row_head = row // GROUP, kv_head * GROUP + row % GROUP
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     table = block_table + seq.to(tl.int64) * table_stride
-    key_head = key_cache + kv_head * key_head_stride
-    value_head = value_cache + kv_head * value_head_stride
 
     for start in range(first_query, end_query, BLOCK_Q):
         end = tl.minimum(start + BLOCK_Q, query_len)
@@ -312,7 +206,7 @@ def paged_attention_kernel(
         full = tl.minimum(tl.maximum(full, begin), stop)
         full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
 
-        loaded = tl.load(
+        queries = tl.load(
             query
             + token[:, None] * query_stride
             + row_head[:, None] * query_head_stride
@@ -320,202 +214,114 @@ def paged_attention_kernel(
             mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
             other=0.0,
         )
-        state = (
-            tl.full([BLOCK_M], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_M], tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
-        )
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        # Phase 0: the window begins; 1: every row sees every key, and no mask is needed; 2: the
+        # diagonal. The compiler makes three loops of it, and leaves out what a phase does not need.
         for phase in tl.static_range(0 if WINDOW > 0 else 1, 3):
-            m, total, acc = _attend_tiles(
-                state,
-                loaded,
-                begin if phase == 0 else (full if phase == 1 else full_stop),
-                full if phase == 0 else (full_stop if phase == 1 else stop),
-                row_position,
-                seq_len,
-                table,
-                key_head,
-                value_head,
-                key_scales + kv_head * BLOCK_SIZE,
-                value_scales + kv_head * BLOCK_SIZE,
-                key_block_stride,
-                key_slot_stride,
-                value_block_stride,
-                value_slot_stride,
-                scale_block_stride,
-                scale_log2,
-                soft_cap_log2,
-                HEAD_DIM=HEAD_DIM,
-                VALUE_DIM=VALUE_DIM,
-                BLOCK_D=BLOCK_D,
-                BLOCK_V=BLOCK_V,
-                BLOCK_SIZE=BLOCK_SIZE,
-                BLOCK_N=BLOCK_N,
-                WINDOW=WINDOW,
-                HAS_SOFT_CAP=HAS_SOFT_CAP,
-                BITS_8=BITS_8,
-                IS_MASKED=phase != 1,
-            )
-            state = (m, total, acc)
+            first = begin if phase == 0 else (full if phase == 1 else full_stop)
+            last = full if phase == 0 else (full_stop if phase == 1 else stop)
+            for key_tile in range(first, last):
+                position = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # of the tile's keys
+                exists = position < seq_len
+                if phase != 1:
+                    block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0)
+                else:
+                    block = tl.load(table + position // BLOCK_SIZE)
+                # Which vector of the cache: 64 bits, because vector * HEAD_DIM passes 2^31.
+                vector = (block.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE
+                vector += position % BLOCK_SIZE
 
-        m, total, acc = state
+                keys = _load(
+                    key_cache + vector[None, :] * HEAD_DIM + dims[:, None],  # [BLOCK_D, BLOCK_N]
+                    (dims < HEAD_DIM)[:, None],
+                    HEAD_DIM < BLOCK_D,
+                    query.dtype.element_ty,
+                    BITS_8,
+                )
+                score = tl.dot(queries, keys, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+                if BITS_8 != "":
+                    score *= tl.load(key_scales + vector, mask=exists, other=0.0)[None, :]
+                if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
+                    doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
+                    score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+                else:
+                    score = score * scale_log2
+                if phase != 1:
+                    distance = row_position[:, None] - position[None, :]
+                    visible = (distance >= 0) & exists[None, :]
+                    if WINDOW > 0:
+                        visible = visible & (distance < WINDOW)
+                    score = tl.where(visible, score, float("-inf"))
+
+                new_m = tl.maximum(m, tl.max(score, axis=1))
+                shift = new_m
+                if phase != 1:  # a row that has read no visible key yet: -inf - -inf would be NaN
+                    shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+                weight = tl.exp2(score - shift[:, None])
+                shrink = tl.exp2(m - shift)
+                total = total * shrink + tl.sum(weight, axis=1)
+                m = new_m
+
+                # Slots past the end hold numbers of other requests, and 0 * NaN is NaN: load 0.
+                values = _load(
+                    value_cache + vector[:, None] * VALUE_DIM + value_dims[None, :],
+                    exists[:, None] & (value_dims < VALUE_DIM)[None, :],
+                    phase != 1 or VALUE_DIM < BLOCK_V,
+                    query.dtype.element_ty,
+                    BITS_8,
+                )
+                if BITS_8 != "":
+                    weight *= tl.load(value_scales + vector, mask=exists, other=0.0)[None, :]
+                acc = acc * shrink[:, None]
+                acc = tl.dot(weight.to(values.dtype), values, acc, input_precision="ieee")
+
         # total is 0 where a split had no keys
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         index = token * NUM_HEADS + row_head
         if IS_SPLIT:
-            first_row = tl.where(rows_per_seq > 0, seq * rows_per_seq, query_start)
-            out_row = (first_row + start + row_query).to(tl.int64)
-            index = (out_row * NUM_HEADS + row_head) * tl.num_programs(2) + split
+            index = index * tl.num_programs(2) + split
+            tl.store(lse + index, m + tl.log2(total), mask=is_row)  # -inf where total is 0
         tl.store(
             output + index[:, None] * VALUE_DIM + value_dims[None, :],
             result.to(output.dtype.element_ty),
             mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
         )
-        if IS_SPLIT:
-            tl.store(lse + index, m + tl.log2(total), mask=is_row)  # -inf where total is 0
 
 
-@triton.jit(do_not_specialize=["num_seqs", "rows_per_seq", "max_short"])
+@triton.jit(do_not_specialize=["num_seqs", "first_token"])
 def merge_splits_kernel(
-    partial,  # [rows, num_heads, NUM_SPLITS, VALUE_DIM] float32
-    lse,  # [rows, num_heads, NUM_SPLITS] float32
+    partial,  # [num_tokens, num_heads, NUM_SPLITS, VALUE_DIM] float32
+    lse,  # [num_tokens, num_heads, NUM_SPLITS] float32
     query_start_loc,  # [num_seqs + 1]
     output,  # [num_tokens, num_heads, VALUE_DIM]
     num_seqs,
-    rows_per_seq,  # as in paged_attention_kernel
-    max_short,  # sequences of up to so many queries are another launch's
+    first_token,
     VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of 2
 ):
-    """Add one head's splits with weights 2^lse. Grid: (rows, num_heads)."""
-    row = tl.program_id(0)
-    if rows_per_seq > 0:
-        seq = row // rows_per_seq
-        start = tl.load(query_start_loc + seq)
-        query_len = tl.load(query_start_loc + seq + 1) - start
-        token = start + row % rows_per_seq
-        is_written = (token < start + query_len) & (query_len <= rows_per_seq)
-    else:
-        token = row
-        is_written = row < tl.load(query_start_loc + num_seqs)
-        if is_written & (max_short > 0):
-            low = 0
-            high = num_seqs  # the sequence of the token is in [low, high)
-            while high - low > 1:
-                middle = (low + high) // 2
-                if tl.load(query_start_loc + middle) <= row:
-                    low = middle
-                else:
-                    high = middle
-            query_len = tl.load(query_start_loc + low + 1) - tl.load(query_start_loc + low)
-            is_written = query_len > max_short
-    if not is_written:
-        return  # padding, or another launch's
-    num_heads = tl.num_programs(1)
-    row = row.to(tl.int64) * num_heads + tl.program_id(1)
-    splits = tl.arange(0, NUM_SPLITS)
+    """Add one head's splits with weights 2^lse. Grid: (tokens, num_heads)."""
+    token = first_token + tl.program_id(0)
+    if token >= tl.load(query_start_loc + num_seqs):
+        return  # padding
+    row = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    splits = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, BLOCK_V)
-    split_lse = tl.load(lse + row * NUM_SPLITS + splits)
+    split_lse = tl.load(lse + splits)
     weight = tl.exp2(split_lse - tl.max(split_lse, axis=0))  # 0 for a split without keys
     part = tl.load(
-        partial + (row * NUM_SPLITS + splits)[:, None] * VALUE_DIM + dims[None, :],
+        partial + splits[:, None] * VALUE_DIM + dims[None, :],
         mask=(weight > 0.0)[:, None] & (dims < VALUE_DIM)[None, :],
         other=0.0,
     )
     merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    tl.store(
-        output + (token.to(tl.int64) * num_heads + tl.program_id(1)) * VALUE_DIM + dims,
-        merged.to(output.dtype.element_ty),
-        mask=dims < VALUE_DIM,
-    )
-
-
-@triton.jit
-def store_kv_kernel(
-    key,  # [num_tokens, num_kv_heads, KEY_DIM]
-    value,  # [num_tokens, num_kv_heads, VALUE_DIM]
-    key_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, KEY_DIM]
-    value_cache,  # [num_blocks, BLOCK_SIZE, num_kv_heads, VALUE_DIM]
-    slot_mapping,  # [num_tokens]
-    key_stride,
-    key_head_stride,
-    value_stride,
-    value_head_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_cache_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_cache_head_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # num_kv_heads * KEY_DIM, rounded up to a power of 2
-    BLOCK_V: tl.constexpr,
-):
-    """Write one token's key and value, all heads, to its slot. Grid: (num_tokens,)."""
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot < 0:
-        return
-    block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    i = tl.arange(0, BLOCK_K)
-    head, dim, mask = i // KEY_DIM, i % KEY_DIM, i < NUM_KV_HEADS * KEY_DIM
-    source = key + token * key_stride + head * key_head_stride + dim
-    target = key_cache + block * key_block_stride + slot * key_slot_stride
-    tl.store(target + head * key_cache_head_stride + dim, tl.load(source, mask), mask)
-    i = tl.arange(0, BLOCK_V)
-    head, dim, mask = i // VALUE_DIM, i % VALUE_DIM, i < NUM_KV_HEADS * VALUE_DIM
-    source = value + token * value_stride + head * value_head_stride + dim
-    target = value_cache + block * value_block_stride + slot * value_slot_stride
-    tl.store(target + head * value_cache_head_stride + dim, tl.load(source, mask), mask)
+    merged = merged.to(output.dtype.element_ty)
+    tl.store(output + row * VALUE_DIM + dims, merged, mask=dims < VALUE_DIM)
 
 
 # -- the launches --
-
-
-class TritonBackend(AttentionBackend):
-    """The kernels' launches, as functions below, with a plan that all layers share."""
-
-    name = "triton"
-    supports_cuda_graphs = True
-
-    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        """Layers may differ in their heads, so the plan is empty at first: the first layer of each
-        shape enters its launches, and the others find them there."""
-        return replace(metadata, plan={})
-
-    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        stored = as_stored(key, value, kv_cache)
-        for i in range(0, len(stored), 2):  # the numbers, then their scales
-            two = (stored[i], stored[i + 1], kv_cache[i], kv_cache[i + 1])
-            store_kv_triton(*two, metadata.slot_mapping)
-
-    def attend(
-        self,
-        query: Tensor,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
-    ) -> Tensor:
-        return paged_attention_triton(
-            query,
-            kv_cache[0],
-            kv_cache[1],
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            scale=scale,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            kv_scales=kv_cache[2:],
-            plan=metadata.plan,
-        )
 
 
 class Tiles(NamedTuple):
@@ -524,7 +330,6 @@ class Tiles(NamedTuple):
     block_m: int  # rows of a query tile (queries x heads of a group)
     block_n: int  # keys of a key tile
     num_warps: int
-    num_stages: int  # key tiles on their way from memory while one is computed, plus one
 
 
 class GpuInfo(NamedTuple):
@@ -569,7 +374,7 @@ def choose_tiles(
     room = gpu.shared_memory - queries_and_output - SHARED_MEMORY_RESERVE
     while block_n > 16 and block_n * per_key > room:
         block_n //= 2
-    return Tiles(block_m, block_n, num_warps, num_stages=3)
+    return Tiles(block_m, block_n, num_warps)
 
 
 def padded_dim(dim: int) -> int:
@@ -612,203 +417,128 @@ def get_gpu_info(device: torch.device) -> GpuInfo:
 
 
 class Launch(NamedTuple):
-    """One launch of paged_attention_kernel."""
+    """One launch of paged_attention_kernel, and of merge_splits_kernel if there are splits."""
 
     grid: tuple[int, int, int]  # (programs, kv heads, splits)
-    max_short: int
-    rows: int  # of the tensors that hold what several splits give
-    rows_per_seq: int
-    constants: dict[str, Any]  # compile-time arguments that depend on shapes
+    tokens: range  # whose attention it computes
+    arguments: dict[str, Any]  # all that are no tensors
 
 
-# The shape of a layer's heads, of a KV block and of an element -> the launches of its attention.
-Plan = dict[tuple[int, ...], list[Launch]]
+class TritonBackend(TritonStore):
+    """The kernel's launches, which all layers with the same heads share. The caches must lie in
+    memory as KVCacheSpec.allocate makes them."""
 
+    name = "triton"
+    supports_cuda_graphs = True
 
-def paged_attention_triton(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    logits_soft_cap: float | None = None,
-    kv_scales: tuple[Tensor, ...] = (),
-    num_splits: int | None = None,
-    plan: Plan | None = None,
-) -> Tensor:
-    """attention_cpu.paged_attention_torch on a GPU: the same arguments, shapes and result.
+    def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
+        """Layers may differ in their heads, so the plan is empty at first: the first layer of each
+        kind enters its launches, and the others find them there."""
+        return replace(metadata, plan={})
 
-    The last dimension of `query` and of the caches must be contiguous. `num_splits` (a power of 2)
-    is for tests; None: choose_num_splits. `plan` is the step's, see TritonBackend.plan. The output
-    of tokens past query_start_loc[-1] (padding) is not written.
-    """
-    num_tokens, num_heads, _ = query.shape
-    value_dim = value_cache.shape[-1]
-    output = query.new_empty(num_tokens, num_heads, value_dim)
-    num_seqs = block_table.shape[0]
-    if num_tokens == 0 or num_seqs == 0:
+    def attend(
+        self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
+    ) -> Tensor:
+        """See AttentionBackend. The output of padding, behind query_start_loc[-1], is not written.
+        The last dimension of `query` must be contiguous."""
+        cached, plan = kv_cache[1].shape, metadata.plan
+        kind = (query.shape, query.stride(), cached, *options.values())
+        if kind not in plan:
+            gpu = get_gpu_info(query.device)
+            plan[kind] = plan_launches(query, kv_cache, metadata, gpu, **options)
+        num_heads, value_dim = query.shape[1], cached[-1]
+        output = query.new_empty(*query.shape[:2], value_dim)
+        step = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
+        caches = as_pointers(kv_cache)
+        for grid, tokens, arguments in plan[kind]:
+            written = lse = output
+            if (num_splits := grid[2]) > 1:
+                split = (tokens.stop, num_heads, num_splits)
+                written = query.new_empty(*split, value_dim, dtype=torch.float32)
+                lse = query.new_empty(*split, dtype=torch.float32)
+            launch(paged_attention_kernel, grid, query, *caches, *step, written, lse, **arguments)
+            if num_splits > 1:
+                block_v = padded_dim(value_dim)
+                launch(
+                    merge_splits_kernel,
+                    (len(tokens), num_heads),
+                    *(written, lse, step[1], output, arguments["num_seqs"], tokens.start),
+                    VALUE_DIM=value_dim,
+                    BLOCK_V=block_v,
+                    NUM_SPLITS=num_splits,
+                    num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers of a thread
+                )
         return output
-    plan = {} if plan is None else plan
-    shape = (num_heads, *key_cache.shape[1:], value_dim, query.element_size())
-    if shape not in plan:
-        gpu = get_gpu_info(query.device)
-        plan[shape] = plan_launches(query, key_cache, value_cache, block_table, gpu, num_splits)
-    scale_log2 = scale * LOG2_E
-    bits_8, key_scales, value_scales = "", seq_lens, seq_lens  # not read
-    if kv_scales:
-        bits_8 = "int8" if key_cache.dtype == torch.int8 else "fp8"
-        key_scales, value_scales = kv_scales
-        key_cache, value_cache = key_cache.view(torch.int8), value_cache.view(torch.int8)
-    for launch in plan[shape]:
-        written, lse, num_splits = output, output, launch.grid[2]
-        if num_splits > 1:
-            split = (launch.rows, num_heads, num_splits)
-            written = query.new_empty(*split, value_dim, dtype=torch.float32)
-            lse = query.new_empty(*split, dtype=torch.float32)
-        paged_attention_kernel[launch.grid](
-            query,
-            key_cache,
-            value_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            key_scales,
-            value_scales,
-            written,
-            lse,
-            num_seqs,
-            query.stride(0),
-            query.stride(1),
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            key_scales.stride(0),
-            block_table.stride(0),
-            launch.max_short,
-            launch.rows_per_seq,
-            scale_log2 / logits_soft_cap if logits_soft_cap else scale_log2,
-            (logits_soft_cap or 0.0) * LOG2_E,
-            WINDOW=sliding_window or 0,
-            HAS_SOFT_CAP=logits_soft_cap is not None,
-            BITS_8=bits_8,
-            **launch.constants,
-        )
-        if num_splits > 1:
-            block_v = padded_dim(value_dim)
-            merge_splits_kernel[(launch.rows, num_heads)](
-                written,
-                lse,
-                query_start_loc,
-                output,
-                num_seqs,
-                launch.rows_per_seq,
-                0 if launch.constants["PER_SEQUENCE"] else launch.max_short,
-                VALUE_DIM=value_dim,
-                BLOCK_V=block_v,
-                NUM_SPLITS=num_splits,
-                num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers a thread, in registers
-                **OPTIONS,
-            )
-    return output
 
 
 def plan_launches(
     query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
+    kv_cache: KVCache,
+    metadata: StepMetadata,
     gpu: GpuInfo,
-    num_splits: int | None = None,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
 ) -> list[Launch]:
-    """Which specialisations compute this batch, from tensor shapes alone.
+    """Which specialisations compute this step: see the module's header. (A program per sequence is
+    right for any number of queries: it takes them in turn.)
 
-    No more tokens than sequences: a decode, one launch with a program per sequence. More tokens:
-    a tiled launch, and that launch for the sequences with few queries. (If all tokens of a
-    "decode" belong to one sequence, the result is still right: the program of that sequence takes
-    its tokens in turn.)
-
-    Each launch has as many splits as it needs to fill the GPU. Long sequences have too many rows to
-    keep splits for all; the few rows of short ones beside them are kept by sequence.
+    Each launch has as many splits as it needs to fill the GPU.
     """
-    num_tokens, num_heads, _ = query.shape
-    num_seqs, max_blocks = block_table.shape
-    _, block_size, num_kv_heads, head_dim = key_cache.shape
-    value_dim, group = value_cache.shape[-1], num_heads // num_kv_heads
+    num_tokens, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = kv_cache[1].shape
+    num_seqs, max_blocks = metadata.block_table.shape
+    group, max_seq_len = num_heads // num_kv_heads, max_blocks * block_size
     sizes = (group, head_dim, value_dim, query.element_size())
+    query_lens = metadata.query_lens
+    if query_lens is None:
+        query_lens = np.diff(metadata.query_start_loc.tolist())
     short, long = (choose_tiles(per_sequence, *sizes, gpu) for per_sequence in (True, False))
-    max_seq_len = max_blocks * block_size
-    is_decode = num_tokens <= num_seqs
-    max_short = num_tokens if is_decode else short.block_m // group
+    is_long = query_lens > short.block_m // group
+    num_short = int(is_long.argmax()) if is_long.any() else num_seqs
+    num_short_tokens = int(query_lens[:num_short].sum())
+    shared = {
+        "num_seqs": num_seqs,
+        "first_seq": num_short,
+        "table_stride": metadata.block_table.stride(0),
+        "query_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "scale_log2": scale * LOG2_E / (logits_soft_cap or 1.0),
+        "soft_cap_log2": (logits_soft_cap or 0.0) * LOG2_E,
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": padded_dim(head_dim),
+        "BLOCK_V": padded_dim(value_dim),
+        "BLOCK_SIZE": block_size,
+        "WINDOW": sliding_window or 0,
+        "HAS_SOFT_CAP": logits_soft_cap is not None,
+        "BITS_8": kind_of_8_bits(kv_cache),
+    }
 
-    def make_launch(
-        per_sequence: bool, num_tiles: int, num_splits: int, rows_per_seq: int = 0
-    ) -> Launch:
-        tiles = short if per_sequence else long
-        constants = {
-            "NUM_HEADS": num_heads,
-            "GROUP": group,
-            "HEAD_DIM": head_dim,
-            "VALUE_DIM": value_dim,
-            "BLOCK_D": padded_dim(head_dim),
-            "BLOCK_V": padded_dim(value_dim),
-            "BLOCK_SIZE": block_size,
+    def make_launch(tiles: Tiles, num_tiles: int, num_splits: int, tokens: range) -> Launch:
+        arguments = {
+            **shared,
             "BLOCK_M": tiles.block_m,
             "BLOCK_N": tiles.block_n,
             "IS_SPLIT": num_splits > 1,
-            "PER_SEQUENCE": per_sequence,
+            "PER_SEQUENCE": tiles is short,
             "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-            **OPTIONS,
+            "num_stages": NUM_STAGES,
         }
-        grid, rows = (num_tiles, num_kv_heads, num_splits), rows_per_seq * num_seqs or num_tokens
-        return Launch(grid, max_short, rows, rows_per_seq, constants)
+        return Launch((num_tiles, num_kv_heads, num_splits), tokens, arguments)
 
-    programs = num_seqs * num_kv_heads
-    if is_decode:
-        splits = num_splits or choose_num_splits(programs, max_seq_len, gpu)
-        return [make_launch(True, num_seqs, splits)]
-    few = num_splits or choose_num_splits(programs, max_seq_len, gpu, min_keys=MIN_SPLIT_KEYS_MIXED)
-    num_full = num_tokens // (long.block_m // group)  # tiles, if all are of one sequence
-    programs = (num_full + 1) * num_kv_heads
-    splits = num_splits or choose_num_splits(programs, max_seq_len, gpu, per_sm=TILED_PER_SM)
-    return [
-        make_launch(False, num_full + num_seqs, splits),
-        make_launch(True, num_seqs, few, rows_per_seq=max_short),
-    ]
-
-
-def store_kv_triton(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    """attention_cpu.store_kv_torch on a GPU. The last dimension of all must be contiguous."""
-    if key.dtype == torch.float8_e4m3fn:  # a number like any other; old GPUs do not know the type
-        key, value, key_cache, value_cache = (
-            each.view(torch.int8) for each in (key, value, key_cache, value_cache)
-        )
-    num_tokens, num_kv_heads, key_dim = key.shape
-    value_dim = value.shape[-1]
-    if num_tokens == 0:
-        return
-    store_kv_kernel[(num_tokens,)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        NUM_KV_HEADS=num_kv_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        BLOCK_SIZE=key_cache.shape[1],
-        BLOCK_K=triton.next_power_of_2(num_kv_heads * key_dim),
-        BLOCK_V=triton.next_power_of_2(num_kv_heads * value_dim),
-        **OPTIONS,
-    )
+    launches = []
+    if num_short < num_seqs:
+        block_q = long.block_m // group
+        num_full = num_tokens // block_q - num_short_tokens // block_q  # if of one sequence
+        programs = (num_full + 1) * num_kv_heads
+        splits = choose_num_splits(programs, max_seq_len, gpu, TILED_PER_SM)
+        tokens = range(num_short_tokens, num_tokens)
+        launches.append(make_launch(long, num_full + num_seqs - num_short, splits, tokens))
+    if num_short:
+        min_keys = MIN_SPLIT_KEYS_MIXED if launches else MIN_SPLIT_KEYS
+        splits = choose_num_splits(num_short * num_kv_heads, max_seq_len, gpu, min_keys=min_keys)
+        launches.append(make_launch(short, num_short, splits, range(num_short_tokens)))
+    return launches

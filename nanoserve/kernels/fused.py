@@ -1,12 +1,14 @@
 """How do neighbouring operations of a layer become one?
 
 Between two matrix products, model.py makes a pass over memory for each thing it says. Compiled code
-(native_cpu.py, fused_triton.py) does several of them in one pass:
+does several of them in one pass; each device has its `ops`, native_cpu.Native or
+fused_triton.TritonOps, with three methods:
 
-    model.py                                         here
-    x = x + attention; norm(x)                       add_rms_norm
-    qk_norm, apply_rope, store                       rope_and_store
-    silu(gate) * up                                  silu_and_mul
+    model.py                                         ops
+    x = x + attention; norm(x)                       add_rms_norm(x, residual, weight, eps)
+                                                         -> the norm of the sum, and the sum
+    qk_norm, apply_rope, store                       rope_and_store: see below
+    silu(gate) * up                                  silu_and_mul(gate_up)
 
 The modules of a model are exchanged for these subclasses when it has been loaded (`fuse`): they
 have the same weights, and print(model) shows them by name. A subclass of a user's own stays as it
@@ -20,7 +22,7 @@ vLLM: CustomOp in vllm/model_executor/custom_op.py; csrc/layernorm_kernels.cu (V
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,27 +43,6 @@ class QKNorm(RMSNorm):
         self.weight = nn.Parameter(torch.cat(rows), requires_grad=False)
 
 
-class Ops(Protocol):
-    """The compiled code of one device."""
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum, which may take the place of x."""
-
-    def rope_and_store(
-        self,
-        qkv: Tensor,
-        qk_norm: QKNorm | None,
-        rope: Rope,
-        backend: AttentionBackend,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-    ) -> Tensor: ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
-
-
 def rope_and_store(
     qkv: Tensor,
     qk_norm: QKNorm | None,
@@ -70,8 +51,9 @@ def rope_and_store(
     kv_cache: KVCache,
     metadata: StepMetadata,
 ) -> Tensor:
-    """What model.Attention does between its product and attend. `qkv` [num_tokens, (num_heads + 2 *
-    num_kv_heads) * head_dim]; returns the queries [num_tokens, num_heads, head_dim]."""
+    """What model.Attention does between its product and attend: the definition. `qkv` [num_tokens,
+    (num_heads + 2 * num_kv_heads) * head_dim]; returns the queries [num_tokens, num_heads,
+    head_dim]."""
     num_kv_heads, head_dim = kv_cache[0].shape[2:]
     heads = qkv.unflatten(1, (-1, head_dim))
     qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
@@ -87,11 +69,9 @@ class FusedAttention(Attention):
     qk_norm: QKNorm | None
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
-        qkv = self.qkv_proj(x)
-        q = self.ops.rope_and_store(qkv, self.qk_norm, rope, self.backend, kv_cache, metadata)
-        output = self.backend.attend(
-            q, kv_cache, metadata, scale=self.scale, sliding_window=self.window
-        )
+        qkv, step = self.qkv_proj(x), (kv_cache, metadata)
+        q = self.ops.rope_and_store(qkv, self.qk_norm, rope, self.backend, *step)
+        output = self.backend.attend(q, *step, scale=self.scale, sliding_window=self.window)
         return self.o_proj(output.flatten(1))
 
 
@@ -120,18 +100,16 @@ class FusedDecoder(Decoder):
         return y
 
 
-# What is exchanged for what.
 FUSED = {Attention: FusedAttention, MLP: FusedMLP, Decoder: FusedDecoder}
 
 
-def fuse(model: nn.Module, ops: Ops) -> None:
+def fuse(model: nn.Module, ops: Any) -> None:
     """Exchange the modules of a loaded model for those above."""
     module: Any
     for module in model.modules():
         fused: Any = FUSED.get(type(module))
         layers = module.layers if fused is FusedDecoder else ()
         if fused and all(type(layer).forward is DecoderLayer.forward for layer in layers):
-            module.__class__ = fused
-            module.ops = ops
+            module.__class__, module.ops = fused, ops
             if fused is FusedAttention:
                 module.qk_norm = QKNorm(module) if module.has_qk_norm else None

@@ -17,6 +17,9 @@ what the plain operators of layers.py do in 14:
                  silu(gate) * up                                                  2       1
     down
 
+A cache of 8 bits needs no launch more: the program that stores a head finds its scale. Products in
+FP8 need one before each: quantize_rows (quantized.py).
+
 Each one is held to its plain version. Sums are made in float32, and a number is rounded to the type
 of the model wherever the plain version writes one to memory: so the results differ only where a sum
 in another order, or another square root or exponential, is rounded to the other neighbour.
@@ -30,13 +33,15 @@ vllm/compilation/passes/fusion/: qk_norm_rope_kvcache_fusion.py, rope_kvcache_fu
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels import fused
-from nanoserve.kernels.attention_triton import OPTIONS, TritonBackend
 from nanoserve.kernels.fused import QKNorm
 from nanoserve.layers import Rope
 
@@ -44,51 +49,130 @@ PER_THREAD = 8  # numbers of a thread
 THREADS = 32  # of a warp
 MAX_WARPS = 16  # of a program that must hold a whole row
 NUMBERS = 1024  # of a program that may take a part of a row
+OPTIONS = {"enable_fp_fusion": True}  # of the compiler; off by default since Triton 3.10
 
 
 @triton.jit
-def add_rms_norm_kernel(
-    x,  # [num_tokens, SIZE]; gets the sum
-    residual,  # [num_tokens, SIZE]
-    weight,  # [SIZE]
-    output,  # [num_tokens, SIZE]
-    x_stride,
-    residual_stride,
-    eps,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,  # SIZE, rounded up to a power of 2
-):
-    """layers.add_rms_norm for one token. Grid: (num_tokens,)."""
-    token = tl.program_id(0).to(tl.int64)
+def add_rms_norm_kernel(x, residual, weight, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """output = the norm (layers.RMSNorm) of x + residual, and x = that sum, all [num_tokens, SIZE],
+    of one token. BLOCK is SIZE, rounded up to a power of 2. Grid: (num_tokens,)."""
     i = tl.arange(0, BLOCK)
     mask = i < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + i
     dtype: tl.constexpr = x.dtype.element_ty
-    added = tl.load(x + token * x_stride + i, mask=mask, other=0.0).to(tl.float32)
-    added += tl.load(residual + token * residual_stride + i, mask=mask, other=0.0).to(tl.float32)
+    added = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    added += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     rounded = added.to(dtype)
-    tl.store(x + token * x_stride + i, rounded, mask=mask)
+    tl.store(x + at, rounded, mask=mask)
     total = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
-    normed = (total * scale).to(dtype).to(tl.float32)
-    normed = normed * tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output + token * SIZE + i, normed.to(dtype), mask=mask)
+    weights = tl.load(weight + i, mask=mask, other=0.0)
+    tl.store(output + at, _normalize(total, scale, weights).to(dtype), mask=mask)
 
 
 @triton.jit
-def _normalize(x, scale, weights, mask):
-    """Rows of x times their scales, rounded, times the weights, rounded."""
-    dtype: tl.constexpr = weights.dtype.element_ty
-    weight = tl.load(weights, mask=mask, other=0.0).to(tl.float32)
-    return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+def _normalize(x, scale, weights):
+    """x times its scale, rounded, times the weights, rounded."""
+    dtype: tl.constexpr = weights.dtype
+    return ((x * scale).to(dtype).to(tl.float32) * weights.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _turn(x, other, cos, sin, mask):
-    """x cos + other sin, with a sin that has its sign."""
-    dtype: tl.constexpr = cos.dtype.element_ty
-    x_cos = x * tl.load(cos, mask=mask, other=0.0).to(tl.float32)
-    other_sin = other * tl.load(sin, mask=mask, other=0.0).to(tl.float32)
-    return x_cos.to(dtype).to(tl.float32) + other_sin
+def silu_and_mul_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """layers.silu_and_mul, [num_tokens, 2 * SIZE] -> [num_tokens, SIZE], for BLOCK columns of one
+    token. Grid: (num_tokens, blocks of columns)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < SIZE
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    gate = tl.load(gate_up + token * 2 * SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * 2 * SIZE + SIZE + i, mask=mask, other=0.0).to(tl.float32)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(output + token * SIZE + i, (activated * up).to(dtype), mask=mask)
+
+
+# -- numbers of 8 bits --
+
+
+@triton.jit
+def _quantize(x, axis: tl.constexpr, BITS_8: tl.constexpr):
+    """quantized_cache.quantize_rows: bytes, and the scale of each row, which is none where a number
+    is none (NaN, infinity)."""
+    largest = tl.max(tl.abs(x), axis=axis, keep_dims=True)
+    largest += tl.sum(x * 0.0, axis=axis, keep_dims=True)
+    scale = largest / (127.0 if BITS_8 == "int8" else 448.0)
+    return _encode(x, scale, BITS_8), scale
+
+
+@triton.jit
+def _encode(x, scale, BITS_8: tl.constexpr):
+    """x / scale as bytes. "fp8": the bits of a float8_e4m3fn, by hand (see attention_triton._load):
+    those of a float32 whose exponent is smaller by 120, rounded to the nearest or to even."""
+    x = x / tl.maximum(scale, 1.1754943508222875e-38)
+    if BITS_8 == "int8":
+        return ((x + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23 leaves no fraction
+    bits = (tl.clamp(x, -448.0, 448.0) * 7.52316384526264e-37).to(tl.int32, bitcast=True)  # 2^-120
+    bits += 0x7FFFF + ((bits >> 20) & 1)
+    return (((bits >> 24) & 0x80) | ((bits >> 20) & 0x7F)).to(tl.int8)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, codes, scales, given, SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_GIVEN: tl.constexpr
+):
+    """A row of x [num_tokens, SIZE] as FP8: codes [num_tokens, SIZE] int8, scales [num_tokens].
+    IS_GIVEN: the scale is the number in `given`. Grid: (num_tokens,)."""
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.load(x + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    if IS_GIVEN:
+        scale = tl.load(given + tl.arange(0, 1))
+        encoded = _encode(row, scale, "fp8")
+    else:
+        encoded, scale = _quantize(row, 0, "fp8")
+    tl.store(scales + token + tl.arange(0, 1), scale)
+    tl.store(codes + token * SIZE + i, encoded, mask=i < SIZE)
+
+
+# -- keys and values --
+
+
+@triton.jit
+def _store_heads(
+    heads, cache, scales, vector, dim, exists, DIM: tl.constexpr, BITS_8: tl.constexpr
+):
+    """Write heads [rows, width], or their codes and scales, into the vectors [rows, 1] of a cache
+    that exist."""
+    if BITS_8 != "":
+        heads, scale = _quantize(heads.to(tl.float32), 1, BITS_8)
+        tl.store(scales + vector, scale, mask=exists)
+    tl.store(cache + vector * DIM + dim, heads, mask=exists & (dim < DIM))
+
+
+@triton.jit
+def store_kv_kernel(
+    x,  # keys or values [num_tokens, NUM_KV_HEADS, DIM]
+    cache,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, DIM] in memory: KVCacheSpec.allocate
+    scales,  # [num_blocks, NUM_KV_HEADS, BLOCK_SIZE]; of BITS_8 only
+    slot_mapping,  # [num_tokens]
+    token_stride,
+    head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # NUM_KV_HEADS and DIM, rounded up to powers of 2
+    BLOCK_D: tl.constexpr,
+    BITS_8: tl.constexpr,  # what a cache of 8 bits holds, "int8" or "fp8"; "": it is none
+):
+    """Write one token's keys or values, all heads, to its slot. Grid: (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
+    head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    row, exists = x + token * token_stride + head * head_stride, head < NUM_KV_HEADS
+    heads = tl.load(row + dim, mask=exists & (dim < DIM), other=0.0)
+    vector = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    _store_heads(heads, cache, scales, vector, dim, exists, DIM, BITS_8)
 
 
 @triton.jit
@@ -98,17 +182,12 @@ def rope_and_store_kernel(
     cos,  # [num_tokens, ROTARY_DIM]
     sin,  # [num_tokens, ROTARY_DIM], signed
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
-    key_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
-    value_cache,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM]
+    key_cache,  # as in store_kv_kernel
+    value_cache,
+    key_scales,
+    value_scales,
     slot_mapping,  # [num_tokens]
-    qkv_stride,
     rope_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_head_stride,
     eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -116,93 +195,56 @@ def rope_and_store_kernel(
     ROTARY_DIM: tl.constexpr,  # the first dimensions of a head, which are turned
     BLOCK_SIZE: tl.constexpr,  # slots in a KV block
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_HALF: tl.constexpr,  # ROTARY_DIM / 2, rounded up to a power of 2
-    BLOCK_REST: tl.constexpr,  # the same of the dimensions that are not turned; 0: there are none
+    BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of 2
     HAS_NORM: tl.constexpr,
+    BITS_8: tl.constexpr,
 ):
-    """layers.rope_and_store for some heads of one token. Grid: (num_tokens, groups of heads).
+    """fused.rope_and_store for some heads of one token. Grid: (num_tokens, groups of heads).
 
-    A head is loaded in two or three pieces: the two halves whose numbers are paired, which one
-    thread then has both of, and the dimensions that are not turned.
+    A head is loaded twice, the second time with its two halves exchanged: so a thread has both
+    numbers of a pair. (The second load finds the numbers in the cache of the multiprocessor.)
     """
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     is_query, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    dim = tl.arange(0, BLOCK_D)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
+    pair = tl.where(dim < half, dim + half, tl.where(dim < ROTARY_DIM, dim - half, dim))
+    exists = (is_query | is_key | is_value) & (dim < HEAD_DIM)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    first_dim = tl.arange(0, BLOCK_HALF)[None, :]
-    second_dim = half + first_dim
-    is_half = first_dim < half
 
-    row = qkv + token * qkv_stride + head * HEAD_DIM
-    exists = head < NUM_HEADS + 2 * NUM_KV_HEADS
-    first = tl.load(row + first_dim, mask=exists & is_half, other=0.0)
-    second = tl.load(row + second_dim, mask=exists & is_half, other=0.0)
-    x, y = first.to(tl.float32), second.to(tl.float32)
-    if BLOCK_REST > 0:
-        rest_dim = ROTARY_DIM + tl.arange(0, BLOCK_REST)[None, :]
-        is_rest = rest_dim < HEAD_DIM
-        rest = tl.load(row + rest_dim, mask=exists & is_rest, other=0.0)
-        z = rest.to(tl.float32)
+    row = qkv + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
+    loaded = tl.load(row + dim, mask=exists, other=0.0)
+    x = loaded.to(tl.float32)
+    other = tl.load(row + pair, mask=exists, other=0.0).to(tl.float32)
     if HAS_NORM:
-        total = tl.sum(x * x, axis=1) + tl.sum(y * y, axis=1)
-        if BLOCK_REST > 0:
-            total += tl.sum(z * z, axis=1)
-        scale = tl.rsqrt(total / HEAD_DIM + eps)[:, None]
-        weights = norm_weight + head * HEAD_DIM
-        has_weight = is_query | is_key
-        x = _normalize(x, scale, weights + first_dim, has_weight & is_half)
-        y = _normalize(y, scale, weights + second_dim, has_weight & is_half)
-        if BLOCK_REST > 0:
-            z = _normalize(z, scale, weights + rest_dim, has_weight & is_rest)
-    cos += token * rope_stride
-    sin += token * rope_stride
-    turned_x = _turn(x, y, cos + first_dim, sin + first_dim, is_half).to(dtype)
-    turned_y = _turn(y, x, cos + second_dim, sin + second_dim, is_half).to(dtype)
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        weights, has_weight = norm_weight + head * HEAD_DIM, exists & (is_query | is_key)
+        x = _normalize(x, scale, tl.load(weights + dim, mask=has_weight, other=0.0))
+        other = _normalize(other, scale, tl.load(weights + pair, mask=has_weight, other=0.0))
+    at = token * rope_stride + tl.broadcast_to(dim, BLOCK_H, BLOCK_D)  # each thread loads its own
+    turns = dim < ROTARY_DIM  # x cos + other sin, with a sin that has its sign
+    cosine = tl.load(cos + at, mask=turns, other=1.0).to(tl.float32)
+    sine = tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)
+    turned = ((x * cosine).to(dtype).to(tl.float32) + other * sine).to(dtype)
+    turned = tl.where(is_value, loaded, turned)
 
-    query_row = query + (token * NUM_HEADS + head) * HEAD_DIM
-    tl.store(query_row + first_dim, turned_x, mask=is_query & is_half)
-    tl.store(query_row + second_dim, turned_y, mask=is_query & is_half)
-    if BLOCK_REST > 0:
-        tl.store(query_row + rest_dim, z.to(dtype), mask=is_query & is_rest)
+    tl.store(query + (token * NUM_HEADS + head) * HEAD_DIM + dim, turned, mask=exists & is_query)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot >= 0:
-        block, slot = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        key_head, value_head = head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS
-        key_row = key_cache + block * key_block_stride + slot * key_slot_stride
-        key_row += key_head * key_head_stride
-        tl.store(key_row + first_dim, turned_x, mask=is_key & is_half)
-        tl.store(key_row + second_dim, turned_y, mask=is_key & is_half)
-        value_row = value_cache + block * value_block_stride + slot * value_slot_stride
-        value_row += value_head * value_head_stride
-        tl.store(value_row + first_dim, first, mask=is_value & is_half)
-        tl.store(value_row + second_dim, second, mask=is_value & is_half)
-        if BLOCK_REST > 0:
-            tl.store(key_row + rest_dim, z.to(dtype), mask=is_key & is_rest)
-            tl.store(value_row + rest_dim, rest, mask=is_value & is_rest)
-
-
-@triton.jit
-def silu_and_mul_kernel(
-    gate_up,  # [num_tokens, 2 * SIZE]
-    output,  # [num_tokens, SIZE]
-    stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """layers.silu_and_mul for BLOCK columns of one token. Grid: (num_tokens, blocks of columns)."""
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < SIZE
-    dtype: tl.constexpr = gate_up.dtype.element_ty
-    gate = tl.load(gate_up + token * stride + i, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * stride + SIZE + i, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    tl.store(output + token * SIZE + i, (activated * up).to(dtype), mask=mask)
+        kv_head = head - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
+        vector = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        _store_heads(turned, key_cache, key_scales, vector, dim, is_key, HEAD_DIM, BITS_8)
+        _store_heads(turned, value_cache, value_scales, vector, dim, is_value, HEAD_DIM, BITS_8)
 
 
 # -- the launches --
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
+    if grid[0]:
+        kernel[grid](*tensors, **constants, **OPTIONS)
 
 
 def num_warps_for(numbers: int) -> int:
@@ -210,107 +252,107 @@ def num_warps_for(numbers: int) -> int:
     return min(MAX_WARPS, max(1, numbers // (PER_THREAD * THREADS)))
 
 
-def add_rms_norm_triton(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """fused.Ops.add_rms_norm on a GPU: the norm of x + residual, and that sum in the place of x.
-
-    x and residual [num_tokens, size], rows of neighbouring numbers.
-    """
-    num_tokens, size = x.shape
-    output = x.new_empty(num_tokens, size)
-    block = triton.next_power_of_2(size)
-    if num_tokens:
-        add_rms_norm_kernel[(num_tokens,)](
-            x,
-            residual,
-            weight,
-            output,
-            x.stride(0),
-            residual.stride(0),
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=num_warps_for(block),
-            **OPTIONS,
-        )
-    return output, x
+def block_sizes(size: int, most: int = 2**30) -> dict[str, int]:
+    """Of a program that takes `size` numbers of a row, or `most` of them."""
+    block = min(most, triton.next_power_of_2(size))
+    return {"SIZE": size, "BLOCK": block, "num_warps": num_warps_for(block)}
 
 
-def rope_and_store_triton(
-    qkv: Tensor,
-    qk_norm: QKNorm | None,
-    rope: Rope,
-    backend: AttentionBackend,
-    kv_cache: KVCache,
-    metadata: StepMetadata,
-) -> Tensor:
-    """fused.rope_and_store on a GPU. A backend that stores in its own way keeps doing so, and a
-    cache of 8 bits is stored apart."""
-    if type(backend).store is not TritonBackend.store or len(kv_cache) > 2:
-        return fused.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
-    (cos, sin), (key_cache, value_cache) = rope, kv_cache[:2]
-    block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
-    num_heads = num_rows - 2 * num_kv_heads
-    query = qkv.new_empty(num_tokens, num_heads, head_dim)
-    rotary_dim = cos.shape[-1]
-    block_half = triton.next_power_of_2(rotary_dim // 2)
-    rest = head_dim - rotary_dim
-    block_rest = triton.next_power_of_2(rest) if rest else 0
-    width = max(2 * block_half, block_rest)  # of a head's larger part
-    block_h = max(1, min(NUMBERS // width, triton.next_power_of_2(num_rows)))
-    if num_tokens:
-        rope_and_store_kernel[(num_tokens, triton.cdiv(num_rows, block_h))](
-            qkv,
-            qkv if qk_norm is None else qk_norm.weight,
-            cos,
-            sin,
-            query,
-            key_cache,
-            value_cache,
-            metadata.slot_mapping,
-            qkv.stride(0),
-            cos.stride(0),
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            0.0 if qk_norm is None else qk_norm.eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            ROTARY_DIM=rotary_dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_H=block_h,
-            BLOCK_HALF=block_half,
-            BLOCK_REST=block_rest,
-            HAS_NORM=qk_norm is not None,
-            num_warps=num_warps_for(block_h * width),
-            **OPTIONS,
-        )
-    return query
+def kind_of_8_bits(kv_cache: KVCache) -> str:
+    """BITS_8 of the kernels."""
+    return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(kv_cache[0].dtype, "")
 
 
-def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
-    """layers.silu_and_mul on a GPU: [num_tokens, 2 * size] -> [num_tokens, size]."""
-    num_tokens, size = len(gate_up), gate_up.shape[1] // 2
-    output = gate_up.new_empty(num_tokens, size)
-    block = min(NUMBERS, triton.next_power_of_2(size))
-    if num_tokens:
-        silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up,
-            output,
-            gate_up.stride(0),
-            SIZE=size,
-            BLOCK=block,
-            num_warps=num_warps_for(block),
-            **OPTIONS,
-        )
-    return output
+def as_pointers(kv_cache: KVCache) -> KVCache:
+    """The four tensors of a cache for a kernel. (Without 8 bits, scales are not read.) FP8 becomes
+    int8: Triton lacks float8_e4m3fn on GPUs before compute capability 8.9."""
+    if kv_cache[0].dtype == torch.float8_e4m3fn:
+        kv_cache = (kv_cache[0].view(torch.int8), kv_cache[1].view(torch.int8), *kv_cache[2:])
+    return kv_cache if len(kv_cache) > 2 else kv_cache * 2
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """quantized_cache.quantize_rows in one launch: x [num_tokens, size] as float8_e4m3fn, and the
+    scale of each row [num_tokens, 1] float32. `scale`: one number, the scale of all rows."""
+    codes = torch.empty_like(x, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scales = x.new_empty(len(x), 1, dtype=torch.float32)
+    given, sizes = scales if scale is None else scale, block_sizes(x.shape[1])
+    tensors = (x.contiguous(), codes, scales, given)
+    launch(quantize_rows_kernel, (len(x),), *tensors, **sizes, IS_GIVEN=scale is not None)
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+class TritonStore(AttentionBackend):
+    """A backend that stores with a kernel: the base of attention_triton.TritonBackend."""
+
+    def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
+        pointers, block_size = as_pointers(kv_cache), kv_cache[0].shape[1]
+        for x, cache, scales in zip((key, value), pointers[:2], pointers[2:], strict=True):
+            num_tokens, num_kv_heads, dim = x.shape
+            launch(
+                store_kv_kernel,
+                (num_tokens,),
+                *(x, cache, scales, metadata.slot_mapping, *x.stride()[:2]),
+                NUM_KV_HEADS=num_kv_heads,
+                DIM=dim,
+                BLOCK_SIZE=block_size,
+                BLOCK_H=triton.next_power_of_2(num_kv_heads),
+                BLOCK_D=triton.next_power_of_2(dim),
+                BITS_8=kind_of_8_bits(kv_cache),
+            )
 
 
 class TritonOps:
-    """fused.Ops."""
+    """What fused.py calls."""
 
-    add_rms_norm = staticmethod(add_rms_norm_triton)
-    rope_and_store = staticmethod(rope_and_store_triton)
-    silu_and_mul = staticmethod(silu_and_mul_triton)
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The norm, and the sum, which takes the place of x."""
+        x, output = x.contiguous(), torch.empty_like(x)
+        tensors = (x, residual.contiguous(), weight, output)
+        launch(add_rms_norm_kernel, (len(x),), *tensors, eps, **block_sizes(x.shape[1]))
+        return output, x
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        num_tokens, size = len(gate_up), gate_up.shape[1] // 2
+        output, sizes = gate_up.new_empty(num_tokens, size), block_sizes(size, NUMBERS)
+        grid = (num_tokens, triton.cdiv(size, sizes["BLOCK"]))
+        launch(silu_and_mul_kernel, grid, gate_up.contiguous(), output, **sizes)
+        return output
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        qk_norm: QKNorm | None,
+        rope: Rope,
+        backend: AttentionBackend,
+        kv_cache: KVCache,
+        metadata: StepMetadata,
+    ) -> Tensor:
+        """A backend that stores in its own way keeps doing so."""
+        if type(backend).store is not TritonStore.store:
+            return fused.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
+        _, block_size, num_kv_heads, head_dim = kv_cache[0].shape
+        num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
+        query = qkv.new_empty(num_tokens, num_rows - 2 * num_kv_heads, head_dim)
+        block_d = triton.next_power_of_2(head_dim)
+        block_h = max(1, min(NUMBERS // block_d, triton.next_power_of_2(num_rows)))
+        weight, eps = (qkv, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
+        tensors = (*rope, query, *as_pointers(kv_cache), metadata.slot_mapping)
+        launch(
+            rope_and_store_kernel,
+            (num_tokens, triton.cdiv(num_rows, block_h)),
+            *(qkv.contiguous(), weight, *tensors, rope[0].stride(0), eps),
+            NUM_HEADS=query.shape[1],
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            ROTARY_DIM=rope[0].shape[-1],
+            BLOCK_SIZE=block_size,
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            HAS_NORM=qk_norm is not None,
+            BITS_8=kind_of_8_bits(kv_cache),
+            num_warps=num_warps_for(block_h * block_d),
+        )
+        return query

@@ -25,16 +25,15 @@ vllm/model_executor/kernels/linear/: mixed_precision/, scaled_mm/ (V1).
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.kernels.quantized_cache import quantize_rows
 from nanoserve.kernels.quantized_cpu import KINDS, LIBRARY, NativeProduct, unpack_int4
 
-FP8 = torch.float8_e4m3fn
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
@@ -71,7 +70,7 @@ class QuantizedWeight(nn.Module):
     ) -> None:
         """
         codes        int4: uint8 [out, in / 2], see unpack_int4; int8: int8 [out, in]; fp8:
-                     FP8 [out, in], none of them NaN
+                     float8_e4m3fn [out, in], none of them NaN
         scales       float32 [out, groups]; `groups` divides the inputs
         zeros        integers [out, groups]; None: 8 for int4, else 0
         order        int64 [in]: column j of the codes belongs to input order[j]; None: to input j
@@ -152,17 +151,15 @@ class ScaledMatmul(nn.Module):
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.register_buffer("codes", weight.codes, persistent=False)
-        self.register_buffer("scales", weight.scales.t().contiguous(), persistent=False)  # [1, out]
-        self.register_buffer("input_scale", weight.input_scale, persistent=False)
+        scales = weight.scales.t().contiguous()  # [1, out]
+        tensors = {"codes": weight.codes, "scales": scales, "input_scale": weight.input_scale}
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.input_scale is None:
-            numbers, scale = quantize_rows(x, FP8)
-        else:
-            largest = torch.finfo(FP8).max
-            numbers = (x.float() / self.input_scale).clamp_(-largest, largest).to(FP8)
-            scale = self.input_scale.expand(len(x), 1).contiguous()
+        from nanoserve.kernels import fused_triton  # here: a Mac has no Triton
+
+        numbers, scale = fused_triton.quantize_rows(x, self.input_scale)
         product = torch._scaled_mm(
             numbers, self.codes.t(), scale_a=scale, scale_b=self.scales, out_dtype=torch.bfloat16
         )
@@ -174,14 +171,12 @@ def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Mo
     device = weight.codes.device
     if device.type == "cpu":
         return NativeProduct if LIBRARY.multiply else None
-    if device.type != "cuda" or weight.num_experts > 1:
+    if device.type != "cuda" or weight.num_experts > 1 or not find_spec("triton"):
         return None
     if weight.kind != "fp8":
-        try:
-            from nanoserve.kernels import quantized_triton  # here: a Mac has no Triton
-        except ImportError:
-            return None
-        return quantized_triton.TritonProduct if quantized_triton.can_multiply(weight) else None
+        from nanoserve.kernels.quantized_triton import TritonProduct, choose_block_k
+
+        return TritonProduct if choose_block_k(weight) else None
     sizes = (weight.num_outputs, weight.num_inputs)
     can_scale = torch.cuda.get_device_capability(device) >= (8, 9)
     can_scale = can_scale and weight.num_groups == 1 and not any(n % FP8_ALIGNMENT for n in sizes)

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nanoserve.kernels.attention_triton import OPTIONS
+from nanoserve.kernels.fused_triton import launch
 
 if TYPE_CHECKING:
     from nanoserve.kernels.quantized import QuantizedWeight
@@ -39,7 +39,7 @@ MIN_BLOCK_M = 16  # tokens, of tl.dot
 MAX_BLOCK_M = 64
 
 
-@triton.jit(do_not_specialize=["num_tokens", "x_stride"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def quantized_matmul_kernel(
     x,  # [num_tokens, NUM_INPUTS]
     codes,  # [num_outputs, NUM_INPUTS], IS_INT4: [num_outputs, NUM_INPUTS / 2]
@@ -48,7 +48,6 @@ def quantized_matmul_kernel(
     output,  # [num_tokens, num_outputs]
     num_tokens,
     num_outputs,
-    x_stride,
     NUM_INPUTS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     IS_INT4: tl.constexpr,
@@ -63,7 +62,7 @@ def quantized_matmul_kernel(
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_output, is_token = n < num_outputs, m < num_tokens
     row = n.to(tl.int64)
-    x_row = x + m.to(tl.int64)[:, None] * x_stride
+    x_row = x + m.to(tl.int64)[:, None] * NUM_INPUTS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, NUM_INPUTS, BLOCK_K):
         group = start // GROUP_SIZE
@@ -95,29 +94,26 @@ def quantized_matmul_kernel(
     )
 
 
-def choose_block_k(kind: str, group_size: int, num_inputs: int) -> int | None:
+def choose_block_k(weight: QuantizedWeight) -> int | None:
     """The largest power of 2 that divides a group. One group for all columns may end anywhere: what
     is behind it is masked. None: the groups are too small for a tile."""
-    if group_size == num_inputs:
+    if weight.num_groups == 1:
         return MAX_BLOCK_K
-    block_k = min(MAX_BLOCK_K, group_size & -group_size)
-    return block_k if block_k >= MIN_BLOCK_K[kind] else None
-
-
-def can_multiply(weight: QuantizedWeight) -> bool:
-    """Is this a weight for the kernel?"""
-    return bool(choose_block_k(weight.kind, weight.group_size, weight.num_inputs))
+    block_k = min(MAX_BLOCK_K, weight.group_size & -weight.group_size)
+    return block_k if block_k >= MIN_BLOCK_K[weight.kind] else None
 
 
 class TritonProduct(nn.Module):
-    """The kernel's launch."""
+    """The kernel's launch, for a weight with choose_block_k."""
 
     codes: Tensor
+    scales: Tensor
+    zeros: Tensor
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.kind, self.group_size = weight.kind, weight.group_size
-        self.num_inputs = weight.num_inputs
+        self.kind, self.block_k = weight.kind, choose_block_k(weight)
+        self.num_inputs, self.group_size = weight.num_inputs, weight.group_size
         zeros = weight.zeros
         if zeros is None:
             zeros = weight.scales.new_full((), 8 if weight.kind == "int4" else 0)
@@ -127,31 +123,26 @@ class TritonProduct(nn.Module):
             self.register_buffer(name, tensor.contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in] -> [num_tokens, out]. Rows of neighbouring numbers."""
+        """[num_tokens, in] -> [num_tokens, out]."""
         num_tokens, num_outputs = len(x), len(self.codes)
         output = x.new_empty(num_tokens, num_outputs)
-        block_k = choose_block_k(self.kind, self.group_size, self.num_inputs)
         block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(num_tokens)))
-        block_n = 32 if block_m == MIN_BLOCK_M else 64  # few tokens: many programs, to read faster
+        # Few tokens: many programs, to read faster.
+        block_n, num_warps = (32, 4) if block_m == MIN_BLOCK_M else (64, 8)
         if num_tokens:
-            tiles = (triton.cdiv(num_outputs, block_n), triton.cdiv(num_tokens, block_m))
-            quantized_matmul_kernel[tiles](
-                x,
-                self.codes,
-                self.scales,
-                self.zeros,
-                output,
-                num_tokens,
-                num_outputs,
-                x.stride(0),
+            launch(
+                quantized_matmul_kernel,
+                (triton.cdiv(num_outputs, block_n), triton.cdiv(num_tokens, block_m)),
+                *(x.contiguous(), self.codes, self.scales, self.zeros, output),
+                num_tokens=num_tokens,
+                num_outputs=num_outputs,
                 NUM_INPUTS=self.num_inputs,
                 GROUP_SIZE=self.group_size,
                 IS_INT4=self.kind == "int4",
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
-                BLOCK_K=block_k,
-                num_warps=4 if block_m == MIN_BLOCK_M else 8,
+                BLOCK_K=self.block_k,
+                num_warps=num_warps,
                 num_stages=3,
-                **OPTIONS,
             )
         return output

@@ -19,6 +19,8 @@ vLLM: vllm/attention/selector.py (V0); vllm/v1/attention/selector.py (V1).
 from __future__ import annotations
 
 import logging
+import subprocess
+from importlib.util import find_spec
 
 import torch
 
@@ -104,48 +106,54 @@ def get_attn_backend(
     """The backend of a name; or the AttentionBackend itself, given as an instance or a class.
 
     "auto" is "triton" on a CUDA GPU where Triton is installed, "native" on a CPU with a compiler,
-    and "torch" elsewhere. Raises
-    ValueError for "triton" where Triton cannot run. On a CPU that takes Triton's interpreter, which
-    TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
+    and "torch" elsewhere. Raises ValueError for a name that is none, and for one that cannot run
+    here. On a CPU, "triton" takes Triton's interpreter, which TRITON_INTERPRET=1 in the environment
+    asks for (slow: for tests and for reading along).
     """
-    if isinstance(wanted, type) and issubclass(wanted, AttentionBackend):
-        try:
-            return wanted()
-        except TypeError as error:
-            raise ValueError(
-                f"attention_backend is {wanted!r}, a class that needs arguments ({error}). Give an "
-                "instance of it."
-            ) from error
-    if isinstance(wanted, AttentionBackend):
-        return wanted
-    if wanted == "reference":
-        return AttentionBackend()
-    if wanted == "native":
-        if device.type != "cpu":
-            raise ValueError("attention_backend 'native' is for a CPU. Use 'auto'.")
-        return NativeBackend()
-    if wanted == "auto" and device.type == "cpu" and dtype in NAMES and (found := load_library()):
-        return NativeBackend(found)
-    if wanted == "torch" or (wanted == "auto" and device.type != "cuda"):
-        return TorchBackend()
-    if wanted not in ("auto", "triton"):
+    if not isinstance(wanted, str):
+        return wanted if isinstance(wanted, AttentionBackend) else wanted()
+    name = wanted
+    if wanted == "auto":
+        can_be_native = device.type == "cpu" and dtype in NAMES and load_library() is not None
+        name = "native" if can_be_native else "torch"
+        if device.type == "cuda" and find_spec("triton"):
+            name = "triton"
+    if name == "triton":
+        return make_triton_backend(device)
+    backends = {"reference": AttentionBackend, "torch": TorchBackend, "native": NativeBackend}
+    if name not in backends:
         raise ValueError(
             f"attention_backend is {wanted!r}; allowed: auto, native, reference, torch, triton, or "
             "an AttentionBackend of your own (a class or an instance)."
         )
-    try:
-        import triton  # here, because a Mac has no Triton, and a CPU run needs none
-    except ImportError:
-        if wanted == "auto":
-            return TorchBackend()
+    if name == "native" and device.type != "cpu":
+        raise ValueError("attention_backend 'native' is for a CPU. Use 'auto'.")
+    return backends[name]()
+
+
+def make_triton_backend(device: torch.device) -> AttentionBackend:
+    """Raises ValueError where Triton cannot run: here it can say what to do."""
+    if not find_spec("triton"):
         raise ValueError(
             "attention_backend is 'triton', but Triton is not installed here. Use 'auto'."
-        ) from None
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
+        )
+    import triton  # here: a Mac has none, and a CPU run needs none
+
+    from nanoserve.kernels.attention_triton import TritonBackend
+
+    if triton.knobs.runtime.interpret:
+        return TritonBackend()
+    if device.type != "cuda":
         raise ValueError(
             "attention_backend is 'triton', which needs a CUDA GPU. Use 'auto', or set "
             "TRITON_INTERPRET=1 in the environment to have Triton's interpreter run it (slowly)."
         )
-    from nanoserve.kernels.attention_triton import TritonBackend
-
+    try:
+        triton.runtime.driver.active.get_current_device()
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        raise ValueError(
+            f"Triton cannot compile its kernels here ({error}). Install a C compiler and Python's "
+            "headers (on Ubuntu: apt install build-essential python3-dev), or set "
+            "attention_backend='torch'."
+        ) from error
     return TritonBackend()
