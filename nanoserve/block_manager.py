@@ -186,7 +186,7 @@ class BlockManager:
         """Are there blocks for the next `num_new_tokens` tokens of `seq`?"""
         num_blocks = len(self.pool.free_queue) + len(self.block_tables[seq.seq_id])
         room = num_blocks * self.block_size - seq.num_computed_tokens - num_new_tokens
-        # A copy takes one.
+        # Copy-on-write takes one block more.
         return room >= self.block_size or (room >= 0 and not self._must_copy(seq))
 
     def can_swap_out(self, seq: Sequence) -> bool:

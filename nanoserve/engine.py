@@ -3,10 +3,10 @@
 LLMEngine is the loop that all of vLLM stands on: add requests, then call step() until nothing is
 unfinished. A step is four lines:
 
-    scheduler_output = self.scheduler.schedule()                    # who runs, how many tokens
-    pending = self.executor.launch(scheduler_output)                # tensors, the GPU's part
-    updates = self.scheduler.update_from_output(scheduler_output, pending())
-    self.process_outputs(updates)                                   # text, stop strings
+    step = self.scheduler.schedule()                         # who runs, how many tokens
+    pending = self.executor.launch(step)                     # tensors, the GPU's part
+    updates = self.scheduler.update_from_output(step, pending())     # the tokens
+    self.process_outputs(updates)                            # text, stop strings
 
 With async_scheduling=True the CPU schedules and launches a step while the GPU is still computing
 the one before (V1's AsyncScheduler and step_with_batch_queue):
@@ -35,11 +35,12 @@ until the next step begins.
 1. A bad request is refused when it is added (ValueError, TypeError).
 2. What one request breaks and can be told apart (its logits processor, its text) ends this request:
    its output has finish_reason "error".
-3. Any other failed step is forgotten: all blocks are freed, and its sequences are computed again. A
-   sequence in two failed steps without a new token between them ends its request with an error. If
-   tokens were just being read, some may be lost, so the requests of that step end with an error.
-4. step() itself raises only if the failed step names no sequence (the scheduler has failed), or if
-   no step can ever run again (EngineDeadError: a rank has ended).
+3. Any other failed step is forgotten, with all steps in flight: all blocks are freed, and their
+   sequences are computed again. A sequence in two of them, without a new token between, ends its
+   request with an error. If tokens were just being read, some may be lost, so the requests of that
+   step end with an error.
+4. step() itself raises only if no sequence is in any of these steps (the scheduler has failed), or
+   if no step can ever run again (EngineDeadError: a rank has ended).
 
 Ctrl-C may stop a step anywhere. Then the next change or step begins with the forgetting of rule 3.
 
@@ -113,7 +114,7 @@ class LLMEngine:
         self.max_in_flight = 1 + config.async_scheduling
         self._steps: deque[SchedulerOutput] = deque()  # decided, and not read to the end
         self._pending: deque[Callable[[], ModelOutput]] = deque()  # of those that were launched
-        self._being_read: set[str] = set()  # request ids of the step that is being read
+        self._being_read: set[Request] = set()  # of the step that is being read
         self._outputs: list[RequestOutput] = []  # for step() to hand out
         self._inbox: deque[Callable[[], object]] = deque()  # what is to change between two steps
         self._lock, self._owner = threading.Lock(), 0  # which thread is inside a step
@@ -122,7 +123,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLMEngine:
-        """The engine that vLLM's EngineArgs describe (entrypoints/arguments.py)."""
+        """The engine that vLLM's EngineArgs describe (entrypoints/engine_args.py)."""
         return engine_args.create_engine(cls)
 
     # -- requests --
@@ -181,16 +182,18 @@ class LLMEngine:
             self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ABORTED)
         self._outputs = [each for each in self._outputs if each.request_id not in request_ids]
 
-    def fail_request(self, request_id: str, error: Exception) -> None:
+    def fail_request(self, request: Request | None, error: Exception) -> None:
         """End a request with finish_reason "error"."""
-        if (request := self.requests.get(request_id)) is None:
+        if request is None or not self.has_request(request):
             return  # it has failed already, or was aborted meanwhile
-        logger.error("request %r failed: %r", request_id, error, exc_info=error)
-        self._being_read.add(request_id)  # who interrupts this has it done again
+        logger.error("request %r failed: %r", request.request_id, error, exc_info=error)
+        self._being_read.add(request)  # if Ctrl-C comes in between, recover() does this again
         self.scheduler.finish_request(request.root, SequenceStatus.FINISHED_ERROR)
-        if not any(each.finished and each.request_id == request_id for each in self._outputs):
-            self._outputs += request.fail(str(error) or repr(error))  # first hand over,
-        self.requests.pop(request_id, None)  # then forget
+        if not any(
+            each.finished and each.request_id == request.request_id for each in self._outputs
+        ):
+            self._outputs += request.fail(str(error) or repr(error))  # before it is forgotten
+        self.requests.pop(request.request_id, None)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self._outputs)
@@ -201,6 +204,11 @@ class LLMEngine:
     def has_request(self, request: Request) -> bool:
         """True while this very request is unfinished."""
         return self.requests.get(request.request_id) is request
+
+    def request_of(self, seq: Sequence) -> Request | None:
+        """The unfinished request of `seq`. None if it was aborted: its id may be another's now."""
+        request = self.requests.get(seq.request_id)
+        return request if request and request.root.sampling_params is seq.sampling_params else None
 
     def _change(self, action: Callable[[], object]) -> None:
         """Have `action` done between two steps: now, unless somebody is inside a step. (It may be
@@ -224,13 +232,13 @@ class LLMEngine:
                 self.run_step()
             except Exception as error:
                 self.recover(error)
-        with self._lock:  # at last: an inbox that cannot be opened loses no output
+        with self._lock:  # last: if opening the inbox raises, the next step() hands these out
             outputs, self._outputs = self._outputs, []
             return outputs
 
     def run_step(self) -> None:
-        """Schedule and launch a step; then read the oldest ones in flight, until as few are left as
-        may be. All are read if the next step depends on the tokens, or if nothing runs."""
+        """Schedule and launch a step; then read the oldest in flight, until there are fewer than
+        max_in_flight. All are read if the next step depends on the tokens, or if nothing runs."""
         if self._inbox or not self._is_whole:
             self.settle()
         self._is_whole = False
@@ -249,10 +257,10 @@ class LLMEngine:
     def update(self, step: SchedulerOutput, model_output: ModelOutput) -> None:
         """The tokens of a step are known: append them, and make text of them."""
         known = self.scheduler.sequences
-        owners = {i: known[i].request_id for i, *_ in step.scheduled if i in known}
-        self._being_read = set(owners.values())
+        owners = {i: self.request_of(known[i]) for i, *_ in step.scheduled if i in known}
+        self._being_read = set(owners.values()) - {None}
         for seq_id, error in model_output.errors.items():
-            self.fail_request(owners.get(seq_id, ""), error)
+            self.fail_request(owners.get(seq_id), error)
         self.process_outputs(self.scheduler.update_from_output(step, model_output))
         self._being_read = set()
 
@@ -260,14 +268,13 @@ class LLMEngine:
         """Give a step's updates to their requests, and keep what these hand out."""
         by_request: dict[Request, list[SequenceUpdate]] = {}
         for update in updates:
-            seq, request = update.sequence, self.requests.get(update.sequence.request_id)
-            if request and request.root.sampling_params is seq.sampling_params:  # not aborted
+            if request := self.request_of(update.sequence):
                 by_request[request] = [*by_request.get(request, ()), update]
         for request, its_updates in by_request.items():
             try:
                 self._outputs += request.process(its_updates, self.scheduler.finish)
             except Exception as error:  # such as a tokenizer that cannot decode
-                self.fail_request(request.request_id, error)
+                self.fail_request(request, error)
             else:
                 if request.is_finished:
                     self.requests.pop(request.request_id, None)
@@ -292,12 +299,12 @@ class LLMEngine:
         Without an error, the step was interrupted: that is nobody's failure."""
         scheduled = {item.seq_id for step in self._steps for item in step.scheduled}
         self.scheduler.preempt_all()
-        for request_id in self._being_read:
-            self.fail_request(request_id, error or RuntimeError("the step was interrupted"))
+        for request in self._being_read:
+            self.fail_request(request, error or RuntimeError("the step was interrupted"))
         for seq in list(self.scheduler.sequences.values()) if error else ():
             seq.num_failures += seq.seq_id in scheduled
             if seq.num_failures >= 2:
-                self.fail_request(seq.request_id, error)
+                self.fail_request(self.request_of(seq), error)
         self._steps.clear()
         self._pending.clear()
         self._being_read, self._is_whole = set(), True

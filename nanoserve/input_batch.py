@@ -250,8 +250,8 @@ class RequestState:
             for each in state.get_edits(output)
         ]
         return {
-            "allowed": self._make_edits([(i, s.allowed) for i, s in states if len(s.allowed[0])]),
-            "edits": self._make_edits(edits),
+            "allowed": self._join_edits([(i, s.allowed) for i, s in states if len(s.allowed[0])]),
+            "edits": self._join_edits(edits),
             "processors": [
                 (i, called, self.token_ids[row, : starts[row]].tolist(), output.tolist())
                 for (i, row), output in zip(rows, outputs, strict=True)
@@ -260,7 +260,7 @@ class RequestState:
             "penalties": self._make_penalties(rows),
         }
 
-    def _make_edits(self, edits: list[tuple[int, Edits]]) -> LogitEdits | None:
+    def _join_edits(self, edits: list[tuple[int, Edits]]) -> LogitEdits | None:
         """Edits of rows of the logits, laid end to end."""
         if not edits:
             return None

@@ -58,12 +58,13 @@ class LLM:
     def __init__(self, model: str | Path | None = None, **options: Unpack[Options]) -> None:
         """model: None (the embedded demo model), a folder, or a Hugging Face id."""
         load_torch()
-        parts = find_active(options)  # may add methods
-        self.__class__ = stack("llm_cls", parts, type(self))  # type: ignore[arg-type]
+        active = find_active(options)  # what may add methods
+        self.__class__ = stack("llm_cls", active, type(self))  # type: ignore[arg-type]
         self.llm_engine = self.engine = make_engine({"model": model, **options})
         self._ids = count()
         self._inboxes: dict[str, deque[RequestOutput]] = {}  # of requests that a loop waits for
-        self._outputs: list[RequestOutput] = []  # of all others, until step() hands them out
+        # Of all others, by request id, until step() hands them out.
+        self._outputs: dict[str, list[RequestOutput]] = {}
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> LLM:
@@ -82,17 +83,21 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step; the outputs that no loop of generate, stream or chat waits for."""
         self._run_step()
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        outputs, self._outputs = self._outputs, {}
+        return [each for some in outputs.values() for each in some]
 
     def _run_step(self) -> None:
         for output in self.llm_engine.step():
-            self._inboxes.get(output.request_id, self._outputs).append(output)
+            i = output.request_id
+            if (inbox := self._inboxes.get(i)) is not None:
+                inbox.append(output)
+            else:
+                self._outputs[i] = [*self._outputs.get(i, ()), output]
 
     def abort_request(self, request_ids: str | Seq[str]) -> bool:
         """End requests. False if there is none of these ids. Any thread may call this."""
-        ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
-        self._outputs = [each for each in self._outputs if each.request_id not in ids]
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self._outputs.pop(request_id, None)
         return self.llm_engine.abort_request(request_ids)
 
     def has_unfinished_requests(self) -> bool:
@@ -112,7 +117,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt, or the one that is given; outputs in the order of the prompts.
 
-        A request that fails later has an output with finish_reason "error". Raises ValueError or
+        A request that fails later has an output with finish_reason "error"; one that is aborted
+        meanwhile has none. Raises ValueError or
         TypeError, before any work, if one of the requests can never be served.
         """
         each = {"lora_request": lora_request, "priority": priority, "cache_salt": cache_salt}

@@ -2,9 +2,9 @@
 
 One decoder runs the whole Llama family: Llama, Mistral, Qwen2, Qwen3 and their mixtures of experts
 differ in a handful of choices (which projections have a bias, whether queries and keys are
-normalised, which layers have a sliding window, which have experts). A `Family` holds these choices,
-read from config.json. The module tree has the checkpoint's own names, so loading needs no table of
-renamings.
+normalised, which layers have a sliding window). A `Family` holds these choices, read from
+config.json; `MoeFamily` (models/families.py) adds which have experts. The module tree has the
+checkpoint's own names, so loading needs no table of renamings.
 
     token ids -> embed_tokens -> [ norm -> attention -> + -> norm -> MLP -> + ] x layers -> norm
                                                                                               |
@@ -64,7 +64,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         head_dim, hidden = config.head_dim, config.hidden_size
-        shard_range = layer_config.parallel.shard_range
+        shard_range, at = layer_config.parallel.shard_range, layer_config.at
         _, self.num_heads = shard_range(config.num_heads, "attention heads")
         _, self.num_kv_heads = shard_range(config.num_kv_heads, "key and value heads", 1)
         self.kv_cache_spec = KVCacheSpec(self.num_kv_heads, head_dim, head_dim, window)
@@ -75,12 +75,11 @@ class Attention(nn.Module):
             hidden,
             {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
             bias=family.qkv_bias,
-            layer_config=layer_config.at("qkv_proj"),
+            layer_config=at("qkv_proj"),
             unit=head_dim,
         )
-        self.o_proj = RowParallelLinear(
-            q_size, hidden, bias=family.o_bias, layer_config=layer_config.at("o_proj")
-        )
+        o_config = at("o_proj")
+        self.o_proj = RowParallelLinear(q_size, hidden, bias=family.o_bias, layer_config=o_config)
         self.has_qk_norm = family.qk_norm
         if family.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, layer_config)
@@ -111,9 +110,8 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(
             hidden, outputs, bias=bias, layer_config=layer_config.at("gate_up_proj")
         )
-        self.down_proj = RowParallelLinear(
-            size, hidden, bias=bias, layer_config=layer_config.at("down_proj")
-        )
+        at = layer_config.at("down_proj")
+        self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=at)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""

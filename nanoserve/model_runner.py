@@ -27,7 +27,8 @@ replaces the placeholder with the token that it sampled last for that row.
 
     launch(step 1), launch(step 2), result of step 1, launch(step 3), result of step 2, ...
 
-A step in which every sequence brings one token is a *decode* step: kernels/cuda_graph.py runs it.
+On a GPU, a step in which every sequence brings one token (a *decode* step) is replayed as a CUDA
+graph: kernels/cuda_graph.py.
 
 vLLM: vllm/worker/worker.py, model_runner.py, cache_engine.py (V0); vllm/v1/worker/gpu_worker.py,
 gpu_model_runner.py, AsyncModelRunnerOutput in vllm/v1/outputs.py (V1).
@@ -55,10 +56,9 @@ from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, make_kv_caches
 from nanoserve.kernels.selector import choose_dtype, choose_kernels
 from nanoserve.kernels.staging import StagingBuffer, copy_to_host
 from nanoserve.layers import LayerConfig
+from nanoserve.models import loader, registry
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
-from nanoserve.models.loader import load_model
-from nanoserve.models.registry import build_model
 from nanoserve.sampler import LogprobsTensors, SampledTokens, gather_logprobs
 from nanoserve.sequence import ModelOutput, RequestError, SampledToken, SchedulerOutput
 
@@ -112,7 +112,8 @@ class ModelRunner:
 
     def load_model(self) -> Model:
         """The model, its weights filled, with the kernels that suit it."""
-        model = load_model(self.config, self.model_config, self.layer_config, self.build_model)
+        config, own_config = self.config, self.model_config
+        model = loader.load_model(config, own_config, self.layer_config, self.build_model)
         self.backend, self.choose = choose_kernels(model, self.config, self.device, self.dtype)
         self.layer_config = replace(self.layer_config, attention=self.backend)
         return model
@@ -123,7 +124,7 @@ class ModelRunner:
 
     def build_model(self, max_model_len: int, layer_config: LayerConfig) -> Model:
         """The model, or this rank's share of it, its weights unfilled."""
-        return build_model(self.model_config, max_model_len, layer_config)
+        return registry.build_model(self.model_config, max_model_len, layer_config)
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> Callable[[], ModelOutput]:
@@ -131,11 +132,8 @@ class ModelRunner:
         step runs, and the next step may be launched at once."""
         with self.no_autocast, self.current_gpu:
             kv, cpu = self.kv_caches, self.cpu_kv_caches
-            for source, target, blocks in (
-                (kv, cpu, step.blocks_to_swap_out),
-                (cpu, kv, step.blocks_to_swap_in),
-                (kv, kv, step.blocks_to_copy),
-            ):
+            out, back, copies = step.blocks_to_swap_out, step.blocks_to_swap_in, step.blocks_to_copy
+            for source, target, blocks in ((kv, cpu, out), (cpu, kv, back), (kv, kv, copies)):
                 if blocks:
                     copy_blocks(source, target, blocks)
             if self.staging is not None:
@@ -297,13 +295,13 @@ class ModelRunner:
         tiles, because the logits of a whole prompt may take gigabytes. seq_id -> (position of the
         first token, tiles)."""
         result: dict[int, tuple[int, list[LogprobsTensors]]] = {}
-        rows, wanted = self.req_states, self.req_states.num_prompt_logprobs
+        states, wanted = self.req_states, self.req_states.num_prompt_logprobs
         starts = input_batch.arrays.query_start_loc.tolist()
         for item, start in zip(input_batch.step.scheduled, starts, strict=False):
-            row, first = rows.row_of[item.seq_id], item.num_computed_tokens + 1
-            end = min(first + item.num_scheduled_tokens, int(rows.num_prompt_tokens[row]))
+            row, first = states.row_of[item.seq_id], item.num_computed_tokens + 1
+            end = min(first + item.num_scheduled_tokens, int(states.num_prompt_tokens[row]))
             for place in range(first, end, LOGPROB_TILE) if row in wanted else ():
-                token_ids = rows.token_ids[row, place : min(place + LOGPROB_TILE, end)]
+                token_ids = states.token_ids[row, place : min(place + LOGPROB_TILE, end)]
                 tile = self.send(tile=token_ids.astype(np.int64))["tile"]
                 logits = self.model.compute_logits(hidden[start:][place - first :][: len(tile)])
                 if self.parallel.tp_rank == 0:  # which has the logits of all ranks

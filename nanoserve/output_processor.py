@@ -156,7 +156,8 @@ class Request:
                     before = self.prompt_logprobs[max(0, position - MAX_CONTEXT) : position]
                     self.prompt_logprobs[position] = name_logprobs(entry, self.tokenizer, before)
             if (stop := completion.append(update)) is not None:
-                finish(seq.seq_id, SequenceStatus.FINISHED_STOPPED, stop)
+                finish(seq.seq_id, SequenceStatus.FINISHED_STOPPED)
+                # Also if it had reached its length in this very step.
                 seq.status, seq.stop_reason = SequenceStatus.FINISHED_STOPPED, stop
             for _, entry in update.tokens:
                 if entry is not None:

@@ -15,8 +15,7 @@ that of V0 (0.6.6):
     7  temperature                            8  logprobs, of what was sampled from
     8  min_p
     9  top_k, top_p                           V0's logprobs show what the filters left; V1's show
-    10 one random number -> token, or argmax  what the model said, and the penalties and filters of
-                                              one request never change what another one reads.
+    10 one random number -> token, or argmax  what the model said.
 
 Stages 2-6 change which token is likeliest, so greedy rows pass through them too; 7-9 do not change
 it. Bad words, min_tokens and logit_bias are one list of LogitEdits: -inf is added to the logit of a
@@ -115,7 +114,7 @@ class SampledTokens(NamedTuple):
     """One token for each row of the logits, on the device."""
 
     token_ids: Tensor  # [num_rows] int64
-    is_possible: Tensor  # [num_rows] bool: False where no token is, or a logit is NaN
+    is_possible: Tensor  # [num_rows] bool: False if all are forbidden, or a logit is NaN or +inf
     logprobs: LogprobsTensors | None
     errors: dict[int, RequestError]  # row -> what its logits processors did wrong
 
@@ -125,7 +124,9 @@ class SampledTokens(NamedTuple):
         logprobs: dict[int, TokenLogprobs] = {}
         if self.logprobs is not None:
             logprobs = dict(zip(self.logprobs.logits_rows, self.logprobs.to_host(), strict=True))
-        none = RequestError("no token is possible: all are forbidden, or a logit is no number.")
+        none = RequestError(
+            "no token is possible: all are forbidden, or a logit is NaN or infinite."
+        )
         impossible = {row: none for row, ok in enumerate(self.is_possible.tolist()) if not ok}
         errors = impossible | self.errors
         token_ids = enumerate(self.token_ids.tolist())
@@ -136,7 +137,7 @@ class ChosenTokens(NamedTuple):
     """One token for each row of the logits."""
 
     token_ids: Tensor  # [num_rows] int64
-    is_possible: Tensor  # [num_rows] bool: False where no token is, or a logit is NaN
+    is_possible: Tensor  # [num_rows] bool: False if all are forbidden, or a logit is NaN or +inf
 
 
 def choose_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:

@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
     """vLLM has the parameters of its chapters in this module; here they are in the package."""
     import nanoserve
 
-    return getattr(nanoserve, name)
+    return nanoserve.__getattr__(name)
 
 
 @dataclass
@@ -134,7 +134,7 @@ class SamplingParams:
         if self.is_greedy:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self.top_k = max(self.top_k, 0)
-        if self.skip_reading_prefix_cache is None:  # their logits are needed
+        if not self.skip_reading_prefix_cache:  # their logits are needed
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
 
     def _check_switches_and_numbers(self) -> None:
@@ -164,15 +164,14 @@ class SamplingParams:
         for value in values:
             if not isinstance(value, kind) or value == "":
                 raise TypeError(f"{name} holds {value!r}; allowed: {kind.__name__}, not empty.")
-        setattr(self, name, list(dict.fromkeys(values)))
+        setattr(self, name, list(values))
 
     @classmethod
     def from_generation_config(cls, recommended: Mapping[str, Any]) -> SamplingParams:
         """What a checkpoint's generation_config.json recommends, over the defaults above."""
-        names = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        given = {ours: recommended.get(theirs) for theirs, ours in names.items()}
-        return cls.from_optional(**given)
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: recommended.get(name) for name in names}
+        return cls.from_optional(**given, max_tokens=recommended.get("max_new_tokens"))
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:

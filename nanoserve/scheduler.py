@@ -112,8 +112,6 @@ class Scheduler:
         step = StepPlan(self.config.max_num_batched_tokens)
         if self.schedule_running(step) and (self.waiting or self.swapped):
             self.schedule_waiting(step)
-        # Decodes first, of these the long ones last: see kernels/attention_triton.py.
-        step.scheduled.sort(key=lambda item: (item.num_scheduled_tokens, item.num_computed_tokens))
         return self.make_output(step) if step.scheduled else SchedulerOutput()
 
     def schedule_running(self, step: StepPlan) -> bool:
@@ -135,8 +133,9 @@ class Scheduler:
     def schedule_waiting(self, step: StepPlan) -> None:
         """Swap sequences in and admit waiting ones, most urgent first, until one does not fit.
 
-        A sequence that is not ready is passed over. A sequence that does not fit blocks the ones
-        behind it: otherwise a stream of short requests could keep a long one waiting for ever.
+        A waiting sequence that is not ready is passed over. One that does not fit, or a swapped one
+        that is not ready, blocks those behind it: otherwise a stream of short requests could keep a
+        long one waiting for ever.
         """
         num_passed = 0  # in waiting: not ready
         while step.budget > 0:
@@ -322,16 +321,13 @@ class Scheduler:
 
     # -- out of the running list --
 
-    def finish(
-        self, seq_id: int, status: SequenceStatus, stop_reason: int | str | None = None
-    ) -> None:
+    def finish(self, seq_id: int, status: SequenceStatus) -> None:
         """End a sequence now, waiting or running, and free its blocks, if it is unfinished."""
         seq = self.sequences.pop(seq_id, None)
         if seq is not None:
             self.remove(seq)
             self.block_manager.free(seq)
             seq.status = status
-            seq.stop_reason = seq.stop_reason if stop_reason is None else stop_reason
             seq.metrics.finished_ts = time.monotonic()
 
     def finish_request(self, root: Sequence, status: SequenceStatus) -> None:

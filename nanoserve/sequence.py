@@ -67,10 +67,11 @@ class Sequence:
     """One request, or one of its n completions, on its way through the scheduler.
 
     Invariant: 0 <= num_computed_tokens <= num_tokens + num_output_placeholders, and only WAITING
-    sequences hold no blocks.
+    and finished sequences hold no blocks.
 
     A request with n > 1 begins as one sequence, branch 0. When the prompt is computed, branches
     1 .. n - 1 fork off: each gets the next seq_id, shares the prompt's blocks and continues alone.
+    (Those beyond max_num_seqs are queued on their own: see output_processor.Request.)
     """
 
     # What was asked; this never changes.

@@ -83,7 +83,7 @@ class GraphBackend(AttentionBackend):
     ) -> Tensor:
         assert metadata.plan == "planned"
         planned = super().plan(metadata, kv_cache[0].shape[1], query.dtype)
-        parts = [part for part in planned.plan if part.start < part.end]
+        parts = [part for part in planned.plan if part[0] < part[1]]
         return super().attend(query, kv_cache, replace(planned, plan=parts), **options)
 
 

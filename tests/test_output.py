@@ -81,7 +81,7 @@ def test_what_may_begin_a_stop_string_is_held_back(is_kept: bool, size: int) -> 
         if ended:
             break
     assert texts == "the cat sat on the"[: None if is_kept else -6]
-    assert ended == [(0, SequenceStatus.FINISHED_STOPPED, "on the")]
+    assert ended == [(0, SequenceStatus.FINISHED_STOPPED)]
     assert tokens == ids[: len(tokens)] == root.token_ids[1:]
     assert tokenizer().decode(tokens).endswith("on the")  # and no token of the step behind it
 

@@ -51,10 +51,8 @@ class QuantizedReference(AttentionBackend):
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
-        used = torch.cat([part.blocks for part in metadata.plan]).unique().long()
+        used = torch.cat([blocks for *_, blocks in metadata.plan]).unique().long()
         keys, values, key_scales, value_scales = (cache[used].float() for cache in kv_cache)
-        plan = [
-            part._replace(blocks=torch.searchsorted(used, part.blocks)) for part in metadata.plan
-        ]
+        plan = [(*lengths, torch.searchsorted(used, b)) for *lengths, b in metadata.plan]
         caches = (keys * key_scales, values * value_scales)
         return super().attend(query, caches, replace(metadata, plan=plan), **options)

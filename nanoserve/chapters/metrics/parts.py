@@ -139,11 +139,9 @@ class MetricsScheduler(Scheduler):
         super().preempt(seq)
         self.numbers.add("num_preemptions")
 
-    def finish(
-        self, seq_id: int, status: SequenceStatus, stop_reason: int | str | None = None
-    ) -> None:
+    def finish(self, seq_id: int, status: SequenceStatus) -> None:
         seq = self.sequences.get(seq_id)
-        super().finish(seq_id, status, stop_reason)
+        super().finish(seq_id, status)
         if seq is not None:
             self.ended.append(seq)
 

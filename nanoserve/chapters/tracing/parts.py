@@ -43,11 +43,9 @@ class TracingScheduler(Scheduler):
         super().__init__(config, block_manager)
         self.ended: deque[Sequence] = deque()  # that are no span yet
 
-    def finish(
-        self, seq_id: int, status: SequenceStatus, stop_reason: int | str | None = None
-    ) -> None:
+    def finish(self, seq_id: int, status: SequenceStatus) -> None:
         seq = self.sequences.get(seq_id)
-        super().finish(seq_id, status, stop_reason)
+        super().finish(seq_id, status)
         if seq is not None:
             self.ended.append(seq)
 
