@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +155,20 @@ def test_a_file_that_is_there_stays_and_one_that_cannot_run_says_why(tmp_path: P
     assert {each["score"] for each in results} == {0}
     assert all("SyntaxError" in each["output"] for each in results)
     assert (tmp_path / "lab1_pages.py").read_text() == "def broken(:\n"
+
+
+@pytest.mark.slow
+def test_a_plain_pytest_in_the_folder_and_a_lecturers_own_test(tmp_path: Path) -> None:
+    main(["start", str(tmp_path / "home"), "--labs", "1"])
+    (tmp_path / "home" / "lab1_pages.py").write_text(solution_of(1), encoding="utf-8")
+    own = tmp_path / "test_mine.py"
+    own.write_text(
+        'LAB = "lab1_pages"\n\n'
+        "def test_1_4_no_tokens(mine):\n"
+        '    assert mine("MyManager", "num_blocks_for")(8, 4).num_blocks_for(0) == 0\n'
+    )
+    command = [sys.executable, "-m", "pytest", "-q"]
+    said = subprocess.run(command, cwd=tmp_path / "home", capture_output=True, text=True).stdout
+    assert "all  21 of 21" in said
+    results = grade(tmp_path / "home", 1, None, str(own), "-k", "1_4")
+    assert sum(each["score"] for each in results) == 2
