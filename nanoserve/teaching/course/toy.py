@@ -112,6 +112,8 @@ class ToyEngine:
         output, parts = ModelOutput(), []
         for item in step.scheduled:
             end = item.num_computed_tokens + item.num_scheduled_tokens
+            name, number = names[item.seq_id], known[item.seq_id].num_tokens
+            assert end <= number, f"{name} has {number} tokens, and the step computes {end} of them"
             table = self.tables[item.seq_id]
             table[item.first_new_block :] = item.new_block_ids or table[item.first_new_block :]
             slots = [self.slot(table, position) for position in range(end)]
