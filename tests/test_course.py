@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,13 +45,26 @@ MISTAKES = [
     (4, "right=True", "right=False", "4.3"),
     (4, "for each in (seed, branch, position)", "for each in (seed + branch + position,)", "4.4"),
     (4, "batch.temperature.masked_fill(is_greedy, 1)[:, None]", "1", "4.5"),
+    (5, "range(number, len(tokens))", "range(len(tokens) - 1, number - 1, -1)", "5.1"),
+    (5, "end : end + most", "end : end + most + 1", "5.2"),
+    (5, "sampled[: number + 1]", "sampled[:number]", "5.3"),
+    (5, "rest = (p - q).clamp(min=0)", "rest = p", "5.4"),
+    (6, "return y + x", "return x", "6.1"),
+    (6, "set(ids.tolist()) - {-1}", "set(ids.tolist())", "6.2"),
+    (6, "lora_a * adapter.scaling", "lora_a", "6.3"),
+    (6, "y[:, rows] = ", "y[:, :2] = ", "6.4"),
+    (7, "weight.chunk(size)[rank]", "weight[rank::size]", "7.1"),
+    (7, "hidden @ row_shard", "all_reduce(hidden) @ row_shard", "7.2"),
+    (7, "last // share + 1", "first // share + 1", "7.3"),
+    (7, "pieces[(rank - step) % size])", "x)", "7.4"),
+    (7, " + best * width", "", "7.5"),
     (8, "(1, 13)", "(1, 4)", "8.2"),
     (8, "assert computed + toy.block_manager.num_hit_tokens == 26", "", "8.3"),
     (8, "assert not any(toy.block_manager.pool.ref_counts)", "", "8.5"),
     (8, "assert count == tables.count(block)", "", "8.6"),
     (8, "assert second.num_cached_tokens == 0", "", "8.7"),
 ]  # fmt: skip
-TOGETHER = {"1.9", "2.6", "3.5", "4.6", "5.5", "6.4"}  # tasks that need those before them
+TOGETHER = {"1.9", "2.6", "3.5", "4.6", "5.5", "6.5"}  # tasks that need those before them
 
 
 def grade(folder: Path, lab: int, source: str | None, *options: str) -> list[dict]:
@@ -140,3 +155,20 @@ def test_a_file_that_is_there_stays_and_one_that_cannot_run_says_why(tmp_path: P
     assert {each["score"] for each in results} == {0}
     assert all("SyntaxError" in each["output"] for each in results)
     assert (tmp_path / "lab1_pages.py").read_text() == "def broken(:\n"
+
+
+@pytest.mark.slow
+def test_a_plain_pytest_in_the_folder_and_a_lecturers_own_test(tmp_path: Path) -> None:
+    main(["start", str(tmp_path / "home"), "--labs", "1"])
+    (tmp_path / "home" / "lab1_pages.py").write_text(solution_of(1), encoding="utf-8")
+    own = tmp_path / "test_mine.py"
+    own.write_text(
+        'LAB = "lab1_pages"\n\n'
+        "def test_1_4_no_tokens(mine):\n"
+        '    assert mine("MyManager", "num_blocks_for")(8, 4).num_blocks_for(0) == 0\n'
+    )
+    command = [sys.executable, "-m", "pytest", "-q"]
+    said = subprocess.run(command, cwd=tmp_path / "home", capture_output=True, text=True).stdout
+    assert "all  21 of 21" in said
+    results = grade(tmp_path / "home", 1, None, str(own), "-k", "1_4")
+    assert sum(each["score"] for each in results) == 2

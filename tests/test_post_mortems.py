@@ -75,6 +75,19 @@ def test_the_rule_is_false_at_the_wrong_moment(name: str) -> None:
         bug.test(block_manager_cls=checked(bug.BROKEN["block_manager_cls"], bug))
 
 
+def test_a_query_sees_every_key_up_to_its_own() -> None:
+    import torch
+
+    from nanoserve.attention import AttentionBackend, StepMetadata
+    from nanoserve.teaching.post_mortems.hit_not_consumed import OwnPassOnly, rule
+
+    table, none = torch.tensor([[7, 3, 5]]), torch.tensor([])
+    step = StepMetadata(none, table, torch.tensor([0, 2]), torch.tensor([10]))  # 8 are cached
+    rule(AttentionBackend().plan(step, 4, torch.float32).plan[0], num_computed=8)
+    with pytest.raises(AssertionError):
+        rule(OwnPassOnly().plan(step, 4, torch.float32).plan[0], num_computed=8)
+
+
 @pytest.mark.slow
 def test_what_the_user_saw(bug: Any) -> None:
     name = bug.__name__.rpartition(".")[2]

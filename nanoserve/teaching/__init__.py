@@ -12,11 +12,13 @@ The notebooks run the real engine, with the demo model and a KV cache that fits 
     recorder.py   a scheduler and a runner that remember what they did
     lesson.py     small engines, four requests, checks of guesses
     pictures.py   the state of the engine as SVG
+    course/       eight labs: a student's subclasses in the engine, graded by pytest
+    post_mortems/ five bugs of real engines, each as a subclass
 
 The engine knows nothing of it: the recorder is a subclass of the scheduler, like one that you write
 and give to LLM(scheduler_cls=...).
 
-Left out: assignments and a grader, moving pictures, pictures of the chapters.
+Left out: moving pictures, pictures of the chapters.
 """
 
 from importlib import import_module

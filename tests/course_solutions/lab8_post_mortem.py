@@ -68,7 +68,7 @@ def rule(manager):
 
 def catch_anything(make):
     rng = random.Random(8)
-    for _ in range(30):
+    for _ in range(8):
         toy, prompts = make(num_blocks=10), {}
         for number in range(12):
             name = f"R{number}"

@@ -38,7 +38,9 @@ def grade(folder: Path, labs: list[int], options: list[str]) -> int:
     """Run the graders of these labs; the exit status is pytest's (0: everything is right)."""
     files = [str(HERE / "graders" / f"test_{LABS[number]}.py") for number in labs]
     quiet = ["-q", "--tb=no", "--no-header", "--disable-warnings", "-rN", "--show-capture=no"]
-    own = ["-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", PLUGIN]
+    # Nothing of the folder around, and no plugin that only takes time.
+    without = ("cacheprovider", "xdist", "unraisableexception", "threadexception")
+    own = ["-o", "addopts=", "-p", PLUGIN, *(f"-pno:{each}" for each in without)]
     return pytest.main([*own, *quiet, f"--labs-dir={folder}", *options, *files])
 
 

@@ -98,7 +98,9 @@ def mine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 def only(cls: Any, methods: tuple[str, ...]) -> Any:
     """`cls`, whose other methods are again those of the engine's class that it comes from."""
-    base = next(each for each in cls.__mro__[1:] if each.__module__.startswith("nanoserve."))
+    bases = [each for each in cls.__mro__[1:] if each.__module__.startswith("nanoserve.")]
+    assert bases, f"{cls.__name__} is no subclass of a class of the engine any more"
+    base = bases[0]
     others = [name for name in vars(cls) if hasattr(base, name) and name not in methods]
     changed = [name for name in others if not name.startswith("__")]
     return type(
@@ -161,14 +163,19 @@ def explain(error: BaseException, task: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The points of each task, and each sentence once."""
     results = config.stash[RESULTS]
+    said: set[str] = set()
     by_task: dict[str, list[Result]] = {}
     for result in results:
         by_task.setdefault(result.task, []).append(result)
     for task, its in sorted(by_task.items()):
         terminalreporter.line(f"{task:<4} {total(its)}")
-        for message in dict.fromkeys(f"{r.title}: {r.message}" for r in its if r.message):
-            terminalreporter.line(f"       {message.removesuffix(': not written')}"[:400])
+        for result in [each for each in its if each.message]:
+            message = "as above" if result.message in said else result.message
+            said |= {result.message} - {"not written"}
+            text = f"{result.title}: {message}".removesuffix(": not written")
+            terminalreporter.line(f"       {text}"[:400])
         for value in [value for result in its for _, value in result.values]:
             terminalreporter.line(f"       {value['name']}: {value['value']}")
     terminalreporter.line(f"all  {total(results)}")

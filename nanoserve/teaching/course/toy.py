@@ -83,8 +83,9 @@ class ToyEngine:
         size, caching = self.config.block_size, self.config.enable_prefix_caching
         self.block_manager = block_manager_cls(num_blocks, size, caching)
         self.scheduler = scheduler_cls(self.config, self.block_manager)
-        self.slots: dict[int, int] = {}  # what each slot of the KV cache holds
-        self.contents: dict[int, int] = {}  # its token: for pictures
+        # What each slot of the KV cache holds: a token, and a number made of it and all before it.
+        self.contents: dict[int, int] = {}
+        self.slots: dict[int, int] = {}
         self.tables: dict[int, list[int]] = {}  # the runner's copy of the block tables
         self.sequences: dict[str, Sequence] = {}  # all that were ever added
 
@@ -108,22 +109,26 @@ class ToyEngine:
             self.tables.pop(seq_id, None)
         for new in step.new_sequences:
             self.tables[new.seq_id] = list(new.block_ids)
-        output = ModelOutput()
+        output, parts = ModelOutput(), []
         for item in step.scheduled:
             end = item.num_computed_tokens + item.num_scheduled_tokens
+            name, number = names[item.seq_id], known[item.seq_id].num_tokens
+            assert end <= number, f"{name} has {number} tokens, and the step computes {end} of them"
             table = self.tables[item.seq_id]
             table[item.first_new_block :] = item.new_block_ids or table[item.first_new_block :]
+            slots = [self.slot(table, position) for position in range(end)]
+            parts.append((item, slots))
             for position in range(item.num_computed_tokens, end):
-                token = known[item.seq_id].token_ids[position]
-                before = self.slots.get(self.slot(table, position - 1), 0) if position else 7
-                self.slots[self.slot(table, position)] = mix(before, token)
-                self.contents[self.slot(table, position)] = token
-        for item in step.scheduled:
-            end = item.num_computed_tokens + item.num_scheduled_tokens
-            if end == known[item.seq_id].num_tokens:
-                table = self.tables[item.seq_id]
-                values = [self.slots.get(self.slot(table, each), 0) for each in range(end)]
-                output.sampled[item.seq_id] = [SampledToken(next_token(values))]
+                self.contents[slots[position]] = known[item.seq_id].token_ids[position]
+        for item, slots in parts:  # two requests of one step may share a block
+            tokens = [self.contents.get(slot, 0) for slot in slots]
+            values = [*accumulate(tokens, mix, initial=7)][1:]
+            for position in range(item.num_computed_tokens, len(slots)):
+                self.slots[slots[position]] = values[position]
+        for item, slots in parts:
+            if len(slots) == known[item.seq_id].num_tokens:
+                token = next_token(self.slots.get(slot, 0) for slot in slots)
+                output.sampled[item.seq_id] = [SampledToken(token)]
         self.scheduler.update_from_output(step, output)
         return {names[item.seq_id]: item.num_scheduled_tokens for item in step.scheduled}
 

@@ -26,7 +26,7 @@ class OwnPassOnly(AttentionBackend):
         for number, (start, end, seq_len, blocks) in enumerate(parts):
             if 1 < end - start < seq_len:  # a prefill that has a cached prefix
                 own = blocks[(seq_len - end + start) // block_size :]
-                parts[number] = parts[number]._replace(seq_len=end - start, blocks=own)
+                parts[number] = (start, end, end - start, own)
         return replace(whole, plan=parts)
 
 
@@ -44,9 +44,10 @@ SECOND: dict[str, Any] = {"block_manager_cls": ForgetfulManager}
 
 
 def rule(part: Any, num_computed: int) -> None:
-    """A query sees every key up to its own. `part` is an entry of StepMetadata.plan."""
-    keys = num_computed + part.end - part.start
-    assert part.seq_len == keys, f"{keys} tokens are known, and the queries see {part.seq_len}"
+    """A query sees every key up to its own. `part` is one of StepMetadata.plan."""
+    start, end, seq_len, _ = part
+    keys = num_computed + end - start
+    assert seq_len == keys, f"{keys} tokens are known, and the queries see {seq_len}"
 
 
 def test(**parts: Any) -> None:
