@@ -22,12 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import logging
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
@@ -43,8 +43,6 @@ from nanoserve.chapters.ray.router import PrefixRouter
 from nanoserve.entrypoints.server.errors import on_error
 from nanoserve.kernels.device import choose_device
 from nanoserve.sequence import EngineDeadError
-
-logger = logging.getLogger("nanoserve")
 
 MOST_REQUESTS = 10_000  # at a time, of a deployment: the engines have queues of their own
 MakeApp = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
@@ -161,9 +159,8 @@ class Ingress:
         messages = self.replicas.answer.remote(Call(scope, body, read_prompt(body)))
         try:
             start = await anext(aiter(messages))
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayActorError:  # which Ray has logged
             lost = EngineDeadError("the replica of this request has ended; try again.")
-            logger.warning("a replica has ended: %s", error)
             return await on_error(request, lost)
 
         async def content() -> AsyncIterator[bytes]:
@@ -199,14 +196,13 @@ def serve_replicas(make_app: MakeApp, args: argparse.Namespace, options: dict[st
         **how,
     ).bind(make_app, vars(args), options, os.getcwd())
     ingress: Any = Ingress
-    try:
-        serve.run(ingress.bind(bound), name="nanoserve")
-        what = f"{args.data_parallel_size} replicas are served"
-        print(f"{what} at {args.host}:{args.port} (Ctrl-C ends it).", file=sys.stderr)
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with suppress(KeyboardInterrupt):
+        try:
+            serve.run(ingress.bind(bound), name="nanoserve")
+            what = f"{args.data_parallel_size} replicas are served"
+            print(f"{what} at {args.host}:{args.port} (Ctrl-C ends it).", file=sys.stderr)
+            threading.Event().wait()
+        finally:
+            serve.shutdown()
+            ray.shutdown()
     return 0
