@@ -39,7 +39,8 @@ from nanoserve.entrypoints.arguments import read_options
 CHAPTERS = {
     "quantization": None,  # a checkpoint may ask for it
     "pooling": "runner",
-    "pipeline": "pipeline_parallel_size",  # where the model runs
+    "ray": "distributed_executor_backend",  # where the model runs
+    "pipeline": "pipeline_parallel_size",
     "speculative": "speculative_config",  # what a step computes
     "lora": "enable_lora",
     "structured_output": None,  # a request asks for it; behind speculative, whose drafts it masks
@@ -57,6 +58,7 @@ ON: dict[str, Any] = {
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
     "logits_processors": "[YourClass]",
+    "distributed_executor_backend": "'ray'",
     "otlp_traces_endpoint": "'http://localhost:4317'",
 }
 ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too

@@ -47,6 +47,8 @@ class Options(TypedDict, total=False):
     # chapters/pooling
     runner: Literal["generate", "pooling"]
     pooler_config: Any
+    # chapters/ray
+    distributed_executor_backend: Literal["mp", "ray"]
     # chapters/pipeline
     pipeline_parallel_size: int
     # chapters/speculative

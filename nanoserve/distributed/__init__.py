@@ -25,4 +25,5 @@ def make_executor(config: EngineConfig, model_config: ModelConfig, runner_cls: A
         return UniprocExecutor(config, model_config, runner_cls)
     from nanoserve.distributed.multiproc import MultiprocExecutor
 
-    return MultiprocExecutor(config, model_config, runner_cls)
+    executor_cls = getattr(config, "executor_cls", MultiprocExecutor)  # a chapter may have one
+    return executor_cls(config, model_config, runner_cls)

@@ -65,28 +65,31 @@ class MultiprocExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> None:
         """Raises ValueError for a model that cannot be divided, EngineDeadError if a rank ends."""
-        size = config.num_ranks
         self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self.failure: str | None = None
         self.calls, self.groups = Calls(), list[ParallelState]()
-        if dist.is_torchelastic_launched():
-            shared, store = join_torchrun(size)
-        else:
-            shared = store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self.processes = {rank: start_rank(store.port, rank, size) for rank in range(1, size)}
+        shared, store = self.start_ranks(config.num_ranks)
         threading.Thread(target=serve, args=(self.calls,), daemon=True).start()
         self.end = weakref.finalize(self, end, self.calls, self.processes, self.groups, shared)
         model_cls = ModelRegistry.get(model_config.architecture)
         setup = pickle.dumps((config, model_config, runner_cls, model_cls))
         store.set("setup", setup)  # type: ignore[arg-type]
         try:
-            self.runner = self.call(build_runner, store, 0, size, setup)
+            self.runner = self.call(build_runner, store, 0, config.num_ranks, setup)
         except BaseException:
             self.end()
             raise
         self.groups.append(self.runner.parallel)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
+
+    def start_ranks(self, size: int) -> tuple[dist.Store, dist.Store]:
+        """The store that counts engines, and that in which the ranks of this one meet."""
+        if dist.is_torchelastic_launched():
+            return join_torchrun(size)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes = {rank: start_rank(store.port, rank, size) for rank in range(1, size)}
+        return store, store
 
     def launch(self, step: SchedulerOutput) -> Any:
         """Start one step on all ranks; only rank 0 reads its tokens."""

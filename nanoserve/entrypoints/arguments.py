@@ -43,6 +43,7 @@ VALUES: dict[str, dict[Any, Any]] = {  # of an option: another value -> ours; No
     "runner": {"auto": None},
     "quantization": {"fp8_per_tensor": "fp8"},  # here with a scale for each output
     "max_model_len": {"auto": None, -1: None},
+    "distributed_executor_backend": {"mp": None, "uni": None, "external_launcher": None},
 }
 # They change how fast it is, what is logged or where, and no token.
 TUNING = """
@@ -69,11 +70,11 @@ REFUSED = {
     "A model is divided by tensor_parallel_size and pipeline_parallel_size only.": """
         enable_expert_parallel enable_eplb enable_dbo prefill_context_parallel_size=1
         decode_context_parallel_size=1 fully_sharded_loras""",
-    "An LLM is one engine: start a server for each replica, and a proxy before them.": """
+    "An LLM is one engine; nanoserve serve --data-parallel-size starts several.": """
         data_parallel_size=1 data_parallel_rank data_parallel_size_local data_parallel_address
         data_parallel_backend=mp""",
-    "Ranks are processes of this machine, or those that torchrun has started.": """
-        distributed_executor_backend=mp|uni|external_launcher nnodes=1 node_rank master_addr
+    "Ranks are processes of this machine, actors of Ray, or those that torchrun has started.": """
+        nnodes=1 node_rank master_addr
         master_port worker_use_ray worker_cls worker_extension_cls""",
     "Download the checkpoint, edit its config.json if you must, and give its folder as model.": """
         revision=main tokenizer_revision=main download_dir hf_token config_format=hf

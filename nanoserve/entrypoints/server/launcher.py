@@ -49,6 +49,8 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--allowed-origins", nargs="+", metavar="ORIGIN", help="web pages that may ask; *: all")
     add("--max-num-queued-reqs", type=int, default=1024, metavar="INT",
         help="completions that may be unfinished; more get status 503 (default: 1024)")  # fmt: skip
+    add("--data-parallel-size", type=int, default=1, metavar="INT",
+        help="replicas of the engine, in a Ray cluster (default: 1, without Ray)")  # fmt: skip
     add("--shutdown-timeout", type=float, default=0.0, metavar="SECONDS",
         help="for requests that run at the end (default: 0)")  # fmt: skip
     add("--uvicorn-log-level", default="warning", help="info: a line for each request")
@@ -61,6 +63,11 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Answer until a signal ends it. options: those of AsyncLLM."""
+    args.api_key = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
+    if args.data_parallel_size > 1:
+        from nanoserve.chapters.ray.parts import import_ray
+
+        return import_ray("serve").serve_replicas(make_app, args, options)
     names = ("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile")
     listen = {name: getattr(args, name) for name in names}
     config = uvicorn.Config("", **listen, log_level=args.uvicorn_log_level, lifespan="off",
@@ -72,23 +79,34 @@ def serve(args: argparse.Namespace, options: dict[str, Any]) -> int:
         else socket.create_server((args.host, args.port), family=family)
     )
     sys.setswitchinterval(SWITCH_INTERVAL)
-    with make_llm(options, args.max_num_queued_reqs) as llm:
-        if args.chat_template:
-            with open(args.chat_template, encoding="utf-8") as file:
-                llm.get_tokenizer().chat_template = file.read()
-        keys = args.api_key or list(filter(None, [os.environ.get("VLLM_API_KEY")]))
-        adapters = dict(read_lora_module(word) for word in args.lora_modules)
-        config.app = build_app(llm, args.served_model_name, adapters, keys, args.allowed_origins)
+    llm, app = make_app(args, options)
+    with llm:
+        config.app = app
         gc.collect()
         gc.freeze()  # what is there now stays: later collections need not look at it
         scheme = "https" if args.ssl_certfile else "http"
         at = args.uds or "{}://{}:{}".format(scheme, *sock.getsockname()[:2])
-        name = config.app.state.model_name
+        name = app.state.model_name
         print(f"{name} is served at {at} (Ctrl-C ends it). Open it in a browser.", file=sys.stderr)
-        if not keys and args.host not in ("127.0.0.1", "localhost", "::1") and not args.uds:
+        if not args.api_key and args.host not in ("127.0.0.1", "localhost", "::1") and not args.uds:
             print("Whoever reaches it may use it: --api-key KEY asks for a key.", file=sys.stderr)
         Server(config, partial(llm.shutdown, args.shutdown_timeout)).run([sock])
     return 0
+
+
+def make_app(args: Any, options: dict[str, Any]) -> tuple[AsyncLLM, Any]:
+    """An engine that runs, and the application that asks it."""
+    llm = make_llm(options, args.max_num_queued_reqs)
+    try:
+        if args.chat_template:
+            with open(args.chat_template, encoding="utf-8") as file:
+                llm.get_tokenizer().chat_template = file.read()
+        adapters = dict(read_lora_module(word) for word in args.lora_modules)
+        names, keys, origins = args.served_model_name, args.api_key, args.allowed_origins
+        return llm, build_app(llm, names, adapters, keys, origins)
+    except BaseException:
+        llm.shutdown()
+        raise
 
 
 def make_llm(options: dict[str, Any], max_num_queued_reqs: int) -> AsyncLLM:
