@@ -35,7 +35,7 @@ from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
-from nanoserve.kernels.quantized_cpu import LIBRARY, NativeProduct
+from nanoserve.kernels.quantized_cpu import SOURCE, NativeProduct
 from nanoserve.kernels.selector import get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
 
@@ -229,6 +229,8 @@ def test_backends_by_name() -> None:
     assert get_attn_backend(mine, CPU) is mine
     with pytest.raises(ValueError, match="attention_backend"):
         get_attn_backend("flash", CPU)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        get_attn_backend("native", CPU, torch.float16)
 
 
 # -- what lies between two products --
@@ -352,7 +354,10 @@ def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.multiply, reason="")), "triton"],
+    [
+        pytest.param("native", marks=pytest.mark.skipif(load_library(SOURCE) is None, reason="")),
+        "triton",
+    ],
 )
 @settings(few, max_examples=20)
 @given(

@@ -104,9 +104,9 @@ def get_attn_backend(
     """The backend of a name; or the AttentionBackend itself, given as an instance or a class.
 
     "auto" is "triton" on a CUDA GPU where Triton is installed, "native" on a CPU with a compiler,
-    and "torch" elsewhere. Raises
-    ValueError for "triton" where Triton cannot run. On a CPU that takes Triton's interpreter, which
-    TRITON_INTERPRET=1 in the environment asks for (slow: for tests and for reading along).
+    and "torch" elsewhere. Raises ValueError for "native" and "triton" where they cannot run. Triton
+    runs on a CPU by its interpreter, which TRITON_INTERPRET=1 in the environment asks for (slow:
+    for tests and for reading along).
     """
     if isinstance(wanted, type) and issubclass(wanted, AttentionBackend):
         try:
@@ -121,8 +121,9 @@ def get_attn_backend(
     if wanted == "reference":
         return AttentionBackend()
     if wanted == "native":
-        if device.type != "cpu":
-            raise ValueError("attention_backend 'native' is for a CPU. Use 'auto'.")
+        if device.type != "cpu" or dtype not in NAMES:
+            message = "attention_backend 'native' is for a CPU, in float32 or bfloat16. Use 'auto'."
+            raise ValueError(message)
         return NativeBackend()
     if wanted == "auto" and device.type == "cpu" and dtype in NAMES and (found := load_library()):
         return NativeBackend(found)
