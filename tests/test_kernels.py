@@ -6,6 +6,7 @@
     products        linear_cpu, quantized, quantized_cpu, quantized_triton, against F.linear
     sampling        kernels/sampling, against sampler.py
     caches          kernels/kv_cache
+    threads         kernels/threads: how many there are, and for how long they spin
 
 Triton's interpreter runs the Triton kernels (tests/test_aot.py compiles them). Memory that does not
 belong to a step is poisoned: NaN stands in every slot without a key, and in blocks that stale
@@ -15,7 +16,9 @@ entries of a block table name.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,13 +32,13 @@ from torch import Tensor, nn
 from nanoserve import sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig
-from nanoserve.kernels import fused, quantized, sampling
+from nanoserve.kernels import fused, quantized, sampling, threads
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, num_blocks_that_fit
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
-from nanoserve.kernels.quantized_cpu import LIBRARY, NativeProduct
+from nanoserve.kernels.quantized_cpu import SOURCE, NativeProduct
 from nanoserve.kernels.selector import get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
 
@@ -229,6 +232,8 @@ def test_backends_by_name() -> None:
     assert get_attn_backend(mine, CPU) is mine
     with pytest.raises(ValueError, match="attention_backend"):
         get_attn_backend("flash", CPU)
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        get_attn_backend("native", CPU, torch.float16)
 
 
 # -- what lies between two products --
@@ -352,7 +357,10 @@ def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.multiply, reason="")), "triton"],
+    [
+        pytest.param("native", marks=pytest.mark.skipif(load_library(SOURCE) is None, reason="")),
+        "triton",
+    ],
 )
 @settings(few, max_examples=20)
 @given(
@@ -502,3 +510,46 @@ def test_as_many_blocks_as_fit(
     else:
         found = num_blocks_that_fit(config, specs, torch.float32, CPU)
         assert found == min(num_blocks, per_sequence * max_num_seqs)
+
+
+# -- threads --
+
+
+@pytest.mark.parametrize(
+    ("quota", "reserved", "expected"),
+    [("max 100000", "", 3), ("250000 100000", "", 2), ("50000 100000", "", 1), ("", "2", 1)],
+)
+def test_cores_within_a_quota(
+    quota: str, reserved: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", reserved)
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "cpu.max").write_text(quota)
+    assert threads.num_cores(tmp_path) == expected
+
+
+@pytest.mark.parametrize("num_running", [0, 9])
+def test_waiting_threads_spin_longer_where_cores_are_idle(
+    num_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in threads.WAITING_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "num_running", lambda: num_running)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
+    monkeypatch.setattr(threads, "turn_microseconds", lambda: 0.01)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    if (policy := threads.wait_policy()) != {"OMP_WAIT_POLICY": "passive"}:  # GNU's library
+        wanted = threads.SPIN_BUSY if num_running else threads.SPIN_IDLE
+        assert int(policy["GOMP_SPINCOUNT"]) == pytest.approx(100 * wanted)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # what the user sets wins
+    assert threads.wait_policy() == {}
+
+
+def test_a_call_with_threads_of_its_own() -> None:
+    before = torch.get_num_threads()
+    assert threads.call_with_threads(before + 1, torch.get_num_threads) == before + 1
+    with pytest.raises(ZeroDivisionError):
+        threads.call_with_threads(before + 1, lambda: 1 / 0)
+    assert torch.get_num_threads() == before

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.kernels.threads import call_with_threads, most_threads, thread_setters
+from nanoserve.kernels.threads import call_with_threads, most_threads
 from nanoserve.models.config import ModelConfig
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
@@ -33,7 +33,7 @@ class UniprocExecutor:
         most = most_threads(self.runner.model.num_bytes()) or self.num_threads
         if self.runner.device.type == "cpu" and most < self.num_threads:
             self.num_threads = most
-            self.launch = partial(call_with_threads, most, thread_setters(), self.launch)
+            self.launch = partial(call_with_threads, most, self.launch)
 
     def close(self) -> None:
         """Release the model and the KV cache. Closing twice does no harm."""

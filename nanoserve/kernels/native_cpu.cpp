@@ -2,13 +2,12 @@
 //
 // native_cpu.py compiles this file with the machine's own C++ compiler and calls it. PyTorch's
 // operators are general, so each step of a computation is a pass of its own over all numbers, and a
-// call of its own. Here each of four parts of a layer is one loop, and one of sampling:
+// call of its own. Here each of four parts of a layer is one loop:
 //
 //     add_rms_norm      the residual addition and the norm after it
 //     rope_and_store    norm of queries and keys, rotary embedding, keys and values to their slots
 //     paged_decode      attention of single queries over scattered keys
 //     silu_and_mul      the activation between the products of an MLP
-//     apply_token_bitmask    the logits of tokens that a grammar forbids become -inf
 //
 // Each is held to its plain version: in layers.py, and for attention in attention.py. Sums are made
 // in float32. Numbers are float32 or bfloat16, tensors are contiguous.
@@ -21,8 +20,8 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <type_traits>
+#include <vector>
 
 namespace {
 
@@ -31,6 +30,7 @@ constexpr int MAX_GROUP = 16;       // query heads that are attended to together
 constexpr int MAX_DIM = 1024;       // numbers of a head
 constexpr int CACHE_LINE = 64;      // bytes
 constexpr int SMALL_WORK = 1 << 15; // numbers; less is done by one core, at once
+constexpr const char* TOO_WIDE = "attention_backend 'native' takes heads of up to 1024 numbers";
 
 struct bfloat16 {
     uint16_t bits;
@@ -126,12 +126,9 @@ void add_rms_norm(int num_tokens, int size, T* x, const T* residual, const T* we
 #pragma omp parallel for if (int64_t(num_tokens) * size > SMALL_WORK)
     for (int token = 0; token < num_tokens; token++) {
         T* sum = x + size_t(token) * size;
-        if (residual != nullptr) {
-            const T* before = residual + size_t(token) * size;
+        const T* before = residual + size_t(token) * size;
 #pragma omp simd
-            for (int i = 0; i < size; i++)
-                from_float(to_float(sum[i]) + to_float(before[i]), &sum[i]);
-        }
+        for (int i = 0; i < size; i++) from_float(to_float(sum[i]) + to_float(before[i]), &sum[i]);
         rms_norm(sum, weight, size, eps, output + size_t(token) * size);
     }
 }
@@ -172,14 +169,14 @@ void quantize(const T* x, int dim, C* numbers, float* scale) {
     for (int d = 0; d < dim; d++) from_float(to_float(x[d]) / divisor, &numbers[d]);
 }
 
-// Returns false if slot_mapping names a slot that does not exist; nothing is stored for it. T: type
-// of the model, C: of the cache.
+// T: type of the model, C: of the cache. Nothing is stored for a slot that does not exist.
 template <typename T, typename C>
-bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
+const char* rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, const T* cos,
                     const T* sin, const int64_t* slot_mapping, C* key_cache, C* value_cache,
                     float* key_scales, float* value_scales, T* query) {
     const int dim = s.head_dim, num_rows = s.num_heads + 2 * s.num_kv_heads;
     const int64_t num_slots = int64_t(s.num_blocks) * s.block_size;
+    if (dim > MAX_DIM) return TOO_WIDE;
     bool is_right = true;
 #pragma omp parallel for reduction(&& : is_right) \
     if (int64_t(s.num_tokens) * num_rows * dim > SMALL_WORK)
@@ -216,7 +213,7 @@ bool rope_and_store(const RopeSizes& s, const T* qkv, const T* norm_weight, cons
                     quantize(output, dim, stored, (is_key ? key_scales : value_scales) + place);
         }
     }
-    return is_right;
+    return is_right ? nullptr : "slot_mapping names a slot that the KV cache does not have";
 }
 
 template <typename T>
@@ -248,9 +245,14 @@ void silu_and_mul(int num_tokens, int size, const T* gate_up, T* output) {
 // share a key head (GQA) find its keys in the cache of their core.
 
 struct Sizes {  // of one call
-    int num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, num_blocks, max_blocks;
-    int sliding_window;  // keys that a token sees at most; 0: all
+    int num_seqs, max_queries, num_heads, key_dim, num_blocks, block_size, num_kv_heads, value_dim;
+    int table_stride, sliding_window;  // window: keys that a token sees at most; 0: all
     float scale, soft_cap;  // soft_cap 0: none
+};
+
+struct Task {
+    int token, num_keys;  // num_keys: up to the token's own
+    const int32_t* blocks;
 };
 
 // `number` vectors of 8 bits times their scales.
@@ -361,28 +363,41 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
 }
 
 template <typename T, typename C, int DIM>
-bool attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
-                const float* key_scales, const float* value_scales, const int32_t* block_table,
-                const int32_t* num_keys, T* output) {
-    const int group = s.num_heads / s.num_kv_heads;
-    const double total = std::accumulate(num_keys, num_keys + s.num_tokens, 0.0) * s.num_heads;
+const char* attend_all(const Sizes& s, const T* query, const C* key_cache, const C* value_cache,
+                       const float* key_scales, const float* value_scales,
+                       const int32_t* query_start_loc, const int32_t* seq_lens,
+                       const int32_t* block_table, T* output) {
+    std::vector<Task> tasks;
+    double total = 0;
+    for (int seq = 0; seq < s.num_seqs; seq++) {
+        const int start = query_start_loc[seq], end = query_start_loc[seq + 1];
+        if (end - start > s.max_queries) continue;
+        for (int token = start; token < end; token++) {
+            const int num_keys = seq_lens[seq] - (end - token) + 1;
+            tasks.push_back({token, num_keys, block_table + size_t(seq) * s.table_stride});
+            total += num_keys;
+        }
+    }
+    if (std::max(s.key_dim, s.value_dim) > MAX_DIM) return TOO_WIDE;
+    const int group = s.num_heads / s.num_kv_heads, num_tasks = tasks.size();
     bool is_right = true;
 #pragma omp parallel for collapse(2) schedule(dynamic) reduction(&& : is_right) \
-    if (total * s.key_dim > SMALL_WORK)
-    for (int token = 0; token < s.num_tokens; token++)
+    if (total * s.num_heads * s.key_dim > SMALL_WORK)
+    for (int i = 0; i < num_tasks; i++)
         for (int kv_head = 0; kv_head < s.num_kv_heads; kv_head++)
             for (int head = 0; head < group; head += MAX_GROUP) {
-                const size_t at = size_t(token) * s.num_heads + kv_head * group + head;
+                const Task& task = tasks[i];
+                const size_t at = size_t(task.token) * s.num_heads + kv_head * group + head;
                 is_right &= attend<T, C, DIM>(
                     s, query + at * s.key_dim, key_cache, value_cache, key_scales, value_scales,
-                    block_table + size_t(token) * s.max_blocks, num_keys[token], kv_head,
-                    std::min(MAX_GROUP, group - head), output + at * s.value_dim);
+                    task.blocks, task.num_keys, kv_head, std::min(MAX_GROUP, group - head),
+                    output + at * s.value_dim);
             }
-    return is_right;
+    return is_right ? nullptr : "the block table names a block that the KV cache does not have";
 }
 
 template <typename T, typename C, typename... Arguments>
-bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
+const char* paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known length are unrolled
     switch (s.key_dim == s.value_dim ? s.key_dim : 0) {
         case 32: return attend_all<T, C, 32>(s, arguments...);
         case 64: return attend_all<T, C, 64>(s, arguments...);
@@ -392,86 +407,65 @@ bool paged_decode(const Sizes& s, Arguments... arguments) {  // loops of known l
     }
 }
 
-// -- sampling --
-
-// To each logit 0 is added where the token's bit is 1, and -inf elsewhere.
-inline void apply_bits(const float* logits, const uint32_t* bits, int vocab_size, float* output) {
-    const float forbidden = -std::numeric_limits<float>::infinity();
-    for (int start = 0; start < vocab_size; start += 32) {
-        const uint32_t word = bits[start / 32];
-        const int end = std::min(32, vocab_size - start);
-        const float* from = logits + start;
-        float* to = output + start;
-#pragma omp simd
-        for (int i = 0; i < end; i++)
-            to[i] = from[i] + (word >> i & 1 ? 0 : forbidden);
-    }
-}
-
 }  // namespace
 
 // What Python calls: for each function one for float32 (f32) and one for bfloat16 (bf16); what
-// reads or writes a cache is there for each type of cache.
+// reads or writes a cache is there for each type of cache. They return what is wrong, or null.
 //
-// x (which becomes the sum), residual (or null), output [num_tokens, size]; weight [size].
+// x (which becomes the sum), residual, output [num_tokens, size]; weight [size].
+//
+// gate_up [num_tokens, 2 * size]; output [num_tokens, size].
 //
 // qkv [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; norm_weight [num_heads + num_kv_heads,
 // head_dim] or null; cos, sin: rope_stride numbers from token to token; slot_mapping [num_tokens],
 // negative: do not store; caches [num_blocks, num_kv_heads, block_size, head_dim]; scales (of
 // caches of 8 bits, else null) [num_blocks, num_kv_heads, block_size]; query [num_tokens,
-// num_heads, head_dim]. rope_and_store returns 1, or 0 if a slot does not exist.
+// num_heads, head_dim].
 //
-// query [num_tokens, num_heads, key_dim], output [.., value_dim]; block_table [num_tokens,
-// max_blocks]; num_keys [num_tokens]: the keys up to the token's own. paged_decode returns 1, or 0
-// if the block table names a block that does not exist.
-//
-// gate_up [num_tokens, 2 * size]; output [num_tokens, size].
+// query [num_tokens, num_heads, key_dim], output [.., value_dim]; query_start_loc [num_seqs + 1];
+// seq_lens [num_seqs]; block_table: table_stride numbers from sequence to sequence. Sequences with
+// more than max_queries queries are passed over.
 #define EXPORT(T, NAME)                                                                            \
-    extern "C" void add_rms_norm_##NAME(int num_tokens, int size, T* x, const T* residual,         \
-                                        const T* weight, float eps, T* output) {                   \
+    extern "C" const char* add_rms_norm_##NAME(int num_tokens, int size, float eps, T* x,          \
+                                               const T* residual, const T* weight, T* output) {    \
         add_rms_norm(num_tokens, size, x, residual, weight, eps, output);                          \
+        return nullptr;                                                                            \
     }                                                                                              \
-    extern "C" void silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up, T* output) {   \
+    extern "C" const char* silu_and_mul_##NAME(int num_tokens, int size, const T* gate_up,         \
+                                               T* output) {                                        \
         silu_and_mul(num_tokens, size, gate_up, output);                                           \
+        return nullptr;                                                                            \
     }
 
 #define EXPORT_CACHE(T, C, NAME)                                                                   \
-    extern "C" int rope_and_store_##NAME(                                                          \
-        const RopeSizes* sizes, const T* qkv, const T* norm_weight, const T* cos, const T* sin,    \
-        const int64_t* slot_mapping, C* key_cache, C* value_cache, float* key_scales,              \
-        float* value_scales, T* query) {                                                           \
-        return rope_and_store(*sizes, qkv, norm_weight, cos, sin, slot_mapping, key_cache,         \
-                              value_cache, key_scales, value_scales, query);                       \
+    extern "C" const char* rope_and_store_##NAME(                                                  \
+        int num_tokens, int num_heads, int num_kv_heads, int head_dim, int rotary_dim,             \
+        int rope_stride, int block_size, int num_blocks, float eps, const T* qkv,                  \
+        const T* norm_weight, const T* cos, const T* sin, const int64_t* slot_mapping,             \
+        C* key_cache, C* value_cache, float* key_scales, float* value_scales, T* query) {          \
+        return rope_and_store(RopeSizes{num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, \
+                                        rope_stride, block_size, num_blocks, eps},                 \
+                              qkv, norm_weight, cos, sin, slot_mapping, key_cache, value_cache,    \
+                              key_scales, value_scales, query);                                    \
     }                                                                                              \
-    extern "C" int paged_decode_##NAME(                                                            \
-        const Sizes* sizes, const T* query, const C* key_cache, const C* value_cache,              \
-        const float* key_scales, const float* value_scales, const int32_t* block_table,            \
-        const int32_t* num_keys, T* output) {                                                      \
-        return paged_decode<T, C>(*sizes, query, key_cache, value_cache, key_scales, value_scales, \
-                                  block_table, num_keys, output);                                  \
+    extern "C" const char* paged_decode_##NAME(                                                    \
+        int num_seqs, int max_queries, int num_heads, int key_dim, int num_blocks, int block_size, \
+        int num_kv_heads, int value_dim, int table_stride, int sliding_window, float scale,        \
+        float soft_cap, const T* query, const C* key_cache, const C* value_cache,                  \
+        const float* key_scales, const float* value_scales, const int32_t* query_start_loc,        \
+        const int32_t* seq_lens, const int32_t* block_table, T* output) {                          \
+        return paged_decode<T, C>(                                                                 \
+            Sizes{num_seqs, max_queries, num_heads, key_dim, num_blocks, block_size, num_kv_heads, \
+                  value_dim, table_stride, sliding_window, scale, soft_cap},                       \
+            query, key_cache, value_cache, key_scales, value_scales, query_start_loc, seq_lens,    \
+            block_table, output);                                                                  \
     }
-
-// logits, output [num_rows, vocab_size]; bitmask [.., num_words], 32 tokens a word, the first one in
-// its lowest bit; places [num_rows]: the row of the bitmask, or negative where nothing is forbidden.
-extern "C" void apply_token_bitmask(int num_rows, int vocab_size, int num_words,
-                                    const float* logits, const uint32_t* bitmask,
-                                    const int32_t* places, float* output) {
-#pragma omp parallel for if (int64_t(num_rows) * vocab_size > SMALL_WORK)
-    for (int row = 0; row < num_rows; row++) {
-        const size_t start = size_t(row) * vocab_size;
-        if (places[row] < 0)
-            std::copy_n(logits + start, vocab_size, output + start);
-        else
-            apply_bits(logits + start, bitmask + size_t(places[row]) * num_words, vocab_size,
-                       output + start);
-    }
-}
 
 EXPORT(float, f32)
 EXPORT(bfloat16, bf16)
-EXPORT_CACHE(float, float, f32)
+EXPORT_CACHE(float, float, f32_f32)
 EXPORT_CACHE(float, int8_t, f32_int8)
 EXPORT_CACHE(float, fp8, f32_fp8)
-EXPORT_CACHE(bfloat16, bfloat16, bf16)
+EXPORT_CACHE(bfloat16, bfloat16, bf16_bf16)
 EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
 EXPORT_CACHE(bfloat16, fp8, bf16_fp8)

@@ -32,7 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.kernels.quantized_cpu import KINDS, LIBRARY, NativeProduct, unpack_int4
+from nanoserve.kernels.native_cpu import load_library
+from nanoserve.kernels.quantized_cpu import KINDS, SOURCE, NativeProduct, unpack_int4
 
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 
@@ -170,7 +171,7 @@ def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Mo
     """What multiplies by this weight on its device; None: it is dequantized for each product."""
     device = weight.codes.device
     if device.type == "cpu":
-        return NativeProduct if LIBRARY.multiply else None
+        return NativeProduct if load_library(SOURCE) else None
     if device.type != "cuda" or weight.num_experts > 1 or not find_spec("triton"):
         return None
     if weight.kind != "fp8":

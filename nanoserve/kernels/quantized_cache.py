@@ -41,12 +41,10 @@ class QuantizedReference(AttentionBackend):
     """The definition, on a cache of 8 bits."""
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        numbers_and_scales = as_stored(key, value, kv_cache)
-        for i in (0, 2):
-            two, caches = numbers_and_scales[i : i + 2], kv_cache[i : i + 2]
-            if two[0].dtype == torch.float8_e4m3fn:  # PyTorch writes no rows of this type
-                two, caches = (tuple(x.view(torch.int8) for x in each) for each in (two, caches))
-            super().store(two[0], two[1], caches, metadata)
+        block_size = kv_cache[0].shape[1]
+        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        for cache, new in zip(kv_cache, as_stored(key, value, kv_cache), strict=True):
+            cache[block, offset] = new
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any

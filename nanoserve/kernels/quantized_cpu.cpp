@@ -41,7 +41,7 @@ constexpr int ROWS = 1;
 typedef float floats __attribute__((vector_size(LANES * sizeof(float))));
 
 struct Sizes {  // of one call
-    int num_rows, num_inputs, num_outputs, num_groups, kind;
+    int num_rows, num_inputs, num_outputs, num_groups;
 };
 
 inline floats load(const float* from) {
@@ -156,10 +156,11 @@ void multiply(const Sizes& s, const float* x, const uint8_t* codes, const float*
 // What Python calls. x [num_rows, num_inputs]; output [num_rows, num_outputs]; codes [panels,
 // num_inputs, 64 bytes, or 32 with INT4: output i in the lower half of a byte, i + 32 in the
 // upper]; scales and offsets (or null) [panels, num_groups, 64].
-extern "C" void quantized_multiply(const Sizes* sizes, const float* x, const uint8_t* codes,
-                                   const float* scales, const float* offsets, float* output) {
-    auto run = sizes->kind == INT4   ? multiply<INT4>
-               : sizes->kind == INT8 ? multiply<INT8>
-                                     : multiply<FP8>;
-    run(*sizes, x, codes, scales, offsets, output);
+extern "C" const char* quantized_multiply(int num_rows, int num_inputs, int num_outputs,
+                                          int num_groups, int kind, const float* x,
+                                          const uint8_t* codes, const float* scales,
+                                          const float* offsets, float* output) {
+    auto run = kind == INT4 ? multiply<INT4> : kind == INT8 ? multiply<INT8> : multiply<FP8>;
+    run({num_rows, num_inputs, num_outputs, num_groups}, x, codes, scales, offsets, output);
+    return nullptr;
 }

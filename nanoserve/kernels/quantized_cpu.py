@@ -15,16 +15,14 @@ vLLM: vllm/model_executor/kernels/linear/mixed_precision/cpu.py (V1; the loop is
 
 from __future__ import annotations
 
-import ctypes
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.kernels.native_cpu import load_library
+from nanoserve.kernels.native_cpu import call, load_library
 
 if TYPE_CHECKING:
     from nanoserve.kernels.quantized import QuantizedWeight
@@ -38,32 +36,6 @@ def unpack_int4(codes: Tensor) -> Tensor:
     """uint8 [.., n / 2] -> uint8 [.., n]; a byte holds the code of an even place in its lower half,
     that of the next place in its upper half."""
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
-
-
-class Sizes(ctypes.Structure):
-    """Of one call: the fields of the source's struct."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_int)
-        for name in ("num_rows", "num_inputs", "num_outputs", "num_groups", "kind")
-    )
-
-
-class Library:
-    """The compiled source, which is looked for once."""
-
-    @cached_property
-    def multiply(self) -> Any:
-        """The compiled function; None if it cannot be compiled here."""
-        found = load_library(SOURCE)
-        if found is None:
-            return None
-        found.quantized_multiply.argtypes = (ctypes.POINTER(Sizes), *[ctypes.c_void_p] * 5)
-        found.quantized_multiply.restype = None
-        return found.quantized_multiply
-
-
-LIBRARY = Library()
 
 
 def as_panels(tensor: Tensor, num_experts: int) -> Tensor:
@@ -83,7 +55,7 @@ class NativeProduct(nn.Module):
 
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
-        self.function, self.kind = LIBRARY.multiply, KINDS.index(weight.kind)
+        self.library, self.kind = load_library(SOURCE), KINDS.index(weight.kind)
         self.num_outputs = weight.num_outputs // weight.num_experts
         is_int4 = weight.kind == "int4"
         codes = unpack_int4(weight.codes) if is_int4 else weight.codes.view(torch.uint8)
@@ -107,13 +79,9 @@ class NativeProduct(nn.Module):
         """The same, by the matrix of this expert."""
         rows, num_groups = x.float().contiguous(), self.scales.shape[2]
         output = rows.new_empty(len(x), self.num_outputs)
-        sizes = Sizes(*rows.shape, self.num_outputs, num_groups, self.kind)
-        self.function(
-            sizes,
-            rows.data_ptr(),
-            self.codes[expert].data_ptr(),
-            self.scales[expert].data_ptr(),
-            None if self.offsets is None else self.offsets[expert].data_ptr(),
-            output.data_ptr(),
-        )
+        offsets = None if self.offsets is None else self.offsets[expert]
+        call(
+            self.library, "quantized_multiply", *rows.shape, self.num_outputs, num_groups,
+            self.kind, rows, self.codes[expert], self.scales[expert], offsets, output,
+        )  # fmt: skip
         return output.to(x.dtype)
