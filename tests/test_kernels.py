@@ -19,8 +19,10 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import CalledProcessError
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -236,6 +238,21 @@ def test_backends_by_name() -> None:
         get_attn_backend("native", CPU, torch.float16)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no gcc"), CalledProcessError(1, "no Python.h")])
+def test_a_machine_that_cannot_compile(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    get_device = mock.Mock(side_effect=error)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=get_device))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    for wanted in ("auto", "triton"):
+        with pytest.raises(ValueError, match="python3-dev"):
+            get_attn_backend(wanted, torch.device("cuda"))
+    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
+        get_attn_backend("triton", CPU)
+
+
 # -- what lies between two products --
 
 
@@ -268,6 +285,23 @@ def test_norm_and_activation(name: str, dtype: torch.dtype, num_tokens: int, siz
     close(normalized, norm(both), dtype)
     gate_up = rand(num_tokens, 2 * size, seed=3, dtype=dtype)
     close(ops.silu_and_mul(gate_up), silu_and_mul(gate_up), dtype)
+
+
+@settings(few, max_examples=10)
+@given(st.integers(0, 5), st.integers(1, 70), st.none() | st.floats(0.001, 1))
+def test_rows_in_fp8(num_tokens: int, size: int, scale: float | None) -> None:
+    from nanoserve.kernels import fused_triton
+
+    x, fp8 = rand(num_tokens, size) * 3, torch.float8_e4m3fn
+    numbers, scales = quantize_rows(x, fp8)
+    if scale is not None:
+        numbers, scales = (x / scale).clamp(-448, 448).to(fp8), torch.full_like(scales, scale)
+    given = None if scale is None else torch.tensor([scale])
+    found = fused_triton.quantize_rows(x, given)
+    torch.testing.assert_close(found[1], scales)
+    difference = found[0].view(torch.int8).int() - numbers.view(torch.int8).int()
+    assert (difference.abs() <= 1).all()  # perhaps the next code
+    assert (difference == 0).float().mean().nan_to_num(1) > 0.95
 
 
 @pytest.mark.parametrize(("name", "dtype"), OPS)

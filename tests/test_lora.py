@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import assert_same_greedy
 from safetensors.torch import load_file, save_file
+from test_cuda_graph import GraphBackend, GraphRunner, no_gpu  # noqa: F401 (a fixture)
 from test_ranks import thread_ranks  # noqa: F401 (a fixture)
 
 from nanoserve import LLM, SamplingParams
@@ -25,7 +26,7 @@ from nanoserve.models.config import DEMO_MODEL
 from nanoserve.tools.check_blocks import check_blocks
 
 pytest.importorskip("nanoserve.chapters.lora")
-from nanoserve.chapters.lora import LoRARequest, manager
+from nanoserve.chapters.lora import LoRARequest, layers, manager
 from nanoserve.chapters.lora.layers import add_groups, add_together
 from nanoserve.chapters.lora.peft_helper import read_adapter
 
@@ -191,6 +192,21 @@ def test_adapters_come_and_go(family: Family) -> None:
     assert outputs["second"].num_cached_tokens == 0
 
 
+def test_graphs(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without adapters have graphs of their own, which launch nothing for adapters."""
+    calls: list[int] = []
+    monkeypatch.setattr(layers, "add_together", lambda *x: calls.append(1) or add_together(*x))
+    options = {"runner_cls": GraphRunner, "attention_backend": GraphBackend}
+    with family.make(max_loras=3, async_scheduling=True, **options) as llm:
+        family.check(llm)
+        assert calls
+        calls.clear()
+        replayed = len(llm.engine.executor.runner.replayed)
+        family.check(llm, [(0, prompt) for prompt in PROMPTS])
+        assert not calls
+        assert len(llm.engine.executor.runner.replayed) > replayed
+
+
 # -- the products --
 
 
@@ -209,7 +225,7 @@ def test_both_ways_to_add(ids: list[int], seed: int) -> None:
     groups = [(slot, None if len(each) == len(ids) else each) for slot, each in groups]
     one = add_groups(y.clone(), x, a, b, groups)
     torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
-    other = add_together(y.clone(), x, a, b, lora_ids)
+    other = add_together(y.clone(), x, a, b, lora_ids[:, None] != torch.arange(4))
     torch.testing.assert_close(other, expected, rtol=1e-4, atol=1e-5)
 
 

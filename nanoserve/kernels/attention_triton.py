@@ -41,9 +41,8 @@ queries), each whole or split:
     queries      1  1  1  1         300         1000
     program      3  2  1  0     12 ... 3        2 ...      the one with most keys starts first
 
-How many programs there are depends on what the CPU knows: shapes, and how many queries each
-sequence brings. So nothing waits for the GPU, and a CUDA graph, whose sequences bring equally many,
-has the same launches in every step. They are planned once a step for all layers.
+The launches depend on what the CPU knows: shapes, and how many queries each sequence brings. So
+nothing waits for the GPU, and a CUDA graph has the same launches in every step.
 
 *Caches of 8 bits.* Keys and values are decoded when a tile is loaded. A key's scale is a factor of
 its scores, a value's scale one of its weights: the vectors themselves are never multiplied by it.
@@ -157,9 +156,9 @@ def paged_attention_kernel(
     tiles of a sequence; the programs that start last should be short.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    dtype: tl.constexpr = query.dtype.element_ty
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     if PER_SEQUENCE:
         seq = tile
     else:
@@ -170,24 +169,22 @@ def paged_attention_kernel(
     seq_len = tl.load(seq_lens + seq)
 
     # The queries of this program: all of a sequence, tile by tile, or those of one tile.
-    first_query = 0
-    end_query = query_len
+    first_query, end_query = 0, query_len
     if not PER_SEQUENCE:
         first_query = (tile - query_start // BLOCK_Q - seq) * BLOCK_Q
         end_query = tl.minimum(first_query + BLOCK_Q, query_len)
 
     row = tl.arange(0, BLOCK_M)
     row_query, row_head = row // GROUP, kv_head * GROUP + row % GROUP
-    dims = tl.arange(0, BLOCK_D)
-    value_dims = tl.arange(0, BLOCK_V)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     table = block_table + seq.to(tl.int64) * table_stride
 
     for start in range(first_query, end_query, BLOCK_Q):
         end = tl.minimum(start + BLOCK_Q, query_len)
         is_row = (row_query < BLOCK_Q) & (start + row_query < end)
         token = (query_start + start + row_query).to(tl.int64)
-        row_position = seq_len - query_len + start + row_query
         first_position = seq_len - query_len + start
+        row_position = first_position + row_query
         last_position = seq_len - query_len + end - 1
 
         # Key tiles [begin, stop) hold the keys that any row sees; [full, full_stop) those that all
@@ -206,14 +203,9 @@ def paged_attention_kernel(
         full = tl.minimum(tl.maximum(full, begin), stop)
         full_stop = tl.minimum(tl.maximum(full_stop, full), stop)
 
-        queries = tl.load(
-            query
-            + token[:, None] * query_stride
-            + row_head[:, None] * query_head_stride
-            + dims[None, :],
-            mask=is_row[:, None] & (dims < HEAD_DIM)[None, :],
-            other=0.0,
-        )
+        at = token[:, None] * query_stride + row_head[:, None] * query_head_stride + dims[None, :]
+        mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        queries = tl.load(query + at, mask=mask, other=0.0)
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -229,20 +221,17 @@ def paged_attention_kernel(
                     block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0)
                 else:
                     block = tl.load(table + position // BLOCK_SIZE)
-                # Which vector of the cache: 64 bits, because vector * HEAD_DIM passes 2^31.
-                vector = (block.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE
-                vector += position % BLOCK_SIZE
-
-                keys = _load(
-                    key_cache + vector[None, :] * HEAD_DIM + dims[:, None],  # [BLOCK_D, BLOCK_N]
-                    (dims < HEAD_DIM)[:, None],
-                    HEAD_DIM < BLOCK_D,
-                    query.dtype.element_ty,
-                    BITS_8,
-                )
+                # 64 bits: the number of a slot times HEAD_DIM passes 2^31.
+                first_slot = (block.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE
+                slot = position % BLOCK_SIZE
+                key_at = (first_slot * HEAD_DIM + slot * HEAD_DIM)[None, :] + dims[:, None]
+                is_dim = (dims < HEAD_DIM)[:, None]
+                keys = _load(key_cache + key_at, is_dim, HEAD_DIM < BLOCK_D, dtype, BITS_8)
                 score = tl.dot(queries, keys, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
                 if BITS_8 != "":
-                    score *= tl.load(key_scales + vector, mask=exists, other=0.0)[None, :]
+                    score *= tl.load(key_scales + first_slot + slot, mask=exists, other=0.0)[
+                        None, :
+                    ]
                 if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
                     doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
                     score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
@@ -265,15 +254,15 @@ def paged_attention_kernel(
                 m = new_m
 
                 # Slots past the end hold numbers of other requests, and 0 * NaN is NaN: load 0.
-                values = _load(
-                    value_cache + vector[:, None] * VALUE_DIM + value_dims[None, :],
-                    exists[:, None] & (value_dims < VALUE_DIM)[None, :],
-                    phase != 1 or VALUE_DIM < BLOCK_V,
-                    query.dtype.element_ty,
-                    BITS_8,
-                )
+                value_at = (first_slot * VALUE_DIM + slot * VALUE_DIM)[:, None]
+                value_at += value_dims[None, :]
+                is_value = exists[:, None] & (value_dims < VALUE_DIM)[None, :]
+                some = phase != 1 or VALUE_DIM < BLOCK_V
+                values = _load(value_cache + value_at, is_value, some, dtype, BITS_8)
                 if BITS_8 != "":
-                    weight *= tl.load(value_scales + vector, mask=exists, other=0.0)[None, :]
+                    weight *= tl.load(value_scales + first_slot + slot, mask=exists, other=0.0)[
+                        None, :
+                    ]
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weight.to(values.dtype), values, acc, input_precision="ieee")
 
@@ -383,23 +372,12 @@ def padded_dim(dim: int) -> int:
 
 
 def choose_num_splits(
-    num_programs: int,
-    max_seq_len: int,
-    gpu: GpuInfo,
-    per_sm: int = PROGRAMS_PER_SM,
-    min_keys: int = MIN_SPLIT_KEYS,
+    num_programs: int, max_seq_len: int, gpu: GpuInfo, per_sm: int, min_keys: int
 ) -> int:
     """Cut the key range until each multiprocessor has `per_sm` programs, or a piece would be
-    shorter than `min_keys`.
-
-    A power of 2. Depends on shapes only: `max_seq_len` is what the block table has room for.
-    """
-    num_splits = 1
-    while (
-        num_splits < MAX_SPLITS
-        and num_programs * num_splits < per_sm * gpu.num_sms
-        and max_seq_len >= 2 * num_splits * min_keys
-    ):
+    shorter than `min_keys`. A power of 2. `max_seq_len` is what the block table has room for."""
+    num_splits, most = 1, min(MAX_SPLITS, max_seq_len // min_keys)
+    while 2 * num_splits <= most and num_programs * num_splits < per_sm * gpu.num_sms:
         num_splits *= 2
     return num_splits
 
@@ -425,15 +403,13 @@ class Launch(NamedTuple):
 
 
 class TritonBackend(TritonStore):
-    """The kernel's launches, which all layers with the same heads share. The caches must lie in
-    memory as KVCacheSpec.allocate makes them."""
+    """The kernel's launches. Caches must lie in memory as KVCacheSpec.allocate makes them."""
 
     name = "triton"
     supports_cuda_graphs = True
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
-        """Layers may differ in their heads, so the plan is empty at first: the first layer of each
-        kind enters its launches, and the others find them there."""
+        """An empty plan: the first layer of each kind enters its launches for the others."""
         return replace(metadata, plan={})
 
     def attend(
@@ -480,11 +456,8 @@ def plan_launches(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
 ) -> list[Launch]:
-    """Which specialisations compute this step: see the module's header. (A program per sequence is
-    right for any number of queries: it takes them in turn.)
-
-    Each launch has as many splits as it needs to fill the GPU.
-    """
+    """Which specialisations compute this step, each with as many splits as fill the GPU. (A program
+    per sequence is right for any number of queries: it takes them in turn.)"""
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, value_dim = kv_cache[1].shape
     num_seqs, max_blocks = metadata.block_table.shape
@@ -534,11 +507,12 @@ def plan_launches(
         block_q = long.block_m // group
         num_full = num_tokens // block_q - num_short_tokens // block_q  # if of one sequence
         programs = (num_full + 1) * num_kv_heads
-        splits = choose_num_splits(programs, max_seq_len, gpu, TILED_PER_SM)
+        splits = choose_num_splits(programs, max_seq_len, gpu, TILED_PER_SM, MIN_SPLIT_KEYS)
         tokens = range(num_short_tokens, num_tokens)
         launches.append(make_launch(long, num_full + num_seqs - num_short, splits, tokens))
     if num_short:
         min_keys = MIN_SPLIT_KEYS_MIXED if launches else MIN_SPLIT_KEYS
-        splits = choose_num_splits(num_short * num_kv_heads, max_seq_len, gpu, min_keys=min_keys)
+        programs = num_short * num_kv_heads
+        splits = choose_num_splits(programs, max_seq_len, gpu, PROGRAMS_PER_SM, min_keys)
         launches.append(make_launch(short, num_short, splits, range(num_short_tokens)))
     return launches

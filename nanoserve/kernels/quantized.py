@@ -93,12 +93,8 @@ class QuantizedWeight(nn.Module):
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
         for name, tensor in {**tensors, "input_scale": input_scale}.items():
             self.register_buffer(name, tensor, persistent=False)
+        self.group_size = num_inputs // scales.shape[1]  # columns that share a scale
         self.product: Any = None  # a module that multiplies: what `prepare` has chosen
-
-    @property
-    def group_size(self) -> int:
-        """Columns that share a scale."""
-        return self.num_inputs // self.num_groups
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that the codes stand for: the definition."""

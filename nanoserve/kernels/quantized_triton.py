@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from nanoserve.kernels import attention_triton
 from nanoserve.kernels.fused_triton import launch
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ MAX_BLOCK_K = 128  # inputs of a piece
 MIN_BLOCK_K = {"int4": 32, "int8": 16}  # tl.dot takes 16 at least, and int4 has two halves
 MIN_BLOCK_M = 16  # tokens, of tl.dot
 MAX_BLOCK_M = 64
+T4_BLOCK = 32  # the most of tokens, outputs and inputs: without tensor cores, registers are scarce
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -113,6 +115,7 @@ class TritonProduct(nn.Module):
     def __init__(self, weight: QuantizedWeight) -> None:
         super().__init__()
         self.kind, self.block_k = weight.kind, choose_block_k(weight)
+        self.is_old = attention_triton.get_gpu_info(weight.codes.device).capability < 80
         self.num_inputs, self.group_size = weight.num_inputs, weight.group_size
         zeros = weight.zeros
         if zeros is None:
@@ -129,6 +132,9 @@ class TritonProduct(nn.Module):
         block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(num_tokens)))
         # Few tokens: many programs, to read faster.
         block_n, num_warps = (32, 4) if block_m == MIN_BLOCK_M else (64, 8)
+        block_k = self.block_k
+        if self.is_old:
+            block_m, block_n, block_k = (min(n, T4_BLOCK) for n in (block_m, block_n, block_k))
         if num_tokens:
             launch(
                 quantized_matmul_kernel,
@@ -141,7 +147,7 @@ class TritonProduct(nn.Module):
                 IS_INT4=self.kind == "int4",
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
-                BLOCK_K=self.block_k,
+                BLOCK_K=block_k,
                 num_warps=num_warps,
                 num_stages=3,
             )

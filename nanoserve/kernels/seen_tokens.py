@@ -26,7 +26,7 @@ anew in each step (V0 and V1).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -56,10 +56,9 @@ class SeenTokens:
     def __init__(self, batch: RequestState) -> None:
         """`batch` knows the rows' tokens on the CPU, and on the device the last one of each."""
         self.req_states = batch
-        self.num_counted = np.zeros(len(batch.token_ids), np.int64)
-        self.num_seen = np.zeros(len(batch.token_ids), np.int64)
-        self.token_ids: Tensor | None = None  # [num_rows, max_model_len] int32
-        self.output_counts: Tensor | None = None  # [num_rows, vocab_size] int32
+        self.num_counted, self.num_seen = np.zeros((2, len(batch.token_ids)), np.int64)
+        self.token_ids: Any = None  # Tensor [num_rows, max_model_len] int32
+        self.output_counts: Any = None  # Tensor [num_rows, vocab_size] int32
 
     def remove(self, row: int) -> None:
         """The sequence of this row has left."""
@@ -68,41 +67,37 @@ class SeenTokens:
     def update(self, rows: np.ndarray) -> None:
         """Before these rows are sampled: count the token that was sampled since the last time. A
         row that is sampled for the first time is filled."""
-        if self.token_ids is None or self.output_counts is None:
-            self.token_ids, self.output_counts = allocate_seen_tokens(
-                *self.req_states.token_ids.shape, self.req_states.vocab_size, self.req_states.device
-            )
+        states = self.req_states
+        if self.token_ids is None:
+            sizes = (*states.token_ids.shape, states.vocab_size)
+            self.token_ids, self.output_counts = allocate_seen_tokens(*sizes, states.device)
         rows = np.unique(rows)  # a row that is about to fork comes n times
-        is_filled = self.num_counted[rows] > 0
-        for row in rows[~is_filled].tolist():
+        for row in rows[self.num_counted[rows] == 0].tolist():
             self._fill(row)
-        num_tokens = self.req_states.num_tokens[rows]
-        rows = rows[num_tokens > self.num_counted[rows]]
+        rows = rows[states.num_tokens[rows] > self.num_counted[rows]]
         if len(rows):
-            known = self.req_states.token_ids[rows, self.req_states.num_tokens[rows] - 1].astype(
-                np.int64
-            )
-            sent = self.req_states.send(rows=rows, positions=self.num_seen[rows], known=known)
+            known = states.token_ids[rows, states.num_tokens[rows] - 1].astype(np.int64)
+            sent = states.send(rows=rows, positions=self.num_seen[rows], known=known)
             sampled = sent["known"]
             if (known < 0).any():  # placeholders
-                last_sampled = self.req_states.last_sampled_token_ids.index_select(0, sent["rows"])
+                last_sampled = states.last_sampled_token_ids.index_select(0, sent["rows"])
                 sampled = torch.where(sampled < 0, last_sampled, sampled)
             self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
             one = torch.ones_like(sampled, dtype=torch.int32)
             self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
             self.num_seen[rows] += 1
             self.num_counted[rows] += 1
-            is_complete = self.num_counted[rows] == self.req_states.num_tokens[rows]
+            is_complete = self.num_counted[rows] == states.num_tokens[rows]
             assert is_complete.all(), "a sampled token was missed"
 
     def _fill(self, row: int) -> None:
-        assert self.token_ids is not None and self.output_counts is not None
-        token_ids = self.req_states.token_ids[row, : self.req_states.num_tokens[row]]
+        states = self.req_states
+        token_ids = states.token_ids[row, : states.num_tokens[row]]
         assert token_ids.min() >= 0, "a row has a token in flight before its first sample"
         seen = np.unique(token_ids)  # int32
-        output = token_ids[self.req_states.num_prompt_tokens[row] :]
+        output = token_ids[states.num_prompt_tokens[row] :]
         counts = np.bincount(output, minlength=int(seen[-1]) + 1)
-        sent = self.req_states.send(seen=seen, counts=counts[seen].astype(np.int32))
+        sent = states.send(seen=seen, counts=counts[seen].astype(np.int32))
         self.output_counts[row].zero_().index_copy_(0, sent["seen"].long(), sent["counts"])
         self.token_ids[row] = sent["seen"][0]
         self.token_ids[row, : len(seen)] = sent["seen"]
@@ -110,7 +105,6 @@ class SeenTokens:
 
     def gather(self, rows: np.ndarray) -> dict[str, Tensor]:
         """The tokens of each of k rows, and their counts: both [k, the largest num_seen]."""
-        assert self.token_ids is not None and self.output_counts is not None
         index = self.req_states.send(rows=rows)["rows"]
         token_ids = self.token_ids[:, : int(self.num_seen[rows].max())]
         token_ids = token_ids.index_select(0, index).long()

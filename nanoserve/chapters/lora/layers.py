@@ -13,7 +13,8 @@ There are two ways:
                   step without adapters.
     together      In CUDA graphs, where the CPU may decide nothing: x times all A at once, what
                   belongs to other adapters set to 0, then times all B at once. Two products,
-                  whatever the mix of adapters; slots that are not in use are multiplied, too.
+                  whatever the mix of adapters; slots that are not in use are multiplied, too. A
+                  decode step without adapters has graphs of its own, without any of this.
 
 (Measured on one core with 8 adapters and the sizes of Qwen3-0.6B: group by group took 0.5 to 0.8 of
 the time of together for 8 tokens, and a quarter or less for 128.)
@@ -64,12 +65,11 @@ def add_groups(y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, groups: Gro
     return y
 
 
-def add_together(y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, ids: Tensor) -> Tensor:
-    """The same for ids [num_tokens] int64: the slot of each token, or -1. No call depends on the
-    contents of a tensor."""
+def add_together(y: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, is_other: Tensor) -> Tensor:
+    """The same, where is_other [num_tokens, slots] says which adapters a token does not have. No
+    call depends on the contents of a tensor."""
     num_slots, rank, _ = lora_a.shape
     hidden = F.linear(x, lora_a.flatten(0, 1)).view(-1, num_slots, rank)
-    is_other = ids[:, None] != torch.arange(num_slots, device=x.device)
     hidden = hidden.masked_fill_(is_other[:, :, None], 0)  # not times 0: another's may be inf
     return y.addmm_(hidden.flatten(1), lora_b.flatten(1).T)
 
@@ -81,9 +81,9 @@ class LoRALinearMethod(LinearMethod):
         self.base, self.slots = base, slots
 
     def apply(self, layer: LinearBase, x: Tensor, bias: Tensor | None) -> Tensor:
-        y, ids = self.base.apply(layer, x, bias), self.slots.lora_ids
-        if ids is not None:
-            return add_together(y, x, layer.lora_a, layer.lora_b, ids)
+        y, is_other = self.base.apply(layer, x, bias), self.slots.is_other
+        if is_other is not None:
+            return add_together(y, x, layer.lora_a, layer.lora_b, is_other)
         return add_groups(y, x, layer.lora_a, layer.lora_b, self.slots.groups)
 
 
@@ -98,11 +98,12 @@ class LoRASlots:
         """Make room, in a model whose weights are loaded."""
         config, options = runner.config, {"dtype": runner.dtype, "device": runner.device}
         self.slot_of_row = np.full(config.max_num_seqs, -1)  # by row of RequestState; -1: none
-        # Of the step that runs: its groups; and the slot of each token, if it is a CUDA graph,
-        # which reads them at a fixed address.
+        # Of the step that runs: its groups; or, if it is a CUDA graph, which adapters a token does
+        # not have [num_tokens, slots], at a fixed address.
         self.groups: Groups = []
-        self.lora_ids: Tensor | None = None
-        self.buffer = torch.full((config.max_num_batched_tokens,), -1, device=runner.device)
+        self.is_other: Tensor | None = None
+        size = (config.max_num_batched_tokens, config.max_loras)
+        self.buffer = torch.ones(size, dtype=torch.bool, device=runner.device)
         self.max_rank = config.max_lora_rank
         self.layers: dict[str, Any] = {
             name: layer
@@ -136,13 +137,14 @@ class LoRASlots:
                 part_of_b.copy_((b.float() * scaling).clamp_(-limit, limit))
 
     def plan_step(self, rows: np.ndarray, shape: GraphShape | None, send: Send) -> None:
-        """Find `groups` or `lora_ids` for a step, of whose tokens these are the rows in the
+        """Find `groups` or `is_other` for a step, of whose tokens these are the rows in the
         RequestState; padded to `shape` if it runs as a graph."""
         slot_of_token = self.slot_of_row[rows]
-        self.groups, self.lora_ids = [], None
+        self.groups, self.is_other = [], None
         if shape is not None:
             padded = pad(slot_of_token, math.prod(shape) - len(rows), -1)
-            self.lora_ids = self.buffer[: len(padded)].copy_(send(lora_ids=padded)["lora_ids"])
+            sent = send(is_other=padded[:, None] != np.arange(self.buffer.shape[1]))
+            self.is_other = self.buffer[: len(padded)].copy_(sent["is_other"])
         elif (slot_of_token >= 0).any():
             slots, counts = np.unique(slot_of_token, return_counts=True)  # -1 among them
             order = np.argsort(slot_of_token, kind="stable")  # the tokens of -1, of slot 0, ...

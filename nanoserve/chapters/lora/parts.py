@@ -39,7 +39,7 @@ from nanoserve.chapters.lora.request import LoRARequest
 from nanoserve.config import EngineConfig
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch
-from nanoserve.kernels.cuda_graph import GraphShape
+from nanoserve.kernels.cuda_graph import DecodeGraphs, GraphShape, capture_graphs
 from nanoserve.model_runner import ModelRunner
 from nanoserve.models.base import Model
 from nanoserve.output_processor import Request
@@ -153,6 +153,16 @@ class LoRAScheduler(Scheduler):
 
 
 class LoRARunner(ModelRunner):
+    lora_graphs: DecodeGraphs | None = None  # of steps with adapters
+
+    def __init__(self, *arguments: Any) -> None:
+        """Capture graphs of steps without adapters, too (vLLM: cudagraph_specialize_lora)."""
+        super().__init__(*arguments)
+        self.lora_graphs = self.plain_graphs = self.graphs
+        if self.graphs is not None:
+            with self.no_autocast, self.current_gpu:
+                self.plain_graphs = capture_graphs(self, self.graphs.graph_cls)
+
     def load_model(self) -> Model:
         """The model, with room for adapters in its linear layers."""
         self.model = super().load_model()
@@ -171,8 +181,13 @@ class LoRARunner(ModelRunner):
     def prepare_inputs(
         self, step: SchedulerOutput, rows: np.ndarray, shape: GraphShape | None = None
     ) -> InputBatch:
+        if shape is None and self.lora_graphs is not None:
+            has_adapters = (self.slots.slot_of_row[rows] >= 0).any()
+            self.graphs = self.lora_graphs if has_adapters else self.plain_graphs
         inputs = super().prepare_inputs(step, rows, shape)
-        self.slots.plan_step(inputs.arrays.token_rows, inputs.graph_shape, self.send)
+        is_plain = self.lora_graphs is not None and self.graphs is not self.lora_graphs
+        padded = None if is_plain else inputs.graph_shape
+        self.slots.plan_step(inputs.arrays.token_rows, padded, self.send)
         return inputs
 
 
