@@ -231,13 +231,13 @@ class Simulator(TorchDispatchMode):
         tasks.append(task)
 
     def note_wait(self, what: str) -> None:
-        """Once an engine runs, waits that are not a part of a step are not counted."""
+        """What an engine waits for while it starts is not counted."""
         frames = [frame for frame in extract_stack() if "/nanoserve/" in frame.filename]
         last = frames[-1] if frames else None
         where = f"{last.filename.rpartition('/nanoserve/')[2]} {last.name}" if last else ""
         if self.capturing is not None:
             raise RuntimeError(f"not permitted when stream is capturing: {what} in {where}")
-        if not frames or any(frame.name == "run_step" for frame in frames):
+        if all(frame.name != "make_engine" for frame in frames):
             self.waits[what, where] += 1
 
     def wait(self, what: str, stream: Stream | None = None) -> None:

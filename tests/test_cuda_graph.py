@@ -1,4 +1,4 @@
-"""Which graphs are there, and which one runs a step? (test_simulated_cuda.py: what they compute.)"""
+"""Which graphs are there, and which one runs a step? (test_simulated_cuda.py: its tokens.)"""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_the_largest_is_captured_first() -> None:
 
 
 def test_enforce_eager_and_a_cpu_record_nothing() -> None:
+    """And on a CPU no steps overlap."""
     sizes = {"num_gpu_blocks_override": 64, "max_model_len": 64, "max_num_seqs": 2}
     with simulated_cuda() as device:
         for options in ({"device": "cpu"}, {"device": "cuda:0", "enforce_eager": True}):
-            LLM(attention_backend=device.backend, dtype="float32", **sizes, **options)
+            with LLM(attention_backend=device.backend, dtype="float32", **sizes, **options) as llm:
+                assert llm.engine.config.async_scheduling is ("enforce_eager" in options)
     assert device.graphs == []
