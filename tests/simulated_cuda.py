@@ -204,10 +204,10 @@ def attend(
     """Of padding, nothing is written."""
     backend = definition(kv_cache)
     planned = backend.plan(metadata, kv_cache[0].shape[1], query.dtype)
-    parts = [part for part in planned.plan if part.start < part.end]
-    for part in parts[-1:]:
+    parts = [part for part in planned.plan if part[0] < part[1]]
+    for _, end, *_ in parts[-1:]:
         planned = replace(planned, plan=parts)
-        output[: part.end] = backend.attend(query[: part.end], kv_cache, planned, **options)
+        output[:end] = backend.attend(query[:end], kv_cache, planned, **options)
 
 
 class Simulator(TorchDispatchMode):
@@ -347,13 +347,16 @@ class Simulator(TorchDispatchMode):
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         to, of = unwrap((target, source))
         to_gpu, of_gpu = isinstance(target, CudaTensor), isinstance(source, CudaTensor)
-        is_pinned = (to if of_gpu else of).untyped_storage().data_ptr() in self.pinned
+        is_pinned = self.is_pinned(to if of_gpu else of)
         if not of_gpu and not is_pinned:
             of = of.clone()
         self.launch(partial(to.copy_, of))
         if to_gpu is not of_gpu and not (non_blocking and is_pinned):
             self.wait("copy" if is_pinned else "pageable copy")
         return target
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.pinned
 
     def pin(self, tensor: Tensor) -> Tensor:
         self.pinned[tensor.untyped_storage().data_ptr()] = tensor
@@ -414,6 +417,7 @@ def simulated_cuda(
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch, "tensor", tensor)
+        patch.setattr(Tensor, "is_pinned", lambda self: device.is_pinned(self))
         patch.setattr(Tensor, "pin_memory", lambda self: device.pin(self.clone()))
         patch.setattr(InterpretedFunction, "run", run)
         yield device

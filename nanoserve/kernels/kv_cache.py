@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,11 +116,14 @@ def copy_blocks(
     source: list[KVCache], destination: list[KVCache], pairs: tuple[BlockPair, ...]
 ) -> None:
     """Copy whole blocks one after another, in every layer, between caches or within one. From and
-    to pinned memory, a GPU does so when all that was launched before is done."""
+    to pinned memory, a GPU does so when all that was launched before is done; other main memory
+    makes the CPU wait."""
+    ends = [caches[0][0] for caches in (source, destination)]
+    is_late = all(end.device.type != "cpu" or end.is_pinned() for end in ends)
     for from_layer, to_layer in zip(source, destination, strict=True):
         for from_cache, to_cache in zip(from_layer, to_layer, strict=True):
             for from_block, to_block in pairs:
-                to_cache[to_block].copy_(from_cache[from_block], non_blocking=True)
+                to_cache[to_block].copy_(from_cache[from_block], non_blocking=is_late)
 
 
 def determine_num_kv_blocks(runner: ModelRunner, block_bytes: int, num_rows: int) -> int:
@@ -186,12 +190,9 @@ def dummy_forward(runner: ModelRunner, lengths: list[int], max_blocks: int) -> T
     shape = (config.block_size, CACHE_DTYPES.get(config.kv_cache_dtype, runner.dtype))
     caches = allocate_kv_caches(runner.model.kv_cache_specs(), *shape, 1, device)
     ends = torch.tensor([0, *lengths], device=device).cumsum(0)
-    metadata = StepMetadata(
-        slot_mapping=torch.full((sum(lengths),), -1, device=device),
-        block_table=torch.zeros(len(lengths), max_blocks, dtype=torch.int32, device=device),
-        query_start_loc=ends.int(),
-        seq_lens=ends.diff().int(),
-    )
+    slots = torch.full((sum(lengths),), -1, device=device)
+    table = torch.zeros(len(lengths), max_blocks, dtype=torch.int32, device=device)
+    metadata = StepMetadata(slots, table, ends.int(), ends.diff().int(), np.array(lengths))
     metadata = runner.backend.plan(metadata, *shape)
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])
     return runner.model(torch.zeros_like(positions), positions, caches, metadata)
