@@ -52,7 +52,8 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     # cpu, cuda or cuda:N; auto: a CUDA GPU if there is one.
     device: str = "auto"
-    # Tokens of one request at most, prompt and output; None: what the model was made for.
+    # Tokens of one request at most, prompt and output; None: what the model was made for, or less
+    # if the KV cache holds less.
     max_model_len: int | None = None
     # Sequences in one step at most; None: 256, or the token budget if that is less.
     max_num_seqs: int | None = None
@@ -98,8 +99,8 @@ class EngineConfig:
     # Never use CUDA graphs (a CPU never does).
     enforce_eager: bool = False
     # Launch a step before the tokens of the last one are read: the same tokens, known one step()
-    # later.
-    async_scheduling: bool = False
+    # later. None: on a GPU.
+    async_scheduling: bool | None = None
     # Most logprobs or prompt_logprobs that a request may ask for; -1: no limit.
     max_logprobs: int = 20
 
@@ -126,11 +127,12 @@ class EngineConfig:
         return self.tensor_parallel_size
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
-        """A new config in which device, max_model_len, max_num_seqs and max_num_batched_tokens are
-        known. Raises ValueError for numbers that the model was not made for."""
+        """A new config in which device, max_model_len, max_num_seqs, max_num_batched_tokens and
+        async_scheduling are known. Raises ValueError for numbers that the model was not made for.
+        """
         from nanoserve.kernels.device import choose_device  # imports torch
 
-        device = str(choose_device(self.device))
+        device, is_async = str(choose_device(self.device)), self.async_scheduling
         max_model_len = self.max_model_len or model.max_model_len
         if max_model_len > model.max_model_len:
             raise ValueError(
@@ -152,6 +154,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs or min(256, budget),
             max_num_batched_tokens=budget,
+            async_scheduling=device != "cpu" if is_async is None else is_async,
         )
 
 

@@ -8,8 +8,8 @@ unfinished. A step is four lines:
     updates = self.scheduler.update_from_output(step, pending())     # the tokens
     self.process_outputs(updates)                            # text, stop strings
 
-With async_scheduling=True the CPU schedules and launches a step while the GPU is still computing
-the one before (V1's AsyncScheduler and step_with_batch_queue):
+With async_scheduling (the default on a GPU) the CPU schedules and launches a step while the GPU is
+still computing the one before (V1's AsyncScheduler and step_with_batch_queue):
 
     plain        schedule 1 | GPU 1 | update 1, schedule 2 | GPU 2 | update 2, schedule 3 | ...
     overlapped   schedule 1 | GPU 1                  | GPU 2                | GPU 3 ...

@@ -101,9 +101,7 @@ class ModelRunner:
             self.layer_config = LayerConfig(self.dtype, self.device, self.parallel)
             self.model = self.load_model()
             num_rows = config.max_num_seqs * self.query_lens[-1]  # of logits, in a step
-            self.kv_caches, self.cpu_kv_caches = make_kv_caches(
-                config, self.model, self.kv_cache_specs(), self.layer_config, num_rows
-            )
+            self.kv_caches, self.cpu_kv_caches = make_kv_caches(self, num_rows)
             self.num_kv_blocks = len(self.kv_caches[0][0])
             self.num_cpu_blocks = len(self.cpu_kv_caches[0][0])
             self.staging = StagingBuffer(config, num_rows, self.device) if is_gpu else None

@@ -28,6 +28,9 @@ AREAS = {  # the test files that have to find a mistake in this file
     "sampler.py": ("sampler",),
     "llm.py": ("llm",),
     "input_batch.py": ("sampler", "same_tokens"),
+    "kernels/staging.py": ("simulated_cuda",),
+    "kernels/cuda_graph.py": ("simulated_cuda",),
+    "kernels/kv_cache.py": ("simulated_cuda",),
 }
 
 
@@ -76,7 +79,7 @@ def main() -> None:
         source = path.read_text()
         assert source.count(old) == 1, f"{name}: {old!r} is there {source.count(old)} times"
         path.write_text(source.replace(old, new))
-        outcomes.append(run(folder, AREAS.get(name, ("same_tokens",))))
+        outcomes.append(run(folder, AREAS.get(name, ("same_tokens", "simulated_cuda"))))
         path.write_text(source)
         took = time.monotonic() - begin
         print(f"{number:3} {outcomes[-1]:8} {took:5.1f} s  {line[:90]}", flush=True)

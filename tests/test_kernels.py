@@ -31,11 +31,10 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from nanoserve import sampler
+from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.config import EngineConfig
 from nanoserve.kernels import fused, quantized, sampling, threads
-from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, num_blocks_that_fit
+from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
@@ -521,28 +520,22 @@ def test_blocks_and_their_copies(
     max_model_len=st.integers(1, 100),
     max_num_seqs=st.integers(1, 9),
     num_blocks=st.integers(0, 300),
+    can_shorten=st.booleans(),
 )
 def test_as_many_blocks_as_fit(
-    block_size: int, max_model_len: int, max_num_seqs: int, num_blocks: int
+    block_size: int, max_model_len: int, max_num_seqs: int, num_blocks: int, can_shorten: bool
 ) -> None:
-    """And no more than the longest sequences could fill; an error if not even one of them fits."""
-    specs = [KVCacheSpec(2, 8, 8)] * 3
-    per_block = sum(spec.num_bytes(block_size, torch.float32) for spec in specs)
+    """And no more than the longest sequences could fill; an error if not even one of them fits,
+    unless sequences may be shorter."""
     config: Any = SimpleNamespace(
-        **{
-            **vars(EngineConfig()),
-            "block_size": block_size,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "kv_cache_memory_bytes": num_blocks * per_block + per_block // 2,
-        }
+        block_size=block_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs
     )
     per_sequence = -(-max_model_len // block_size)
-    if num_blocks < per_sequence:
+    if num_blocks < per_sequence and not (can_shorten and num_blocks):
         with pytest.raises(ValueError, match="max_model_len"):
-            num_blocks_that_fit(config, specs, torch.float32, CPU)
+            limit_num_blocks(config, num_blocks, 1024, can_shorten)
     else:
-        found = num_blocks_that_fit(config, specs, torch.float32, CPU)
+        found = limit_num_blocks(config, num_blocks, 1024, can_shorten)
         assert found == min(num_blocks, per_sequence * max_num_seqs)
 
 
@@ -587,3 +580,15 @@ def test_a_call_with_threads_of_its_own() -> None:
     with pytest.raises(ZeroDivisionError):
         threads.call_with_threads(before + 1, lambda: 1 / 0)
     assert torch.get_num_threads() == before
+
+
+def test_a_request_may_be_as_long_as_the_cache_holds() -> None:
+    """Where max_model_len is not given; given, it is a promise."""
+    block = LLM(num_gpu_blocks_override=1).llm_engine.executor.runner.kv_caches
+    num_bytes = 5 * sum(each.nbytes for layer in block for each in layer)
+    with LLM(kv_cache_memory_bytes=num_bytes) as llm:
+        greedy = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
+        [output] = llm.generate([[5] * 70], greedy, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 5 * 16 - 70
+    with pytest.raises(ValueError, match="max_model_len"):
+        LLM(kv_cache_memory_bytes=num_bytes, max_model_len=96)

@@ -297,5 +297,5 @@ def test_without_the_chapter(
         for options in ({}, {"model_impl": "transformers"}):
             with pytest.raises(ValueError, match="weight"):
                 LLM(make_quantized(name)[0], **options)
-    with pytest.raises(TypeError, match="quantization"):
+    with pytest.raises(ValueError, match="quantization"):
         LLM(quantization="int8")

@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
     attention_backend: Any
     kernels: Literal["auto", "plain", "fast"]
     enforce_eager: bool
-    async_scheduling: bool
+    async_scheduling: bool | None
     max_logprobs: int
     # chapters/quantization
     quantization: str | None

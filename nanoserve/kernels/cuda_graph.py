@@ -35,15 +35,14 @@ CUDAGraphWrapper, vllm/v1/cudagraph_dispatcher.py (V1).
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -59,53 +58,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanoserve")
 
 Forward = Callable[[], Tensor]
-MEMORY_RESERVE = (
-    512 * 2**20
-)  # bytes of a GPU for all graphs of an engine: an estimate; capture() measures
-
-
-class Graph(Protocol):
-    """One captured forward pass. The tests have a fake graph that runs on a CPU."""
-
-    shared: Any  # what it shares with the other graphs of its engine
-
-    def capture(self, forward: Forward) -> Tensor:
-        """Record the kernels of `forward`; return the tensor that each replay fills."""
-
-    def replay(self) -> None:
-        """Run the recorded kernels again, on the present contents of the input tensors."""
-
-
-class SharedCapture(NamedTuple):
-    """What the graphs of one engine share."""
-
-    pool: Any  # of memory
-    stream: torch.cuda.Stream
-
-
-class CudaGraph:
-    """A Graph made by torch.cuda."""
-
-    def __init__(self, shared: SharedCapture | None = None) -> None:
-        """`shared` of another graph of this engine; None makes a pool and a stream.
-
-        Without a stream of the engine's own, torch would take the one that the first engine of the
-        process has recorded on, perhaps on another GPU.
-        """
-        self._graph = torch.cuda.CUDAGraph()
-        self.shared = shared or SharedCapture(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
-
-    def capture(self, forward: Forward) -> Tensor:
-        """See Graph. A first run, not recorded, compiles kernels and initializes libraries."""
-        forward()
-        torch.cuda.synchronize()
-        pool, stream = self.shared
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream):
-            output = forward()
-        return output
-
-    def replay(self) -> None:
-        self._graph.replay()
+# Bytes of a GPU for all graphs of an engine: an estimate; capture() measures.
+MEMORY_RESERVE = 512 * 2**20
 
 
 class GraphShape(NamedTuple):
@@ -118,71 +72,53 @@ class GraphShape(NamedTuple):
 class DecodeGraphs:
     """Graphs of decode steps for the batch sizes `sizes`, with `query_lens` tokens a sequence.
 
-    Invariant: `outputs[shape]`, in the first rows of `hidden`, holds the hidden states of the last
-    replay if that was of `shape`.
+    Invariant: the first rows of `hidden` hold the hidden states of the last replay.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        graph_cls: Callable[[Any], Graph],
-        query_lens: tuple[int, ...] = (1,),
-        max_tokens: int | None = None,
-    ) -> None:
-        """max_tokens: of a step, padding included; no graph is larger. None: no limit."""
-        self.max_tokens = max_tokens or max_num_seqs * query_lens[-1]
-        self.sizes = choose_sizes(max_num_seqs)
-        self.query_lens = query_lens  # in ascending order
-        self.graph_cls = graph_cls
-        self.graphs: dict[GraphShape, Graph] = {}
-        self.outputs: dict[GraphShape, Tensor] = {}
-        self.hidden: Tensor | None = None  # [tokens of the largest shape, hidden]
-        self.block_table = torch.empty(0)  # [max_num_seqs, max_blocks], on the device
-        self.num_bytes = 0  # of GPU memory, for all graphs
+    hidden: Tensor  # [tokens of the largest shape, hidden]
+    block_table: Tensor  # [max_num_seqs, max_blocks], on the device
 
-    def capture(self, make_forward: Callable[[GraphShape], Forward], use_tqdm: bool = True) -> None:
+    def __init__(self, max_num_seqs: int, query_lens: tuple[int, ...], max_tokens: int) -> None:
+        """query_lens: in ascending order. max_tokens: of a step, padding included; no graph is
+        larger."""
+        self.sizes, self.query_lens = choose_sizes(max_num_seqs), query_lens
+        self.max_tokens = max_tokens
+        self.graphs: dict[GraphShape, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def capture(self, make_forward: Callable[[GraphShape], Forward], use_tqdm: bool) -> None:
         """Record a graph of make_forward(shape) for every shape, the largest first. Logs a warning
         if all of them take more memory than is kept for them."""
-        free = _free_gpu_memory()
-        shared = None
         shapes = [GraphShape(size, length) for length in self.query_lens for size in self.sizes]
         shapes = [shape for shape in shapes if math.prod(shape) <= self.max_tokens]
-        shapes.sort(key=math.prod)
-        bar = tqdm(
-            shapes[::-1],
-            "Capturing CUDA graphs",
-            disable=not use_tqdm,
-            delay=1,
-        )
-        with no_garbage_collection():
-            for shape in bar:
-                bar.set_postfix_str(f"batch size {shape.num_seqs}", refresh=False)
-                graph = self.graph_cls(shared)
-                self.outputs[shape] = graph.capture(self._keep_output(make_forward(shape)))
-                self.graphs[shape] = graph
-                shared = graph.shared
-        self.num_bytes = max(0, free - _free_gpu_memory())
-        if self.num_bytes > MEMORY_RESERVE:
+        shapes.sort(key=math.prod, reverse=True)
+        free, was_enabled = torch.cuda.mem_get_info()[0], gc.isenabled()
+        # Without a stream of the engine's own, torch would take the one that the first engine of
+        # the process has recorded on, perhaps on another GPU.
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # A dead engine of this process might be found in the middle of a capture, and freeing its
+        # memory is not allowed there.
+        gc.collect()
+        gc.disable()
+        try:
+            for shape in tqdm(shapes, "Capturing CUDA graphs", disable=not use_tqdm, delay=1):
+                forward = make_forward(shape)
+                output = forward()  # not recorded: compiles kernels and initializes libraries
+                if not self.graphs:  # outside the graphs' pool
+                    self.hidden = torch.empty_like(output)
+                torch.cuda.synchronize()
+                graph = self.graphs[shape] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=stream):
+                    self.hidden[: len(output)].copy_(forward())
+        finally:
+            if was_enabled:
+                gc.enable()
+        if (num_bytes := free - torch.cuda.mem_get_info()[0]) > MEMORY_RESERVE:
             logger.warning(
-                "CUDA graphs take %d MiB, more than the %d MiB that are kept for them. If memory "
-                "runs out later: lower max_num_seqs or gpu_memory_utilization, or set "
-                "enforce_eager=True.",
-                self.num_bytes // 2**20,
-                MEMORY_RESERVE // 2**20,
+                "CUDA graphs take %d MiB, more than is kept for them. If memory runs out later: "
+                "lower max_num_seqs or gpu_memory_utilization, or set enforce_eager=True.",
+                num_bytes // 2**20,
             )
-
-    def _keep_output(self, forward: Forward) -> Forward:
-        """`forward`, and a copy of what it returns into the first rows of `hidden`. The first run,
-        of the largest size, is not recorded: it allocates `hidden` outside the graphs' pool."""
-
-        @functools.wraps(forward)
-        def run() -> Tensor:
-            output = forward()
-            if self.hidden is None:
-                self.hidden = torch.empty_like(output)
-            return self.hidden[: len(output)].copy_(output)
-
-        return run
 
     def keep_block_table(self, block_table: Tensor, shape: GraphShape) -> Tensor:
         """The block table, at a fixed address: its width varies."""
@@ -204,36 +140,33 @@ class DecodeGraphs:
     def replay(self, shape: GraphShape) -> Tensor:
         """Run the graph of this shape on the present inputs; return the hidden states."""
         self.graphs[shape].replay()
-        return self.outputs[shape]
+        return self.hidden[: math.prod(shape)]
 
 
-def capture_graphs(
-    runner: ModelRunner, graph_cls: Callable[[Any], Graph] | None = None
-) -> DecodeGraphs | None:
-    """The graphs of a runner; None on a CPU, with enforce_eager, and where no graph is possible.
-    graph_cls replaces CudaGraph (the tests have one that runs on a CPU)."""
-    config, is_cuda = runner.config, runner.device.type == "cuda"
-    if graph_cls is None and is_cuda and runner.backend.supports_cuda_graphs:
-        graph_cls = CudaGraph
-    if graph_cls is None or config.enforce_eager or not runner.model.supports_cuda_graphs:
+def has_graphs(runner: ModelRunner) -> bool:
+    """Not on a CPU, with enforce_eager, and where no graph is possible."""
+    is_possible = runner.backend.supports_cuda_graphs and runner.model.supports_cuda_graphs
+    return is_possible and runner.device.type == "cuda" and not runner.config.enforce_eager
+
+
+def capture_graphs(runner: ModelRunner) -> DecodeGraphs | None:
+    """The graphs of a runner, or None."""
+    if not has_graphs(runner):
         return None
-    most = config.max_num_batched_tokens
-    runner.graphs = DecodeGraphs(config.max_num_seqs, graph_cls, runner.query_lens, most)
-    table = torch.from_numpy(runner.req_states.block_tables).to(runner.device, copy=True)
-    runner.graphs.block_table = table
-    forward = functools.partial(make_decode_forward, runner)
-    runner.graphs.capture(forward, use_tqdm=runner.parallel.tp_rank == 0)
+    most = runner.config.max_num_batched_tokens
+    runner.graphs = DecodeGraphs(runner.config.max_num_seqs, runner.query_lens, most)
+    runner.graphs.block_table = torch.from_numpy(runner.req_states.block_tables).to(runner.device)
+    runner.graphs.capture(partial(make_decode_forward, runner), runner.parallel.tp_rank == 0)
     return runner.graphs
 
 
-@torch.inference_mode()
 def make_decode_forward(runner: ModelRunner, shape: GraphShape) -> Forward:
     """The forward pass of a decode step of this shape, to be captured: a step without sequences,
     all of whose rows are padding."""
-    if runner.staging is not None:
-        runner.staging.begin_step()
+    assert runner.staging is not None, "graphs are for a GPU"
+    runner.staging.begin_step()
     inputs = runner.prepare_inputs(SchedulerOutput(), np.empty(0, np.int64), shape)
-    return torch.inference_mode()(functools.partial(runner.forward, inputs))
+    return partial(runner.forward, inputs)
 
 
 def choose_sizes(max_num_seqs: int) -> list[int]:
@@ -242,29 +175,10 @@ def choose_sizes(max_num_seqs: int) -> list[int]:
     return sorted(size for size in sizes if size <= max_num_seqs)
 
 
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside: a dead engine of this process might be found in the
-    middle of a capture, and freeing its memory is not allowed there."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _free_gpu_memory() -> int:
-    """In bytes; 0 without a GPU."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-
-
 def pad_step(arrays: StepArrays, shape: GraphShape) -> StepArrays:
     """A decode step of this shape. The added sequences have no query, the added tokens no slot."""
     num_seqs = shape.num_seqs - len(arrays.seq_lens)
-    num_tokens = shape.num_seqs * shape.query_len - len(arrays.input_ids)
+    num_tokens = math.prod(shape) - len(arrays.input_ids)
     return replace(
         arrays,
         input_ids=pad(arrays.input_ids, num_tokens),

@@ -51,47 +51,35 @@ class StagingBuffer:
         self._on_device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._hosts]
-        self._host_arrays = [host.numpy() for host in self._hosts]
-        self._buffer_index = 0
         self._offset = 0
 
     def begin_step(self) -> None:
-        """Write the next arrays to the beginning of the next buffer."""
-        self._buffer_index = (self._buffer_index + 1) % len(self._hosts)
+        """Write the next arrays to the beginning of the other buffer."""
+        self._hosts.reverse()
+        self._copied.reverse()
+        self._copied[0].synchronize()  # the copies of two steps ago
         self._offset = 0
-        self._copied[self._buffer_index].synchronize()  # the copies of two steps ago
 
     def send(self, **arrays: np.ndarray) -> dict[str, Tensor]:
         """The same numbers as tensors on the device: names, dtypes and shapes stay. The order of
         the arguments is the order of the addresses."""
-        start = self._offset
-        copies = [self._write(array) for array in arrays.values()]
+        host, start, tensors = self._hosts[0], self._offset, {}
+        for name, array in arrays.items():
+            end = self._offset + array.nbytes
+            if end > len(host):  # the allocator keeps the source until it is read
+                source = torch.from_numpy(np.array(array, order="C")).pin_memory()
+                tensors[name] = source.to(self.device, non_blocking=True)
+                continue
+            copy = np.ndarray(array.shape, array.dtype, host.numpy(), self._offset)
+            copy[...] = array
+            part = self._on_device[self._offset : end]
+            tensors[name] = part.view(torch.from_numpy(copy).dtype).view(array.shape)
+            self._offset = -(-end // ALIGNMENT) * ALIGNMENT
         if self._offset > start:
-            part = slice(start, self._offset)
-            self._on_device[part].copy_(self._hosts[self._buffer_index][part], non_blocking=True)
-            self._copied[self._buffer_index].record()
-        return {
-            name: torch.from_numpy(np.array(array, order="C")).to(self.device)
-            if copy is None
-            else self._view(*copy)
-            for (name, array), copy in zip(arrays.items(), copies, strict=True)
-        }
-
-    def _write(self, array: np.ndarray) -> tuple[int, np.ndarray] | None:
-        """Append `array` to the host buffer; return its offset and the copy. None: no room."""
-        offset, end = self._offset, self._offset + -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > len(self._host_arrays[self._buffer_index]):
-            return None
-        copy = np.ndarray(array.shape, array.dtype, self._host_arrays[self._buffer_index], offset)
-        copy[...] = array
-        self._offset = end
-        return offset, copy
-
-    def _view(self, offset: int, copy: np.ndarray) -> Tensor:
-        """The tensor at `offset` of the device's buffer, with the dtype and shape of `copy`."""
-        tensor = torch.from_numpy(copy)
-        part = self._on_device[offset : offset + tensor.nbytes]
-        return part.view(tensor.dtype).view(tensor.shape)
+            sent = slice(start, self._offset)
+            self._on_device[sent].copy_(host[sent], non_blocking=True)
+            self._copied[0].record()
+        return tensors
 
 
 def staging_bytes(config: EngineConfig, num_rows: int) -> int:
@@ -114,8 +102,7 @@ def copy_to_host(value: Any) -> tuple[Any, torch.cuda.Event]:
         if isinstance(value, dict):
             return {key: copy(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            items = [copy(each) for each in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return getattr(type(value), "_make", type(value))(map(copy, value))
         return value
 
     copied, event = copy(value), torch.cuda.Event()
