@@ -22,7 +22,7 @@ from nanoserve.attention import StepMetadata
 from nanoserve.chapters.lora.layers import LoRASlots
 from nanoserve.chapters.quantization.linear import QuantizedLinearMethod
 from nanoserve.kernels.fused import fuse
-from nanoserve.kernels.kv_cache import choose_kv_cache_dtype
+from nanoserve.kernels.kv_cache import CACHE_DTYPES
 from nanoserve.kernels.quantized import ScaledMatmul
 from nanoserve.layers import LayerConfig
 from nanoserve.models.config import DEMO_MODEL, ModelConfig
@@ -107,7 +107,7 @@ def run_step(
         )
         if lora == "graph":
             slots.is_other = torch.zeros(num_tokens, 4, dtype=torch.bool, device=META)
-    dtype = choose_kv_cache_dtype(cache, torch.bfloat16)
+    dtype = CACHE_DTYPES.get(cache, torch.bfloat16)
     caches = [spec.allocate(1, 16, dtype, META) for spec in model.kv_cache_specs()]
     shapes = ((num_seqs, num_blocks), (num_seqs + 1,), (num_seqs,))
     step = [torch.zeros(shape, dtype=torch.int32, device=META) for shape in shapes]

@@ -126,8 +126,9 @@ def get_attn_backend(
             f"attention_backend is {wanted!r}; allowed: auto, native, reference, torch, triton, or "
             "an AttentionBackend of your own (a class or an instance)."
         )
-    if name == "native" and device.type != "cpu":
-        raise ValueError("attention_backend 'native' is for a CPU. Use 'auto'.")
+    if name == "native" and (device.type != "cpu" or dtype not in NAMES):
+        message = "attention_backend 'native' is for a CPU, in float32 or bfloat16. Use 'auto'."
+        raise ValueError(message)
     return backends[name]()
 
 

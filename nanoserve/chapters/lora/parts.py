@@ -161,7 +161,7 @@ class LoRARunner(ModelRunner):
         self.lora_graphs = self.plain_graphs = self.graphs
         if self.graphs is not None:
             with self.no_autocast, self.current_gpu:
-                self.plain_graphs = capture_graphs(self, self.graphs.graph_cls)
+                self.plain_graphs = capture_graphs(self)
 
     def load_model(self) -> Model:
         """The model, with room for adapters in its linear layers."""

@@ -56,7 +56,7 @@ class PipelineConfig(EngineConfig):
     @property
     def num_batches(self) -> int:
         """Steps in flight at most: one in each stage, and one more with async_scheduling."""
-        return self.pipeline_parallel_size + self.async_scheduling
+        return self.pipeline_parallel_size + bool(self.async_scheduling)
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         cls, size = ModelRegistry.get(model.architecture), self.pipeline_parallel_size
