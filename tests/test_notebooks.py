@@ -11,6 +11,7 @@ import pytest
 
 import nanoserve
 from nanoserve.teaching.notebooks import code_cells, copy_for_students, read, run_cell
+from nanoserve.teaching.page import make_page
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 ENGLISH = sorted(file for file in FOLDER.glob("*.ipynb") if not file.name.endswith(".zh-CN.ipynb"))
@@ -96,10 +97,20 @@ def test_students_get_no_outputs(tmp_path: Path) -> None:
         copy_for_students(FOLDER)
 
 
+@pytest.mark.slow
+def test_the_page_is_what_the_engine_does_now() -> None:
+    page = (FOLDER / "pictures" / "index.html").read_text(encoding="utf-8")
+    assert page == make_page()
+    assert not re.search(r"(src|href)=|url\(|@import|fetch\(", page)  # it loads nothing
+
+
 def test_pictures_name_what_exists() -> None:
     """Each Class.method that a stored picture names is in the package."""
-    files = [FOLDER / "pictures" / name for name in ("hero.svg", "hero.zh-CN.svg", "index.html")]
-    shown = [file.read_text(encoding="utf-8") for file in files if file.exists()]
+    page = (FOLDER / "pictures" / "index.html").read_text(encoding="utf-8")
+    shown = re.findall(r'methods: "(.*?)"', page)
+    assert len(shown) == 5
+    for film in ("hero.svg", "hero.zh-CN.svg"):
+        shown.append((FOLDER / "pictures" / film).read_text(encoding="utf-8"))
     for notebook in map(read, (*ENGLISH, *CHINESE)):
         outputs = [output for cell in code_cells(notebook) for output in cell["outputs"]]
         shown += ["".join(each.get("data", {}).get("image/svg+xml", ())) for each in outputs]

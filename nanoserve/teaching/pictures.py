@@ -122,19 +122,28 @@ def frame_of(llm: LLM, step: int | None) -> Frame:
 
 
 def block_map(
-    llm: LLM, title: str = "The KV cache", step: int | None = None, weights: Any = None
+    llm: LLM,
+    title: str = "The KV cache",
+    step: int | None = None,
+    weights: Any = None,
+    room: int = 0,
+    truth: bool = False,
 ) -> Picture:
     """Every KV block, and the block tables. weights: [num_blocks, block_size], how much a query
-    reads of each slot; the darker, the more."""
+    reads of each slot; the darker, the more. room: lines for so many block tables at least. truth:
+    a slot has a red edge, and the token whose key stands in it, if its owner expects another one.
+    """
     frame = frame_of(llm, step)
     picture = Picture(f"{title} (step {frame.number})" if frame.number else title)
     views = list(frame.views.values())
+    written = written_tokens(llm, frame) if truth else {}
     for number, seq in enumerate(views):
         y = 38 + 16 * number
         picture.box(0, y - 9, 10, 10, colour_of(seq.name), 0.6)
-        text = f"{seq.name}: {seq.status}, {seq.num_computed} of {len(seq.token_ids)} tokens"
+        total = len(seq.token_ids) + len(drafts_of(frame, seq.name))
+        text = f"{seq.name}: {seq.status}, {seq.num_computed} of {total} tokens"
         picture.text(16, y, f"{text} computed, block table {list(seq.block_table)}")
-    top, per_row, size = 34 + 16 * len(views), 5, frame.block_size
+    top, per_row, size = 34 + 16 * max(room, len(views)), 5, frame.block_size
     for block in range(frame.num_blocks):
         x, y = (block % per_row) * (size * SLOT + 12), top + (block // per_row) * (ROW + 20)
         owners = [seq for seq in views if block in seq.block_table]
@@ -157,6 +166,11 @@ def block_map(
             light = dark > 0.5 and weights is not None
             colour = "#fff" if light else "#222" if owners else "#888"
             down = 13 if owners[1:] else 16
+            if owners and texts[slot] and (token := written.get(block * size + slot)) is not None:
+                [really] = token_texts(llm, [token])
+                if texts[slot] not in (really, really[:4] + "?"):
+                    texts[slot] = really
+                    picture.box(left + 1, above + 1, SLOT - 2, ROW - 2, "#ffffff", 0.6, "#d00000")
             picture.text(left + SLOT / 2, above + down, texts[slot], 9, colour, "middle")
     return picture
 
@@ -172,9 +186,26 @@ def block_texts(
     seq = max(owners, key=lambda owner: owner.num_computed)
     start = seq.block_table.index(block) * size
     positions = range(start, start + size)
-    texts = token_texts(llm, seq.token_ids[start : min(start + size, seq.num_computed)])
+    texts = token_texts(llm, seq.token_ids)
+    texts += [text[:4] + "?" for text in token_texts(llm, drafts_of(frame, seq.name))]
+    texts = texts[start : min(start + size, seq.num_computed)]
     first_new = seq.num_computed - seq.num_scheduled
     return texts + [""] * (size - len(texts)), [each >= first_new for each in positions]
+
+
+def written_tokens(llm: LLM, until: Frame) -> dict[int, int]:
+    """Slot -> the token whose key and value were written into it last. (Blocks that were copied or
+    swapped are not followed.)"""
+    written: dict[int, int] = {}
+    scheduler: Any = llm.engine.scheduler
+    for frame in scheduler.frames[: until.number or None]:
+        for seq in frame.views.values():
+            tokens = (*seq.token_ids, *drafts_of(frame, seq.name))
+            for position in range(seq.num_computed - seq.num_scheduled, seq.num_computed):
+                block, offset = divmod(position, frame.block_size)
+                if seq.num_scheduled:
+                    written[seq.block_table[block] * frame.block_size + offset] = tokens[position]
+    return written
 
 
 def hash_chain(llm: LLM, title: str = "What the prefix cache can find") -> Picture:
