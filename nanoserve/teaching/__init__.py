@@ -8,24 +8,29 @@ The notebooks run the real engine, with the demo model and a KV cache that fits 
     block_map(llm, step=3)                       what each KV block held then, and whose it was
     step_tensors(llm, step=3)                    what the model got as its input
     hash_chain(llm)                              what the prefix cache can find
+    drafts(llm, "A")                             which guesses of a speculative engine were right
 
     recorder.py   a scheduler and a runner that remember what they did
     lesson.py     small engines, four requests, checks of guesses
     pictures.py   the state of the engine as SVG
     course/       eight labs: a student's subclasses in the engine, graded by pytest
     post_mortems/ five bugs of real engines, each as a subclass
+    notebooks.py  runs notebooks, and makes a student's copy without outputs
 
 The engine knows nothing of it: the recorder is a subclass of the scheduler, like one that you write
 and give to LLM(scheduler_cls=...).
 
-Left out: moving pictures, pictures of the chapters.
+Left out: pictures that one chapter alone would need.
 """
 
 from importlib import import_module
 
 WHERE = {
-    "lesson": ("CAST", "check", "prompt", "serve", "small_llm"),
-    "pictures": ("bars", "block_map", "hash_chain", "lines", "step_tensors", "timeline"),
+    "lesson": ("CAST", "check", "prompt", "serve", "small_llm", "source"),
+    "pictures": (
+        *("block_map", "drafts", "hash_chain", "step_tensors", "timeline", "token_path"),
+        *("bars", "lines"),
+    ),
     "recorder": ("record",),
 }
 __all__ = [name for names in WHERE.values() for name in names]

@@ -6,8 +6,10 @@ C  What is the capital of France?         D  Remember: ...         a longer prom
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping
+from textwrap import dedent
 from typing import Any
 
 from nanoserve.llm import LLM
@@ -60,6 +62,24 @@ def serve(llm: LLM, requests: Mapping[str, int | tuple[int, int]], **params: Any
             answers[output.request_id] = output.outputs[0].text
         step += 1
     return answers
+
+
+class Source:
+    """Python code, as a notebook shows it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _repr_markdown_(self) -> str:
+        return f"```python\n{self.text}```"
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def source(*parts: Any) -> Source:
+    """The code of these classes, methods or functions: what a chapter adds to the core."""
+    return Source("\n\n".join(dedent(inspect.getsource(part)) for part in parts))
 
 
 def check(guess: Any, answer: Any, hints: Mapping[Any, str] | None = None) -> None:

@@ -7,6 +7,8 @@ Each function returns a Picture, which a notebook shows; picture.save("x.svg") w
     timeline      a row is a request, a box is a step with its number of tokens
     step_tensors  a column is a token of the step
     hash_chain    a box is a block hash, and stands behind its parent
+    drafts        a row is a step: what was guessed, what was accepted, what came instead
+    token_path    a row is a stage of the sampler: the probabilities, laid end to end
 
 Left out: matplotlib. An SVG is text, sharp at any size, and needs no other package.
 """
@@ -26,7 +28,7 @@ from nanoserve.teaching.recorder import Frame, View, make_frame, tokens_of
 
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8a7a00", "#666666")
-SLOT, ROW, TEXT = 37, 24, 11  # pixels
+SLOT, ROW, TEXT, BOX = 37, 24, 11, 122  # pixels
 
 
 class Picture:
@@ -120,19 +122,28 @@ def frame_of(llm: LLM, step: int | None) -> Frame:
 
 
 def block_map(
-    llm: LLM, title: str = "The KV cache", step: int | None = None, weights: Any = None
+    llm: LLM,
+    title: str = "The KV cache",
+    step: int | None = None,
+    weights: Any = None,
+    room: int = 0,
+    truth: bool = False,
 ) -> Picture:
     """Every KV block, and the block tables. weights: [num_blocks, block_size], how much a query
-    reads of each slot; the darker, the more."""
+    reads of each slot; the darker, the more. room: lines for so many block tables at least. truth:
+    a slot has a red edge, and the token whose key stands in it, if its owner expects another one.
+    """
     frame = frame_of(llm, step)
     picture = Picture(f"{title} (step {frame.number})" if frame.number else title)
     views = list(frame.views.values())
+    written = written_tokens(llm, frame) if truth else {}
     for number, seq in enumerate(views):
         y = 38 + 16 * number
         picture.box(0, y - 9, 10, 10, colour_of(seq.name), 0.6)
-        text = f"{seq.name}: {seq.status}, {seq.num_computed} of {len(seq.token_ids)} tokens"
+        total = len(seq.token_ids) + len(drafts_of(frame, seq.name))
+        text = f"{seq.name}: {seq.status}, {seq.num_computed} of {total} tokens"
         picture.text(16, y, f"{text} computed, block table {list(seq.block_table)}")
-    top, per_row, size = 34 + 16 * len(views), 5, frame.block_size
+    top, per_row, size = 34 + 16 * max(room, len(views)), 5, frame.block_size
     for block in range(frame.num_blocks):
         x, y = (block % per_row) * (size * SLOT + 12), top + (block // per_row) * (ROW + 20)
         owners = [seq for seq in views if block in seq.block_table]
@@ -143,9 +154,10 @@ def block_map(
         for slot in range(size):
             left, above = x + slot * SLOT, y + 14
             for i, owner in enumerate(owners if texts[slot] else ()):
-                part = ROW / len(owners)
-                opacity = 0.75 if is_new[slot] else 0.35
-                picture.box(left, above + i * part, SLOT, part, colour_of(owner.name), opacity)
+                part, opacity = SLOT / len(owners), 0.75 if is_new[slot] else 0.35
+                down = 0 if len(owners) == 1 else ROW - 7  # several: a bar for each, below the text
+                colour = colour_of(owner.name)
+                picture.box(left + i * part, above + down, part, ROW - down, colour, opacity)
             fill = "#cccccc" if texts[slot] and not owners else "none"
             if weights is not None:
                 fill = "#000000"
@@ -153,7 +165,13 @@ def block_map(
             picture.box(left, above, SLOT, ROW, fill, dark, "#666" if owners else "#bbb")
             light = dark > 0.5 and weights is not None
             colour = "#fff" if light else "#222" if owners else "#888"
-            picture.text(left + SLOT / 2, above + 16, texts[slot], 10, colour, "middle")
+            down = 13 if owners[1:] else 16
+            if owners and texts[slot] and (token := written.get(block * size + slot)) is not None:
+                [really] = token_texts(llm, [token])
+                if texts[slot] not in (really, really[:4] + "?"):
+                    texts[slot] = really
+                    picture.box(left + 1, above + 1, SLOT - 2, ROW - 2, "#ffffff", 0.6, "#d00000")
+            picture.text(left + SLOT / 2, above + down, texts[slot], 9, colour, "middle")
     return picture
 
 
@@ -168,15 +186,32 @@ def block_texts(
     seq = max(owners, key=lambda owner: owner.num_computed)
     start = seq.block_table.index(block) * size
     positions = range(start, start + size)
-    texts = token_texts(llm, seq.token_ids[start : min(start + size, seq.num_computed)])
+    texts = token_texts(llm, seq.token_ids)
+    texts += [text[:4] + "?" for text in token_texts(llm, drafts_of(frame, seq.name))]
+    texts = texts[start : min(start + size, seq.num_computed)]
     first_new = seq.num_computed - seq.num_scheduled
     return texts + [""] * (size - len(texts)), [each >= first_new for each in positions]
+
+
+def written_tokens(llm: LLM, until: Frame) -> dict[int, int]:
+    """Slot -> the token whose key and value were written into it last. (Blocks that were copied or
+    swapped are not followed.)"""
+    written: dict[int, int] = {}
+    scheduler: Any = llm.engine.scheduler
+    for frame in scheduler.frames[: until.number or None]:
+        for seq in frame.views.values():
+            tokens = (*seq.token_ids, *drafts_of(frame, seq.name))
+            for position in range(seq.num_computed - seq.num_scheduled, seq.num_computed):
+                block, offset = divmod(position, frame.block_size)
+                if seq.num_scheduled:
+                    written[seq.block_table[block] * frame.block_size + offset] = tokens[position]
+    return written
 
 
 def hash_chain(llm: LLM, title: str = "What the prefix cache can find") -> Picture:
     """The blocks that can be found by their hash, each behind its parent."""
     pool = llm.engine.block_manager.pool
-    picture, width = Picture(title), 4 * 32 + 34
+    picture, width = Picture(title), BOX + 16
     children: dict[BlockHash | None, list[BlockHash]] = {}
     for key in pool.cached_blocks:
         children.setdefault(key.parent, []).append(key)
@@ -187,13 +222,13 @@ def hash_chain(llm: LLM, title: str = "What the prefix cache can find") -> Pictu
         nonlocal row
         x, y, block = depth * width, 30 + row * 46, pool.cached_blocks[key]
         if depth:
-            points = [(x - 34, 46 + parent_row * 46), (x - 17, 46 + parent_row * 46)]
-            picture.line([*points, (x - 17, y + 16), (x, y + 16)])
+            points = [(x - 16, 46 + parent_row * 46), (x - 8, 46 + parent_row * 46)]
+            picture.line([*points, (x - 8, y + 16), (x, y + 16)])
         owner = owners.get(block)
-        picture.box(x, y, 128, 32, colour_of(owner.name) if owner else "#cccccc", 0.4)
-        picture.text(x + 4, y + 13, " ".join(token_texts(llm, tokens_of(key))), 10)
+        picture.box(x, y, BOX, 32, colour_of(owner.name) if owner else "#cccccc", 0.4)
+        picture.text(x + 4, y + 13, " ".join(token_texts(llm, tokens_of(key))), 9)
         picture.text(x + 4, y + 26, f"block {block}, {owner.name if owner else 'free'}", 10, "#555")
-        picture.width = max(picture.width, x + 130)
+        picture.width = max(picture.width, x + BOX)
         own_row = row
         for number, child in enumerate(children.get(key, [])):
             row += number > 0
@@ -256,10 +291,11 @@ def step_tensors(llm: LLM, step: int = -1, title: str = "What the model gets") -
     """The arrays of one step; a column is a token."""
     frame: Frame = frame_of(llm, step)
     runner: Any = llm.engine.executor.runner
-    arrays = runner.batches[step - 1 if step > 0 else step].arrays
-    columns = {"input_ids": arrays.input_ids, "positions": arrays.positions}
-    columns["slot_mapping"] = arrays.slot_mapping
-    picture = Picture(f"{title} (step {frame.number})", 110 + 40 * len(arrays.positions))
+    batch = runner.batches[step - 1 if step > 0 else step]
+    arrays, tensors = batch.arrays, batch.tensors  # the model gets the tensors
+    columns = {"input_ids": tensors.input_ids, "positions": tensors.positions}
+    columns["slot_mapping"] = tensors.slot_mapping
+    picture = Picture(f"{title} (step {frame.number})", max(420, 110 + 40 * len(arrays.positions)))
     names = [seq.name for seq in frame.views.values() if seq.num_scheduled]
     starts = arrays.query_start_loc.tolist()
     for name, start, end in zip(names, starts, starts[1:], strict=False):
@@ -278,12 +314,73 @@ def step_tensors(llm: LLM, step: int = -1, title: str = "What the model gets") -
     below = {"query_start_loc": starts, "seq_lens": arrays.seq_lens.tolist()}
     below["block_table"] = arrays.block_table.tolist()
     for number, (name, value) in enumerate(below.items()):
-        picture.text(0, 146 + 16 * number, f"{name:<16} {value}")
+        picture.text(0, 146 + 16 * number, name)
+        picture.text(130, 146 + 16 * number, str(value))
     picture.text(0, 196, "yellow: a token is sampled behind this one", 10, "#666")
     return picture
 
 
+def drafts(llm: LLM, name: str = "A", title: str = "What was guessed, what was right") -> Picture:
+    """Of one request with speculation: a row for each step that verified guesses."""
+    picture, y = Picture(title), 34.0
+    for frame in llm.engine.scheduler.frames:
+        guessed = drafts_of(frame, name)
+        if not guessed:
+            continue
+        new = frame.sampled.get(name, [])
+        right = len(new) - 1
+        picture.text(0, y + 15, f"step {frame.number}")
+        for i, text in enumerate(token_texts(llm, guessed)):
+            colour = COLOURS[2] if i < right else "none"
+            picture.box(64 + 46 * i, y, 44, 20, colour, 0.5)
+            picture.text(86 + 46 * i, y + 14, text, 10, "#222" if i < right else "#888", "middle")
+            if i >= right:
+                picture.line([(66 + 46 * i, y + 10), (106 + 46 * i, y + 10)], COLOURS[4])
+        x = 84 + 46 * max(5, len(guessed))
+        picture.box(x, y, 44, 20, COLOURS[1], 0.6)
+        picture.text(x + 22, y + 14, token_texts(llm, new[-1:])[0], 10, anchor="middle")
+        picture.text(x + 56, y + 15, f"{len(new)} new tokens" if right else "1 new token")
+        y += 26
+    text = "green: a right guess   struck out: a wrong one, or behind one   orange: the model's own"
+    picture.text(0, y + 12, text, 10, "#666")
+    return picture
+
+
+def drafts_of(frame: Frame, name: str) -> tuple[int, ...]:
+    """The guesses that a step verified for a request. (The chapter's scheduler noted them.)"""
+    notes = {kind.__name__: note for kind, note in frame.output.notes.items()}
+    note = notes.get("SpeculativeNote")
+    seq_id = frame.seq_ids.get(name)
+    return tuple(note.drafts.get(seq_id, ())) if note else ()
+
+
 # -- numbers --
+
+
+def token_path(
+    title: str, stages: Mapping[str, Seq[float]], names: Seq[str], u: float | None = None
+) -> Picture:
+    """stages: of each, the probabilities of the tokens `names`; what is missing from 1 is all other
+    tokens. u: the random number, drawn as a line through the last stage."""
+    picture, left, width = Picture(title), 120, 660
+    for number, (stage, probs) in enumerate(stages.items()):
+        x, y = float(left), 34 + 34 * number
+        picture.text(left - 8, y + 16, stage, anchor="end")
+        picture.box(left, y, width, 24, "#dddddd", 0.6)
+        for i, prob in enumerate(probs):
+            part = width * prob
+            if part > 0.5:
+                picture.box(x, y, part, 24, COLOURS[i % 8], 0.45)
+            if part > 8 * len(names[i]):
+                picture.text(x + part / 2, y + 16, names[i], 11, anchor="middle")
+            x += part
+    y = 34 + 34 * len(stages)
+    if u is not None:
+        x = left + width * u
+        picture.line([(x, y - 40), (x, y + 4)], "#222")
+        picture.text(x, y + 16, f"u = {u:.2f}", 11, anchor="middle", bold=True)
+    picture.text(0, y + 16, "grey: all other tokens", 10, "#666")
+    return picture
 
 
 def bars(title: str, values: Mapping[str, float], unit: str = "") -> Picture:

@@ -50,6 +50,7 @@ class Frame:
     preempted: tuple[str, ...] = ()
     sampled: dict[str, list[int]] = field(default_factory=dict)  # known when the step has ended
     finished: list[str] = field(default_factory=list)
+    seq_ids: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +87,7 @@ def make_frame(scheduler: Scheduler, output: SchedulerOutput, number: int = 0) -
         manager.block_size,
         manager.num_blocks,
         {block: tokens_of(key) for key, block in manager.pool.cached_blocks.items()},
+        seq_ids={name_of(seq): seq.seq_id for seq in sequences},
     )
 
 
