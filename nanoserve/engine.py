@@ -174,8 +174,9 @@ class LLMEngine:
         """End requests, at whatever stage: they hand out nothing more. False if none is known."""
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         found = [request for i in ids if (request := self.requests.pop(i, None)) is not None]
+        has_output = any(each.request_id in ids for each in self._outputs)  # not handed out yet
         self._change(partial(self._forget, found, frozenset(ids)))
-        return bool(found)
+        return bool(found) or has_output
 
     def _forget(self, requests: list[Request], request_ids: frozenset[str]) -> None:
         for request in requests:

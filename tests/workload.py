@@ -372,7 +372,8 @@ class Player:
                 call()
 
     def abort(self, name: str) -> None:
-        before = name in self.engine.requests
+        is_coming = any(each.request_id == name for each in self.engine._outputs)
+        before = name in self.engine.requests or is_coming
         assert self.engine.abort_request(name) is before
         if before:
             self.aborted.add(name)
