@@ -383,15 +383,14 @@ def simulated_cuda(
     )
     make_tensor, run_kernel = torch.tensor, InterpretedFunction.run
 
-    def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Any:
-        made = make_tensor(data, **options)
-        made = device_.pin(made) if pin_memory else made
-        return made if device is None else made.to(device)
+    def tensor(data: Any, *, pin_memory: bool = False, **options: Any) -> Any:
+        where, made = options.pop("device", None), make_tensor(data, **options)
+        made = device.pin(made) if pin_memory else made
+        return made if where is None else made.to(where)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         device.launch(partial(run_kernel, self, *unwrap(args), **unwrap(kwargs)))
 
-    device_ = device
     replaced = {
         "Event": partial(Event, device),
         "Stream": partial(Stream, device),
@@ -413,6 +412,8 @@ def simulated_cuda(
     zeros = ("memory_allocated", "max_memory_allocated", "memory_reserved", "empty_cache")
     replaced |= dict.fromkeys((*zeros, "reset_peak_memory_stats"), lambda *_: 0)
     torch._C._ensureCUDADeviceGuardSet()
+    with CPU:
+        torch.tensor(0)  # a device remembers all constructors, at its first use
     with pytest.MonkeyPatch.context() as patch, device:
         for name, value in replaced.items():
             patch.setattr(torch.cuda, name, value)
