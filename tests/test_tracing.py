@@ -138,3 +138,14 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(ModuleNotFoundError, match=r"\[tracing\]"):
         LLM(otlp_traces_endpoint="http://127.0.0.1:9")
+
+
+def test_metrics_count_beside_traces(collector: tuple[str, list[Any]]) -> None:
+    """Both watch how requests end; each sees every one, once."""
+    address, spans = collector
+    with LLM(otlp_traces_endpoint=address, collect_metrics=True, **SMALL) as llm:
+        llm.generate(["Once", "The"], SamplingParams(n=2, seed=1, max_tokens=5), use_tqdm=False)
+        found = llm.get_metrics()
+    assert len(spans) == 4
+    ended = [each for each in found if each.name.endswith("request_success")]
+    assert sum(each.value for each in ended) == 4

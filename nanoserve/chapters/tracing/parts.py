@@ -41,13 +41,13 @@ class TracingSequence(Sequence):
 class TracingScheduler(Scheduler):
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         super().__init__(config, block_manager)
-        self.ended: deque[Sequence] = deque()  # that are no span yet
+        self.without_span: deque[Sequence] = deque()  # that have ended
 
     def finish(self, seq_id: int, status: SequenceStatus) -> None:
         seq = self.sequences.get(seq_id)
         super().finish(seq_id, status)
         if seq is not None:
-            self.ended.append(seq)
+            self.without_span.append(seq)
 
 
 class TracingEngine(LLMEngine):
@@ -73,8 +73,8 @@ class TracingEngine(LLMEngine):
         return outputs
 
     def record_ended(self) -> None:
-        while self.scheduler.ended:
-            seq = self.scheduler.ended.popleft()
+        while self.scheduler.without_span:
+            seq = self.scheduler.without_span.popleft()
             self.tracer.record(seq, seq.trace_headers)
 
     def close(self) -> None:
