@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
+from transformers import GenerationMixin  # noqa: F401 (now: its modules use torch.cuda's classes as types)
 from triton.runtime.interpreter import InterpretedFunction
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata

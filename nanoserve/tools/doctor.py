@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import platform
-from importlib import metadata
+from importlib import import_module
 from typing import Literal
 
 from nanoserve.kernels.memory import available_memory, describe_size
@@ -49,9 +49,10 @@ def main(arguments: list[str]) -> int:
 
 
 def find_version(package: str) -> str:
+    """As the package itself says: torch's has the build, such as 2.13.0+cu130."""
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        return getattr(import_module(package), "__version__", "(unknown)")
+    except ImportError:
         return "(none)"
 
 
