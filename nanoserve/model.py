@@ -110,8 +110,8 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(
             hidden, outputs, bias=bias, layer_config=layer_config.at("gate_up_proj")
         )
-        at = layer_config.at("down_proj")
-        self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=at)
+        down_config = layer_config.at("down_proj")
+        self.down_proj = RowParallelLinear(size, hidden, bias=bias, layer_config=down_config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""

@@ -110,8 +110,8 @@ class ModelRunner:
 
     def load_model(self) -> Model:
         """The model, its weights filled, with the kernels that suit it."""
-        config, own_config = self.config, self.model_config
-        model = loader.load_model(config, own_config, self.layer_config, self.build_model)
+        config, model_config = self.config, self.model_config
+        model = loader.load_model(config, model_config, self.layer_config, self.build_model)
         self.backend, self.choose = choose_kernels(model, self.config, self.device, self.dtype)
         self.layer_config = replace(self.layer_config, attention=self.backend)
         return model

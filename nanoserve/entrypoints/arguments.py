@@ -95,6 +95,7 @@ REFUSED = {
         served_model_name max_num_queued_reqs chat_template""",
 }
 WORDS = {word.partition("=")[0]: word for words in REFUSED.values() for word in words.split()}
+OTHERS = {*ALIASES, *WORDS, *TUNES}  # names that vLLM knows, beside those of the fields
 
 
 def read_options(
@@ -138,7 +139,7 @@ def check_off(name: str, value: Any, allowed: Collection[str]) -> None:
     if name in TUNES:
         return
     if name not in WORDS:
-        near = get_close_matches(name, [*allowed, *ALIASES, *WORDS, *TUNES], n=1)
+        near = get_close_matches(name, [*allowed, *OTHERS], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"there is no option {name!r}.{hint}")
     off = WORDS[name].partition("=")[2].split("|")

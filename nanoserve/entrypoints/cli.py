@@ -109,8 +109,7 @@ class Parser(argparse.ArgumentParser):
             options = read_other_flags(unknown)
         except TypeError as error:
             self.error(str(error))
-        known = {*arguments.TUNES, *arguments.WORDS, *arguments.ALIASES}  # vLLM's other options
-        for flag in [f"--{name.replace('_', '-')}" for name in options.keys() - known]:
+        for flag in [f"--{name.replace('_', '-')}" for name in options.keys() - arguments.OTHERS]:
             near = get_close_matches(flag, self._option_string_actions, n=1)
             self.error(f"no option {flag}.{f' Did you mean {near[0]}?' if near else ''}")
         return args, {**read_engine_flags(args), **options}

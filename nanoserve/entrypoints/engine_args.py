@@ -13,7 +13,7 @@ from dataclasses import fields, make_dataclass
 from typing import Any
 
 from nanoserve.chapters import make_engine, read
-from nanoserve.entrypoints.arguments import ALIASES, TUNES, WORDS
+from nanoserve.entrypoints.arguments import OTHERS
 from nanoserve.entrypoints.flags import add_engine_flags, config_classes, python_value
 from nanoserve.kernels.threads import load_torch
 
@@ -35,14 +35,14 @@ class _EngineArgs:
         unless they are given, so LLM(**vars(args)) works, too."""
         add_engine_flags(parser)
         how: Any = {"nargs": "?", "const": True, "type": python_value}
-        for name in sorted({*TUNES, *WORDS, *ALIASES} - FIELDS.keys()):
+        for name in sorted(OTHERS - FIELDS.keys()):
             flag = "--" + name.replace("_", "-")
             parser.add_argument(flag, **how, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> _EngineArgs:
-        known = {*TUNES, *WORDS, *ALIASES, *FIELDS}
+        known = OTHERS | FIELDS.keys()
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
     def create_engine(self, engine_cls: type) -> Any:

@@ -41,10 +41,9 @@ class QuantizedReference(AttentionBackend):
     """The definition, on a cache of 8 bits."""
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        block_size = kv_cache[0].shape[1]
-        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-        for cache, new in zip(kv_cache, as_stored(key, value, kv_cache), strict=True):
-            cache[block, offset] = new
+        stored = as_stored(key, value, kv_cache)
+        for i in range(0, len(stored), 2):  # numbers, then scales if there are any
+            super().store(stored[i], stored[i + 1], kv_cache[i : i + 2], metadata)
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any

@@ -13,9 +13,9 @@ its BlockHash:
                                               step, and what is in the file to KV block 4
 
 A file is read when its sequence is admitted. If it is damaged, the list ends before it, and the
-rest of the prompt is computed, like any other (in a further step, even without chunked prefill).
-A file is written behind the step that completes
-the block: what a request has computed is in the folder before its next token is known.
+rest of the prompt is computed, like any other (in a further step, even without chunked prefill). A
+file is written behind the step that completes the block: what a request has computed is in the
+folder before its next token is known.
 """
 
 from __future__ import annotations

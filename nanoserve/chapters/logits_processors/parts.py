@@ -79,8 +79,9 @@ class PersistentBatch:
         self.rows: list[int] = []  # seq_id of each
         self.outputs: dict[int, list[int]] = {}  # by seq_id; each list is also the processors'
 
-    def update(self, requests: dict[int, tuple[Any, list[int], list[int]]]) -> BatchUpdate | None:
-        """`requests`: by seq_id, parameters, prompt and output of those in this step."""
+    def update(self, requests: dict[int, tuple[Any, Any, list[int]]]) -> BatchUpdate | None:
+        """`requests`: by seq_id, parameters, prompt (a list, or an array, of which a list is made
+        once) and output of those in this step."""
         free = [row for row, seq_id in enumerate(self.rows) if seq_id not in requests]
         self.outputs = {i: out for i, out in self.outputs.items() if i in requests}
         has_left, added, moved = bool(free), [], []
@@ -91,7 +92,7 @@ class PersistentBatch:
             row = free.pop(0) if free else len(self.rows)
             self.rows[row : row + 1] = [seq_id]
             self.outputs[seq_id] = output
-            added.append((row, params, prompt, output))
+            added.append((row, params, list(map(int, prompt)), output))
         removed = list(free)
         while free:  # the last rows fill the holes
             if free[-1] == len(self.rows) - 1:
@@ -140,7 +141,7 @@ class ProcessingRunner(ModelRunner):
         for row, seq_id, branch_id, index in zip(rows, seq_ids, branch_ids, indices, strict=True):
             start, end = states.num_prompt_tokens[row], arrays.positions[index] + 1
             prompt, output = states.token_ids[row, :start], states.token_ids[row, start:end]
-            requests[int(branch_id)] = (self.params_of[seq_id], prompt.tolist(), output.tolist())
+            requests[int(branch_id)] = (self.params_of[seq_id], prompt, output.tolist())
         batch_update = self.persistent_batch.update(requests)
         for processor in self.processors:
             processor.update_state(batch_update)
