@@ -152,12 +152,11 @@ class Scheduler:
                 return
 
     def is_blocked(self, seq: Sequence) -> bool:
-        """Must `seq` wait until its token in flight is read? It may be the last one, or the sampler
-        needs to know it."""
+        """Must `seq` wait until its token in flight is read? It may be the last one. (A token that
+        the next step depends on is never in flight here: needs_sync.)"""
         if not seq.num_output_placeholders:
             return False
-        is_last = seq.num_output_tokens + seq.num_output_placeholders >= seq.max_tokens
-        return is_last or seq.needs_sync
+        return seq.num_output_tokens + seq.num_output_placeholders >= seq.max_tokens
 
     def is_ready(self, seq: Sequence) -> bool:
         """May `seq` leave the queue? Not while a token of it, preempted meanwhile, is in flight."""
@@ -221,7 +220,8 @@ class Scheduler:
         seq.num_computed_tokens += num_tokens
         if is_last:
             seq.num_output_placeholders += 1
-            step.needs_sync |= seq.needs_sync
+            # The sampler reads its tokens, or new sequences are made of the next one.
+            step.needs_sync |= seq.reads_output or seq.num_pending_forks > 0
 
     def make_new_sequence(self, seq: Sequence) -> NewSequence:
         """All that the runner needs to know about a sequence."""

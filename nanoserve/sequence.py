@@ -119,12 +119,6 @@ class Sequence:
         """Tokens that a step can compute next: known ones, and those in flight."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
-    @property
-    def needs_sync(self) -> bool:
-        """True if the next step cannot be scheduled before the tokens of this step are known: the
-        sampler reads them, or new sequences are made of them."""
-        return self.reads_output or self.num_pending_forks > 0
-
     def make_branch(self, branch: int) -> Sequence:
         """Another of the request's n completions, with no output yet. It holds no blocks."""
         return replace(
