@@ -116,21 +116,22 @@ READ: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_num_seqs": 8, "model": None}, {"max_num_seqs": 8}),
     ({"block_size": None, "enforce_eager": False}, {"enforce_eager": False}),
     ({"num_kv_blocks": 8}, {"num_gpu_blocks_override": 8}),
+    ({"runner": "pooling", "convert": "embed"}, {"runner": "pooling"}),
     ({"dtype": "half"}, {"dtype": "float16"}),
     ({"task": "embed", "convert": None}, {"runner": "pooling"}),
     ({"task": "auto"}, {}),
     ({"max_model_len": -1}, {}),
     ({"guided_decoding_backend": "a"}, {"structured_outputs_config": {"backend": "a"}}),
-    ({"enable_sleep_mode": False, "cpu_offload_gb": 0, "revision": "main"}, {}),
+    ({"enable_sleep_mode": False, "cpu_offload_gb": 0, "tokenizer_revision": "main"}, {}),
     ({"disable_log_requests": True, "kernel_config": {"a": 1}}, {}),
 ]
 REFUSED = [
     ({"max_num_seq": 8}, TypeError, "max_num_seqs"),
     ({"nothing_like_it": 8}, TypeError, "nothing_like_it"),
-    ({"num_kv_blocks": 8, "num_gpu_blocks_override": 8}, TypeError, "num_kv_blocks"),
+    ({"num_kv_blocks": 8, "num_gpu_blocks_override": 9}, TypeError, "num_kv_blocks"),
     ({"enable_sleep_mode": True}, ValueError, "enable_sleep_mode"),
     ({"data_parallel_size": 2}, ValueError, "data_parallel_size"),
-    ({"revision": "v2"}, ValueError, "revision"),
+    ({"tokenizer_revision": "v2"}, ValueError, "tokenizer_revision"),
 ]
 
 

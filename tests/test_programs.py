@@ -410,6 +410,96 @@ from vllm.entrypoints.llm import LLM
 from vllm.v1.engine.llm_engine import LLMEngine as Same
 assert LLMEngine is Same and isinstance(LLM("gpt2").llm_engine, LLMEngine)
 """,
+    # Methods and options of the chapter vllm_api.
+    "enqueue": f"""{GENERATE}
+ids = llm.enqueue(["Once upon a time", "One day"], {GREEDY})
+ids += llm.enqueue("Once", SamplingParams(temperature=0, max_tokens=2))
+outputs = llm.wait_for_completion(use_tqdm=False)
+assert [output.request_id for output in outputs] == ids and llm.wait_for_completion() == []
+assert outputs[0].outputs[0].text == llm.generate("Once upon a time", {GREEDY})[0].outputs[0].text
+""",
+    "a function on the model": """
+from vllm import LLM
+
+llm = LLM("gpt2")
+[number] = llm.apply_model(lambda model: sum(each.numel() for each in model.parameters()))
+assert number > 10**6 and llm.get_world_size() == 1
+assert llm.collective_rpc(lambda runner, x: runner.block_size + x, args=(1,)) == [17]
+""",
+    "a profile": f"""
+import json
+import tempfile
+from pathlib import Path
+from vllm import LLM, SamplingParams
+
+folder = tempfile.mkdtemp()
+llm = LLM("gpt2", profiler_config={{"profiler": "torch", "torch_profiler_dir": folder}})
+llm.start_profile()
+llm.generate("Once", {GREEDY})
+llm.stop_profile()
+[trace] = Path(folder).glob("*.json")
+assert any("matmul" in str(each.get("name")) or "linear" in str(each.get("name"))
+           for each in json.loads(trace.read_text())["traceEvents"])
+""",
+    "logprobs of what the filters leave": """
+from math import exp
+from vllm import LLM, SamplingParams
+
+llm = LLM("gpt2", logprobs_mode="processed_logprobs")
+params = SamplingParams(temperature=2.0, top_k=2, logprobs=5, max_tokens=6, seed=3)
+outputs = llm.generate(["Once", "One"], [params, SamplingParams(temperature=0, logprobs=5)])
+for output, filtered in zip(outputs, (True, False)):
+    for candidates in output.outputs[0].logprobs:
+        probs = sorted((exp(each.logprob) for each in candidates.values()), reverse=True)
+        assert (probs[2] == 0) == filtered and (not filtered or abs(sum(probs) - 1) < 1e-5)
+""",
+    "arguments of the tokenizer": f"""{GENERATE}
+[output] = llm.generate(
+    "Once upon a time there was", {GREEDY},
+    tokenization_kwargs={{"truncation": True, "max_length": 3}},
+)
+assert len(output.prompt_token_ids) == 3
+""",
+    "a chat template as an option": """
+from vllm import LLM, SamplingParams
+
+llm = LLM("gpt2", chat_template="{{ messages[0]['content'] }}")
+[output] = llm.chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=2))
+assert output.prompt == "Once"
+""",
+    "defaults of requests": """
+from vllm import LLM
+
+plain = LLM("gpt2", generation_config="vllm").get_default_sampling_params()
+own = LLM("gpt2", override_generation_config={"temperature": 0.2}).get_default_sampling_params()
+assert (plain.temperature, plain.top_p, own.temperature, own.top_p) == (1.0, 1.0, 0.2, 0.9)
+""",
+    "an empty prefix cache while requests run": f"""{GENERATE}
+llm.add_request("a", "Once upon a time there was a fox", {GREEDY})
+llm.step()
+assert not llm.reset_prefix_cache()
+assert llm.reset_prefix_cache(reset_running_requests=True)
+while llm.has_unfinished_requests():
+    outputs = llm.step()
+alone = llm.generate("Once upon a time there was a fox", {GREEDY})
+assert outputs[-1].outputs[0].token_ids == alone[0].outputs[0].token_ids
+""",
+    "names of other modules": """
+from vllm import LLM, SamplingParams
+from vllm.config import CompilationConfig, KVTransferConfig, PoolerConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils import random_uuid
+from vllm.v1.engine.async_llm import AsyncLLM
+
+llm = LLM("gpt2", compilation_config=CompilationConfig(mode=3, cudagraph_mode="FULL"))
+assert llm.get_tokenizer() is llm.llm_engine.get_tokenizer() and len(random_uuid()) == 32
+pooler = PoolerConfig(pooling_type="MEAN")
+llm = LLM("gpt2", runner="pooling", convert="embed", pooler_config=pooler)
+assert len(llm.embed("Once")[0].outputs.embedding) > 0
+destroy_model_parallel()
+cleanup_dist_env_and_memory()
+""",
 }
 
 

@@ -49,6 +49,7 @@ CHAPTERS = {
     "metrics": "collect_metrics",  # who watches
     "tracing": "otlp_traces_endpoint",
     "beam_search": None,  # a method of LLM
+    "vllm_api": None,  # more of them
 }
 # Of a switch: the value that means no, beside None; and one that means yes.
 OFF: dict[str, Any] = {"pipeline_parallel_size": 1, "runner": "generate", "kv_offloading_size": 0}

@@ -71,6 +71,15 @@ class Options(TypedDict, total=False):
     # chapters/tracing
     otlp_traces_endpoint: str | None
     collect_detailed_traces: Any
+    # chapters/vllm_api
+    revision: str | None
+    download_dir: str | None
+    hf_token: Any
+    chat_template: str | None
+    generation_config: Literal["auto", "vllm"]
+    override_generation_config: dict | None
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
+    profiler_config: Any
     # A class of your own in the place of a part
     engine_cls: type
     config_cls: type

@@ -59,7 +59,7 @@ TUNING = """
     scheduler_reserve_full_isl max_num_partial_prefills max_long_partial_prefills
     prefill_schedule_interval shutdown_timeout jit_monitor_mode numa_bind renderer_num_workers
     kv_cache_metrics show_hidden_metrics_for_version
-    profiler_config tokenizer_pool_size ignore_patterns mm_processor_cache_gb language_model_only
+    tokenizer_pool_size ignore_patterns mm_processor_cache_gb language_model_only
     skip_mm_profiling disable_frontend_multiprocessing kv_offloading_backend"""
 TUNES = frozenset(TUNING.split())
 # What is missing here, or done in another way, and the options that ask for it. "name=x|y" accepts
@@ -77,14 +77,13 @@ REFUSED = {
         nnodes=1 node_rank master_addr
         master_port worker_use_ray worker_cls worker_extension_cls""",
     "Download the checkpoint, edit its config.json if you must, and give its folder as model.": """
-        revision=main tokenizer_revision=main download_dir hf_token config_format=hf
-        rope_scaling rope_theta generation_config override_generation_config code_revision
+        tokenizer_revision=main config_format=hf rope_scaling rope_theta code_revision
         model_loader_extra_config quantization_config""",
     "Prompts are text and token ids; SamplingParams(detokenize=False) makes no text.": """
         tokenizer_mode=hf enable_prompt_embeds limit_mm_per_prompt
         mm_processor_kwargs media_io_kwargs allowed_local_media_path io_processor_plugin""",
-    "Logprobs are the model's own, before penalties and filters; texts are not taken apart.": """
-        logprobs_mode=raw_logprobs reasoning_parser reasoning_config""",
+    "Texts are not taken apart: what a model thinks is a part of its text.": """
+        reasoning_parser reasoning_config""",
     "Give speculative_config={'method': ..., 'model': ..., 'num_speculative_tokens': ...}.": """
         spec_method spec_model spec_tokens speculative_model num_speculative_tokens
         ngram_prompt_lookup_max ngram_prompt_lookup_min""",
@@ -92,7 +91,7 @@ REFUSED = {
         lora_dtype lora_target_modules lora_extra_vocab_size=256 kv_cache_dtype_skip_layers
         calculate_kv_scales quantization_param_path disable_sliding_window""",
     "It is an option of the server: nanoserve serve --help.": """
-        served_model_name max_num_queued_reqs chat_template""",
+        served_model_name max_num_queued_reqs""",
 }
 WORDS = {word.partition("=")[0]: word for words in REFUSED.values() for word in words.split()}
 OTHERS = {*ALIASES, *WORDS, *TUNES}  # names that vLLM knows, beside those of the fields
@@ -114,7 +113,7 @@ def read_options(
         if name not in allowed:
             check_off(given, value, allowed)
         elif value is not None:
-            if name in found:
+            if found.get(name, value) != value:
                 raise TypeError(f"{names[name]} and {given} are the same option; give one of them.")
             found[name], names[name] = value, given
     if tuned and not is_quiet:

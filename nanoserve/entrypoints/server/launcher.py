@@ -45,7 +45,6 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model")
     add("--api-key", nargs="+", metavar="KEY", help="requests need one; or set VLLM_API_KEY")
     add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters, as models")
-    add("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
     add("--allowed-origins", nargs="+", metavar="ORIGIN", help="web pages that may ask; *: all")
     add("--max-num-queued-reqs", type=int, default=1024, metavar="INT",
         help="completions that may be unfinished; more get status 503 (default: 1024)")  # fmt: skip
@@ -98,9 +97,6 @@ def make_app(args: Any, options: dict[str, Any]) -> tuple[AsyncLLM, Any]:
     """An engine that runs, and the application that asks it."""
     llm = make_llm(options, args.max_num_queued_reqs)
     try:
-        if args.chat_template:
-            with open(args.chat_template, encoding="utf-8") as file:
-                llm.get_tokenizer().chat_template = file.read()
         adapters = dict(read_lora_module(word) for word in args.lora_modules)
         names, keys, origins = args.served_model_name, args.api_key, args.allowed_origins
         return llm, build_app(llm, names, adapters, keys, origins)

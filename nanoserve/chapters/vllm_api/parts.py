@@ -1,0 +1,187 @@
+"""What do vLLM's other methods and options add to the engine?
+
+config            where the model comes from; defaults of requests
+engine            reads these, once; the chat template of the option
+runner            logprobs of what the filters leave, if asked for
+LLM               enqueue, profiles, functions on the model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+
+from nanoserve.config import EngineConfig
+from nanoserve.engine import LLMEngine
+from nanoserve.llm import LLM
+from nanoserve.model_runner import ModelRunner
+from nanoserve.models.config import HUB_FILES
+from nanoserve.sampler import apply_min_p, apply_top_k_top_p, gather_logprobs
+from nanoserve.sampling_params import GREEDY_TEMPERATURE
+from nanoserve.sequence import RequestOutput
+
+
+@dataclass(frozen=True)
+class VllmConfig(EngineConfig):
+    # Of a model on the Hugging Face hub: its version, where it is kept, and the key to it.
+    revision: str | None = None
+    download_dir: str | None = None
+    hf_token: Any = None
+    # Jinja text, or a file of it, in place of the tokenizer's own.
+    chat_template: str | None = None
+    # auto: the checkpoint's generation_config.json; vllm: neutral defaults of requests.
+    generation_config: Literal["auto", "vllm"] = "auto"
+    # What comes before it, such as {"temperature": 0.2}.
+    override_generation_config: dict | None = None
+    # raw_logprobs: what the model says; processed_logprobs: what penalties and filters leave of it.
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    # {"torch_profiler_dir": folder} for the traces of start_profile.
+    profiler_config: Any = None
+
+
+class VllmEngine(LLMEngine):
+    def __init__(self, config: Any) -> None:
+        super().__init__(download(config))
+        found = {} if config.generation_config == "vllm" else self.model_config.generation_config
+        found = {**found, **(config.override_generation_config or {})}
+        self.model_config = replace(self.model_config, generation_config=found)
+        if template := config.chat_template:
+            is_text = "{" in template
+            text = template if is_text else Path(template).read_text(encoding="utf-8")
+            self.tokenizer.chat_template = text
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+
+def download(config: Any) -> Any:
+    """The config with the folder of a model for which a version or a place was given."""
+    model = config.model
+    how = {"revision": config.revision, "cache_dir": config.download_dir, "token": config.hf_token}
+    if model is None or not any(how.values()) or Path(model).expanduser().is_dir():
+        return config
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(str(model), allow_patterns=HUB_FILES, **how)
+    except Exception as error:  # of many types, with one meaning: no model
+        raise ValueError(f"the hub did not deliver {str(model)!r} with {how}: {error}") from error
+    return replace(config, model=folder)
+
+
+class VllmRunner(ModelRunner):
+    def load_model(self) -> Any:
+        model, plain = super().load_model(), self.choose
+        if self.config.logprobs_mode == "processed_logprobs":
+
+            def choose(logits: Any, batch: Any) -> Any:
+                self.chosen_from = (logits, batch)
+                return plain(logits, batch)
+
+            self.choose = choose
+        return model
+
+    def draw(self, input_batch: Any, hidden: Any) -> Any:
+        sampled = super().draw(input_batch, hidden)
+        is_raw = self.config.logprobs_mode == "raw_logprobs"
+        if is_raw or sampled is None or sampled.logprobs is None:
+            return sampled
+        logits, batch = self.chosen_from
+        if not batch.is_greedy:
+            is_greedy = batch.temperature < GREEDY_TEMPERATURE
+            filtered = logits / batch.temperature.masked_fill(is_greedy, 1.0)[:, None]
+            if batch.min_p is not None:
+                filtered = apply_min_p(filtered, batch.min_p)
+            filtered = apply_top_k_top_p(filtered, batch.top_k, batch.top_p)
+            logits = torch.where(is_greedy[:, None], logits, filtered)
+        logprobs = gather_logprobs(logits, sampled.token_ids, batch.num_logprobs)
+        return sampled._replace(logprobs=logprobs)
+
+
+class VllmLLM(LLM):
+    """The engine is this process's alone: functions on the model run here."""
+
+    enqueued: tuple[Any, ...] = ()
+    profile: Any = None
+
+    def enqueue(self, prompts: Any, sampling_params: Any = None, **each: Any) -> list[str]:
+        """Check these prompts and keep them for wait_for_completion; their request ids."""
+        each.pop("use_tqdm", None)
+        requests = self.make_requests(prompts, sampling_params, **each)
+        self.enqueued = (*self.enqueued, *requests)
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Complete what was enqueued; the outputs in its order."""
+        requests, self.enqueued = self.enqueued, ()
+        steps = tqdm(self.run_requests(requests), desc="Prompts", disable=not use_tqdm)
+        outputs = {output.request_id: output for output in steps}
+        return [outputs[each.request_id] for each in requests if each.request_id in outputs]
+
+    def generate(
+        self, prompts: Any, *args: Any, tokenization_kwargs: Any = None, **options: Any
+    ) -> Any:
+        if tokenization_kwargs:
+            tokenize = self.llm_engine.input_processor.tokenize
+            is_one = isinstance(prompts, (str, Mapping))
+            texts = [prompts] if is_one else list(prompts)
+            texts = [each["prompt"] if isinstance(each, Mapping) else each for each in texts]
+            found = [tokenize(text, **tokenization_kwargs) for text in texts]
+            prompts = [
+                {"prompt": text, "prompt_token_ids": ids}
+                for text, ids in zip(texts, found, strict=True)
+            ]
+        return super().generate(prompts, *args, **options)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """[func(model)], of this process. Raises ValueError on several ranks."""
+        return self.collective_rpc(lambda runner: func(runner.model))
+
+    def collective_rpc(
+        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> list[Any]:
+        """[method(runner, *args)]; a method of the runner by its name, too."""
+        if self.get_world_size() > 1:
+            raise ValueError("a function reaches the model of one rank only, and there are more.")
+        runner = self.llm_engine.executor.runner
+        bound = (getattr(runner, method),) if isinstance(method, str) else (method, runner)
+        return [bound[0](*bound[1:], *args, **(kwargs or {}))]
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        return self.llm_engine.config.num_ranks
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record what runs until stop_profile."""
+        self.profile = torch.profiler.profile()
+        self.profile.start()
+
+    def stop_profile(self) -> None:
+        """Write the trace: open it at ui.perfetto.dev."""
+        self.profile.stop()
+        given = self.llm_engine.config.profiler_config or {}
+        folder = given.get("torch_profiler_dir") if isinstance(given, Mapping) else None
+        Path(folder or ".").mkdir(parents=True, exist_ok=True)
+        self.profile.export_chrome_trace(str(Path(folder or ".") / "nanoserve_trace.json"))
+
+    def reset_prefix_cache(
+        self, *, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        if reset_running_requests:  # their tokens stay, and are computed again
+            with self.llm_engine.between_steps():
+                self.llm_engine.recover(None)
+        return super().reset_prefix_cache()
+
+
+PARTS = {
+    "config_cls": VllmConfig,
+    "engine_cls": VllmEngine,
+    "runner_cls": VllmRunner,
+    "llm_cls": VllmLLM,
+}
