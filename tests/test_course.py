@@ -63,6 +63,7 @@ MISTAKES = [
     (8, "assert not any(toy.block_manager.pool.ref_counts)", "", "8.5"),
     (8, "assert count == tables.count(block)", "", "8.6"),
     (8, "assert second.num_cached_tokens == 0", "", "8.7"),
+    (9, "short_first: bool = False", "short_first: bool = True", "9.1"),
 ]  # fmt: skip
 TOGETHER = {"1.9", "2.6", "3.5", "4.6", "5.5", "6.5"}  # tasks that need those before them
 
