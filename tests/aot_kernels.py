@@ -177,7 +177,8 @@ def fused(
         table = empty(256, 1, 2 * rotary_dim, dtype=dtype).chunk(2, dim=-1)
         qkv, backend = empty(256, 32 * size, dtype=dtype), TritonBackend()
         for qk_norm in (norm, None):
-            ops.rope_and_store(qkv, qk_norm, table, backend, caches, metadata)
+            attn = mock.Mock(qk_norm=qk_norm, backend=backend)
+            ops.rope_and_store(qkv, attn, table, caches, metadata)
         heads = qkv.unflatten(1, (32, size))
         backend.store(heads[:, 16:24], heads[:, 24:], caches, metadata)
         if cache_dtype is None:
@@ -192,13 +193,14 @@ def fused(
 def quantized(
     kind: str, num_tokens: int, num_groups: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], Any]:
-    """A call of TritonProduct: 4096 inputs, 4096 outputs."""
+    """A product: 4096 inputs, 4096 outputs."""
 
     def call() -> Any:
         width, code = (2048, torch.uint8) if kind == "int4" else (4096, torch.int8)
         scales = empty(4096, num_groups, dtype=torch.float32)
         weight = QuantizedWeight(kind, empty(4096, width, dtype=code), scales)
-        return quantized_triton.TritonProduct(weight)(empty(num_tokens, 4096, dtype=dtype))
+        multiply = quantized_triton.pack(weight)
+        return multiply(weight, empty(num_tokens, 4096, dtype=dtype), 0)
 
     return call
 

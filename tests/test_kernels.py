@@ -33,13 +33,12 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused, quantized, sampling, threads
+from nanoserve.kernels import fused, quantized, quantized_cpu, sampling, threads
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
-from nanoserve.kernels.quantized_cpu import SOURCE, NativeProduct
 from nanoserve.kernels.selector import get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
 
@@ -323,7 +322,7 @@ def test_rope_and_store(
         each.weight.copy_(rand(head_dim, seed=i))
     attention: Any = SimpleNamespace(q_norm=norms[0], k_norm=norms[1])
     attention.num_heads, attention.num_kv_heads = num_heads, num_kv_heads
-    norm = fused.QKNorm(attention) if has_norm else None
+    attention.qk_norm = fused.QKNorm(attention) if has_norm else None
     rope = rand(num_tokens, 1, 2 * rotary_dim, seed=2, dtype=dtype).chunk(2, dim=-1)
     qkv, slots = rand(num_tokens, rows * head_dim, dtype=dtype), torch.arange(num_tokens) * 3
     metadata = StepMetadata(slots, *[slots.int()] * 3)
@@ -331,11 +330,11 @@ def test_rope_and_store(
     caches = [
         KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(5, 4, cache_dtype, CPU) for _ in "ab"
     ]
-    plain = QuantizedReference() if len(caches[0]) > 2 else AttentionBackend()
-    expected = fused.rope_and_store(qkv, norm, rope, plain, caches[0], metadata)
-    backend = get_attn_backend(name, CPU, dtype)
+    attention.backend = QuantizedReference() if len(caches[0]) > 2 else AttentionBackend()
+    expected = fused.rope_and_store(qkv, attention, rope, caches[0], metadata)
+    attention.backend = get_attn_backend(name, CPU, dtype)
     ops = make_ops(name, dtype)
-    found = ops.rope_and_store(qkv.clone(), norm, rope, backend, caches[1], metadata)
+    found = ops.rope_and_store(qkv.clone(), attention, rope, caches[1], metadata)
     close(found, expected, dtype, 3)
     kept, wanted = (
         [
@@ -379,19 +378,22 @@ def make_weight(kind: str, outputs: int, size: int, groups: int, **options: Any)
     return QuantizedWeight(kind, stored, scales, zeros, **options)
 
 
-def make_product(name: str, weight: QuantizedWeight) -> nn.Module:
+def make_product(name: str, weight: QuantizedWeight) -> quantized.Product:
     if name == "native":
-        return NativeProduct(weight)
+        return quantized_cpu.pack(weight)
     from nanoserve.kernels import quantized_triton
 
     assume(weight.kind != "fp8" and quantized_triton.choose_block_k(weight))
-    return quantized_triton.TritonProduct(weight)
+    return quantized_triton.pack(weight)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("native", marks=pytest.mark.skipif(load_library(SOURCE) is None, reason="")),
+        pytest.param(
+            "native",
+            marks=pytest.mark.skipif(load_library(quantized_cpu.SOURCE) is None, reason=""),
+        ),
         "triton",
     ],
 )
@@ -417,7 +419,7 @@ def test_quantized_products(
 def test_quantized_experts(is_prepared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows, sorted by expert, each times the matrix of its expert."""
     if not is_prepared:
-        monkeypatch.setattr(quantized, "choose_product", lambda weight: None)
+        monkeypatch.setattr(quantized, "choose_pack", lambda weight: None)
     weight = make_weight("int8", 6, 16, 2, zeros=True, order=False, num_experts=3)
     matrices, rows = weight.dequantize().unflatten(0, (3, 6)), rand(5, 32)
     offsets, experts = torch.tensor([2, 2, 5]), [0, 0, 2, 2, 2]

@@ -23,7 +23,7 @@ from nanoserve.chapters.lora.layers import LoRASlots
 from nanoserve.chapters.quantization.linear import QuantizedLinearMethod
 from nanoserve.kernels.fused import fuse
 from nanoserve.kernels.kv_cache import CACHE_DTYPES
-from nanoserve.kernels.quantized import ScaledMatmul
+from nanoserve.kernels.quantized import pack_scaled
 from nanoserve.layers import LayerConfig
 from nanoserve.models.config import DEMO_MODEL, ModelConfig
 from nanoserve.models.registry import build_model
@@ -95,8 +95,8 @@ def run_step(
     model: Any = build_model(config, 1024, layer_config)
     for layer in model.modules():
         if (weight := getattr(layer, "quantized_weight", None)) is not None:
-            product = ScaledMatmul if weights == "fp8" else quantized_triton.TritonProduct
-            weight.product = product(weight)
+            pack = pack_scaled if weights == "fp8" else quantized_triton.pack
+            weight.product = pack(weight)
     fuse(model, fused_triton.TritonOps())
     num_seqs, num_tokens = len(query_lens), sum(query_lens)
     if lora:

@@ -20,6 +20,7 @@ vLLM: vllm/attention/backends/torch_sdpa.py (V0); vllm/v1/attention/backends/cpu
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,15 +47,8 @@ class TorchBackend(QuantizedReference):
         ]
         return replace(metadata, plan=plan)
 
-    def attend(  # type: ignore[override]  # (it names what QuantizedReference hands on)
-        self,
-        query: Tensor,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
+    def attend(
+        self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
         output = query.new_empty(*query.shape[:2], kv_cache[1].shape[-1])
         heads = torch.arange(kv_cache[0].shape[2], device=query.device)[:, None]
@@ -66,16 +60,9 @@ class TorchBackend(QuantizedReference):
                 keys, values = keys.float() * scales[0], values.float() * scales[1]
             for first in range(start, end, QUERY_TILE):
                 last = min(first + QUERY_TILE, end)
-                num_seen = seq_len - end + last
-                mixed = dense_attention(
-                    query[first:last].transpose(0, 1),
-                    keys[:, :num_seen].to(query.dtype),
-                    values[:, :num_seen].to(query.dtype),
-                    scale,
-                    sliding_window,
-                    logits_soft_cap,
-                )
-                output[first:last] = mixed.transpose(0, 1)
+                num_seen, some = seq_len - end + last, query[first:last].transpose(0, 1)
+                key, value = (x[:, :num_seen].to(query.dtype) for x in (keys, values))
+                output[first:last] = dense_attention(some, key, value, **options).transpose(0, 1)
         return output
 
 
@@ -92,8 +79,8 @@ def dense_attention(
     keys: Tensor,
     values: Tensor,
     scale: float,
-    sliding_window: int | None,
-    logits_soft_cap: float | None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
 ) -> Tensor:
     """Attention of the last queries [num_heads, q, dim] over keys and values [num_kv_heads, k,
     dim]. Returns [num_heads, q, value_dim]."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.layers import LayerConfig, RMSNorm, Rope, apply_rope
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer
 
@@ -43,36 +43,31 @@ class QKNorm(RMSNorm):
         self.weight = nn.Parameter(torch.cat(rows), requires_grad=False)
 
 
-def rope_and_store(
-    qkv: Tensor,
-    qk_norm: QKNorm | None,
-    rope: Rope,
-    backend: AttentionBackend,
-    kv_cache: KVCache,
-    metadata: StepMetadata,
-) -> Tensor:
-    """What model.Attention does between its product and attend: the definition. `qkv` [num_tokens,
-    (num_heads + 2 * num_kv_heads) * head_dim]; returns the queries [num_tokens, num_heads,
-    head_dim]."""
-    num_kv_heads, head_dim = kv_cache[0].shape[2:]
-    heads = qkv.unflatten(1, (-1, head_dim))
-    qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-    if qk_norm is not None:
-        qk = qk_norm(qk)
-    q, k = apply_rope(qk, *rope).split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-    backend.store(k, v, kv_cache, metadata)
-    return q
-
-
 class FusedAttention(Attention):
     ops: Any
     qk_norm: QKNorm | None
 
     def forward(self, x: Tensor, rope: Rope, kv_cache: KVCache, metadata: StepMetadata) -> Tensor:
-        qkv, step = self.qkv_proj(x), (kv_cache, metadata)
-        q = self.ops.rope_and_store(qkv, self.qk_norm, rope, self.backend, *step)
+        step = (kv_cache, metadata)
+        q = self.ops.rope_and_store(self.qkv_proj(x), self, rope, *step)
         output = self.backend.attend(q, *step, scale=self.scale, sliding_window=self.window)
         return self.o_proj(output.flatten(1))
+
+
+def rope_and_store(
+    x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
+) -> Tensor:
+    """What model.Attention does between its product and attend: the definition. The product `x` is
+    [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; returns the queries [num_tokens,
+    num_heads, head_dim]."""
+    num_kv_heads, head_dim = kv_cache[0].shape[2:]
+    heads = x.unflatten(1, (-1, head_dim))
+    qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+    if attn.qk_norm is not None:
+        qk = attn.qk_norm(qk)
+    q, k = apply_rope(qk, *rope).split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
+    attn.backend.store(k, v, kv_cache, metadata)
+    return q
 
 
 class FusedMLP(MLP):

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels import fused
-from nanoserve.kernels.fused import QKNorm
+from nanoserve.kernels.fused import FusedAttention
 from nanoserve.layers import Rope
 
 PER_THREAD = 8  # numbers of a thread
@@ -243,7 +243,7 @@ def rope_and_store_kernel(
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *tensors: Any, **constants: Any) -> None:
-    if grid[0]:
+    if all(grid):
         kernel[grid](*tensors, **constants, **OPTIONS)
 
 
@@ -322,28 +322,22 @@ class TritonOps:
         return output
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        qk_norm: QKNorm | None,
-        rope: Rope,
-        backend: AttentionBackend,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
+        self, x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
     ) -> Tensor:
         """A backend that stores in its own way keeps doing so."""
-        if type(backend).store is not TritonStore.store:
-            return fused.rope_and_store(qkv, qk_norm, rope, backend, kv_cache, metadata)
+        if type(attn.backend).store is not TritonStore.store:
+            return fused.rope_and_store(x, attn, rope, kv_cache, metadata)
         _, block_size, num_kv_heads, head_dim = kv_cache[0].shape
-        num_tokens, num_rows = len(qkv), qkv.shape[1] // head_dim
-        query = qkv.new_empty(num_tokens, num_rows - 2 * num_kv_heads, head_dim)
+        num_tokens, num_rows = len(x), x.shape[1] // head_dim
+        query = x.new_empty(num_tokens, num_rows - 2 * num_kv_heads, head_dim)
         block_d = triton.next_power_of_2(head_dim)
         block_h = max(1, min(NUMBERS // block_d, triton.next_power_of_2(num_rows)))
-        weight, eps = (qkv, 0.0) if qk_norm is None else (qk_norm.weight, qk_norm.eps)
+        weight, eps = (x, 0.0) if attn.qk_norm is None else (attn.qk_norm.weight, attn.qk_norm.eps)
         tensors = (*rope, query, *as_pointers(kv_cache), metadata.slot_mapping)
         launch(
             rope_and_store_kernel,
             (num_tokens, triton.cdiv(num_rows, block_h)),
-            *(qkv.contiguous(), weight, *tensors, rope[0].stride(0), eps),
+            *(x.contiguous(), weight, *tensors, rope[0].stride(0), eps),
             NUM_HEADS=query.shape[1],
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -351,7 +345,7 @@ class TritonOps:
             BLOCK_SIZE=block_size,
             BLOCK_H=block_h,
             BLOCK_D=block_d,
-            HAS_NORM=qk_norm is not None,
+            HAS_NORM=attn.qk_norm is not None,
             BITS_8=kind_of_8_bits(kv_cache),
             num_warps=num_warps_for(block_h * block_d),
         )

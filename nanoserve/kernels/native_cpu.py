@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
+from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.kernels.attention_cpu import TorchBackend
-from nanoserve.kernels.fused import QKNorm
+from nanoserve.kernels.fused import FusedAttention
 from nanoserve.layers import Rope
 
 logger = logging.getLogger("nanoserve")
@@ -130,7 +130,7 @@ def find_function(library: ctypes.CDLL, name: str) -> Any:
 
 
 class Native:
-    """fused.Ops for one dtype, compiled."""
+    """What fused.py calls, for one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library, self.dtype = library, NAMES[dtype]
@@ -145,22 +145,16 @@ class Native:
         return output, x
 
     def rope_and_store(
-        self,
-        qkv: Tensor,
-        qk_norm: QKNorm | None,
-        rope: Rope,
-        backend: AttentionBackend,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
+        self, x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
     ) -> Tensor:
         """fused.rope_and_store, for caches that lie as KVCacheSpec.allocate makes them."""
-        (cos, sin), (keys, values, *scales), qkv = rope, kv_cache, qkv.contiguous()
+        (cos, sin), (keys, values, *scales), norm = rope, kv_cache, attn.qk_norm
         num_blocks, block_size, num_kv_heads, head_dim = keys.shape
-        query = qkv.new_empty(len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
+        query = x.new_empty(len(x), x.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
         call(
             self.library, f"rope_and_store.{self.dtype}_{CACHE_NAMES[keys.dtype]}",
             *query.shape[:2], num_kv_heads, head_dim, cos.shape[-1], cos.stride(0), block_size,
-            num_blocks, qk_norm.eps if qk_norm else 0.0, qkv, qk_norm.weight if qk_norm else None,
+            num_blocks, norm.eps if norm else 0.0, x.contiguous(), norm.weight if norm else None,
             cos, sin, metadata.slot_mapping, keys, values, *(scales or (None, None)), query,
         )  # fmt: skip
         return query
@@ -192,26 +186,18 @@ class NativeBackend(TorchBackend):
             )
         self.library = library
 
-    def attend(  # type: ignore[override]  # (as in TorchBackend)
-        self,
-        query: Tensor,
-        kv_cache: KVCache,
-        metadata: StepMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logits_soft_cap: float | None = None,
+    def attend(
+        self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any
     ) -> Tensor:
         """For caches that lie as KVCacheSpec.allocate makes them."""
         keys, values, *scales = kv_cache
         query, table = query.contiguous(), metadata.block_table
-        options: Any = {"sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        output = super().attend(query, kv_cache, metadata, scale=scale, **options)
+        window, soft_cap = options.get("sliding_window") or 0, options.get("logits_soft_cap") or 0.0
+        output = super().attend(query, kv_cache, metadata, **options)
         call(
             self.library, f"paged_decode.{NAMES[query.dtype]}_{CACHE_NAMES[keys.dtype]}",
             len(table), self.min_queries - 1, *query.shape[1:], *keys.shape[:3], values.shape[-1],
-            table.stride(0), sliding_window or 0, scale, logits_soft_cap or 0.0, query, keys,
-            values, *(scales or (None, None)), metadata.query_start_loc, metadata.seq_lens, table,
-            output,
+            table.stride(0), window, options["scale"], soft_cap, query, keys, values,
+            *(scales or (None, None)), metadata.query_start_loc, metadata.seq_lens, table, output,
         )  # fmt: skip
         return output

@@ -16,6 +16,9 @@ is x W^T with that weight, in the fastest way that there is here for its kind:
     anywhere else        all kinds      the weight is dequantized for each product; so are experts
                                         on a GPU
 
+Each way is a pair of functions: `pack` brings a weight's tensors into the layout that is read
+fastest, and returns its `multiply`.
+
 Nothing here knows a checkpoint's format: chapters/quantization brings each one to this form.
 
 vLLM: vllm/model_executor/layers/quantization/utils/w8a8_utils.py (V0);
@@ -32,13 +35,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoserve.kernels import quantized_cpu
 from nanoserve.kernels.native_cpu import load_library
-from nanoserve.kernels.quantized_cpu import KINDS, SOURCE, NativeProduct, unpack_int4
+from nanoserve.kernels.quantized_cpu import unpack_int4
 
 FP8_ALIGNMENT = 16  # _scaled_mm wants multiples of it, of inputs and of outputs
 
 # (rows [num_rows, in] sorted by expert, weight [experts, out, in], offsets [experts]) -> rows, out
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (packed weight, x [num_rows, in], expert) -> x times the matrix of that expert, [num_rows, out]
+Product = Callable[["QuantizedWeight", Tensor, int], Tensor]
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -49,14 +55,15 @@ def pack_int4(codes: Tensor) -> Tensor:
 class QuantizedWeight(nn.Module):
     """A matrix [out, in] of codes, on the device of its codes.
 
-    After `prepare` the product may have them, in another order: dequantize is for before.
+    After `prepare` the tensors may lie in another way: dequantize is for before.
     """
 
-    codes: Any  # see __init__; None when the product has them
+    codes: Any  # see __init__
     scales: Any
     zeros: Any
     order: Any  # None: the columns are in the inputs' order
-    input_scale: Tensor | None
+    input_scale: Any
+    product: Any = None  # the Product that `prepare` has chosen; None: the weight is dequantized
 
     def __init__(
         self,
@@ -80,21 +87,13 @@ class QuantizedWeight(nn.Module):
         num_experts  of as many matrices, the rows lie below each other
         """
         super().__init__()
-        num_inputs = codes.shape[1] * (2 if kind == "int4" else 1)
-        if kind not in KINDS or num_inputs % scales.shape[1] or len(scales) != len(codes):
-            raise ValueError(
-                f"a quantized weight of kind {kind!r} ({', '.join(KINDS)}) has {len(codes)} x "
-                f"{num_inputs} codes, and {len(scales)} x {scales.shape[1]} scales. Scales have "
-                "as many rows, and their columns divide those of the codes."
-            )
-        self.kind, self.num_outputs, self.num_inputs = kind, len(codes), num_inputs
-        self.num_groups, self.num_experts = scales.shape[1], num_experts
-        self.quantizes_inputs = quantizes_inputs
+        self.kind, self.quantizes_inputs, self.num_experts = kind, quantizes_inputs, num_experts
+        self.num_outputs, self.num_groups = scales.shape
+        self.num_inputs = codes.shape[1] * (2 if kind == "int4" else 1)
+        self.group_size = self.num_inputs // self.num_groups  # columns that share a scale
         tensors = {"codes": codes, "scales": scales, "zeros": zeros, "order": order}
         for name, tensor in {**tensors, "input_scale": input_scale}.items():
             self.register_buffer(name, tensor, persistent=False)
-        self.group_size = num_inputs // scales.shape[1]  # columns that share a scale
-        self.product: Any = None  # a module that multiplies: what `prepare` has chosen
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight [out, in] that the codes stand for: the definition."""
@@ -110,71 +109,59 @@ class QuantizedWeight(nn.Module):
 
     def prepare(self) -> None:
         """The weight is complete: bring it into the layout that is multiplied fastest."""
-        product = choose_product(self)
-        if product is not None:
-            self.product = product(self)
-            self.codes = self.scales = self.zeros = None
+        if pack := choose_pack(self):
+            self.product = pack(self)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [num_tokens, in] -> x W^T + b, [num_tokens, out]."""
         if self.product is None:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        output = self.product(self._ordered(x))
+        output = self.product(self, self._ordered(x), 0)
         return output if bias is None else output.add_(bias)
 
     def multiply_grouped(self, rows: Tensor, offsets: Tensor, matmul: GroupedMatmul) -> Tensor:
         """rows [num_rows, in], sorted by expert, each times the matrix of its expert; the rows of
         expert e end before offsets[e]. `matmul` does it with a weight [experts, out, in]."""
-        if self.num_experts == 1:
-            return self.multiply(rows)
         if self.product is None:
             weight = self.dequantize(rows.dtype).unflatten(0, (self.num_experts, -1))
             return matmul(rows, weight, offsets)
-        rows, of_expert = self._ordered(rows), self.product.of_expert
-        parts = rows.tensor_split(offsets[:-1].tolist())
-        return torch.cat([of_expert(part, expert) for expert, part in enumerate(parts)])
+        parts = self._ordered(rows).tensor_split(offsets[:-1].tolist())
+        return torch.cat([self.product(self, part, i) for i, part in enumerate(parts)])
 
     def _ordered(self, x: Tensor) -> Tensor:
         """The inputs in the order of the columns."""
         return x if self.order is None else x.index_select(1, self.order)
 
 
-class ScaledMatmul(nn.Module):
+def pack_scaled(weight: QuantizedWeight) -> Product:
+    """For FP8 units: the scales lie along the outputs."""
+    weight.scales = weight.scales.t().contiguous()  # [1, out]
+    return multiply_scaled
+
+
+def multiply_scaled(weight: QuantizedWeight, x: Tensor, expert: int) -> Tensor:
     """Both sides in FP8, multiplied as such; the scales of rows and outputs come afterwards."""
+    from nanoserve.kernels import fused_triton  # here: a Mac has no Triton
 
-    codes: Tensor
-    scales: Tensor
-    input_scale: Tensor | None
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__()
-        scales = weight.scales.t().contiguous()  # [1, out]
-        tensors = {"codes": weight.codes, "scales": scales, "input_scale": weight.input_scale}
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        from nanoserve.kernels import fused_triton  # here: a Mac has no Triton
-
-        numbers, scale = fused_triton.quantize_rows(x, self.input_scale)
-        product = torch._scaled_mm(
-            numbers, self.codes.t(), scale_a=scale, scale_b=self.scales, out_dtype=torch.bfloat16
-        )
-        return product.to(x.dtype)
+    numbers, scale = fused_triton.quantize_rows(x, weight.input_scale)
+    product = torch._scaled_mm(
+        numbers, weight.codes.t(), scale_a=scale, scale_b=weight.scales, out_dtype=torch.bfloat16
+    )
+    return product.to(x.dtype)
 
 
-def choose_product(weight: QuantizedWeight) -> Callable[[QuantizedWeight], nn.Module] | None:
-    """What multiplies by this weight on its device; None: it is dequantized for each product."""
+def choose_pack(weight: QuantizedWeight) -> Callable[[QuantizedWeight], Product] | None:
+    """What packs this weight on its device; None: it is dequantized for each product."""
     device = weight.codes.device
     if device.type == "cpu":
-        return NativeProduct if load_library(SOURCE) else None
+        return quantized_cpu.pack if load_library(quantized_cpu.SOURCE) else None
     if device.type != "cuda" or weight.num_experts > 1 or not find_spec("triton"):
         return None
     if weight.kind != "fp8":
-        from nanoserve.kernels.quantized_triton import TritonProduct, choose_block_k
+        from nanoserve.kernels import quantized_triton
 
-        return TritonProduct if choose_block_k(weight) else None
+        return quantized_triton.pack if quantized_triton.choose_block_k(weight) else None
     sizes = (weight.num_outputs, weight.num_inputs)
     can_scale = torch.cuda.get_device_capability(device) >= (8, 9)
     can_scale = can_scale and weight.num_groups == 1 and not any(n % FP8_ALIGNMENT for n in sizes)
-    return ScaledMatmul if can_scale and weight.quantizes_inputs else None
+    return pack_scaled if can_scale and weight.quantizes_inputs else None

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve.kernels.native_cpu import call, load_library
 
 if TYPE_CHECKING:
-    from nanoserve.kernels.quantized import QuantizedWeight
+    from nanoserve.kernels.quantized import Product, QuantizedWeight
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 PANEL = 64  # outputs, as in the source
@@ -46,42 +46,26 @@ def as_panels(tensor: Tensor, num_experts: int) -> Tensor:
     return panels.transpose(2, 3).contiguous()
 
 
-class NativeProduct(nn.Module):
-    """Multiplies by the matrix of each expert (if there are none: of the only one)."""
+def pack(weight: QuantizedWeight) -> Product:
+    """Lay the weight of each expert out in panels; a zero becomes zero * scale."""
+    is_int4 = weight.kind == "int4"
+    codes = unpack_int4(weight.codes) if is_int4 else weight.codes.view(torch.uint8)
+    codes = as_panels(codes, weight.num_experts)
+    weight.codes = codes[..., : PANEL // 2] | codes[..., PANEL // 2 :] << 4 if is_int4 else codes
+    if weight.zeros is not None:
+        zeros = weight.scales * (weight.zeros.float() - (8 if is_int4 else 0))
+        weight.zeros = as_panels(zeros, weight.num_experts)
+    weight.scales = as_panels(weight.scales, weight.num_experts)
+    return multiply
 
-    codes: Tensor
-    scales: Tensor
-    offsets: Tensor | None
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__()
-        self.library, self.kind = load_library(SOURCE), KINDS.index(weight.kind)
-        self.num_outputs = weight.num_outputs // weight.num_experts
-        is_int4 = weight.kind == "int4"
-        codes = unpack_int4(weight.codes) if is_int4 else weight.codes.view(torch.uint8)
-        codes = as_panels(codes, weight.num_experts)
-        if is_int4:
-            codes = codes[..., : PANEL // 2] | codes[..., PANEL // 2 :] << 4
-        offsets = None
-        if weight.zeros is not None:
-            offsets = weight.scales * (weight.zeros.float() - (8 if is_int4 else 0))
-            offsets = as_panels(offsets, weight.num_experts)
-        self.register_buffer("codes", codes, persistent=False)
-        scales = as_panels(weight.scales.float(), weight.num_experts)
-        self.register_buffer("scales", scales, persistent=False)
-        self.register_buffer("offsets", offsets, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_rows, in] -> [num_rows, out]."""
-        return self.of_expert(x, 0)
-
-    def of_expert(self, x: Tensor, expert: int) -> Tensor:
-        """The same, by the matrix of this expert."""
-        rows, num_groups = x.float().contiguous(), self.scales.shape[2]
-        output = rows.new_empty(len(x), self.num_outputs)
-        offsets = None if self.offsets is None else self.offsets[expert]
-        call(
-            self.library, "quantized_multiply", *rows.shape, self.num_outputs, num_groups,
-            self.kind, rows, self.codes[expert], self.scales[expert], offsets, output,
-        )  # fmt: skip
-        return output.to(x.dtype)
+def multiply(weight: QuantizedWeight, x: Tensor, expert: int) -> Tensor:
+    """[num_rows, in] -> [num_rows, out], by the matrix of this expert."""
+    rows = x.float().contiguous()
+    output = rows.new_empty(len(x), weight.num_outputs // weight.num_experts)
+    call(
+        load_library(SOURCE), "quantized_multiply", *rows.shape, output.shape[1],
+        weight.num_groups, KINDS.index(weight.kind), rows, weight.codes[expert],
+        weight.scales[expert], None if weight.zeros is None else weight.zeros[expert], output,
+    )  # fmt: skip
+    return output.to(x.dtype)

@@ -22,19 +22,20 @@ vllm/model_executor/kernels/linear/mixed_precision/triton_w4a16.py (V1).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoserve.kernels import attention_triton
 from nanoserve.kernels.fused_triton import launch
 
 if TYPE_CHECKING:
-    from nanoserve.kernels.quantized import QuantizedWeight
+    from nanoserve.kernels.quantized import Product, QuantizedWeight
 
-MAX_BLOCK_K = 128  # inputs of a piece
+MAX_BLOCK_K = 128  # inputs of a piece: the largest block of all
 MIN_BLOCK_K = {"int4": 32, "int8": 16}  # tl.dot takes 16 at least, and int4 has two halves
 MIN_BLOCK_M = 16  # tokens, of tl.dot
 MAX_BLOCK_M = 64
@@ -105,50 +106,35 @@ def choose_block_k(weight: QuantizedWeight) -> int | None:
     return block_k if block_k >= MIN_BLOCK_K[weight.kind] else None
 
 
-class TritonProduct(nn.Module):
-    """The kernel's launch, for a weight with choose_block_k."""
+def pack(weight: QuantizedWeight) -> Product:
+    """Give the weight its zeros, one for each scale. It must have a choose_block_k."""
+    zeros = weight.zeros
+    if zeros is None:
+        zeros = weight.scales.new_full((), 8 if weight.kind == "int4" else 0)
+    weight.zeros = zeros.float().expand_as(weight.scales).contiguous()
+    is_old = attention_triton.get_gpu_info(weight.codes.device).capability < 80
+    return partial(multiply, most=T4_BLOCK if is_old else MAX_BLOCK_K)
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        super().__init__()
-        self.kind, self.block_k = weight.kind, choose_block_k(weight)
-        self.is_old = attention_triton.get_gpu_info(weight.codes.device).capability < 80
-        self.num_inputs, self.group_size = weight.num_inputs, weight.group_size
-        zeros = weight.zeros
-        if zeros is None:
-            zeros = weight.scales.new_full((), 8 if weight.kind == "int4" else 0)
-        zeros = zeros.float().expand_as(weight.scales).contiguous()
-        tensors = {"codes": weight.codes, "scales": weight.scales.float(), "zeros": zeros}
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor.contiguous(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in] -> [num_tokens, out]."""
-        num_tokens, num_outputs = len(x), len(self.codes)
-        output = x.new_empty(num_tokens, num_outputs)
-        block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(num_tokens)))
-        # Few tokens: many programs, to read faster.
-        block_n, num_warps = (32, 4) if block_m == MIN_BLOCK_M else (64, 8)
-        block_k = self.block_k
-        if self.is_old:
-            block_m, block_n, block_k = (min(n, T4_BLOCK) for n in (block_m, block_n, block_k))
-        if num_tokens:
-            launch(
-                quantized_matmul_kernel,
-                (triton.cdiv(num_outputs, block_n), triton.cdiv(num_tokens, block_m)),
-                *(x.contiguous(), self.codes, self.scales, self.zeros, output),
-                num_tokens=num_tokens,
-                num_outputs=num_outputs,
-                NUM_INPUTS=self.num_inputs,
-                GROUP_SIZE=self.group_size,
-                IS_INT4=self.kind == "int4",
-                BLOCK_M=block_m,
-                BLOCK_N=block_n,
-                BLOCK_K=block_k,
-                num_warps=num_warps,
-                num_stages=3,
-            )
-        return output
+def multiply(weight: QuantizedWeight, x: Tensor, expert: int, most: int) -> Tensor:
+    """[num_tokens, in] -> [num_tokens, out], in blocks of `most` numbers at most."""
+    output = x.new_empty(len(x), weight.num_outputs)
+    block_m = max(MIN_BLOCK_M, min(MAX_BLOCK_M, triton.next_power_of_2(len(x))))
+    # Few tokens: many programs, to read faster.
+    block_n, num_warps = (32, 4) if block_m == MIN_BLOCK_M else (64, 8)
+    sizes = (block_m, block_n, choose_block_k(weight))
+    block_m, block_n, block_k = (min(size, most) for size in sizes)
+    launch(
+        quantized_matmul_kernel,
+        (triton.cdiv(weight.num_outputs, block_n), triton.cdiv(len(x), block_m)),
+        *(x.contiguous(), weight.codes, weight.scales, weight.zeros, output, *output.shape),
+        NUM_INPUTS=weight.num_inputs,
+        GROUP_SIZE=weight.group_size,
+        IS_INT4=weight.kind == "int4",
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=num_warps,
+        num_stages=3,
+    )
+    return output
