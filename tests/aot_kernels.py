@@ -177,7 +177,7 @@ def fused(
         table = empty(256, 1, 2 * rotary_dim, dtype=dtype).chunk(2, dim=-1)
         qkv, backend = empty(256, 32 * size, dtype=dtype), TritonBackend()
         for qk_norm in (norm, None):
-            attn = mock.Mock(qk_norm=qk_norm, backend=backend)
+            attn = mock.Mock(qk_norm=qk_norm)
             ops.rope_and_store(qkv, attn, table, caches, metadata)
         heads = qkv.unflatten(1, (32, size))
         backend.store(heads[:, 16:24], heads[:, 24:], caches, metadata)

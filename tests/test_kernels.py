@@ -40,7 +40,7 @@ from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
 from nanoserve.kernels.selector import get_attn_backend
-from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
+from nanoserve.layers import LayerConfig, RMSNorm, apply_rope, silu_and_mul
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -330,9 +330,11 @@ def test_rope_and_store(
     caches = [
         KVCacheSpec(num_kv_heads, head_dim, head_dim).allocate(5, 4, cache_dtype, CPU) for _ in "ab"
     ]
-    attention.backend = QuantizedReference() if len(caches[0]) > 2 else AttentionBackend()
-    expected = fused.rope_and_store(qkv, attention, rope, caches[0], metadata)
-    attention.backend = get_attn_backend(name, CPU, dtype)
+    q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k = (norm(x) for norm, x in zip(norms, (q, k), strict=True)) if has_norm else (q, k)
+    expected = apply_rope(q, *rope)
+    plain = QuantizedReference() if len(caches[0]) > 2 else AttentionBackend()
+    plain.store(apply_rope(k, *rope), v, caches[0], metadata)
     ops = make_ops(name, dtype)
     found = ops.rope_and_store(qkv.clone(), attention, rope, caches[1], metadata)
     close(found, expected, dtype, 3)

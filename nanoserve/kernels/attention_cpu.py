@@ -40,11 +40,8 @@ class TorchBackend(QuantizedReference):
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        plan = [
-            (seq, starts[seq], starts[seq + 1], seq_len)
-            for seq, seq_len in enumerate(lengths)
-            if starts[seq + 1] - starts[seq] >= self.min_queries
-        ]
+        each = zip(range(len(lengths)), starts, starts[1:], lengths, strict=True)
+        plan = [(seq, *rest) for seq, *rest in each if rest[1] - rest[0] >= self.min_queries]
         return replace(metadata, plan=plan)
 
     def attend(

@@ -83,6 +83,12 @@ MIN_SPLIT_KEYS_MIXED = 4096  # of decodes beside a tiled launch, which keeps the
 # -- the kernel --
 
 
+@triton.constexpr_function
+def padded_dim(dim: int) -> int:
+    """The tile width for `dim` numbers: a power of 2, and of 16 at least (tensor cores)."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 @triton.jit
 def _load(pointers, mask, IS_MASKED: tl.constexpr, dtype: tl.constexpr, BITS_8: tl.constexpr):
     """Numbers of a cache as `dtype`; with IS_MASKED, 0 where the mask is False. BITS_8 "fp8": bytes
@@ -134,18 +140,15 @@ def paged_attention_kernel(
     query_stride,
     query_head_stride,
     scale_log2,  # scale * log2(e); with a soft cap divided by it
-    soft_cap_log2,  # soft cap * log2(e)
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per key head
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of 2
-    BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # slots in a KV block
     BLOCK_M: tl.constexpr,  # rows of a query tile
     BLOCK_N: tl.constexpr,  # keys of a key tile
     WINDOW: tl.constexpr,  # 0: none
-    HAS_SOFT_CAP: tl.constexpr,
+    SOFT_CAP: tl.constexpr,  # soft cap * log2(e); 0: none
     BITS_8: tl.constexpr,  # what a cache of 8 bits holds, "int8" or "fp8"; "": it is none
     IS_SPLIT: tl.constexpr,  # there are several splits
     PER_SEQUENCE: tl.constexpr,  # a program per sequence, else per tile of queries
@@ -156,6 +159,8 @@ def paged_attention_kernel(
     tiles of a sequence; the programs that start last should be short.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    BLOCK_D: tl.constexpr = padded_dim(HEAD_DIM)
+    BLOCK_V: tl.constexpr = padded_dim(VALUE_DIM)
     dtype: tl.constexpr = query.dtype.element_ty
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head, split = tl.program_id(1), tl.program_id(2)
@@ -189,8 +194,7 @@ def paged_attention_kernel(
 
         # Key tiles [begin, stop) hold the keys that any row sees; [full, full_stop) those that all
         # rows see.
-        begin = 0
-        full = 0
+        begin, full = 0, 0
         if WINDOW > 0:
             begin = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N
             full = tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), BLOCK_N)
@@ -211,30 +215,25 @@ def paged_attention_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # Phase 0: the window begins; 1: every row sees every key, and no mask is needed; 2: the
         # diagonal. The compiler makes three loops of it, and leaves out what a phase does not need.
+        ends = (begin, full, full_stop, stop)
         for phase in tl.static_range(0 if WINDOW > 0 else 1, 3):
-            first = begin if phase == 0 else (full if phase == 1 else full_stop)
-            last = full if phase == 0 else (full_stop if phase == 1 else stop)
-            for key_tile in range(first, last):
+            for key_tile in range(ends[phase], ends[phase + 1]):
                 position = key_tile * BLOCK_N + tl.arange(0, BLOCK_N)  # of the tile's keys
                 exists = position < seq_len
-                if phase != 1:
-                    block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=0)
-                else:
-                    block = tl.load(table + position // BLOCK_SIZE)
                 # 64 bits: the number of a slot times HEAD_DIM passes 2^31.
-                first_slot = (block.to(tl.int64) * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE
+                block = _load(table + position // BLOCK_SIZE, exists, phase != 1, tl.int64, "")
+                first_slot = (block * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE
                 slot = position % BLOCK_SIZE
                 key_at = (first_slot * HEAD_DIM + slot * HEAD_DIM)[None, :] + dims[:, None]
                 is_dim = (dims < HEAD_DIM)[:, None]
                 keys = _load(key_cache + key_at, is_dim, HEAD_DIM < BLOCK_D, dtype, BITS_8)
                 score = tl.dot(queries, keys, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
                 if BITS_8 != "":
-                    score *= tl.load(key_scales + first_slot + slot, mask=exists, other=0.0)[
-                        None, :
-                    ]
-                if HAS_SOFT_CAP:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
+                    scales = tl.load(key_scales + first_slot + slot, mask=exists, other=0.0)
+                    score *= scales[None, :]
+                if SOFT_CAP > 0:  # cap * tanh(x / cap), tanh(x) = 1 - 2 / (e^2x + 1)
                     doubled = score * scale_log2 * 2.0  # 2 x / cap * log2(e)
-                    score = soft_cap_log2 * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+                    score = SOFT_CAP * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
                 else:
                     score = score * scale_log2
                 if phase != 1:
@@ -260,23 +259,19 @@ def paged_attention_kernel(
                 some = phase != 1 or VALUE_DIM < BLOCK_V
                 values = _load(value_cache + value_at, is_value, some, dtype, BITS_8)
                 if BITS_8 != "":
-                    weight *= tl.load(value_scales + first_slot + slot, mask=exists, other=0.0)[
-                        None, :
-                    ]
+                    scales = tl.load(value_scales + first_slot + slot, mask=exists, other=0.0)
+                    weight *= scales[None, :]
                 acc = acc * shrink[:, None]
                 acc = tl.dot(weight.to(values.dtype), values, acc, input_precision="ieee")
 
         # total is 0 where a split had no keys
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = (acc / tl.where(total == 0.0, 1.0, total)[:, None]).to(output.dtype.element_ty)
         index = token * NUM_HEADS + row_head
         if IS_SPLIT:
             index = index * tl.num_programs(2) + split
             tl.store(lse + index, m + tl.log2(total), mask=is_row)  # -inf where total is 0
-        tl.store(
-            output + index[:, None] * VALUE_DIM + value_dims[None, :],
-            result.to(output.dtype.element_ty),
-            mask=is_row[:, None] & (value_dims < VALUE_DIM)[None, :],
-        )
+        mask = is_row[:, None] & (value_dims < VALUE_DIM)[None, :]
+        tl.store(output + index[:, None] * VALUE_DIM + value_dims[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "first_token"])
@@ -288,7 +283,6 @@ def merge_splits_kernel(
     num_seqs,
     first_token,
     VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
     NUM_SPLITS: tl.constexpr,  # a power of 2
 ):
     """Add one head's splits with weights 2^lse. Grid: (tokens, num_heads)."""
@@ -297,17 +291,14 @@ def merge_splits_kernel(
         return  # padding
     row = token.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     splits = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, padded_dim(VALUE_DIM))
     split_lse = tl.load(lse + splits)
     weight = tl.exp2(split_lse - tl.max(split_lse, axis=0))  # 0 for a split without keys
-    part = tl.load(
-        partial + splits[:, None] * VALUE_DIM + dims[None, :],
-        mask=(weight > 0.0)[:, None] & (dims < VALUE_DIM)[None, :],
-        other=0.0,
-    )
+    mask = (weight > 0.0)[:, None] & (dims < VALUE_DIM)[None, :]
+    part = tl.load(partial + splits[:, None] * VALUE_DIM + dims[None, :], mask=mask, other=0.0)
     merged = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    merged = merged.to(output.dtype.element_ty)
-    tl.store(output + row * VALUE_DIM + dims, merged, mask=dims < VALUE_DIM)
+    at = output + row * VALUE_DIM + dims
+    tl.store(at, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)
 
 
 # -- the launches --
@@ -366,18 +357,11 @@ def choose_tiles(
     return Tiles(block_m, block_n, num_warps)
 
 
-def padded_dim(dim: int) -> int:
-    """The tile width for `dim` numbers: a power of 2, and of 16 at least (tensor cores)."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-def choose_num_splits(
-    num_programs: int, max_seq_len: int, gpu: GpuInfo, per_sm: int, min_keys: int
-) -> int:
-    """Cut the key range until each multiprocessor has `per_sm` programs, or a piece would be
-    shorter than `min_keys`. A power of 2. `max_seq_len` is what the block table has room for."""
-    num_splits, most = 1, min(MAX_SPLITS, max_seq_len // min_keys)
-    while 2 * num_splits <= most and num_programs * num_splits < per_sm * gpu.num_sms:
+def choose_num_splits(num_programs: int, wanted: int, most: int) -> int:
+    """Cut the key range until there are `wanted` programs, into `most` pieces at most. A power of
+    2."""
+    num_splits = 1
+    while 2 * num_splits <= min(most, MAX_SPLITS) and num_programs * num_splits < wanted:
         num_splits *= 2
     return num_splits
 
@@ -420,8 +404,7 @@ class TritonBackend(TritonStore):
         cached, plan = kv_cache[1].shape, metadata.plan
         kind = (query.shape, query.stride(), cached, *options.values())
         if kind not in plan:
-            gpu = get_gpu_info(query.device)
-            plan[kind] = plan_launches(query, kv_cache, metadata, gpu, **options)
+            plan[kind] = plan_launches(query, kv_cache, metadata, **options)
         num_heads, value_dim = query.shape[1], cached[-1]
         output = query.new_empty(*query.shape[:2], value_dim)
         step = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
@@ -434,15 +417,15 @@ class TritonBackend(TritonStore):
                 lse = query.new_empty(*split, dtype=torch.float32)
             launch(paged_attention_kernel, grid, query, *caches, *step, written, lse, **arguments)
             if num_splits > 1:
-                block_v = padded_dim(value_dim)
                 launch(
                     merge_splits_kernel,
                     (len(tokens), num_heads),
                     *(written, lse, step[1], output, arguments["num_seqs"], tokens.start),
                     VALUE_DIM=value_dim,
-                    BLOCK_V=block_v,
                     NUM_SPLITS=num_splits,
-                    num_warps=max(1, num_splits * block_v // 2048),  # 64 numbers of a thread
+                    num_warps=max(
+                        1, num_splits * padded_dim(value_dim) // 2048
+                    ),  # 64 numbers of a thread
                 )
         return output
 
@@ -451,7 +434,6 @@ def plan_launches(
     query: Tensor,
     kv_cache: KVCache,
     metadata: StepMetadata,
-    gpu: GpuInfo,
     scale: float,
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
@@ -461,12 +443,12 @@ def plan_launches(
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, value_dim = kv_cache[1].shape
     num_seqs, max_blocks = metadata.block_table.shape
-    group, max_seq_len = num_heads // num_kv_heads, max_blocks * block_size
-    sizes = (group, head_dim, value_dim, query.element_size())
+    group, gpu = num_heads // num_kv_heads, get_gpu_info(query.device)
     query_lens = metadata.query_lens
     if query_lens is None:
         query_lens = np.diff(metadata.query_start_loc.tolist())
-    short, long = (choose_tiles(per_sequence, *sizes, gpu) for per_sequence in (True, False))
+    sizes = (group, head_dim, value_dim, query.element_size(), gpu)
+    short, long = choose_tiles(True, *sizes), choose_tiles(False, *sizes)
     is_long = query_lens > short.block_m // group
     num_short = int(is_long.argmax()) if is_long.any() else num_seqs
     num_short_tokens = int(query_lens[:num_short].sum())
@@ -477,20 +459,23 @@ def plan_launches(
         "query_stride": query.stride(0),
         "query_head_stride": query.stride(1),
         "scale_log2": scale * LOG2_E / (logits_soft_cap or 1.0),
-        "soft_cap_log2": (logits_soft_cap or 0.0) * LOG2_E,
         "NUM_HEADS": num_heads,
         "GROUP": group,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
-        "BLOCK_D": padded_dim(head_dim),
-        "BLOCK_V": padded_dim(value_dim),
         "BLOCK_SIZE": block_size,
         "WINDOW": sliding_window or 0,
-        "HAS_SOFT_CAP": logits_soft_cap is not None,
+        "SOFT_CAP": (logits_soft_cap or 0.0) * LOG2_E,
         "BITS_8": kind_of_8_bits(kv_cache),
     }
 
-    def make_launch(tiles: Tiles, num_tiles: int, num_splits: int, tokens: range) -> Launch:
+    launches: list[Launch] = []
+
+    def add(tiles: Tiles, tokens: range, num_tiles: int, num_full: int, min_keys: int) -> None:
+        """num_full: of the tiles, how many have work for sure."""
+        per_sm = PROGRAMS_PER_SM if tiles is short else TILED_PER_SM
+        most = max_blocks * block_size // min_keys
+        num_splits = choose_num_splits(num_full * num_kv_heads, per_sm * gpu.num_sms, most)
         arguments = {
             **shared,
             "BLOCK_M": tiles.block_m,
@@ -500,19 +485,13 @@ def plan_launches(
             "num_warps": tiles.num_warps,
             "num_stages": NUM_STAGES,
         }
-        return Launch((num_tiles, num_kv_heads, num_splits), tokens, arguments)
+        launches.append(Launch((num_tiles, num_kv_heads, num_splits), tokens, arguments))
 
-    launches = []
     if num_short < num_seqs:
-        block_q = long.block_m // group
+        tokens, block_q = range(num_short_tokens, num_tokens), long.block_m // group
         num_full = num_tokens // block_q - num_short_tokens // block_q  # if of one sequence
-        programs = (num_full + 1) * num_kv_heads
-        splits = choose_num_splits(programs, max_seq_len, gpu, TILED_PER_SM, MIN_SPLIT_KEYS)
-        tokens = range(num_short_tokens, num_tokens)
-        launches.append(make_launch(long, num_full + num_seqs - num_short, splits, tokens))
+        add(long, tokens, num_full + num_seqs - num_short, num_full + 1, MIN_SPLIT_KEYS)
     if num_short:
         min_keys = MIN_SPLIT_KEYS_MIXED if launches else MIN_SPLIT_KEYS
-        programs = num_short * num_kv_heads
-        splits = choose_num_splits(programs, max_seq_len, gpu, PROGRAMS_PER_SM, min_keys)
-        launches.append(make_launch(short, num_short, splits, range(num_short_tokens)))
+        add(short, range(num_short_tokens), num_short, num_short, min_keys)
     return launches

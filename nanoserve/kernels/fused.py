@@ -7,12 +7,13 @@ fused_triton.TritonOps, with three methods:
     model.py                                         ops
     x = x + attention; norm(x)                       add_rms_norm(x, residual, weight, eps)
                                                          -> the norm of the sum, and the sum
-    qk_norm, apply_rope, store                       rope_and_store: see below
+    norm of q and k, apply_rope, store               rope_and_store(x, attn, rope, kv_cache,
+                                                         metadata) -> the queries
     silu(gate) * up                                  silu_and_mul(gate_up)
 
 The modules of a model are exchanged for these subclasses when it has been loaded (`fuse`): they
 have the same weights, and print(model) shows them by name. A subclass of a user's own stays as it
-is.
+is, and so does attention whose backend stores in another way than `ops`, as its backend_cls does.
 
 The residual stream is two parts that are still to be added, the last layer's output and what was
 before it, because the addition is a part of the next norm. (vLLM writes all of its models so.)
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.attention import KVCache, StepMetadata
-from nanoserve.layers import LayerConfig, RMSNorm, Rope, apply_rope
+from nanoserve.layers import LayerConfig, RMSNorm, Rope
 from nanoserve.model import MLP, Attention, Decoder, DecoderLayer
 
 
@@ -52,22 +53,6 @@ class FusedAttention(Attention):
         q = self.ops.rope_and_store(self.qkv_proj(x), self, rope, *step)
         output = self.backend.attend(q, *step, scale=self.scale, sliding_window=self.window)
         return self.o_proj(output.flatten(1))
-
-
-def rope_and_store(
-    x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
-) -> Tensor:
-    """What model.Attention does between its product and attend: the definition. The product `x` is
-    [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; returns the queries [num_tokens,
-    num_heads, head_dim]."""
-    num_kv_heads, head_dim = kv_cache[0].shape[2:]
-    heads = x.unflatten(1, (-1, head_dim))
-    qk, v = heads.split((heads.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-    if attn.qk_norm is not None:
-        qk = attn.qk_norm(qk)
-    q, k = apply_rope(qk, *rope).split((qk.shape[1] - num_kv_heads, num_kv_heads), dim=1)
-    attn.backend.store(k, v, kv_cache, metadata)
-    return q
 
 
 class FusedMLP(MLP):
@@ -102,9 +87,13 @@ def fuse(model: nn.Module, ops: Any) -> None:
     """Exchange the modules of a loaded model for those above."""
     module: Any
     for module in model.modules():
-        fused: Any = FUSED.get(type(module))
-        layers = module.layers if fused is FusedDecoder else ()
-        if fused and all(type(layer).forward is DecoderLayer.forward for layer in layers):
-            module.__class__, module.ops = fused, ops
-            if fused is FusedAttention:
-                module.qk_norm = QKNorm(module) if module.has_qk_norm else None
+        kind = type(module)
+        if kind is Decoder:
+            is_known = all(type(each).forward is DecoderLayer.forward for each in module.layers)
+        elif kind is Attention:
+            is_known = type(module.backend).store is ops.backend_cls.store
+            module.qk_norm = QKNorm(module) if is_known and module.has_qk_norm else None
+        else:
+            is_known = kind is MLP
+        if is_known:
+            module.__class__, module.ops = FUSED[kind], ops

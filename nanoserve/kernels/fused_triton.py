@@ -41,7 +41,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused
 from nanoserve.kernels.fused import FusedAttention
 from nanoserve.layers import Rope
 
@@ -159,8 +158,6 @@ def store_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_H: tl.constexpr,  # NUM_KV_HEADS and DIM, rounded up to powers of 2
-    BLOCK_D: tl.constexpr,
     BITS_8: tl.constexpr,  # what a cache of 8 bits holds, "int8" or "fp8"; "": it is none
 ):
     """Write one token's keys or values, all heads, to its slot. Grid: (num_tokens,)."""
@@ -168,7 +165,8 @@ def store_kv_kernel(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0:
         return
-    head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(NUM_KV_HEADS))[:, None]
+    dim = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
     row, exists = x + token * token_stride + head * head_stride, head < NUM_KV_HEADS
     heads = tl.load(row + dim, mask=exists & (dim < DIM), other=0.0)
     vector = (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -195,11 +193,11 @@ def rope_and_store_kernel(
     ROTARY_DIM: tl.constexpr,  # the first dimensions of a head, which are turned
     BLOCK_SIZE: tl.constexpr,  # slots in a KV block
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_D: tl.constexpr,  # HEAD_DIM, rounded up to a power of 2
     HAS_NORM: tl.constexpr,
     BITS_8: tl.constexpr,
 ):
-    """fused.rope_and_store for some heads of one token. Grid: (num_tokens, groups of heads).
+    """model.Attention between its product and attend, for some heads of one token. Grid:
+    (num_tokens, groups of heads).
 
     A head is loaded twice, the second time with its two halves exchanged: so a thread has both
     numbers of a pair. (The second load finds the numbers in the cache of the multiprocessor.)
@@ -208,6 +206,7 @@ def rope_and_store_kernel(
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
     is_query, is_key = head < NUM_HEADS, (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     dim = tl.arange(0, BLOCK_D)[None, :]
     half: tl.constexpr = ROTARY_DIM // 2
     pair = tl.where(dim < half, dim + half, tl.where(dim < ROTARY_DIM, dim - half, dim))
@@ -296,14 +295,14 @@ class TritonStore(AttentionBackend):
                 NUM_KV_HEADS=num_kv_heads,
                 DIM=dim,
                 BLOCK_SIZE=block_size,
-                BLOCK_H=triton.next_power_of_2(num_kv_heads),
-                BLOCK_D=triton.next_power_of_2(dim),
                 BITS_8=kind_of_8_bits(kv_cache),
             )
 
 
 class TritonOps:
     """What fused.py calls."""
+
+    backend_cls = TritonStore
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -324,9 +323,6 @@ class TritonOps:
     def rope_and_store(
         self, x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
     ) -> Tensor:
-        """A backend that stores in its own way keeps doing so."""
-        if type(attn.backend).store is not TritonStore.store:
-            return fused.rope_and_store(x, attn, rope, kv_cache, metadata)
         _, block_size, num_kv_heads, head_dim = kv_cache[0].shape
         num_tokens, num_rows = len(x), x.shape[1] // head_dim
         query = x.new_empty(num_tokens, num_rows - 2 * num_kv_heads, head_dim)
@@ -344,7 +340,6 @@ class TritonOps:
             ROTARY_DIM=rope[0].shape[-1],
             BLOCK_SIZE=block_size,
             BLOCK_H=block_h,
-            BLOCK_D=block_d,
             HAS_NORM=attn.qk_norm is not None,
             BITS_8=kind_of_8_bits(kv_cache),
             num_warps=num_warps_for(block_h * block_d),

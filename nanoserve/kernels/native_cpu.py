@@ -132,6 +132,8 @@ def find_function(library: ctypes.CDLL, name: str) -> Any:
 class Native:
     """What fused.py calls, for one dtype."""
 
+    backend_cls = TorchBackend
+
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self.library, self.dtype = library, NAMES[dtype]
 
@@ -147,7 +149,7 @@ class Native:
     def rope_and_store(
         self, x: Tensor, attn: FusedAttention, rope: Rope, kv_cache: KVCache, metadata: StepMetadata
     ) -> Tensor:
-        """fused.rope_and_store, for caches that lie as KVCacheSpec.allocate makes them."""
+        """For caches that lie as KVCacheSpec.allocate makes them."""
         (cos, sin), (keys, values, *scales), norm = rope, kv_cache, attn.qk_norm
         num_blocks, block_size, num_kv_heads, head_dim = keys.shape
         query = x.new_empty(len(x), x.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
@@ -176,15 +178,14 @@ class NativeBackend(TorchBackend):
     name = "native"
     min_queries = 5  # of one sequence: for so many, copying its keys together pays
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
+    def __init__(self) -> None:
         """Raises ValueError if there is no library, and none can be compiled."""
-        library = library or load_library()
-        if library is None:
+        self.library = load_library()
+        if self.library is None:
             raise ValueError(
                 "attention_backend is 'native', and its C++ cannot be compiled here: that takes "
                 "Linux and a compiler with OpenMP (c++, or the one that $CXX names). Use 'auto'."
             )
-        self.library = library
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any

@@ -29,21 +29,15 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), scale
 
 
-def as_stored(key: Tensor, value: Tensor, kv_cache: KVCache) -> tuple[Tensor, ...]:
-    """What a cache keeps of key and value [num_tokens, num_kv_heads, dim], in its order."""
-    if len(kv_cache) == 2:
-        return key, value
-    numbers, scales = zip(*(quantize_rows(x, kv_cache[0].dtype) for x in (key, value)), strict=True)
-    return *numbers, *scales
-
-
 class QuantizedReference(AttentionBackend):
     """The definition, on a cache of 8 bits."""
 
     def store(self, key: Tensor, value: Tensor, kv_cache: KVCache, metadata: StepMetadata) -> None:
-        stored = as_stored(key, value, kv_cache)
-        for i in range(0, len(stored), 2):  # numbers, then scales if there are any
-            super().store(stored[i], stored[i + 1], kv_cache[i : i + 2], metadata)
+        if len(kv_cache) == 2:  # a subclass stores other caches, too
+            return super().store(key, value, kv_cache, metadata)
+        pairs = [quantize_rows(x, kv_cache[0].dtype) for x in (key, value)]
+        for i, stored in enumerate(zip(*pairs, strict=True)):  # numbers, then scales
+            super().store(stored[0], stored[1], kv_cache[2 * i :][:2], metadata)
 
     def attend(
         self, query: Tensor, kv_cache: KVCache, metadata: StepMetadata, **options: Any

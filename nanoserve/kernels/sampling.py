@@ -58,9 +58,9 @@ def choose_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
 
 def select(batch: SamplingBatch, rows: Tensor) -> SamplingBatch:
     """The parameters of these rows, which draw."""
-    values = {name: getattr(batch, name) for name in PER_ROW}
-    values = {k: None if v is None else v.index_select(0, rows) for k, v in values.items()}
-    return replace(batch, drawn_rows=None, **values)
+    given = {name: getattr(batch, name) for name in PER_ROW}
+    some = {k: values.index_select(0, rows) for k, values in given.items() if values is not None}
+    return replace(batch, drawn_rows=None, **some)
 
 
 PER_ROW = ("temperature", "top_k", "top_p", "min_p", "uniform")
@@ -86,8 +86,6 @@ def draw_tokens(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
 def draw_in_blocks(logits: Tensor, batch: SamplingBatch) -> ChosenTokens:
     """`draw_from_all`, a few rows at a time."""
     blocks = torch.arange(len(logits), device="cpu").split(max(1, BLOCK // logits.shape[1]))
-    if len(blocks) == 1:
-        return draw_from_all(logits, batch)
     chosen = [draw_from_all(logits[b[0] : b[-1] + 1], select(batch, b)) for b in blocks]
     return ChosenTokens(*map(torch.cat, zip(*chosen, strict=True)))
 

@@ -78,17 +78,16 @@ class SeenTokens:
         if len(rows):
             known = states.token_ids[rows, states.num_tokens[rows] - 1].astype(np.int64)
             sent = states.send(rows=rows, positions=self.num_seen[rows], known=known)
-            sampled = sent["known"]
-            if (known < 0).any():  # placeholders
-                last_sampled = states.last_sampled_token_ids.index_select(0, sent["rows"])
-                sampled = torch.where(sampled < 0, last_sampled, sampled)
+            last_sampled = states.last_sampled_token_ids.index_select(0, sent["rows"])
+            is_placeholder = sent["known"] < 0
+            sampled = torch.where(is_placeholder, last_sampled, sent["known"])
             self.token_ids.index_put_((sent["rows"], sent["positions"]), sampled.int())
             one = torch.ones_like(sampled, dtype=torch.int32)
             self.output_counts.index_put_((sent["rows"], sampled), one, accumulate=True)
             self.num_seen[rows] += 1
             self.num_counted[rows] += 1
-            is_complete = self.num_counted[rows] == states.num_tokens[rows]
-            assert is_complete.all(), "a sampled token was missed"
+            num_missed = states.num_tokens[rows] - self.num_counted[rows]
+            assert not num_missed.any(), "a sampled token was missed"
 
     def _fill(self, row: int) -> None:
         states = self.req_states
