@@ -304,14 +304,6 @@ def merge_splits_kernel(
 # -- the launches --
 
 
-class Tiles(NamedTuple):
-    """The shape of one specialisation."""
-
-    block_m: int  # rows of a query tile (queries x heads of a group)
-    block_n: int  # keys of a key tile
-    num_warps: int
-
-
 class GpuInfo(NamedTuple):
     """The properties of a GPU that the choice of tiles depends on."""
 
@@ -325,8 +317,8 @@ INTERPRETER = GpuInfo(80, 108, 99 * 1024)  # an A100 with the shared memory of a
 
 def choose_tiles(
     per_sequence: bool, group: int, head_dim: int, value_dim: int, num_bytes: int, gpu: GpuInfo
-) -> Tiles:
-    """Tile sizes from shapes alone. `num_bytes` is an element's.
+) -> dict[str, int]:
+    """What the kernel is compiled for, from shapes alone. `num_bytes` is an element's.
 
     Decode (per_sequence) is bound by memory: the smallest query tile that tensor cores take (16
     rows), so that registers and shared memory go to many programs with loads in flight. Prefill is
@@ -354,7 +346,8 @@ def choose_tiles(
     room = gpu.shared_memory - queries_and_output - SHARED_MEMORY_RESERVE
     while block_n > 16 and block_n * per_key > room:
         block_n //= 2
-    return Tiles(block_m, block_n, num_warps)
+    tiles = {"PER_SEQUENCE": per_sequence, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    return {**tiles, "num_warps": num_warps, "num_stages": NUM_STAGES}
 
 
 def choose_num_splits(num_programs: int, wanted: int, most: int) -> int:
@@ -449,7 +442,7 @@ def plan_launches(
         query_lens = np.diff(metadata.query_start_loc.tolist())
     sizes = (group, head_dim, value_dim, query.element_size(), gpu)
     short, long = choose_tiles(True, *sizes), choose_tiles(False, *sizes)
-    is_long = query_lens > short.block_m // group
+    is_long = query_lens > short["BLOCK_M"] // group
     num_short = int(is_long.argmax()) if is_long.any() else num_seqs
     num_short_tokens = int(query_lens[:num_short].sum())
     shared = {
@@ -468,27 +461,18 @@ def plan_launches(
         "SOFT_CAP": (logits_soft_cap or 0.0) * LOG2_E,
         "BITS_8": kind_of_8_bits(kv_cache),
     }
-
     launches: list[Launch] = []
 
-    def add(tiles: Tiles, tokens: range, num_tiles: int, num_full: int, min_keys: int) -> None:
-        """num_full: of the tiles, how many have work for sure."""
+    def add(tiles: dict[str, int], tokens: range, num_tiles: int, busy: int, min_keys: int) -> None:
+        """busy: how many of the tiles have work for sure."""
         per_sm = PROGRAMS_PER_SM if tiles is short else TILED_PER_SM
         most = max_blocks * block_size // min_keys
-        num_splits = choose_num_splits(num_full * num_kv_heads, per_sm * gpu.num_sms, most)
-        arguments = {
-            **shared,
-            "BLOCK_M": tiles.block_m,
-            "BLOCK_N": tiles.block_n,
-            "IS_SPLIT": num_splits > 1,
-            "PER_SEQUENCE": tiles is short,
-            "num_warps": tiles.num_warps,
-            "num_stages": NUM_STAGES,
-        }
+        num_splits = choose_num_splits(busy * num_kv_heads, per_sm * gpu.num_sms, most)
+        arguments = {**shared, **tiles, "IS_SPLIT": num_splits > 1}
         launches.append(Launch((num_tiles, num_kv_heads, num_splits), tokens, arguments))
 
     if num_short < num_seqs:
-        tokens, block_q = range(num_short_tokens, num_tokens), long.block_m // group
+        tokens, block_q = range(num_short_tokens, num_tokens), long["BLOCK_M"] // group
         num_full = num_tokens // block_q - num_short_tokens // block_q  # if of one sequence
         add(long, tokens, num_full + num_seqs - num_short, num_full + 1, MIN_SPLIT_KEYS)
     if num_short:

@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 def allocate_seen_tokens(
     num_rows: int, max_model_len: int, vocab_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> list[Tensor]:
     """Token ids [num_rows, max_model_len] and their counts [num_rows, vocab_size]."""
-    sizes = ((num_rows, max_model_len), (num_rows, vocab_size))
-    token_ids, counts = (torch.empty(size, dtype=torch.int32, device=device) for size in sizes)
-    return token_ids, counts
+    widths = (max_model_len, vocab_size)
+    return [torch.empty(num_rows, n, dtype=torch.int32, device=device) for n in widths]
 
 
 class SeenTokens:

@@ -85,7 +85,6 @@ class StagingBuffer:
 def staging_bytes(config: EngineConfig, num_rows: int) -> int:
     """Room for the arrays of the largest step: for each token six numbers of 8 bytes, for each
     sequence its block table, for each row of logits some sampling parameters."""
-    assert config.max_num_batched_tokens and config.max_model_len and config.max_num_seqs
     tables = config.max_num_seqs * -(-config.max_model_len // config.block_size) * 4
     tokens = max(config.max_num_batched_tokens, num_rows) * (6 * 8 + 8)
     return tokens + num_rows * 256 + min(tables, MAX_STAGED_TABLES) + 1024
