@@ -40,8 +40,8 @@ class TorchBackend(QuantizedReference):
 
     def plan(self, metadata: StepMetadata, block_size: int, dtype: torch.dtype) -> StepMetadata:
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        each = zip(range(len(lengths)), starts, starts[1:], lengths, strict=True)
-        plan = [(seq, *rest) for seq, *rest in each if rest[1] - rest[0] >= self.min_queries]
+        each = enumerate(zip(starts, starts[1:], lengths, strict=False))
+        plan = [(seq, *rest) for seq, rest in each if rest[1] - rest[0] >= self.min_queries]
         return replace(metadata, plan=plan)
 
     def attend(
