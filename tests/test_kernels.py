@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.kernels import fused, quantized, quantized_cpu, sampling, threads
+from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
@@ -41,6 +42,9 @@ from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
 from nanoserve.kernels.selector import get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, apply_rope, silu_and_mul
+from nanoserve.model import Attention
+from nanoserve.models.config import DEMO_MODEL, ModelConfig
+from nanoserve.models.registry import build_model
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -350,6 +354,21 @@ def test_rope_and_store(
         assert (
             (one - other).abs() <= (code + 0.03 * (dtype.itemsize == 2)) * (1 + other.abs())
         ).all()
+
+
+def test_a_backend_that_stores_in_its_own_way_keeps_doing_so() -> None:
+    """Then the modules that attend stay as they are; the others are exchanged."""
+
+    class Mine(TorchBackend):
+        def store(self, *args: Any) -> None:
+            super().store(*args)
+
+    config, ops = ModelConfig.from_folder(DEMO_MODEL), SimpleNamespace(backend_cls=TorchBackend)
+    for backend, kind in ((TorchBackend(), fused.FusedAttention), (Mine(), Attention)):
+        model = build_model(config, 64, LayerConfig(attention=backend))
+        fused.fuse(model, ops)
+        kinds = [type(module) for module in model.modules()]
+        assert kinds.count(kind) == kinds.count(fused.FusedMLP) == config.num_layers
 
 
 # -- products --
