@@ -410,15 +410,14 @@ class TritonBackend(TritonStore):
                 lse = query.new_empty(*split, dtype=torch.float32)
             launch(paged_attention_kernel, grid, query, *caches, *step, written, lse, **arguments)
             if num_splits > 1:
+                num_warps = max(1, num_splits * padded_dim(value_dim) // 2048)
                 launch(
                     merge_splits_kernel,
                     (len(tokens), num_heads),
                     *(written, lse, step[1], output, arguments["num_seqs"], tokens.start),
                     VALUE_DIM=value_dim,
                     NUM_SPLITS=num_splits,
-                    num_warps=max(
-                        1, num_splits * padded_dim(value_dim) // 2048
-                    ),  # 64 numbers of a thread
+                    num_warps=num_warps,  # a thread has 64 numbers
                 )
         return output
 
