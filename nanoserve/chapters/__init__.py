@@ -47,7 +47,6 @@ CHAPTERS = {
     "logits_processors": "logits_processors",  # above it: classes of the user
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
-    "tracing": "otlp_traces_endpoint",
     "beam_search": None,  # a method of LLM
     "vllm_api": None,  # more of them
 }
@@ -60,9 +59,9 @@ ON: dict[str, Any] = {
     "kv_offloading_size": 1,
     "logits_processors": "[YourClass]",
     "distributed_executor_backend": "'ray'",
-    "otlp_traces_endpoint": "'http://localhost:4317'",
 }
-ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too
+# Options that switch a chapter on, too.
+ALSO_ON = {"kv_transfer_config": "kv_offload", "otlp_traces_endpoint": "metrics"}
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
