@@ -46,8 +46,7 @@ COUNTERS = {
     "prompt_tokens_cached": "Of the prompt tokens, those found in a cache.",
     "generation_tokens": "Output tokens.",
     "request_success": "Completions that have ended, by finish reason.",
-}
-SPEC_DECODE_COUNTERS = {  # with speculative_config
+    # With speculative_config:
     "spec_decode_num_drafts": "Times that drafts of a completion were verified.",
     "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",

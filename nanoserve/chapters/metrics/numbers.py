@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from operator import sub
 from typing import Any
 
 import prometheus_client
@@ -38,13 +39,13 @@ class Numbers:
             self.metrics[name, ""].set_function(gauges[name])
         positions = ("position", " ".join(map(str, range(num_drafts))))
         further = catalog.LABELS | {"spec_decode_num_accepted_tokens_per_pos": positions}
-        counters = catalog.COUNTERS | (catalog.SPEC_DECODE_COUNTERS if num_drafts else {})
-        for name, text in counters.items():
-            self.make(prometheus_client.Counter, name, text, *further.get(name, ()))
+        for name, text in catalog.COUNTERS.items():
+            if num_drafts or not name.startswith("spec_decode"):
+                self.make(prometheus_client.Counter, name, text, *further.get(name, ()))
         for name, (text, borders) in catalog.HISTOGRAMS.items():
             borders = borders or catalog.token_borders(max_model_len)
             self.make(prometheus_client.Histogram, name, text, buckets=borders)
-        self.logged, self.logged_at = dict.fromkeys(LOGGED, 0.0), time.monotonic()
+        self.logged, self.logged_at = [0.0] * len(LOGGED), time.monotonic()
 
     def make(
         self, cls: Any, name: str, text: str, label: str = "", values: str = "", **options: Any
@@ -68,18 +69,14 @@ class Numbers:
         """All metrics in Prometheus' text format."""
         return prometheus_client.generate_latest(self.registry)
 
-    def read(self, name: str) -> float:
-        """The value of a counter or gauge that has no further label."""
-        suffix = "" if name in catalog.GAUGES else "_total"
-        return self.registry.get_sample_value(f"vllm:{name}{suffix}", self.labels) or 0.0
-
     def log(self, now: float) -> None:
         """A line in the log, if the last one is old enough: what was done since then."""
         if (seconds := now - self.logged_at) < LOG_INTERVAL:
             return
-        before, self.logged = self.logged, {name: self.read(name) for name in LOGGED}
-        prompt, output, queries, hits = (self.logged[name] - before[name] for name in LOGGED)
-        running, waiting, usage = map(self.read, catalog.GAUGES)
+        read, before = self.registry.get_sample_value, self.logged
+        self.logged = [read(f"vllm:{name}_total", self.labels) for name in LOGGED]
+        prompt, output, queries, hits = map(sub, self.logged, before)
+        running, waiting, usage = (read(f"vllm:{name}", self.labels) for name in catalog.GAUGES)
         logger.info(
             "prompt %.1f tokens/s, output %.1f tokens/s; running %d, waiting %d; KV cache %.1f%% "
             "full, prefix cache hit rate %.1f%%",

@@ -97,12 +97,10 @@ class MetricsScheduler(Scheduler):
         numbers = load("numbers", "server")
         self.numbers = numbers.Numbers(labels, config.max_model_len, num_drafts, gauges)
 
-    def schedule(self) -> SchedulerOutput:
-        output = super().schedule()
-        if output.scheduled:
-            number = sum(item.num_scheduled_tokens for item in output.scheduled)
-            self.numbers.count(iteration_tokens_total=number)
-        return output
+    def make_output(self, step: StepPlan) -> SchedulerOutput:
+        number = sum(item.num_scheduled_tokens for item in step.scheduled)
+        self.numbers.count(iteration_tokens_total=number)
+        return super().make_output(step)
 
     def admit(self, seq: Sequence, step: StepPlan) -> bool:
         """Count a prompt, and what the caches have of it, when it runs for the first time."""

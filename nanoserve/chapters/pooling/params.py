@@ -91,11 +91,12 @@ def read_modules(folder: Path) -> tuple[str, bool]:
         allowed = "Transformer, Pooling, and perhaps Normalize"
         raise ValueError(f"{folder}: modules.json has {', '.join(kinds)}; supported: {allowed}.")
     config = json.loads((folder / modules[1]["path"] / "config.json").read_text("utf-8"))
-    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True]
-    modes = [mode for mode in [*found, config.get("pooling_mode")] if mode in MODES]
-    if len(modes) != 1:
-        raise ValueError(f"{folder}: Pooling is {found}; supported: one of {', '.join(MODES)}.")
-    return MODES[modes[0]], len(kinds) == 3
+    prefix, named = "pooling_mode_", config.get("pooling_mode")
+    found = [key for key, value in config.items() if key.startswith(prefix) and value is True]
+    modes = {MODES.get(key.removeprefix(prefix)) for key in [*found, *([named] if named else [])]}
+    if len(modes) != 1 or None in modes:
+        raise ValueError(f"{folder}: Pooling is {config}; supported: one of {', '.join(MODES)}.")
+    return modes.pop(), len(kinds) == 3
 
 
 def read_max_seq_length(folder: Path) -> int | None:

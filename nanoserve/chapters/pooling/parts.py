@@ -210,18 +210,12 @@ class PoolingLLM(LLM):
         raise ValueError("runner='pooling' makes vectors: use embed, encode or score.")
 
     def encode(
-        self,
-        prompts: Any,
-        pooling_params: Any = None,
-        *,
-        use_tqdm: Any = True,
-        pooling_task: Literal["embed"] = "embed",
-        **each: Any,
+        self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed", **each: Any
     ) -> list[PoolingRequestOutput]:
         """A vector of every prompt, as a tensor: outputs.data. `each`: as in generate."""
         if pooling_task != "embed":
             raise ValueError(f"pooling_task is {pooling_task!r}; allowed: 'embed'.")
-        outputs: Any = super().generate(prompts, pooling_params, use_tqdm=use_tqdm, **each)
+        outputs: Any = super().generate(prompts, pooling_params, **each)
         return outputs
 
     def embed(self, prompts: Any, **each: Any) -> list[EmbeddingRequestOutput]:
