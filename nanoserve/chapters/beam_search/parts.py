@@ -165,6 +165,3 @@ class BeamLLM(LLM):
             for failed in (each for each in completions if each.finish_reason == "error"):
                 raise RequestError(f"a beam search failed: {failed.stop_reason}.")
             search.advance([completion.logprobs[0] for completion in completions])
-
-
-PARTS = {"llm_cls": BeamLLM}

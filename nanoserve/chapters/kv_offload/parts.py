@@ -303,12 +303,3 @@ def is_on_device(block: Any) -> bool:
 def bytes_of(caches: list[KVCache], number: int) -> list[torch.Tensor]:
     """The bytes of one block, uint8 views, of each tensor of each (contiguous) layer."""
     return [each[number].view(-1).view(torch.uint8) for cache in caches for each in cache]
-
-
-PARTS = {
-    "config_cls": OffloadConfig,
-    "engine_cls": OffloadEngine,
-    "block_manager_cls": OffloadBlockManager,
-    "scheduler_cls": OffloadScheduler,
-    "runner_cls": OffloadRunner,
-}

@@ -147,10 +147,3 @@ class ProcessingRunner(ModelRunner):
         for processor in self.processors:
             logits = processor.apply(logits)
         return logits
-
-
-PARTS = {
-    "config_cls": LogitsProcessorsConfig,
-    "input_processor_cls": ProcessedInputs,
-    "runner_cls": ProcessingRunner,
-}

@@ -188,12 +188,3 @@ class LoRARunner(ModelRunner):
         padded = None if is_plain else inputs.graph_shape
         self.slots.plan_step(inputs.arrays.token_rows, padded, self.send)
         return inputs
-
-
-PARTS = {
-    "config_cls": LoRAConfig,
-    "sequence_cls": LoRASequence,
-    "engine_cls": LoRAEngine,
-    "scheduler_cls": LoRAScheduler,
-    "runner_cls": LoRARunner,
-}

@@ -241,12 +241,3 @@ class MetricsLLM(LLM):
     def get_metrics(self) -> list[Metric]:
         """Every metric as it is now."""
         return self.engine.get_metrics()
-
-
-PARTS = {
-    "llm_cls": MetricsLLM,
-    "config_cls": MetricsConfig,
-    "sequence_cls": MetricsSequence,
-    "engine_cls": MetricsEngine,
-    "scheduler_cls": MetricsScheduler,
-}

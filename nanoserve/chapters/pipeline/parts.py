@@ -179,11 +179,3 @@ class PipelineRunner(ModelRunner):
             if pending.sampling is not None:
                 pending.sampled = sampler.sample(pending.logits, *pending.sampling)
         return super().read(pending)
-
-
-PARTS = {
-    "config_cls": PipelineConfig,
-    "engine_cls": PipelineEngine,
-    "scheduler_cls": PipelineScheduler,
-    "runner_cls": PipelineRunner,
-}

@@ -74,7 +74,7 @@ class PoolingConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "pooler_config", PoolerConfig.read(self.pooler_config))
+        object.__setattr__(self, "pooler_config", PoolerConfig.read(self.pooler_config or {}))
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         """pooler_config says what the checkpoint says, and what would give wrong vectors is off."""
@@ -234,15 +234,3 @@ class PoolingLLM(LLM):
         between = [] if pad is None else [pad]  # as vLLM writes it
         pairs = zip(ones, others, strict=True)
         return [ScoringRequestOutput.from_pair(*pair, between) for pair in pairs]
-
-
-PARTS = {
-    "llm_cls": PoolingLLM,
-    "config_cls": PoolingConfig,
-    "sequence_cls": PoolingSequence,
-    "request_cls": PoolingRequest,
-    "input_processor_cls": PoolingInputProcessor,
-    "engine_cls": PoolingEngine,
-    "scheduler_cls": PoolingScheduler,
-    "runner_cls": PoolingRunner,
-}
