@@ -105,7 +105,8 @@ class Models:
 
 def most_tokens(llm: AsyncLLM) -> int:
     """Of a request: the KV cache may hold fewer than max_model_len."""
-    return min(llm.engine.config.max_model_len, llm.engine.input_processor.capacity)
+    config, num_blocks = llm.engine.config, llm.engine.block_manager.num_blocks
+    return min(config.max_model_len, num_blocks * config.block_size)
 
 
 def build_app(
