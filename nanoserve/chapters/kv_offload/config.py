@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoserve.chapters.fields import Fields
+from nanoserve.chapters.option_dict import OptionDict
 
 # Connector -> the keys of its kv_connector_extra_config.
 CONNECTORS = {
@@ -47,7 +47,7 @@ TUNES = {
 
 
 @dataclass(frozen=True)
-class KVTransferConfig(Fields):
+class KVTransferConfig(OptionDict):
     """What kv_transfer_config says. Raises ValueError for a value that is not allowed."""
 
     option = "kv_transfer_config"

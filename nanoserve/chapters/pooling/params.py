@@ -39,7 +39,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoserve.chapters.fields import Fields
+from nanoserve.chapters.option_dict import OptionDict
 from nanoserve.models.config import ModelConfig
 
 # The modes of sentence-transformers.
@@ -48,7 +48,7 @@ MODES |= {"cls": "CLS"}
 
 
 @dataclass(frozen=True)
-class PoolerConfig(Fields):
+class PoolerConfig(OptionDict):
     """The keys of pooler_config. None: as the checkpoint says. Raises ValueError or TypeError."""
 
     option = "pooler_config"
@@ -106,7 +106,7 @@ def read_max_seq_length(folder: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class PoolingParams(Fields):
+class PoolingParams(OptionDict):
     """How the vector of one request is made. Raises ValueError or TypeError."""
 
     option = "PoolingParams"

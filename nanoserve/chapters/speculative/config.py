@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from nanoserve.chapters.fields import Fields
+from nanoserve.chapters.option_dict import OptionDict
 
 Method = Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "custom_class"]
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
 @dataclass(frozen=True)
-class SpeculativeConfig(Fields):
+class SpeculativeConfig(OptionDict):
     """The keys of speculative_config. Raises ValueError for a value that is not allowed."""
 
     option = "speculative_config"

@@ -25,14 +25,14 @@ import json as json_module
 from dataclasses import dataclass
 from typing import Literal
 
-from nanoserve.chapters.fields import Fields
+from nanoserve.chapters.option_dict import OptionDict
 from nanoserve.config import check_option
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass
-class StructuredOutputsParams(Fields):
+class StructuredOutputsParams(OptionDict):
     """What the output must obey: exactly one of the constraints. The fields and their order are
     vLLM's. Raises ValueError or TypeError for a value that is not allowed; what a backend refuses
     is refused when the request is added."""
@@ -75,7 +75,7 @@ class StructuredOutputsParams(Fields):
 
 
 @dataclass(frozen=True)
-class StructuredOutputsConfig(Fields):
+class StructuredOutputsConfig(OptionDict):
     """The keys of structured_outputs_config, with vLLM's names."""
 
     option = "structured_outputs_config"

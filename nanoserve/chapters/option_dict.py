@@ -1,7 +1,7 @@
 """How is an option read that is a dict of further ones?
 
 @dataclass(frozen=True)
-class SpeculativeConfig(Fields):
+class SpeculativeConfig(OptionDict):
     option = "speculative_config"
     method: str = "ngram"
 
@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 from nanoserve.config import check_option
 
 
-class Fields:
+class OptionDict:
     """The base of such a dataclass. Raises ValueError or TypeError for a value that is not allowed,
     with the name of its field."""
 
