@@ -1,12 +1,14 @@
-"""How is an option read that is a dict of further ones?
+"""How is an option read that is a dict of further ones? As a dataclass with this base:
 
-@dataclass(frozen=True)
-class SpeculativeConfig(OptionDict):
-    option = "speculative_config"
-    method: str = "ngram"
+    @dataclass(frozen=True)
+    class SpeculativeConfig(OptionDict):
+        option = "speculative_config"
+        method: str = "ngram"
 
-SpeculativeConfig.read({"method": "ngram"})    or its JSON text (a flag), or an object of this class
-SpeculativeConfig.read({"metod": "ngram"})     TypeError: speculative_config has no key 'metod' ...
+    SpeculativeConfig.read({"method": "ngram"})    or its JSON text, or such an object
+    SpeculativeConfig.read({"metod": "ngram"})     TypeError: speculative_config has no key 'metod'
+
+A value that is not allowed is a ValueError or TypeError with the name of its key.
 """
 
 from __future__ import annotations
