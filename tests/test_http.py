@@ -406,6 +406,8 @@ def test_vectors_are_those_of_embed() -> None:
         answer = client.post("/v1/score", json={"queries": texts[0], "documents": texts[1:]}).json()
         assert [each["score"] for each in answer["data"]] == pytest.approx(scores, abs=1e-5)
         assert client.post(C, json={"prompt": "x"}).status_code == 400
+        [model] = client.get("/v1/models").json()["data"]
+        assert model["max_model_len"] == 64 * 16  # what the KV cache holds
 
 
 def test_ctrl_c_ends_the_process() -> None:

@@ -16,6 +16,7 @@ from nanoserve.chapters.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
+    MoveDirectionality,
 )
 from nanoserve.chapters.logits_processors.parts import PersistentBatch
 
@@ -75,8 +76,11 @@ def follow(rows: dict[int, Any], update: BatchUpdate) -> None:
         del rows[row]
     for row, params, _, output in update.added:
         rows[row] = (params, output)
-    for source, target, _ in update.moved:
+    for source, target, direction in update.moved:
+        other = rows.pop(target, None)
         rows[target] = rows.pop(source)
+        if direction is MoveDirectionality.SWAP:
+            rows[source] = other
 
 
 @pytest.mark.parametrize("options", [{}, FEW, {**FEW, "async_scheduling": True}], ids=str)
@@ -108,8 +112,8 @@ def test_a_processor_sees_the_output_so_far() -> None:
         ]
 
 
-@given(st.lists(st.sets(st.integers(0, 9)), max_size=12))
-def test_updates_lead_from_any_batch_to_any_other(steps: list[set[int]]) -> None:
+@given(st.lists(st.lists(st.integers(0, 9), unique=True), max_size=12))
+def test_updates_lead_from_any_batch_to_any_other(steps: list[list[int]]) -> None:
     batch, rows = PersistentBatch(), dict[int, Any]()
     for number, seq_ids in enumerate(steps):
         requests = {i: (f"params of {i}", [], [number]) for i in seq_ids}
@@ -118,7 +122,8 @@ def test_updates_lead_from_any_batch_to_any_other(steps: list[set[int]]) -> None
             follow(rows, update)
             assert update.batch_size == len(seq_ids)
         assert sorted(rows) == [*range(len(seq_ids))]
-        assert [rows[row][0] for row in sorted(rows)] == [f"params of {i}" for i in batch.rows]
+        assert [*batch.outputs] == seq_ids
+        assert [rows[row][0] for row in sorted(rows)] == [f"params of {i}" for i in seq_ids]
         assert all(output == [number] for _, output in rows.values())
 
 

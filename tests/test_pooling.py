@@ -133,6 +133,10 @@ def test_the_checkpoint_says_how(
     files["modules.json"] = [*modules, {"path": "3_Dense", "type": "a.b.Dense"}]
     with pytest.raises(ValueError, match="Dense"):
         encode(copy_of(folder_of("bert"), tmp_path / "b", files))
+    joined = {**pooling, "pooling_mode_max_tokens": True}  # two vectors, end to end
+    files = {"modules.json": modules, "1_Pooling/config.json": joined}
+    with pytest.raises(ValueError, match="max_tokens"):
+        encode(copy_of(folder_of("bert"), tmp_path / "c", files))
 
 
 def test_matryoshka(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
@@ -181,6 +185,8 @@ def test_an_encoder_has_fewer_positions_than_rows(folder_of: Callable[[str], Pat
         assert len(output.outputs.embedding) == SIZES["hidden_size"]
         with pytest.raises(ValueError, match="129"):
             llm.embed([[9] * 129])
+    with pytest.raises(ValueError, match="at most 128"):
+        LLM(folder_of("roberta"), **SMALL, max_model_len=130)
 
 
 def test_what_makes_no_vectors_and_what_writes_no_text(
@@ -199,5 +205,5 @@ def test_what_makes_no_vectors_and_what_writes_no_text(
     with pytest.raises(ValueError, match="CLS"):
         LLM(folder_of("qwen3"), **SMALL, pooler_config={"seq_pooling_type": "CLS"})
     for wrong in ({"seq_pooling_type": "MAX"}, {"kind": "LAST"}, ["LAST"]):
-        with pytest.raises(ValueError, match="pool"):
+        with pytest.raises((ValueError, TypeError), match="pool"):
             PoolerConfig.read(wrong)

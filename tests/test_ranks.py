@@ -28,6 +28,7 @@ from nanoserve.sequence import EngineDeadError
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONFAULTHANDLER"] = "1"  # a process that crashes says where its threads stood
 SIZES: dict[str, Any] = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 128}
 PROMPTS = [[7, 8, 9, 10, 11] * 3, [30, 40, 50], [5]]
 MIXED = [
@@ -199,7 +200,7 @@ def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += [str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
     with LLM(**SIZES) as one:
         params = SamplingParams(temperature=0, max_tokens=5)
         expected = one.generate([[7, 8, 9]], params, use_tqdm=False)[0].outputs[0].token_ids

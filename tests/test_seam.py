@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def test_what_may_be_overridden() -> None:
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_chapter_keeps_the_rules(chapter: str) -> None:
-    parts, wrong = import_module(f"nanoserve.chapters.{chapter}.parts").PARTS, []
-    for part, cls in parts.items():
+    wrong = []
+    for part, cls in find_parts(chapter).items():
         core = OWN[part]
         for name, signature in methods_of(cls).items():
             before = methods_of(core).get(name, signature)
@@ -151,14 +151,8 @@ def test_an_option_of_your_own() -> None:
             assert llm.llm_engine.config.patience == 5
 
 
-@pytest.mark.parametrize(
-    "chapters",
-    [[*CHAPTERS], *(pytest.param([each], marks=pytest.mark.slow) for each in CHAPTERS)],
-    ids="-".join,
-)
-def test_a_chapter_is_deleted_with_its_folder_and_its_line(
-    chapters: list[str], tmp_path: Path
-) -> None:
+def delete(chapters: list[str], tmp_path: Path) -> None:
+    """A copy of the package without these: each has a folder, and a line."""
     leave_out = shutil.ignore_patterns("bench", "teaching", "__pycache__")
     copy = shutil.copytree(HOME, tmp_path / "nanoserve", ignore=leave_out)
     source = (copy / "chapters" / "__init__.py").read_text()
@@ -166,6 +160,10 @@ def test_a_chapter_is_deleted_with_its_folder_and_its_line(
         shutil.rmtree(copy / "chapters" / chapter)
         source = re.sub(rf'\n    "{chapter}": .*', "", source)
     (copy / "chapters" / "__init__.py").write_text(source)
+
+
+def test_all_chapters_are_deleted(tmp_path: Path) -> None:
+    delete([*CHAPTERS], tmp_path)
     code = """if True:
         from nanoserve import LLM, SamplingParams
         params = SamplingParams(temperature=0, max_tokens=5)
@@ -179,7 +177,24 @@ def test_a_chapter_is_deleted_with_its_folder_and_its_line(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert "there was" in done.stdout, done.stderr
-    assert done.stdout.count("missing:") == len({"lora", "kv_offload"} & {*chapters})
+    assert done.stdout.count("missing:") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_is_deleted_and_the_tests_of_the_rest_pass(chapter: str, tmp_path: Path) -> None:
+    """All other chapters in one engine, and LLM's own tests."""
+    delete([chapter], tmp_path)
+    tests = Path(__file__).parent
+    shutil.copytree(tests, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(tests.parent / "setup.cfg", tmp_path)
+    files = ["tests/test_same_tokens.py", "tests/test_llm.py"]
+    command = [sys.executable, "-m", "pytest", "-n0", "-x", "-k", "together or prompts"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [*command, *files], cwd=tmp_path, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
 
 
 def test_an_editor_shows_the_options_that_there_are() -> None:

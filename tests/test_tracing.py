@@ -97,22 +97,6 @@ def test_a_span_of_each_completion(collector: tuple[str, list[Any]]) -> None:
         assert seconds == pytest.approx(values_of(span)["gen_ai.latency.e2e"], abs=1e-5)
 
 
-def test_details(collector: tuple[str, list[Any]]) -> None:
-    """Queue, prefill and decode lie in the span of the request, end to end."""
-    address, spans = collector
-    with LLM(otlp_traces_endpoint=address, collect_detailed_traces="all", **SMALL) as llm:
-        llm.generate("A", SamplingParams(max_tokens=5), use_tqdm=False)
-    parts = {span.name: span for span in spans}
-    whole = parts.pop("llm_request")
-    assert [*parts] == ["queue", "prefill", "decode"]
-    times = [whole.start_time_unix_nano]
-    for span in parts.values():
-        assert (span.trace_id, span.parent_span_id) == (whole.trace_id, whole.span_id)
-        assert span.start_time_unix_nano == times[-1]
-        times.append(span.end_time_unix_nano)
-    assert times == sorted(times) and times[-1] <= whole.end_time_unix_nano
-
-
 def test_a_collector_that_is_not_there(collector: tuple[str, list[Any]]) -> None:
     """Costs the spans, and no token."""
     params = SamplingParams(temperature=0, max_tokens=5)
@@ -125,17 +109,15 @@ def test_a_collector_that_is_not_there(collector: tuple[str, list[Any]]) -> None
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="collect_detailed_traces"):
-        LLM(otlp_traces_endpoint="http://127.0.0.1:9", collect_detailed_traces="everything")
-    with pytest.raises(ValueError, match="otlp_traces_endpoint"):
-        LLM(collect_detailed_traces="all")
-    with LLM(**SMALL) as llm, pytest.raises(TypeError, match="trace_headers"):
-        llm.add_request("a", "A", trace_headers={"traceparent": ""})
+    for options in ({}, {"collect_metrics": True}):
+        with LLM(**options, **SMALL) as llm, pytest.raises(TypeError, match="trace_headers"):
+            llm.add_request("a", "A", trace_headers={"traceparent": ""})
     with monkeypatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke")
         with pytest.raises(ValueError, match="smoke"):
             LLM(otlp_traces_endpoint="http://127.0.0.1:9")
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
+    monkeypatch.delitem(sys.modules, "nanoserve.chapters.metrics.tracer", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ModuleNotFoundError, match=r"\[tracing\]"):
         LLM(otlp_traces_endpoint="http://127.0.0.1:9")
 

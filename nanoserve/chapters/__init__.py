@@ -1,9 +1,10 @@
 """Which chapters are active, and how do they become one engine?
 
 A chapter changes the engine by subclassing its parts: what it overrides is what it changes, and
-super() is what stays. Its module parts.py names a class for each part that it changes:
+super() is what stays. A class in its module parts.py that is a subclass of a part of the core
+takes this part's place:
 
-    PARTS = {"scheduler_cls": SpeculativeScheduler, "runner_cls": SpeculativeRunner, ...}
+    class SpeculativeScheduler(Scheduler): ...        class SpeculativeRunner(ModelRunner): ...
 
 An option switches a chapter on. The parts of all active chapters are stacked on those of the core:
 
@@ -47,7 +48,6 @@ CHAPTERS = {
     "logits_processors": "logits_processors",  # above it: classes of the user
     "kv_offload": "kv_offloading_size",
     "metrics": "collect_metrics",  # who watches
-    "tracing": "otlp_traces_endpoint",
     "beam_search": None,  # a method of LLM
     "vllm_api": None,  # more of them
 }
@@ -60,9 +60,9 @@ ON: dict[str, Any] = {
     "kv_offloading_size": 1,
     "logits_processors": "[YourClass]",
     "distributed_executor_backend": "'ray'",
-    "otlp_traces_endpoint": "'http://localhost:4317'",
 }
-ALSO_ON = {"kv_transfer_config": "kv_offload"}  # options that switch a chapter on, too
+# Options that switch a chapter on, too.
+ALSO_ON = {"kv_transfer_config": "kv_offload", "otlp_traces_endpoint": "metrics"}
 # Pairs that make no sense together.
 REFUSED = {
     ("pooling", "speculative"): "vectors have no next token to guess",
@@ -70,15 +70,19 @@ REFUSED = {
     ("speculative", "logits_processors"): "a draft has a row of logits, too",
     ("pooling", "logits_processors"): "vectors are no logits",
 }
-PARTS = (
-    "config_cls",
-    "sequence_cls",
-    "request_cls",
-    "block_manager_cls",
-    "scheduler_cls",
-    "runner_cls",
-    "input_processor_cls",
-)
+# The classes of the core that a chapter may subclass: name -> part.
+KINDS = {
+    "nanoserve.llm.LLM": "llm_cls",
+    "nanoserve.engine.LLMEngine": "engine_cls",
+    "nanoserve.config.EngineConfig": "config_cls",
+    "nanoserve.sequence.Sequence": "sequence_cls",
+    "nanoserve.output_processor.Request": "request_cls",
+    "nanoserve.block_manager.BlockManager": "block_manager_cls",
+    "nanoserve.scheduler.Scheduler": "scheduler_cls",
+    "nanoserve.model_runner.ModelRunner": "runner_cls",
+    "nanoserve.input_processor.InputProcessor": "input_processor_cls",
+}
+PARTS = tuple(KINDS.values())[2:]  # attributes of LLMEngine
 
 
 def make_engine(options: Mapping[str, Any]) -> Any:
@@ -135,9 +139,14 @@ def read(options: Mapping[str, Any], is_quiet: bool = False) -> dict[str, Any]:
     return read_options(options, known, is_quiet)
 
 
+@cache
 def find_parts(chapter: str) -> Mapping[str, Any]:
     """The classes of a chapter, by the part that they change."""
-    return import_module(f"{__name__}.{chapter}.parts").PARTS
+    package = f"{__name__}.{chapter}."
+    found = vars(import_module(f"{package}parts")).values()
+    own = [each for each in found if isinstance(each, type) and each.__module__.startswith(package)]
+    pairs = [(f"{base.__module__}.{base.__name__}", cls) for cls in own for base in cls.__mro__]
+    return {KINDS[name]: cls for name, cls in pairs if name in KINDS}
 
 
 def find_options(chapter: str) -> dict[str, Any]:

@@ -68,9 +68,7 @@ class Options(TypedDict, total=False):
     kv_transfer_config: Any
     # chapters/metrics
     collect_metrics: bool
-    # chapters/tracing
     otlp_traces_endpoint: str | None
-    collect_detailed_traces: Any
     # chapters/vllm_api
     revision: str | None
     download_dir: str | None

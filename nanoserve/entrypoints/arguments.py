@@ -58,7 +58,7 @@ TUNING = """
     multi_step_stream_outputs stream_interval num_lookahead_slots watermark scheduler_delay_factor
     scheduler_reserve_full_isl max_num_partial_prefills max_long_partial_prefills
     prefill_schedule_interval shutdown_timeout jit_monitor_mode numa_bind renderer_num_workers
-    kv_cache_metrics show_hidden_metrics_for_version
+    kv_cache_metrics show_hidden_metrics_for_version collect_detailed_traces
     tokenizer_pool_size ignore_patterns mm_processor_cache_gb language_model_only
     skip_mm_profiling disable_frontend_multiprocessing kv_offloading_backend"""
 TUNES = frozenset(TUNING.split())

@@ -22,20 +22,21 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import fields
 from functools import cache
-from importlib import import_module
 from itertools import pairwise, takewhile
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from nanoserve.chapters import CHAPTERS
+from nanoserve.chapters import CHAPTERS, find_parts
 from nanoserve.config import EngineConfig
 
 
 @cache
 def config_classes() -> list[type]:
     """EngineConfig, and those of all chapters."""
-    modules = [import_module(f"nanoserve.chapters.{chapter}.parts") for chapter in CHAPTERS]
-    return [EngineConfig, *(m.PARTS["config_cls"] for m in modules if "config_cls" in m.PARTS)]
+    return [
+        EngineConfig,
+        *(p["config_cls"] for p in map(find_parts, CHAPTERS) if "config_cls" in p),
+    ]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:

@@ -24,10 +24,6 @@ Left out: stop strings and structured output.
 vLLM: vllm/beam_search.py, entrypoints/llm.py (V0); vllm/entrypoints/generate/beam_search/ (V1).
 """
 
-from nanoserve.chapters.beam_search.parts import (
-    BeamSearchOutput,
-    BeamSearchParams,
-    BeamSearchSequence,
-)
-
-__all__ = ["BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"]
+from nanoserve.chapters.beam_search.parts import BeamSearchOutput as BeamSearchOutput
+from nanoserve.chapters.beam_search.parts import BeamSearchParams as BeamSearchParams
+from nanoserve.chapters.beam_search.parts import BeamSearchSequence as BeamSearchSequence

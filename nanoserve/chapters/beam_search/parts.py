@@ -117,10 +117,8 @@ class BeamLLM(LLM):
         engine = self.llm_engine
         num_logprobs = min(2 * params.beam_width, engine.model_config.vocab_size)
         if 0 <= engine.config.max_logprobs < num_logprobs:
-            raise ValueError(
-                f"beam_width {params.beam_width} needs LLM(max_logprobs={num_logprobs}): each beam "
-                f"brings {num_logprobs} candidates, and {engine.config.max_logprobs} are allowed."
-            )
+            need = f"beam_width {params.beam_width} needs LLM(max_logprobs={num_logprobs})"
+            raise ValueError(f"{need}: so many candidates of each beam.")
         how = SamplingParams(
             temperature=0,
             max_tokens=params.max_tokens,
@@ -133,9 +131,8 @@ class BeamLLM(LLM):
         for start in tqdm(range(0, len(searches), limit), "Beam search", disable=not use_tqdm):
             while group := [each for each in searches[start : start + limit] if each.beams]:
                 self.advance_all(group, how)
-        tokenizer = engine.tokenizer
-        for beam in (beam for search in searches for beam in search.completed):
-            if tokenizer is not None:
+        if (tokenizer := engine.tokenizer) is not None:
+            for beam in (beam for search in searches for beam in search.completed):
                 skip = params.skip_special_tokens
                 beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=skip)
         return [BeamSearchOutput(search.completed) for search in searches]
@@ -165,10 +162,6 @@ class BeamLLM(LLM):
         outputs = iter(self.generate(prompts, how, use_tqdm=False, lora_request=loras))
         for search in searches:
             completions = [next(outputs).outputs[0] for _ in search.beams]
-            for completion in completions:
-                if completion.finish_reason == "error":
-                    raise RequestError(f"a beam search failed: {completion.stop_reason}.")
+            for failed in (each for each in completions if each.finish_reason == "error"):
+                raise RequestError(f"a beam search failed: {failed.stop_reason}.")
             search.advance([completion.logprobs[0] for completion in completions])
-
-
-PARTS = {"llm_cls": BeamLLM}

@@ -27,9 +27,9 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from nanoserve.config import check_option
+from nanoserve.chapters.option_dict import OptionDict
 
 # Connector -> the keys of its kv_connector_extra_config.
 CONNECTORS = {
@@ -47,9 +47,10 @@ TUNES = {
 
 
 @dataclass(frozen=True)
-class KVTransferConfig:
+class KVTransferConfig(OptionDict):
     """What kv_transfer_config says. Raises ValueError for a value that is not allowed."""
 
+    option = "kv_transfer_config"
     kv_role: Literal["kv_producer", "kv_consumer", "kv_both"]
     cpu_bytes_to_use: int | None = None  # of main memory, over all ranks
     eviction_policy: Literal["lru", "arc"] = "lru"  # of main memory
@@ -82,8 +83,7 @@ class KVTransferConfig:
         return cls(given.get("kv_role"), **extra)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            check_option(f"kv_transfer_config: {name}", getattr(self, name), hint)
+        super().__post_init__()
         if self.root_dir is None and self.max_bytes is not None:
             raise ValueError("max_bytes bounds the files of a folder, and there is none.")
 

@@ -92,14 +92,6 @@ class OffloadConfig(EngineConfig):
     def has_cpu_blocks(self) -> bool:
         return bool(self.kv_offloading_size) or super().has_cpu_blocks
 
-    def open_files(self, model_config: ModelConfig) -> BlockFiles | None:
-        """The files, if there are any. This config must be resolved."""
-        transfer = self.kv_transfer_config
-        if not transfer or transfer.root_dir is None:
-            return None
-        key = fingerprint(self, model_config)
-        return BlockFiles(transfer.root_dir, transfer.max_bytes, key, self.num_ranks)
-
 
 class OffloadBlockManager(BlockManager):
     cpu_pool: LRUPool
@@ -235,17 +227,21 @@ class OffloadScheduler(Scheduler):
 
 
 class OffloadRunner(ModelRunner):
+    files: BlockFiles | None = None  # if there are any
+
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState | None = None
     ) -> None:
         super().__init__(config, model_config, *([parallel] if parallel else ()))
         self.rank = parallel.tp_rank if parallel else 0
-        self.files = config.open_files(model_config)
+        if (transfer := config.kv_transfer_config) and transfer.root_dir is not None:
+            key = fingerprint(config, model_config)
+            place = (transfer.root_dir, transfer.max_bytes)
+            self.files = BlockFiles(*place, key, config.num_ranks)
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
         """Behind the step's other copies: a KV block that is loaded may just have been saved."""
-        note = step.notes.get(OffloadNote)
-        if note is not None and note.loads:
+        if (note := step.notes[OffloadNote]).loads:
             self.write_blocks({block: data[self.rank] for block, data in note.loads.items()})
         return super().update_batch(step)
 
@@ -288,8 +284,8 @@ class OffloadEngine(LLMEngine):
 
     def __init__(self, config: OffloadConfig) -> None:
         super().__init__(config)
-        files, transfer = self.config.open_files(self.model_config), self.config.kv_transfer_config
-        if files is not None:
+        files, transfer = self.executor.runner.files, self.config.kv_transfer_config
+        if files is not None:  # those of rank 0's runner
             self.block_manager.loaded_from = files if transfer.is_kv_consumer else None
             self.block_manager.saved_to = files if transfer.is_kv_producer else None
         self.block_manager.policy = config.kv_offloading_policy
@@ -307,12 +303,3 @@ def is_on_device(block: Any) -> bool:
 def bytes_of(caches: list[KVCache], number: int) -> list[torch.Tensor]:
     """The bytes of one block, uint8 views, of each tensor of each (contiguous) layer."""
     return [each[number].view(-1).view(torch.uint8) for cache in caches for each in cache]
-
-
-PARTS = {
-    "config_cls": OffloadConfig,
-    "engine_cls": OffloadEngine,
-    "block_manager_cls": OffloadBlockManager,
-    "scheduler_cls": OffloadScheduler,
-    "runner_cls": OffloadRunner,
-}

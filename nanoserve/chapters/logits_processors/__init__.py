@@ -6,11 +6,11 @@ one tensor, and is told which request has which row.
 
     class OnlyEven(LogitsProcessor): ...           LLM(logits_processors=[OnlyEven])
 
-    step   requests   BatchUpdate, for update_state               rows of `apply`
-    1      a b c      added (0, a) (1, b) (2, c)                  a b c
-    2      a b c      None: nothing has changed                   a b c
-    3      a c d      added (1, d): b has ended, d takes its row  a d c
-    4      c          removed 0, 1; moved 2 -> 0                  c
+    step   requests   BatchUpdate, for update_state
+    1      a b c      added (0, a) (1, b) (2, c)
+    2      a b c      None: nothing has changed
+    3      a c d      added (1, d): b has ended, d takes its row; moved 2 <-> 1
+    4      d          removed 0, 1; moved 2 -> 0
 
 `added` has (row, SamplingParams, prompt token ids, output token ids). The last list is the same
 object from step to step, and always holds the output so far. A request says what it wants in
@@ -26,10 +26,8 @@ vLLM: vllm/v1/sample/logits_processor/: interface.py, state.py, __init__.py (V1)
 """
 
 from nanoserve.chapters.logits_processors.interface import (
-    AdapterLogitsProcessor,
-    BatchUpdate,
-    LogitsProcessor,
-    MoveDirectionality,
+    AdapterLogitsProcessor as AdapterLogitsProcessor,
 )
-
-__all__ = ["AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"]
+from nanoserve.chapters.logits_processors.interface import BatchUpdate as BatchUpdate
+from nanoserve.chapters.logits_processors.interface import LogitsProcessor as LogitsProcessor
+from nanoserve.chapters.logits_processors.interface import MoveDirectionality as MoveDirectionality

@@ -25,7 +25,7 @@ RequestLogitsProcessor = Callable[..., Tensor]
 
 class MoveDirectionality(Enum):
     UNIDIRECTIONAL = 1  # row i1 moves to row i2
-    SWAP = 2  # rows i1 and i2 change places; never used here
+    SWAP = 2  # rows i1 and i2 change places
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,12 @@ class AdapterLogitsProcessor(LogitsProcessor):
             if (function := self.new_req_logits_processor(params)) is not None:
                 both = len(inspect.signature(function).parameters) == 3
                 self.req_info[row] = partial(function, *([prompt] if both else []), output)
-        for source, target, _ in batch_update.moved:
-            self.req_info.pop(target, None)
-            if source in self.req_info:
-                self.req_info[target] = self.req_info.pop(source)
+        for source, target, direction in batch_update.moved:
+            one, other = self.req_info.pop(source, None), self.req_info.pop(target, None)
+            if one is not None:
+                self.req_info[target] = one
+            if other is not None and direction is MoveDirectionality.SWAP:
+                self.req_info[source] = other
 
     def apply(self, logits: Tensor) -> Tensor:
         for row, function in self.req_info.items():

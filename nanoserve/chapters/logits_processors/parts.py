@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,13 +48,10 @@ class LogitsProcessorsConfig(EngineConfig):
 
 def load_class(given: Any) -> type[LogitsProcessor]:
     """The class, or the one of this name. Raises ValueError if there is none."""
-    found = given
-    if isinstance(given, str):
-        module, _, name = given.partition(":")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"logits_processors: no class {given!r}: {error}") from error
+    try:
+        found = resolve_name(given) if isinstance(given, str) else given
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"logits_processors: no class {given!r}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, LogitsProcessor)):
         raise ValueError(f"logits_processors: {given!r} is no subclass of LogitsProcessor.")
     return found
@@ -70,38 +67,40 @@ class ProcessedInputs(InputProcessor):
 
 
 class PersistentBatch:
-    """Which request has which row of the processors.
+    """Which request has which row of the processors: that of its logits in the step.
 
-    Invariant: `rows` are those that the updates so far have told of.
+    Invariant: the order of `outputs` is the one that the updates so far have told of.
     """
 
     def __init__(self) -> None:
-        self.rows: list[int] = []  # seq_id of each
         self.outputs: dict[int, list[int]] = {}  # by seq_id; each list is also the processors'
 
     def update(self, requests: dict[int, tuple[Any, Any, list[int]]]) -> BatchUpdate | None:
-        """`requests`: by seq_id, parameters, prompt (a list, or an array, of which a list is made
-        once) and output of those in this step."""
-        free = [row for row, seq_id in enumerate(self.rows) if seq_id not in requests]
-        self.outputs = {i: out for i, out in self.outputs.items() if i in requests}
-        has_left, added, moved = bool(free), [], []
+        """`requests`: by seq_id, in the order of the step, parameters, prompt (a list, or an array,
+        of which a list is made once) and output."""
+        before, added, moved = self.outputs, [], []
+        rows = [i if i in requests else None for i in before]  # None: the request has left its row
+        has_left = None in rows
+        self.outputs = {i: before.get(i, output) for i, (_, _, output) in requests.items()}
         for seq_id, (params, prompt, output) in requests.items():
-            if seq_id in self.outputs:
-                self.outputs[seq_id][:] = output
+            if seq_id in before:
+                before[seq_id][:] = output
                 continue
-            row = free.pop(0) if free else len(self.rows)
-            self.rows[row : row + 1] = [seq_id]
-            self.outputs[seq_id] = output
+            rows += [] if None in rows else [None]
+            row = rows.index(None)
+            rows[row] = seq_id
             added.append((row, params, list(map(int, prompt)), output))
-        removed = list(free)
-        while free:  # the last rows fill the holes
-            if free[-1] == len(self.rows) - 1:
-                self.rows.pop(free.pop())
-            else:
-                moved.append((len(self.rows) - 1, free[0], MoveDirectionality.UNIDIRECTIONAL))
-                self.rows[free.pop(0)] = self.rows.pop()
-        has_changed = has_left or added
-        return BatchUpdate(len(self.rows), removed, added, moved) if has_changed else None
+        removed = [row for row, seq_id in enumerate(rows) if seq_id is None]
+        for row, seq_id in enumerate(requests):
+            if (there := rows[row]) != seq_id:
+                other = rows.index(seq_id)
+                how = (
+                    MoveDirectionality.UNIDIRECTIONAL if there is None else MoveDirectionality.SWAP
+                )
+                moved.append((other, row, how))
+                rows[other], rows[row] = there, seq_id
+        has_changed = has_left or added or moved
+        return BatchUpdate(len(requests), removed, added, moved) if has_changed else None
 
 
 class ProcessingRunner(ModelRunner):
@@ -111,14 +110,11 @@ class ProcessingRunner(ModelRunner):
         self.make_processors()
 
     def make_processors(self) -> None:
-        config: Any = self.config
         names = ("scheduler_config", "cache_config", "parallel_config")
-        vllm_config = SimpleNamespace(**dict.fromkeys(names, config), speculative_config=None)
+        vllm_config = SimpleNamespace(**dict.fromkeys(names, self.config), speculative_config=None)
         vllm_config.model_config = self.model_config
-        is_gpu = self.device.type == "cuda"
-        self.processors = [
-            cls(vllm_config, self.device, is_gpu) for cls in config.logits_processors
-        ]
+        classes, is_gpu = self.config.logits_processors, self.device.type == "cuda"
+        self.processors = [cls(vllm_config, self.device, is_gpu) for cls in classes]
         self.persistent_batch = PersistentBatch()
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
@@ -132,41 +128,22 @@ class ProcessingRunner(ModelRunner):
 
     def make_sampling_batch(self, input_batch: InputBatch) -> SamplingBatch:
         batch, states = super().make_sampling_batch(input_batch), self.req_states
-        arrays = input_batch.arrays
-        rows, indices = arrays.sampled_rows, arrays.logits_indices
+        rows, indices = input_batch.arrays.sampled_rows, input_batch.arrays.logits_indices
+        ends, requests = input_batch.arrays.positions[indices] + 1, {}
         # A branch that is about to fork off has the next seq_id already.
-        seq_ids = states.seq_ids[rows]
-        branch_ids = seq_ids + np.arange(len(rows)) - np.searchsorted(indices, indices)
-        requests = {}
-        for row, seq_id, branch_id, index in zip(rows, seq_ids, branch_ids, indices, strict=True):
-            start, end = states.num_prompt_tokens[row], arrays.positions[index] + 1
+        branches = np.arange(len(rows)) - np.searchsorted(indices, indices)
+        for row, branch, end in zip(rows, branches, ends, strict=True):
+            seq_id, start = int(states.seq_ids[row]), states.num_prompt_tokens[row]
             prompt, output = states.token_ids[row, :start], states.token_ids[row, start:end]
-            requests[int(branch_id)] = (self.params_of[seq_id], prompt, output.tolist())
+            requests[seq_id + int(branch)] = self.params_of[seq_id], prompt, output.tolist()
         batch_update = self.persistent_batch.update(requests)
         for processor in self.processors:
             processor.update_state(batch_update)
-        row_of = {seq_id: row for row, seq_id in enumerate(requests)}
-        order = np.array([row_of[seq_id] for seq_id in self.persistent_batch.rows])
-        sent = self.send(order=order, back=order.argsort())
-        return replace(batch, mask=partial(self.process, batch.mask, sent["order"], sent["back"]))
+        return replace(batch, mask=partial(self.process, batch.mask))
 
-    def process(
-        self,
-        mask: Callable[[Tensor], Tensor] | None,
-        order: Tensor,
-        back: Tensor,
-        logits: Tensor,
-    ) -> Tensor:
+    def process(self, mask: Callable[[Tensor], Tensor] | None, logits: Tensor) -> Tensor:
         """Logits of the step -> what the processors make of them."""
-        logits = logits if mask is None else mask(logits)
-        logits = logits.index_select(0, order)  # a copy
+        logits = (logits if mask is None else mask(logits)).clone()
         for processor in self.processors:
             logits = processor.apply(logits)
-        return logits.index_select(0, back)
-
-
-PARTS = {
-    "config_cls": LogitsProcessorsConfig,
-    "input_processor_cls": ProcessedInputs,
-    "runner_cls": ProcessingRunner,
-}
+        return logits

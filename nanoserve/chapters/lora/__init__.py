@@ -25,6 +25,4 @@ Left out: adapters of embeddings, heads and experts, DoRA, adapters from the hub
 vLLM: vllm/lora/ (V0 and 0.32).
 """
 
-from nanoserve.chapters.lora.request import LoRARequest
-
-__all__ = ["LoRARequest"]
+from nanoserve.chapters.lora.request import LoRARequest as LoRARequest

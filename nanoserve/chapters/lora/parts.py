@@ -76,10 +76,9 @@ class LoRAEngine(LLMEngine):
         super().__init__(config)
         self.adapters = Adapters(self.config, self.model_config)
 
-    def make_request(
-        self, *args: Any, lora_request: LoRARequest | None = None, **per_request: Any
-    ) -> Request:
-        request = super().make_request(*args, **per_request)
+    def make_request(self, *args: Any, lora_request: Any = None, **each: Any) -> Request:
+        """lora_request: a LoRARequest."""
+        request = super().make_request(*args, **each)
         if lora_request is not None:
             adapter = self.adapters.get(lora_request)
             for seq in request.sequences:
@@ -189,12 +188,3 @@ class LoRARunner(ModelRunner):
         padded = None if is_plain else inputs.graph_shape
         self.slots.plan_step(inputs.arrays.token_rows, padded, self.send)
         return inputs
-
-
-PARTS = {
-    "config_cls": LoRAConfig,
-    "sequence_cls": LoRASequence,
-    "engine_cls": LoRAEngine,
-    "scheduler_cls": LoRAScheduler,
-    "runner_cls": LoRARunner,
-}

@@ -15,19 +15,19 @@ vLLM: vllm/v1/metrics/loggers.py, buckets.py, vllm/v1/spec_decode/metrics.py (V1
 from __future__ import annotations
 
 Borders = tuple[float, ...]
-FIRST_TOKEN: Borders = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+
+
+def borders(text: str) -> Borders:
+    """borders("0.5 1") == (0.5, 1.0)"""
+    return tuple(map(float, text.split()))
+
+
+FIRST_TOKEN = borders(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560"
 )
-NEXT_TOKEN: Borders = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0),
-    *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST: Borders = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
-    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-STEP: Borders = (1.0, *(2.0**power for power in range(3, 15)))
+NEXT_TOKEN = borders("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+REQUEST = borders("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
+STEP = borders("1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384")
 TOKENS: Borders = ()  # 1, 2, 5, 10, 20, 50, ... up to max_model_len: see token_borders
 
 GAUGES = {
@@ -46,8 +46,7 @@ COUNTERS = {
     "prompt_tokens_cached": "Of the prompt tokens, those found in a cache.",
     "generation_tokens": "Output tokens.",
     "request_success": "Completions that have ended, by finish reason.",
-}
-SPEC_DECODE_COUNTERS = {  # with speculative_config
+    # With speculative_config:
     "spec_decode_num_drafts": "Times that drafts of a completion were verified.",
     "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
@@ -62,10 +61,10 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a completion.", TOKENS),
     "request_generation_tokens": ("Output tokens of a completion.", TOKENS),
     "request_max_num_generation_tokens": ("Output tokens of a request's longest one.", TOKENS),
-    "request_params_n": ("n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "request_params_n": ("n of a request.", borders("1 2 5 10 20")),
     "request_params_max_tokens": ("max_tokens, where set.", TOKENS),
     "request_prefill_kv_computed_tokens": ("Prompt tokens computed, not found.", TOKENS),
-    "request_num_preemptions": ("Preemptions.", (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)),
+    "request_num_preemptions": ("Preemptions.", borders("1 2 3 4 5 10 20")),
     "time_to_first_token_seconds": ("From arrival to the first token.", FIRST_TOKEN),
     "inter_token_latency_seconds": ("From one token of a completion to the next.", NEXT_TOKEN),
     "request_time_per_output_token_seconds": ("The mean of these latencies.", NEXT_TOKEN),
@@ -79,6 +78,7 @@ HISTOGRAMS = {
 
 def token_borders(max_model_len: int) -> Borders:
     """1, 2, 5, 10, 20, 50, ... up to max_model_len: token_borders(60) ends with 50.0."""
-    powers = range(len(str(max_model_len)))
-    borders = [digit * 10**power for power in powers for digit in (1, 2, 5)]
-    return tuple(float(border) for border in borders if border <= max_model_len)
+    numbers = [
+        digit * 10.0**power for power in range(len(str(max_model_len))) for digit in (1, 2, 5)
+    ]
+    return tuple(number for number in numbers if number <= max_model_len)

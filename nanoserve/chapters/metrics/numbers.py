@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from operator import sub
 from typing import Any
 
-from nanoserve.chapters.metrics.catalog import (
-    COUNTERS,
-    GAUGES,
-    HISTOGRAMS,
-    LABELS,
-    SPEC_DECODE_COUNTERS,
-    token_borders,
-)
+import prometheus_client
+
+from nanoserve.chapters.metrics import catalog
 
 logger = logging.getLogger("nanoserve")
 
@@ -32,27 +28,24 @@ LOGGED = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_
 class Numbers:
     """All metrics of one engine. One thread adds; any thread may read."""
 
-    def __init__(self, model_name: str, max_model_len: int, num_drafts: int) -> None:
-        """num_drafts: num_speculative_tokens. Raises ModuleNotFoundError without the package."""
-        try:
-            import prometheus_client as prometheus
-        except ModuleNotFoundError as error:
-            message = 'metrics need prometheus_client: pip install "nanoserve[server]".'
-            raise ModuleNotFoundError(message, name=error.name) from error
-        self.prometheus, self.registry = prometheus, prometheus.CollectorRegistry()
-        self.labels = {"model_name": model_name, "engine": "0"}
+    def __init__(
+        self, labels: dict[str, str], max_model_len: int, num_drafts: int, gauges: Mapping[str, Any]
+    ) -> None:
+        """num_drafts: num_speculative_tokens. gauges: name -> a function that looks."""
+        self.registry, self.labels = prometheus_client.CollectorRegistry(), labels
         self.metrics: dict[tuple[str, str], Any] = {}  # by name and value of the further label
-        for name, text in GAUGES.items():
-            self.make(prometheus.Gauge, name, text)
+        for name, text in catalog.GAUGES.items():
+            self.make(prometheus_client.Gauge, name, text)
+            self.metrics[name, ""].set_function(gauges[name])
         positions = ("position", " ".join(map(str, range(num_drafts))))
-        labels = LABELS | {"spec_decode_num_accepted_tokens_per_pos": positions}
-        for name, text in (COUNTERS | (SPEC_DECODE_COUNTERS if num_drafts else {})).items():
-            self.make(prometheus.Counter, name, text, *labels.get(name, ()))
-        for name, (text, borders) in HISTOGRAMS.items():
-            borders = borders or token_borders(max_model_len)
-            self.make(prometheus.Histogram, name, text, buckets=borders)
-        self.logged = dict.fromkeys(LOGGED, 0.0)
-        self.logged_at = time.monotonic()
+        further = catalog.LABELS | {"spec_decode_num_accepted_tokens_per_pos": positions}
+        for name, text in catalog.COUNTERS.items():
+            if num_drafts or not name.startswith("spec_decode"):
+                self.make(prometheus_client.Counter, name, text, *further.get(name, ()))
+        for name, (text, borders) in catalog.HISTOGRAMS.items():
+            borders = borders or catalog.token_borders(max_model_len)
+            self.make(prometheus_client.Histogram, name, text, buckets=borders)
+        self.logged, self.logged_at = [0.0] * len(LOGGED), time.monotonic()
 
     def make(
         self, cls: Any, name: str, text: str, label: str = "", values: str = "", **options: Any
@@ -64,38 +57,30 @@ class Numbers:
             child = family.labels(*self.labels.values(), *([value] if label else []))
             self.metrics[name, value] = child
 
-    def watch(self, name: str, look: Callable[[], float]) -> None:
-        """Let a gauge ask `look`."""
-        self.metrics[name, ""].set_function(look)
-
-    def add(self, name: str, number: float = 1, label_value: str = "") -> None:
-        """Let a counter grow."""
-        self.metrics[name, label_value].inc(number)
-
-    def observe(self, name: str, value: float) -> None:
-        """Add an observation to a histogram."""
-        self.metrics[name, ""].observe(value)
+    def count(self, **values: Any) -> None:
+        """Let a counter grow, or give a histogram an observation: count(generation_tokens=3); of
+        those with a further label: count(request_success={"stop": 1})."""
+        for name, value in values.items():
+            for label_value, number in (value if isinstance(value, dict) else {"": value}).items():
+                metric = self.metrics[name, label_value]
+                (metric.observe if name in catalog.HISTOGRAMS else metric.inc)(number)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return self.prometheus.generate_latest(self.registry)
-
-    def read(self, name: str) -> float:
-        """The value of a counter or gauge that has no further label."""
-        suffix = "" if name in GAUGES else "_total"
-        return self.registry.get_sample_value(f"vllm:{name}{suffix}", self.labels) or 0.0
+        return prometheus_client.generate_latest(self.registry)
 
     def log(self, now: float) -> None:
         """A line in the log, if the last one is old enough: what was done since then."""
         if (seconds := now - self.logged_at) < LOG_INTERVAL:
             return
-        before, self.logged = self.logged, {name: self.read(name) for name in LOGGED}
-        prompt, output, queries, hits = (self.logged[name] - before[name] for name in LOGGED)
+        read, before = self.registry.get_sample_value, self.logged
+        self.logged = [read(f"vllm:{name}_total", self.labels) for name in LOGGED]
+        prompt, output, queries, hits = map(sub, self.logged, before)
+        running, waiting, usage = (read(f"vllm:{name}", self.labels) for name in catalog.GAUGES)
         logger.info(
             "prompt %.1f tokens/s, output %.1f tokens/s; running %d, waiting %d; KV cache %.1f%% "
             "full, prefix cache hit rate %.1f%%",
-            *(prompt / seconds, output / seconds),
-            *(self.read("num_requests_running"), self.read("num_requests_waiting")),
-            *(100 * self.read("kv_cache_usage_perc"), 100 * hits / max(queries, 1)),
+            *(prompt / seconds, output / seconds, running, waiting),
+            *(100 * usage, 100 * hits / max(queries, 1)),
         )
         self.logged_at = now

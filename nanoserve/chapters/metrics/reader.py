@@ -62,8 +62,10 @@ def read_metrics(registry: Any) -> Iterator[Metric]:
     for family in registry.collect():
         if family.type == "gauge":
             yield from (Gauge(family.name, s.labels, s.value) for s in family.samples)
-        elif family.type == "histogram":
-            yield from read_histograms(family)
+        elif family.type == "histogram":  # no further labels here: it is one
+            buckets = {s.labels["le"]: int(s.value) for s in family.samples if "le" in s.labels}
+            [total] = [s for s in family.samples if s.name.endswith("_sum")]
+            yield Histogram(family.name, total.labels, buckets["+Inf"], total.value, buckets)
         else:
             counters = [s for s in family.samples if s.name.endswith("_total")]
             if "position" in counters[0].labels:
@@ -71,14 +73,3 @@ def read_metrics(registry: Any) -> Iterator[Metric]:
                 yield Vector(family.name, labels, [int(s.value) for s in counters])
             else:
                 yield from (Counter(family.name, s.labels, int(s.value)) for s in counters)
-
-
-def read_histograms(family: Any) -> Iterator[Histogram]:
-    """One for each set of labels. The sample "_count" is the first that follows the buckets."""
-    buckets: dict[str, int] = {}
-    for sample in family.samples:
-        if sample.name.endswith("_bucket"):
-            buckets[sample.labels["le"]] = int(sample.value)
-        elif sample.name.endswith("_sum"):
-            yield Histogram(family.name, sample.labels, buckets["+Inf"], sample.value, buckets)
-            buckets = {}

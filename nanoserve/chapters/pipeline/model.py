@@ -13,8 +13,8 @@ vLLM: make_layers and PPMissingLayer in vllm/model_executor/models/utils.py (V0 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,7 @@ class StageDecoder(Decoder):
 
 
 def build_stage(
-    build: Callable[[LayerConfig], CausalLM],
-    config: ModelConfig,
-    layer_config: LayerConfig,
-    stage: StageState,
-    max_tokens: int,
+    build: Any, config: ModelConfig, layer_config: LayerConfig, stage: StageState, max_tokens: int
 ) -> CausalLM:
     """The stage's share of the model that `build` makes. A step has `max_tokens` at most."""
     own, is_tied = stage.layer_range(config.num_layers), config.tie_word_embeddings

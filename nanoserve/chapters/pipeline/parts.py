@@ -23,7 +23,6 @@ from nanoserve import sampler
 from nanoserve.chapters.pipeline.model import build_stage
 from nanoserve.chapters.pipeline.state import Inbox, StageState, connect_stages
 from nanoserve.config import EngineConfig
-from nanoserve.distributed.parallel import ParallelState
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch
 from nanoserve.layers import LayerConfig
@@ -33,7 +32,6 @@ from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
 from nanoserve.output_processor import Request
-from nanoserve.sampling_params import SamplingParams
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import ModelOutput, SchedulerOutput, Sequence
 
@@ -72,12 +70,11 @@ class PipelineEngine(LLMEngine):
         super().__init__(config)
         self.max_in_flight = self.config.num_batches
 
-    def make_request(
-        self, request_id: str, prompt: Any, params: SamplingParams | None = None, **each: Any
-    ) -> Request:
-        if params is not None and params.prompt_logprobs is not None:
+    def make_request(self, *args: Any, **each: Any) -> Request:
+        request = super().make_request(*args, **each)
+        if request.root.sampling_params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs needs the whole model on one stage.")
-        return super().make_request(request_id, prompt, params, **each)
+        return request
 
 
 class PipelineScheduler(Scheduler):
@@ -119,9 +116,8 @@ class PendingStages(PendingOutput):
 class PipelineRunner(ModelRunner):
     parallel: StageState
 
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, parallel: Any) -> None:
+        """parallel: the place of this process among all ranks."""
         stage = connect_stages(parallel, config.pipeline_parallel_size, config.device)
         super().__init__(config, model_config, stage)
         if parallel.tp_rank > 0:
@@ -134,11 +130,12 @@ class PipelineRunner(ModelRunner):
         return build_stage(build, self.model_config, layer_config, self.parallel, max_tokens)
 
     def send(self, **arrays: np.ndarray) -> dict[str, Tensor]:
-        """What the sampler reads is read when later steps have been sent: it has memory of its
-        own."""
-        if "input_ids" in arrays:
+        """What the sampler reads is read when later steps have been sent: on a GPU it has memory of
+        its own. (Pinned, or the CPU would wait for the GPU.)"""
+        if self.staging is None or "input_ids" in arrays:
             return super().send(**arrays)
-        return {name: torch.from_numpy(each).to(self.device) for name, each in arrays.items()}
+        pinned = {name: torch.from_numpy(each).pin_memory() for name, each in arrays.items()}
+        return {name: each.to(self.device, non_blocking=True) for name, each in pinned.items()}
 
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
         """Write the tokens, and wait for the hidden states of the stage before."""
@@ -182,11 +179,3 @@ class PipelineRunner(ModelRunner):
             if pending.sampling is not None:
                 pending.sampled = sampler.sample(pending.logits, *pending.sampling)
         return super().read(pending)
-
-
-PARTS = {
-    "config_cls": PipelineConfig,
-    "engine_cls": PipelineEngine,
-    "scheduler_cls": PipelineScheduler,
-    "runner_cls": PipelineRunner,
-}

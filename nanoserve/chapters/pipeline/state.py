@@ -14,7 +14,7 @@ vLLM: vllm/distributed/parallel_state.py (V0 and V1).
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -114,10 +114,8 @@ def connect_stages(world: ParallelState, pp_size: int, device: str) -> StageStat
         name = f"link {sender} {receiver}"
         return Link(make_group(world.store, name, int(rank == receiver), 2, device))
 
-    group = None
-    if size > 1:
-        group = make_group(world.store, f"stage {pp_rank}", tp_rank, size, device)
-    links = {"previous": link(rank - size, rank), "next": link(rank, rank + size)}
-    links["back"] = link(world.tp_size - size, 0)
-    stage = StageState(tp_rank, size, group, world=world, pp_rank=pp_rank, pp_size=pp_size)
-    return replace(stage, **links)
+    name = f"stage {pp_rank}"
+    group = make_group(world.store, name, tp_rank, size, device) if size > 1 else None
+    own: dict[str, Any] = {"world": world, "pp_rank": pp_rank, "pp_size": pp_size}
+    own |= {"previous": link(rank - size, rank), "next": link(rank, rank + size)}
+    return StageState(tp_rank, size, group, **own, back=link(world.tp_size - size, 0))

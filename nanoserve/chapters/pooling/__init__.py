@@ -43,23 +43,11 @@ vLLM: vllm/worker/pooling_model_runner.py (V0, before that embedding_model_runne
 vllm/pooling_params.py, vllm/model_executor/layers/pooler/, vllm/entrypoints/pooling/ (V1).
 """
 
-from nanoserve.chapters.pooling.outputs import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-)
-from nanoserve.chapters.pooling.params import PoolerConfig, PoolingParams
-
-__all__ = [
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "PoolerConfig",
-    "PoolingOutput",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-]
+from nanoserve.chapters.pooling.outputs import EmbeddingOutput as EmbeddingOutput
+from nanoserve.chapters.pooling.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+from nanoserve.chapters.pooling.outputs import PoolingOutput as PoolingOutput
+from nanoserve.chapters.pooling.outputs import PoolingRequestOutput as PoolingRequestOutput
+from nanoserve.chapters.pooling.outputs import ScoringOutput as ScoringOutput
+from nanoserve.chapters.pooling.outputs import ScoringRequestOutput as ScoringRequestOutput
+from nanoserve.chapters.pooling.params import PoolerConfig as PoolerConfig
+from nanoserve.chapters.pooling.params import PoolingParams as PoolingParams

@@ -32,14 +32,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanoserve.config import check_option
+from nanoserve.chapters.option_dict import OptionDict
 from nanoserve.models.config import ModelConfig
 
 # The modes of sentence-transformers.
@@ -48,29 +48,26 @@ MODES |= {"cls": "CLS"}
 
 
 @dataclass(frozen=True)
-class PoolerConfig:
+class PoolerConfig(OptionDict):
     """The keys of pooler_config. None: as the checkpoint says. Raises ValueError or TypeError."""
 
+    option = "pooler_config"
     seq_pooling_type: str | None = None  # LAST, MEAN or CLS: which hidden states make the vector
     use_activation: bool | None = None  # divide the vector by its length
 
     @classmethod
     def read(cls, value: Any) -> PoolerConfig:
-        """From a dict, or a PoolerConfig."""
-        if isinstance(value, cls):
-            return value
-        given = value or {}
-        known = {each.name: each.name for each in fields(cls)}
-        known |= {"pooling_type": "seq_pooling_type"}  # vLLM's shorter name
-        if not isinstance(given, Mapping) or not given.keys() <= known.keys():
-            raise ValueError(f"pooler_config is {value!r}; allowed: a dict of {', '.join(known)}.")
-        return cls(**{known[name]: each for name, each in given.items()})
+        """vLLM's shorter name, pooling_type, is read, too."""
+        if isinstance(value, Mapping):
+            short = {"pooling_type": "seq_pooling_type"}
+            value = {short.get(name, name): each for name, each in value.items()}
+        return super().read(value)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.seq_pooling_type not in (None, "LAST", "MEAN", "CLS"):
             given = self.seq_pooling_type
             raise ValueError(f"seq_pooling_type is {given!r}; allowed: LAST, MEAN, CLS.")
-        check_option("use_activation", self.use_activation, bool | None)
 
     def resolve(self, folder: Path, default: str) -> PoolerConfig:
         """This config with the checkpoint's values in the place of None. default: the pooling of a
@@ -91,11 +88,12 @@ def read_modules(folder: Path) -> tuple[str, bool]:
         allowed = "Transformer, Pooling, and perhaps Normalize"
         raise ValueError(f"{folder}: modules.json has {', '.join(kinds)}; supported: {allowed}.")
     config = json.loads((folder / modules[1]["path"] / "config.json").read_text("utf-8"))
-    found = [key.removeprefix("pooling_mode_") for key, value in config.items() if value is True]
-    modes = [mode for mode in [*found, config.get("pooling_mode")] if mode in MODES]
-    if len(modes) != 1:
-        raise ValueError(f"{folder}: Pooling is {found}; supported: one of {', '.join(MODES)}.")
-    return MODES[modes[0]], len(kinds) == 3
+    prefix, named = "pooling_mode_", config.get("pooling_mode")
+    found = [key for key, value in config.items() if key.startswith(prefix) and value is True]
+    modes = {MODES.get(key.removeprefix(prefix)) for key in [*found, *([named] if named else [])]}
+    if len(modes) != 1 or None in modes:
+        raise ValueError(f"{folder}: Pooling is {config}; supported: one of {', '.join(MODES)}.")
+    return modes.pop(), len(kinds) == 3
 
 
 def read_max_seq_length(folder: Path) -> int | None:
@@ -108,16 +106,13 @@ def read_max_seq_length(folder: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class PoolingParams:
+class PoolingParams(OptionDict):
     """How the vector of one request is made. Raises ValueError or TypeError."""
 
+    option = "PoolingParams"
     use_activation: bool | None = None  # normalise the vector; None: as the model's PoolerConfig
     dimensions: int | None = None  # keep this many of its numbers, the first ones; None: all
     skip_reading_prefix_cache: bool | None = None  # compute all of the prompt
-
-    def __post_init__(self) -> None:
-        check_option("use_activation", self.use_activation, bool | None)
-        check_option("dimensions", self.dimensions, int | None)
 
     def resolve(self, model: ModelConfig, pooler: PoolerConfig) -> PoolingParams:
         """The model's own way in the place of None. Raises ValueError for dimensions that the model

@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanoserve.chapters.pooling.models import as_decoder, cut_head, load_encoder, most_positions
 from nanoserve.chapters.pooling.outputs import (
@@ -75,11 +74,12 @@ class PoolingConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "pooler_config", PoolerConfig.read(self.pooler_config))
+        object.__setattr__(self, "pooler_config", PoolerConfig.read(self.pooler_config or {}))
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
         """pooler_config says what the checkpoint says, and what would give wrong vectors is off."""
-        is_encoder = as_decoder(model) is None
+        if is_encoder := as_decoder(model) is None:
+            model = replace(model, max_position_embeddings=most_positions(model))
         pooler = self.pooler_config.resolve(model.path, "CLS" if is_encoder else "LAST")
         kind = pooler.seq_pooling_type
         if kind == "CLS" and not is_encoder:
@@ -87,7 +87,6 @@ class PoolingConfig(EngineConfig):
         length = min(read_max_seq_length(model.path) or model.max_model_len, model.max_model_len)
         changes: dict[str, Any] = {"pooler_config": pooler, "enforce_eager": True}
         if is_encoder:
-            length = min(length, most_positions(model))
             # Blocks count tokens only: enough of them for all sequences that may run.
             blocks = -(-length // self.block_size) * (self.max_num_seqs or 256)
             changes |= {"enable_chunked_prefill": False, "num_gpu_blocks_override": blocks}
@@ -211,21 +210,13 @@ class PoolingLLM(LLM):
         raise ValueError("runner='pooling' makes vectors: use embed, encode or score.")
 
     def encode(
-        self,
-        prompts: Any,
-        pooling_params: Any = None,
-        *,
-        use_tqdm: bool = True,
-        pooling_task: Literal["embed"] = "embed",
-        **each: Any,
+        self, prompts: Any, pooling_params: Any = None, *, pooling_task: str = "embed", **each: Any
     ) -> list[PoolingRequestOutput]:
         """A vector of every prompt, as a tensor: outputs.data. `each`: as in generate."""
         if pooling_task != "embed":
             raise ValueError(f"pooling_task is {pooling_task!r}; allowed: 'embed'.")
-        requests = self.make_requests(prompts, pooling_params, **each)
-        bar = tqdm(self.run_requests(requests), "Prompts", len(requests), disable=not use_tqdm)
-        outputs: Any = {output.request_id: output for output in bar}
-        return [outputs[each.request_id] for each in requests]
+        outputs: Any = super().generate(prompts, pooling_params, **each)
+        return outputs
 
     def embed(self, prompts: Any, **each: Any) -> list[EmbeddingRequestOutput]:
         """A vector of every prompt, as a list: outputs.embedding. `each`: as in encode."""
@@ -243,15 +234,3 @@ class PoolingLLM(LLM):
         between = [] if pad is None else [pad]  # as vLLM writes it
         pairs = zip(ones, others, strict=True)
         return [ScoringRequestOutput.from_pair(*pair, between) for pair in pairs]
-
-
-PARTS = {
-    "llm_cls": PoolingLLM,
-    "config_cls": PoolingConfig,
-    "sequence_cls": PoolingSequence,
-    "request_cls": PoolingRequest,
-    "input_processor_cls": PoolingInputProcessor,
-    "engine_cls": PoolingEngine,
-    "scheduler_cls": PoolingScheduler,
-    "runner_cls": PoolingRunner,
-}

@@ -44,6 +44,3 @@ class QuantizedRunner(ModelRunner):
         # The weights of another model, such as a drafter, are another matter.
         self.layer_config = replace(self.layer_config, linear_method=plain)
         return model
-
-
-PARTS = {"config_cls": QuantizationOptions, "runner_cls": QuantizedRunner}

@@ -28,6 +28,3 @@ def import_ray(name: str) -> Any:
     except ModuleNotFoundError as error:
         message = f'Ray is not installed ({error}): pip install "nanoserve[ray]".'
         raise ModuleNotFoundError(message, name=error.name) from error
-
-
-PARTS = {"config_cls": RayConfig}

@@ -16,22 +16,21 @@ vLLM: SpeculativeConfig in vllm/config.py (V0); vllm/config/speculative.py (0.32
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from nanoserve.config import check_option
+from nanoserve.chapters.option_dict import OptionDict
 
 Method = Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "custom_class"]
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 3}'
 
 
 @dataclass(frozen=True)
-class SpeculativeConfig:
+class SpeculativeConfig(OptionDict):
     """The keys of speculative_config. Raises ValueError for a value that is not allowed."""
 
+    option = "speculative_config"
     method: Method = "draft_model"
     num_speculative_tokens: int | None = None  # k: drafts of a sequence in a step at most
     # Folder or Hugging Face id of the drafter; of a custom_class, "package.module.ClassName".
@@ -51,28 +50,15 @@ class SpeculativeConfig:
     # probabilistic: a drafter draws as the request does (with strict: with the same random number).
     draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
 
-    @classmethod
-    def read(cls, value: Any) -> SpeculativeConfig:
-        """From a dict or its JSON text. A misspelt key is a TypeError, which names it."""
-        given = json.loads(value) if isinstance(value, str) else value
-        if isinstance(given, cls):
-            return given
-        if not isinstance(given, Mapping):
-            raise TypeError(f"speculative_config must be a dict such as {EXAMPLE}, got {value!r}.")
-        names = [each.name for each in fields(cls)]
-        for name in given.keys() - set(names):
-            raise TypeError(f"speculative_config has no key {name!r}, but {', '.join(names)}.")
-        return cls(**{name: value for name, value in given.items() if value is not None})
-
     def __post_init__(self) -> None:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         defaults = {"prompt_lookup_min": high or 5, "prompt_lookup_max": low or 5}
         if self.method == "suffix":
             defaults["num_speculative_tokens"] = self.suffix_decoding_max_tree_depth
-        for name, hint in get_type_hints(type(self)).items():
+        for name, value in defaults.items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, defaults.get(name))
-            check_option(f"speculative_config: {name}", getattr(self, name), hint)
+                object.__setattr__(self, name, value)
+        super().__post_init__()
         if not self.num_speculative_tokens:
             raise ValueError(f"speculative_config needs num_speculative_tokens, as in {EXAMPLE}.")
         if self.prompt_lookup_min > self.prompt_lookup_max:

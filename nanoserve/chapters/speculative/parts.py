@@ -229,10 +229,3 @@ class SpeculativeRunner(ModelRunner):
             logger.error("a proposer failed: no drafts for the next step", exc_info=error)
             return DraftsNote()
         return drafts
-
-
-PARTS = {
-    "config_cls": SpeculativeEngineConfig,
-    "scheduler_cls": SpeculativeScheduler,
-    "runner_cls": SpeculativeRunner,
-}

@@ -22,37 +22,22 @@ vllm/config/structured_outputs.py (V1).
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Any, Literal, get_type_hints
+from dataclasses import dataclass
+from typing import Literal
 
+from nanoserve.chapters.option_dict import OptionDict
 from nanoserve.config import check_option
 
 CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-class Fields:
-    """A dataclass that says which field was meant, and checks the types of all."""
-
-    def __new__(cls, *values: Any, **given: Any) -> Any:
-        names = [each.name for each in fields(cls)]
-        for name in given.keys() - set(names):
-            close = get_close_matches(name, names, n=1)
-            advice = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}."
-            raise TypeError(f"{cls.__name__} has no field {name!r}; {advice}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            check_option(f"structured_outputs: {name}", getattr(self, name), hint)
-
-
 @dataclass
-class StructuredOutputsParams(Fields):
+class StructuredOutputsParams(OptionDict):
     """What the output must obey: exactly one of the constraints. The fields and their order are
     vLLM's. Raises ValueError or TypeError for a value that is not allowed; what a backend refuses
     is refused when the request is added."""
 
+    option = "structured_outputs"
     json: str | dict | None = None  # a JSON schema
     regex: str | None = None  # of the whole output
     choice: list | None = None  # of strings: the output is one of these
@@ -90,9 +75,10 @@ class StructuredOutputsParams(Fields):
 
 
 @dataclass(frozen=True)
-class StructuredOutputsConfig(Fields):
+class StructuredOutputsConfig(OptionDict):
     """The keys of structured_outputs_config, with vLLM's names."""
 
+    option = "structured_outputs_config"
     backend: Literal["auto", "nano", "xgrammar"] = "auto"  # auto: see manager.py
     disable_any_whitespace: bool = False  # in all requests
     disable_additional_properties: bool = False  # as in a request

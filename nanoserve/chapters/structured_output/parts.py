@@ -21,7 +21,6 @@ vLLM: vllm/v1/structured_output/, vllm/v1/core/sched/scheduler.py get_grammar_bi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -36,7 +35,7 @@ from nanoserve.chapters.structured_output.params import (
     StructuredOutputsConfig,
     StructuredOutputsParams,
 )
-from nanoserve.config import EngineConfig, check_option
+from nanoserve.config import EngineConfig
 from nanoserve.input_batch import InputBatch
 from nanoserve.input_processor import InputProcessor
 from nanoserve.model_runner import ModelRunner
@@ -65,9 +64,7 @@ class StructuredConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.structured_outputs_config or {}
-        config = StructuredOutputsConfig(**given) if isinstance(given, Mapping) else given
-        check_option("structured_outputs_config", config, StructuredOutputsConfig)
+        config = StructuredOutputsConfig.read(self.structured_outputs_config or {})
         object.__setattr__(self, "structured_outputs_config", config)
 
 
@@ -124,8 +121,7 @@ class StructuredInputProcessor(InputProcessor):
         seq, model = super().process(*args, **each), self.model_config
         if (wanted := seq.sampling_params.structured_outputs) is not None:
             self.require_tokenizer("structured_outputs")
-            wanted = StructuredOutputsParams(**wanted) if isinstance(wanted, Mapping) else wanted
-            check_option("structured_outputs", wanted, StructuredOutputsParams)
+            wanted = StructuredOutputsParams.read(wanted)
             stops = seq.stop_token_ids or model.eos_token_ids
             seq.grammar = self.structured_output_manager.grammar_init(wanted, stops)
             seq.stop_bits, seq.reads_output = pack_bits(stops, model.vocab_size), True
@@ -206,12 +202,3 @@ def byte_values(device: torch.device) -> Tensor:
     """[256, 8]: for each byte, what its bits add to eight logits, the lowest bit first."""
     byte, bit = (torch.arange(number, device=device) for number in (256, 8))
     return torch.where(byte[:, None] >> bit & 1 == 1, 0.0, -torch.inf)
-
-
-PARTS = {
-    "config_cls": StructuredConfig,
-    "sequence_cls": StructuredSequence,
-    "input_processor_cls": StructuredInputProcessor,
-    "scheduler_cls": StructuredScheduler,
-    "runner_cls": StructuredRunner,
-}

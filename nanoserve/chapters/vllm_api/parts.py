@@ -177,11 +177,3 @@ class VllmLLM(LLM):
             with self.llm_engine.between_steps():
                 self.llm_engine.recover(None)
         return super().reset_prefix_cache()
-
-
-PARTS = {
-    "config_cls": VllmConfig,
-    "engine_cls": VllmEngine,
-    "runner_cls": VllmRunner,
-    "llm_cls": VllmLLM,
-}

@@ -98,9 +98,15 @@ class Models:
     def cards(self) -> list[Json]:
         """What /v1/models says."""
         shared = {"object": "model", "created": self.created, "owned_by": "nanoserve"}
-        shared["max_model_len"] = self.llm.engine.config.max_model_len
+        shared["max_model_len"] = most_tokens(self.llm)
         parents = dict.fromkeys(self.names) | dict.fromkeys(self.adapters, self.names[0])
         return [{"id": name, **shared, "parent": parent} for name, parent in parents.items()]
+
+
+def most_tokens(llm: AsyncLLM) -> int:
+    """Of a request: the KV cache may hold fewer than max_model_len."""
+    config, num_blocks = llm.engine.config, llm.engine.block_manager.num_blocks
+    return min(config.max_model_len, num_blocks * config.block_size)
 
 
 def build_app(
@@ -255,8 +261,7 @@ def add_utilities(router: APIRouter, llm: AsyncLLM, models: Models) -> None:
         adds = not request.messages if adds is None else adds
         tokens = await llm.tokenize(text, add_special_tokens=adds)
         strings = llm.get_tokenizer().convert_ids_to_tokens(tokens)
-        length = llm.engine.config.max_model_len
-        found = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
+        found = {"count": len(tokens), "max_model_len": most_tokens(llm), "tokens": tokens}
         return {**found, "token_strs": strings if request.return_token_strs else None}
 
     @router.post("/detokenize")
