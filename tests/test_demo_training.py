@@ -119,7 +119,7 @@ def test_a_drafter_can_be_served(method: str, tmp_path: Path) -> None:
     assert 0 <= report["accepted_of_3"] <= 3
     config = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
     with LLM(speculative_config=config) as llm, LLM() as plain:
-        found = [llm.generate(PROMPTS, GREEDY, False) for llm in (llm, plain)]
+        found = [llm.generate(PROMPTS, GREEDY, use_tqdm=False) for llm in (llm, plain)]
     texts = [[output.outputs[0].text for output in outputs] for outputs in found]
     assert texts[0] == texts[1]
 
@@ -141,8 +141,8 @@ def test_an_adapter_can_be_served(tmp_path: Path) -> None:
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(tmp_path / "merged")
     pirate = LoRARequest("pirate", 1, str(tmp_path))
     with LLM(enable_lora=True) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, False, lora_request=pirate)
-        plain = llm.generate(PROMPTS, GREEDY, False)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=pirate)
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         expected = greedy_tokens(tmp_path / "merged", prompt)
         assert list(output.outputs[0].token_ids) == expected[: len(output.outputs[0].token_ids)]

@@ -48,8 +48,8 @@ def main() -> None:
     from nanoserve.demo.training import drafters, lora, train
 
     plan = {"model": train.Plan(), "drafter": drafters.PLAN, "lora": lora.PLAN}[args.command]
-    plan = replace(plan.quick() if args.quick else plan, seed=args.seed)
-    plan = replace(plan, steps=args.steps or plan.steps)
+    plan = plan.quick() if args.quick else plan
+    plan = replace(plan, seed=args.seed, steps=args.steps or plan.steps)
     if args.command == "model":
         report = train.train_model(args.output, plan)
     elif args.command == "drafter":
@@ -70,7 +70,7 @@ def run_evaluation(args: argparse.Namespace) -> None:
 
     size = 8 if args.quick else 200
     if args.stories:
-        llm, count = LLM(args.model), 8 if args.quick else 60
+        llm, count = LLM(args.model, dtype="float32"), 8 if args.quick else 60
         for sampling in (llm.get_default_sampling_params(), SamplingParams()):
             stories = evaluate.sample_stories(llm, count, sampling)
             bad = [story for story in stories if not evaluate.has_sensible_names(story)]
@@ -78,7 +78,7 @@ def run_evaluation(args: argparse.Namespace) -> None:
             print(f"{len(bad)} of {count} have other names at temperature {sampling.temperature}")
         return
     print(f"about {'a minute' if args.quick else 'ten minutes'} on two CPU cores")
-    scores, bad = evaluate.evaluate(LLM(args.model), size)
+    scores, bad = evaluate.evaluate(LLM(args.model, dtype="float32"), size)
     print("Bad answers to first guesses:", *bad, sep="\n  ", file=sys.stderr)
     print(evaluate.as_table(scores))
     if args.json:

@@ -30,10 +30,8 @@ from nanoserve.demo.training.stories import Character, story_hero, tell_story
 Messages = list[dict[str, str]]
 GREEDY = SamplingParams(temperature=0, max_tokens=220)
 FACTS = {"words": ("owner", "food", "city"), "codes": ("box", "place")}  # kinds of facts
-STORY_WORDS = set(  # capitalised words of a story that are no names
-    re.findall(r"[A-Z]\w*", json.dumps([TABLES[name] for name in ("openings", "plots", "endings")]))
-)
-OTHER_CAPITALS = {"She", "He", "Her", "His", "The"}
+TEMPLATES = json.dumps([TABLES[name] for name in ("openings", "plots", "endings")])
+STORY_WORDS = {"She", "He", "Her", "His", "The", *re.findall(r"[A-Z]\w*", TEMPLATES)}
 
 
 class Item(NamedTuple):
@@ -163,7 +161,7 @@ def score_task(llm: LLM, task: Task, size: int) -> Score:
 
 def names_in(story: str) -> set[str]:
     """All capitalised words that are not those of the plots."""
-    return set(re.findall(r"[A-Z]\w*", story)) - STORY_WORDS - OTHER_CAPITALS
+    return set(re.findall(r"[A-Z]\w*", story)) - STORY_WORDS
 
 
 def story_faults(story: str, hero: str) -> list[str]:

@@ -14,6 +14,7 @@ peft adds the matrices and writes the files; it is an extra: pip install "nanose
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,16 @@ def draw_spoken(rng: Author, room: int) -> Document:
     return document
 
 
-def train_lora(folder: Path, model_folder: Path, plan: Plan, rank: int = 8) -> dict[str, Any]:
+def train_lora(folder: Path, model_folder: Path, plan: Plan) -> dict[str, Any]:
     """An adapter for the model in `model_folder`, written to `folder` in PEFT's format."""
     from peft import LoraConfig, get_peft_model
 
     model, tokenizer = load(model_folder)
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(plan.seed)
     adapted: Any = get_peft_model(model, config)  # replaces the layers inside `model`
-    report = train(
-        adapted,
-        plan,
-        lambda step: plan.batch(tokenizer, step, draw_spoken),
-        lambda batch: next_token_loss(model, batch),
-    )
+    make = partial(plan.batch, tokenizer, draw=draw_spoken)
+    report = train(adapted, plan, make, partial(next_token_loss, model))
     adapted.to("cpu", torch.bfloat16).save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)  # peft's empty model card
     write_json(folder / "training.json", report)

@@ -116,7 +116,7 @@ def train(
     backward(0)  # the first one is slow
     started = time.perf_counter()
     backward(plan.steps // 2)
-    minutes = (time.perf_counter() - started) * 1.1 * plan.steps / 60
+    minutes = max(1, (time.perf_counter() - started) * 1.1 * plan.steps / 60)
     print(f"{plan.steps:,} steps of {plan.tokens_per_step:,} tokens: about {minutes:.0f} minutes")
     module.zero_grad()
     started, mean = time.perf_counter(), 0.0
@@ -186,10 +186,8 @@ def train_model(folder: Path, plan: Plan, **shape: Any) -> dict[str, Any]:
         output: Any = model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=0)
         tqdm.write(tokenizer.decode(output[0].tolist()))
 
-    def make(step: int) -> Batch:
-        return plan.batch(tokenizer, step)
-
-    report = train(model, plan, make, lambda batch: next_token_loss(model, batch), show)
+    make = partial(plan.batch, tokenizer)
+    report = train(model, plan, make, partial(next_token_loss, model), show)
     write_model(folder, model, tokenizer)
     write_json(folder / "training.json", report)
     return report
