@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from itertools import pairwise
@@ -22,7 +23,7 @@ from nanoserve.demo.training.grammar import GUESSES, Author, is_held_out
 from nanoserve.demo.training.lora import as_pirate, train_lora
 from nanoserve.demo.training.train import Plan, load, next_token_loss, train_model
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["Once upon a time", "What is 17 + 25?", "The code of the"]
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 FEW_STEPS = Plan(steps=4, tokens_per_step=256, warmup_steps=1, stages=((0.0, {64: 1}),))
@@ -100,10 +101,9 @@ def greedy_tokens(folder: Path, prompt: str) -> list[int]:
 def test_a_run_lowers_the_loss_and_its_folder_can_be_served(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    start = train_model(tmp_path / "one", Plan(steps=1, tokenizer_documents=100), **TINY)["loss"]
-    plan = Plan(steps=40, tokens_per_step=512, warmup_steps=4, tokenizer_documents=100)
+    plan = Plan(steps=24, tokens_per_step=256, warmup_steps=4, tokenizer_documents=100)
     report = train_model(tmp_path / "model", plan, **TINY)
-    assert report["loss"] < start - 1
+    assert report["loss"] < math.log(2048) - 0.5  # from a guess among all tokens
     assert "about" in capsys.readouterr().out
     with LLM(tmp_path / "model") as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -188,7 +188,7 @@ def test_the_stored_model_answers_held_out_questions() -> None:
 def test_the_scores_of_the_model_card() -> None:
     stored = {each["task"]: each for each in json.loads((MODEL_DIR / "scores.json").read_text())}
     with LLM() as llm:
-        scores, _ = evaluate.evaluate(llm, 10)
+        scores, _ = evaluate.evaluate(llm, 4)
     assert {score.task for score in scores} == set(stored)
     assert sum(score.score for score in scores) / len(scores) > 0.9
 

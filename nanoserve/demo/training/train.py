@@ -146,7 +146,8 @@ def train(
 
 def new_model(folder: Path = MODEL_DIR, **shape: Any) -> Any:
     """A Qwen3 of the shape that config.json says, or with other numbers of layers, heads, ..."""
-    model: Any = Qwen3ForCausalLM(Qwen3Config.from_pretrained(folder, **shape)).float()
+    config = json.loads((folder / "config.json").read_text()) | shape
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**config)).float()
     for name, parameter in model.named_parameters():
         if "embed" in name:
             nn.init.normal_(parameter, std=0.04)
