@@ -77,7 +77,7 @@ def run_evaluation(args: argparse.Namespace) -> None:
             print(*bad, sep="\n")
             print(f"{len(bad)} of {count} have other names at temperature {sampling.temperature}")
         return
-    print(f"about {'a minute' if args.quick else 'ten minutes'} on two CPU cores")
+    print(f"about {'a minute' if args.quick else 'five minutes'} on two CPU cores")
     scores, bad = evaluate.evaluate(LLM(args.model, dtype="float32"), size)
     print("Bad answers to first guesses:", *bad, sep="\n  ", file=sys.stderr)
     print(evaluate.as_table(scores))

@@ -130,7 +130,7 @@ def train(
                         torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            mean = loss if step == 0 else 0.98 * mean + 0.02 * loss
+            mean += (loss - mean) * max(0.02, 2 / (step + 2))
             bar.set_postfix_str(f"loss {mean:.3f}", refresh=False)
             if (step + 1) % max(1, plan.steps // 4) == 0:
                 show()
