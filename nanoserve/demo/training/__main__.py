@@ -43,8 +43,7 @@ def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
     if args.command == "evaluate":
-        run_evaluation(args)
-        return
+        return run_evaluation(args)
     from nanoserve.demo.training import drafters, lora, train
 
     plan = {"model": train.Plan(), "drafter": drafters.PLAN, "lora": lora.PLAN}[args.command]

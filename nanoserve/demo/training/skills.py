@@ -91,16 +91,14 @@ def phrase(rng: Author, longest: int = 8, is_wide: bool = False) -> str:
     any words, names and numbers, with capitals and marks, as people ask to repeat."""
 
     def text() -> str:
-        kind = "phrase_word" if is_wide else rng.skewed(PHRASES, 0.4)
+        kinds = ["words", "item", "item_number", "made_up"]
+        kind = "phrase_word" if is_wide else rng.skewed(kinds, 0.4)
         words = range(rng.randint(1 if is_wide else 2, longest))
         text = " ".join(rng.draw(kind) for _ in words)
         text += rng.skewed(["", ".", "!", "?"]) if is_wide else ""
         return f"{Word(text):C}" if is_wide and rng.random() < 0.5 else text
 
     return rng.allowed("phrase", text)
-
-
-PHRASES = ["words", "item", "item_number", "made_up"]
 
 
 def repeat(rng: Author, is_wide: bool | None = None, is_long: bool | None = None) -> Turn:

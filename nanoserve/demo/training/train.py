@@ -140,7 +140,6 @@ def train(
         "tokens": plan.steps * plan.tokens_per_step,
         "minutes": round((time.perf_counter() - started) / 60, 1),
         "loss": round(mean, 4),
-        "device": DEVICE,
     }
 
 
