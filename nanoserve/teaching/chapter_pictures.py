@@ -28,7 +28,7 @@ def two_levels(llm: LLM, title: str = "Two levels of the prefix cache") -> Pictu
     on_cpu = {block: tokens_of(key) for key, block in manager.cpu_pool.cached_blocks.items()}
     copied = {block: f"<- CPU {cpu}" for cpu, block in frame.output.blocks_to_swap_in}
     saved = {cpu: f"<- block {block}" for block, cpu in frame.output.blocks_to_swap_out}
-    levels = (
+    levels: Any = (
         ("On the device", "block", frame.num_blocks, frame.cached, owner_of, copied),
         ("In main memory", "CPU", manager.num_cpu_blocks, on_cpu, {}, saved),
     )
