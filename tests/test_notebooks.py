@@ -36,7 +36,7 @@ def comparable(outputs: list[dict[str, Any]], code: str) -> list[Any]:
     """Without what a clock says, and what rounding decides."""
     if "perf_counter" in code:
         return []
-    exact = not re.search(r"bars\(|lines\(|weights|token_path\(", code)
+    exact = not re.search(r"bars\(|lines\(|weights|token_path\(|heat\(", code)
     kept: list[Any] = []
     for output in outputs:
         lines = output.get("text", ()) or output["data"].get("image/svg+xml" if exact else "", ())

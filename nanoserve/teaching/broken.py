@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 from nanoserve.block_manager import BlockHash, BlockManager
+from nanoserve.distributed.parallel import ParallelState
 from nanoserve.input_batch import InputBatch, RequestState, StepArrays
+from nanoserve.model_runner import ModelRunner
+from nanoserve.models.base import Model
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import SchedulerOutput, Sequence
 from nanoserve.teaching.recorder import RecordingRunner
@@ -64,3 +67,15 @@ BROKEN: dict[str, dict[str, Any]] = {
     "case 4": {"runner_cls": OldRowRunner},
 }
 CULPRITS = {"case 1": ShortHash, "case 2": Hole, "case 3": OneBack, "case 4": OldRow}
+
+
+# -- of chapter notebooks --
+
+
+class OneSumLess(ModelRunner):
+    """On two ranks (notebook 14): behind one attention, each goes on with its own half."""
+
+    def load_model(self) -> Model:
+        model: Any = super().load_model()
+        model.model.layers[3].self_attn.o_proj.parallel = ParallelState()  # as if it were alone
+        return model
