@@ -30,7 +30,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ from nanoserve.sequence import EngineDeadError, SchedulerOutput
 STEP_TIMEOUT, IDLE_TIMEOUT = timedelta(minutes=10), timedelta(days=20)
 POLL = 1.0  # seconds between two looks at the other processes
 Calls = SimpleQueue[Any]  # of (future, function, arguments); None: the end
+Processes = dict[int, subprocess.Popen[bytes]]  # by rank
 
 
 class MultiprocExecutor:
@@ -65,12 +66,13 @@ class MultiprocExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> None:
         """Raises ValueError for a model that cannot be divided, EngineDeadError if a rank ends."""
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self.processes: Processes = {}
         self.failure: str | None = None
         self.calls, self.groups = Calls(), list[ParallelState]()
         shared, store = self.start_ranks(config.num_ranks)
-        threading.Thread(target=serve, args=(self.calls,), daemon=True).start()
-        self.end = weakref.finalize(self, end, self.calls, self.processes, self.groups, shared)
+        (thread := Thread(target=serve, args=(self.calls,), daemon=True)).start()
+        own = (self.calls, thread, self.processes, self.groups, shared)
+        self.end = weakref.finalize(self, end, *own)
         model_cls = ModelRegistry.get(model_config.architecture)
         setup = pickle.dumps((config, model_config, runner_cls, model_cls))
         store.set("setup", setup)  # type: ignore[arg-type]
@@ -151,10 +153,7 @@ def serve(calls: Calls) -> None:
 
 
 def end(
-    calls: Calls,
-    processes: dict[int, subprocess.Popen[bytes]],
-    groups: list[ParallelState],
-    shared: dist.Store,
+    calls: Calls, thread: Thread, processes: Processes, groups: list[ParallelState], shared: Any
 ) -> None:
     """Of an engine that is closed, or garbage, or open when the script ends."""
     try:
@@ -168,6 +167,8 @@ def end(
     except (RuntimeError, TimeoutError, subprocess.TimeoutExpired):
         pass  # a rank is lost, or stands still
     calls.put(None)
+    # A thread that is still in C++ code when Python ends would abort the process.
+    thread.join(5)
     groups.clear()
     for process in processes.values():
         process.kill()

@@ -49,7 +49,8 @@ class Inbox:
     def __init__(self, world: ParallelState) -> None:
         self.world = world
         self.steps: SimpleQueue[Any] = SimpleQueue()
-        Thread(target=self.receive, daemon=True).start()
+        self.thread = Thread(target=self.receive, daemon=True)
+        self.thread.start()
 
     def receive(self) -> None:
         """In a thread of its own: take in what rank 0 tells, to the None at the end."""
@@ -62,6 +63,8 @@ class Inbox:
 
     def get(self) -> Any:
         step = self.steps.get()
+        if step is None or isinstance(step, Exception):
+            self.thread.join(5)  # before this process ends
         if isinstance(step, Exception):
             raise step
         return step
