@@ -36,7 +36,7 @@ from nanoserve.sequence import RequestOutput
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from nanoserve.chapters.options import Options
+    from nanoserve.chapters import Options
 
 Params = SamplingParams | Seq[SamplingParams] | None  # one for all prompts, or one each
 

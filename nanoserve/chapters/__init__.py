@@ -33,7 +33,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from nanoserve.chapters.options import Options
+from nanoserve.entrypoints.options import Options
 from nanoserve.entrypoints.arguments import read_options
 
 # Chapter -> the option that switches it on; None: always on. Each is stacked on those before it.
