@@ -1,12 +1,16 @@
 """nanoserve bench: the command line, the table, the JSON file.
 
     $ nanoserve bench latency --variant "fast:kernels=fast" --json result.json
-    latency: 3 rounds of nanoserve, fast; about 14 s
-    latency    itl_ms  ttft_ms     x  same_tokens
-    nanoserve    5.31     8.71  1.00         1.00
-    fast         2.02     3.90  2.63         1.00
+    this machine: 28 GB/s, 199 GFLOP/s (measured)
+    latency: 3 rounds of nanoserve, fast; at most 14 s
+    latency     tpot_ms  ttft_ms     x  same_tokens
+    nanoserve      3.05     5.71  1.00         1.00
+    fast           1.22     3.90  2.50         1.00
+    cost model     1.33     1.84
+    roofline       0.18     0.57
 
-Without a suite, all of them run at their quick size.
+Without a suite, those of QUICK_SUITES run at their quick size. `gpu` is three suites at the size of
+nano-vllm's published workload: Qwen3-0.6B's shape, 256 requests of 100 to 1024 tokens in and out.
 
 vLLM: vllm/entrypoints/cli/benchmark/ (0.32).
 """
@@ -26,28 +30,37 @@ from typing import Any
 
 from nanoserve.bench.workload import DUMMY_MODELS
 
-SUITES = ("throughput", "latency", "prefix", "serve", "kernel")
-QUICK = {"num_requests": 8, "min_len": 16, "max_len": 48, "prefix_len": 256, "repeat": 2}
+QUICK_SUITES: tuple[str, ...] = ("throughput", "latency", "roofline", "prefix", "serve", "gap")
+QUICK_SUITES += ("repeat", "structured", "chats", "kernel")
+SUITES = (*QUICK_SUITES, "pipeline", "scale", "gpu")
+# What some engines can run: they do not tell when a token came, or know no arrivals.
+CAN_RUN = {"transformers": {*SUITES} - {"serve", "gap"}, "http": {*SUITES} - {"gap"}}
+CAN_RUN |= {each: {"throughput", "prefix"} for each in ("nano-vllm", "mini-sglang")}
+GPU_SUITES, GPU_DUMMY = ("throughput", "gap", "kernel"), ("qwen3-0.6b", "bfloat16")
+GPU = {"num_requests": 256, "min_len": 100, "max_len": 1024, "long_len": 16384}
 SIZES = {
     "num_requests": (32, "requests of a round"),
     "min_len": (50, "tokens of the shortest prompt and output"),
     "max_len": (256, "tokens of the longest prompt and output"),
-    "prefix_len": (512, "tokens with which all prompts begin (prefix)"),
+    "prefix_len": (512, "tokens with which prompts begin (prefix, repeat, chats)"),
+    "long_len": (2048, "tokens of the long prompt (gap)"),
     "repeat": (3, "rounds"),
 }
+QUICK = dict(zip(SIZES, (8, 16, 48, 256, 512, 2), strict=True))
 ABOUT = "How fast is nanoserve, beside its peers and beside itself with another option?"
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nanoserve bench", description=ABOUT)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
-    parser.add_argument("--quick", action="store_true", help="small sizes: all suites in a minute")
-    parser.add_argument("--model", default="", help="a folder or Hugging Face id; the demo model")
+    text = "small sizes: all but the last three suites in a minute"
+    parser.add_argument("--quick", action="store_true", help=text)
+    parser.add_argument("--model", help="a folder or Hugging Face id; the demo model")
     parser.add_argument("--dummy", choices=DUMMY_MODELS, help="random weights of this shape")
-    parser.add_argument("--dtype", default="float32", help="of the dummy's weights")
+    parser.add_argument("--dtype", default="float32", help="of the dummy's weights; float32")
     text = "nanoserve again, as LABEL:OPTION=VALUE;OPTION=VALUE (may be repeated)"
     parser.add_argument("--variant", action="append", default=[], help=text)
-    text = "vllm or transformers, as NAME or NAME=PYTHON, the Python that has it (may be repeated)"
+    text = "transformers, vllm, nano-vllm, mini-sglang, http (our server); or NAME=ITS_PYTHON"
     parser.add_argument("--peer", action="append", default=[], help=text)
     for name, (value, text) in SIZES.items():
         flag = "--" + name.replace("_", "-")
@@ -65,44 +78,60 @@ def main(argv: list[str]) -> int:
     if wrong := [each for each in args.suites if each not in SUITES]:
         parser.error(f"no suite {wrong[0]!r}; allowed: {', '.join(SUITES)}.")
     args.quick |= not args.suites
-    results = measure(args)
+    sizes: dict[str, Any] = {name: value for name, (value, _) in SIZES.items()}
+    if args.quick:
+        sizes |= QUICK
+    if "gpu" in args.suites:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error(f"gpu needs a CUDA GPU. A CPU runs its parts: {' '.join(GPU_SUITES)}.")
+        args.suites, sizes = [*GPU_SUITES], sizes | GPU
+        if not (args.model or args.dummy):
+            args.dummy, args.dtype = GPU_DUMMY
+    sizes |= {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    results = measure(args, sizes)
     if args.json:
         content = {"machine": describe_machine(), "arguments": argv, "results": results}
         args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """suite -> engine -> figures. Each table is printed when its suite has ended."""
+    from nanoserve.kernels.threads import load_torch
+
+    load_torch()  # before anything else does, so that its threads wait as in an LLM
     from nanoserve.bench import suites
+    from nanoserve.bench.cost_model import measure_machine
     from nanoserve.bench.workload import write_dummy
     from nanoserve.models.config import resolve_folder
 
-    folder = (
-        write_dummy(args.dummy, args.dtype) if args.dummy else resolve_folder(args.model or None)
-    )
+    folder = write_dummy(args.dummy, args.dtype) if args.dummy else resolve_folder(args.model)
     variants = [suites.Variant("nanoserve"), *map(suites.parse_variant, args.variant)]
     variants += map(suites.parse_peer, args.peer)
-    sizes: dict[str, Any] = {name: value for name, (value, _) in SIZES.items()} | (
-        QUICK if args.quick else {}
-    )
-    sizes |= {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     if args.quick:
-        print("quick: all suites in about a minute; without --quick, each takes minutes")
-    settings = suites.Settings(folder, tuple(variants), **sizes, rate=args.rate)
+        print(f"quick: {len(args.suites or QUICK_SUITES)} suites, in about a minute together")
+    if args.url:
+        variants = [suites.Variant("server", "http", {"url": args.url})]
+    machine = measure_machine()
+    limits = f"{machine.bandwidth / 1e9:,.0f} GB/s, {machine.rate / 1e9:,.0f} GFLOP/s"
+    print(f"this machine: {limits} (measured)")
+    known = None if args.url else machine
+    settings = suites.Settings(folder, tuple(variants), **sizes, rate=args.rate, machine=known)
     results: dict[str, Any] = {}
-    for suite in args.suites or SUITES:
+    for suite in args.suites or QUICK_SUITES:
         found: dict[str, Any] = {}
         if suite == "kernel":
             from nanoserve.bench.kernels import measure_kernels
 
-            found = measure_kernels(args.quick)
-        elif suite == "serve" and args.url:
-            from nanoserve.bench.client import measure_server
+            found = measure_kernels(machine, args.quick)
+        elif suite == "scale":
+            from nanoserve.bench.scale import measure_scale
 
-            found["serve"] = measure_server(args.url, settings)
+            found[suite] = measure_scale(args.quick)
         else:
-            own = [each for each in variants if suite != "serve" or each.engine != "transformers"]
+            own = [each for each in variants if suite in CAN_RUN.get(each.engine, {*SUITES})]
             found[suite] = suites.compare(suite, replace(settings, variants=tuple(own)))
         for title, result in found.items():
             print(make_table(title, result), flush=True)
@@ -114,12 +143,13 @@ def make_table(title: str, result: Mapping[str, Mapping[str, float]]) -> str:
     """One row for each engine, one column for each figure."""
     keys = list(next(iter(result.values())))
     rows = [[title, *keys]]
-    rows += [[label, *(f"{each[key]:,.2f}" for key in keys)] for label, each in result.items()]
+    for label, figures in result.items():
+        rows.append([label, *(f"{figures[key]:,.2f}" if key in figures else "" for key in keys)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for label, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
-        lines.append("  ".join([label.ljust(widths[0]), *padded]))
+        lines.append("  ".join([label.ljust(widths[0]), *padded]).rstrip())
     return "\n".join([*lines, ""])
 
 

@@ -1,56 +1,101 @@
-"""What do the clients of a server see, when requests arrive at a rate?
+"""What do the clients of a server see?
 
-    nanoserve serve --port 8000 &
-    nanoserve bench serve --url http://127.0.0.1:8000/v1 --rate 2
+    nanoserve bench throughput --peer http                   nanoserve's own server, beside LLM
+    nanoserve bench serve --url http://127.0.0.1:8000/v1     any server of OpenAI's API
 
-Any server of OpenAI's API can be measured. Its first model gets random token ids as prompts, and
-streams its tokens; vLLM and nanoserve take ignore_eos, so that each request has its length.
+Each request has a connection of its own, and streams its tokens. While they run, the client only
+notes which line came when, because it takes its time from a server on the same machine. It reads
+the lines when all have ended. Prompts are token ids; nanoserve and vLLM take ignore_eos, so that
+each request has its length.
 
-vLLM: vllm/benchmarks/serve.py.
+Left out: https, keys.
+
+vLLM: vllm/benchmarks/serve.py, vllm/benchmarks/lib/endpoint_request_func.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import time
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
-from nanoserve.bench.suites import Result, Settings, compute_figures, draw
-from nanoserve.bench.workload import Request
+from nanoserve.bench.engines import Requests, Results
 
-
-async def ask(client: Any, model: str, request: Request) -> list[float]:
-    """Send one request when it arrives: when did its tokens come?"""
-    await asyncio.sleep(request.arrival)
-    start, times = time.perf_counter(), []
-    stream = await client.completions.create(
-        model=model,
-        prompt=request.prompt,
-        max_tokens=request.num_output,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True},
-    )
-    async for chunk in stream:
-        if chunk.choices:  # the last chunk may hold the usage alone
-            times.append(time.perf_counter() - start)
-    return times
+SAMPLING = {"temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True}
+Lines = list[tuple[float, bytes]]  # when each one came
 
 
-async def measure(url: str, settings: Settings) -> Result:
-    """One round; the chunks of the streams count as tokens."""
-    from openai import AsyncOpenAI
+class ServerEngine:
+    """A server as an engine of a comparison. Without an url, nanoserve's own is started."""
 
-    client = AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-    model = (await client.models.list()).data[0].id
-    requests = draw("serve", settings, round_=0)
-    await ask(client, model, Request(requests[0].prompt[::-1], 4))  # warm up
-    start = time.perf_counter()
-    times = await asyncio.gather(*(ask(client, model, request) for request in requests))
-    return {model: compute_figures("serve", requests, times, time.perf_counter() - start)}
+    def __init__(self, folder: str, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        url, self.process = given.pop("url", None), None
+        if url is None:
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+            command = [sys.executable, "-m", "nanoserve", "serve", "--model", folder, "--port=0"]
+            command += [*flags, "--uvicorn-log-level=warning"]
+            self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+            url = self.wait_until_served() + "/v1"
+        self.url = urlsplit(url)
+        with urlopen(f"{url}/models") as answer:
+            self.model = json.load(answer)["data"][0]["id"]
+
+    def wait_until_served(self) -> str:
+        """Its address, as it prints it itself."""
+        assert self.process is not None and self.process.stderr is not None
+        for line in self.process.stderr:
+            if " is served at " in line:
+                return line.split(" is served at ")[1].split()[0].rstrip("/")
+        raise RuntimeError("the server has ended; start `nanoserve serve` to see why.")
+
+    def run(self, requests: Requests) -> Results:
+        """All at their arrival; seconds count from there."""
+        return asyncio.run(self.run_all(requests))
+
+    async def run_all(self, requests: Requests) -> Results:
+        start = time.perf_counter()
+        streams = await asyncio.gather(*(self.ask(each) for each in requests))
+        pairs = zip(streams, requests, strict=True)
+        return [read(lines, start + request["arrival"]) for lines, request in pairs]
+
+    async def ask(self, request: Mapping[str, Any]) -> Lines:
+        body = {"model": self.model, "prompt": list(request["prompt"]), **SAMPLING}
+        content = json.dumps({**body, "max_tokens": request["num_output"]}).encode()
+        head = f"POST {self.url.path}/completions HTTP/1.1\r\nHost: {self.url.netloc}\r\n"
+        head += "Content-Type: application/json\r\nConnection: close\r\n"
+        await asyncio.sleep(request["arrival"])
+        connection = asyncio.open_connection(self.url.hostname, self.url.port or 80, limit=2**22)
+        reader, writer = await connection
+        writer.write(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        lines = [(time.perf_counter(), line) async for line in reader]
+        writer.close()
+        return lines
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.communicate()
 
 
-def measure_server(url: str, settings: Settings) -> Result:
-    seconds = settings.num_requests / settings.rate
-    print(f"serve: {settings.num_requests} requests to {url}; {seconds:.0f} s, or more")
-    return asyncio.run(measure(url, settings))
+def read(lines: Lines, start: float) -> dict[str, Any]:
+    """The tokens of a stream. RuntimeError: the answer is none."""
+    times: list[float] = []
+    token_ids: list[int] = []
+    for moment, line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        for choice in chunk.get("choices", ()):  # none in the last one, if that has the usage
+            new = choice.get("token_ids") or [-1] * bool(choice.get("text"))  # else one a chunk
+            token_ids += new
+            times += [moment - start] * len(new)
+    if not times:
+        raise RuntimeError(f"the server answered {b''.join(line for _, line in lines)[:500]!r}")
+    return {"times": times, "token_ids": token_ids}

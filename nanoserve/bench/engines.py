@@ -1,4 +1,4 @@
-"""One interface for three engines: when did each token of each request arrive?
+"""One interface for several engines: when did each token of each request arrive?
 
     engine.run([{"prompt": [5, 6], "num_output": 3, "arrival": 0.0}])
         -> [{"times": [0.021, 0.030, 0.038], "token_ids": [7, 7, 9]}]      seconds after the arrival
@@ -7,7 +7,9 @@ nanoserve runs in this process. Every peer runs in a process of its own, and may
 its own, such as the one of vLLM's venv: this file is the program of that process, so it imports
 nothing but the standard library and the engine.
 
-nanoserve and vLLM have the same steps (add_request, step), so one class drives both.
+nanoserve and vLLM have the same steps (add_request, step), so one class drives both. nano-vllm and
+mini-sglang have `generate`: all tokens count as here at its end. Neither samples greedily, or runs
+without a GPU. (How they are called is as their own benchmarks do it.)
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import sys
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
-Requests = Seq[Mapping[str, Any]]  # prompt, num_output, arrival
+Requests = Seq[Mapping[str, Any]]  # prompt, num_output, arrival, after: workload.Request
 Results = list[dict[str, Any]]  # times, token_ids
 COMMON = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 OPTIONS: dict[str, dict[str, Any]] = {"nanoserve": {}, "vllm": {"skip_tokenizer_init": True}}
@@ -33,23 +36,32 @@ class StepEngine:
     """An engine with vLLM's add_request and step: nanoserve or vllm."""
 
     def __init__(self, name: str, folder: str, options: Mapping[str, Any]) -> None:
+        """Two options are no options of LLM. sampling: parameters of all requests; in_flight: how
+        many steps of a pipeline."""
+        given = dict(options)
+        self.sampling, in_flight = given.pop("sampling", {}), given.pop("in_flight", None)
         if name == "vllm":  # on a CPU it keeps a core for its scheduler, which few cores can spare
             os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
         module = importlib.import_module(name)
         self.params_cls = module.SamplingParams
-        self.llm = module.LLM(folder, **OPTIONS[name], **options)
+        self.llm = module.LLM(folder, **{**OPTIONS[name], **given})
         self.engine = self.llm.llm_engine if name == "vllm" else self.llm.engine
+        if in_flight is not None:  # and each has its share of the sequences
+            scheduler, self.engine.max_in_flight = self.engine.scheduler, in_flight
+            scheduler.config = replace(scheduler.config, pipeline_parallel_size=in_flight)
         self.ids = itertools.count()
 
     def run(self, requests: Requests) -> Results:
-        """Add each request when it arrives, and run steps until all have ended."""
+        """Add each request when it is due, and run steps until all have ended."""
         ids = [str(next(self.ids)) for _ in requests]
         found: dict[str, dict[str, Any]] = {each: {"times": [], "token_ids": []} for each in ids}
         due = {each: request["arrival"] for each, request in zip(ids, requests, strict=True)}
         waiting = sorted(zip(ids, requests, strict=True), key=lambda pair: pair[1]["arrival"])
-        start = time.perf_counter()
+        first, start = found[ids[0]]["times"], time.perf_counter()
         while waiting or self.engine.has_unfinished_requests():
             while waiting and due[waiting[0][0]] <= time.perf_counter() - start:
+                if len(first) < waiting[0][1].get("after", 0):
+                    break
                 self.add(*waiting.pop(0))
             if not self.engine.has_unfinished_requests():
                 time.sleep(max(0.0, due[waiting[0][0]] - (time.perf_counter() - start)))
@@ -62,7 +74,7 @@ class StepEngine:
         return list(found.values())
 
     def add(self, request_id: str, request: Mapping[str, Any]) -> None:
-        params = self.params_cls(**COMMON, max_tokens=request["num_output"])
+        params = self.params_cls(**COMMON, **self.sampling, max_tokens=request["num_output"])
         prompt = {"prompt_token_ids": list(request["prompt"])}
         self.engine.add_request(request_id, prompt, params)
 
@@ -123,8 +135,30 @@ class Transformers:
         """Nothing to do: its process ends."""
 
 
+class Generate:
+    """nano-vllm or mini-sglang."""
+
+    modules = ("nanovllm", "nanovllm"), ("minisgl.llm", "minisgl.core")  # of LLM, SamplingParams
+
+    def __init__(self, name: str, folder: str, options: Mapping[str, Any]) -> None:
+        where, params_where = self.modules[name == "mini-sglang"]
+        self.llm = importlib.import_module(where).LLM(folder, **options)
+        self.params_cls = importlib.import_module(params_where).SamplingParams
+
+    def run(self, requests: Requests) -> Results:
+        start = time.perf_counter()
+        common = {"temperature": 0.6, "ignore_eos": True}
+        params = [self.params_cls(**common, max_tokens=each["num_output"]) for each in requests]
+        outputs = self.llm.generate([list(each["prompt"]) for each in requests], params)
+        lists, end = [list(each["token_ids"]) for each in outputs], time.perf_counter() - start
+        return [{"times": [end] * len(each), "token_ids": each} for each in lists]
+
+    def close(self) -> None:
+        """Nothing to do: its process ends."""
+
+
 ENGINES: dict[str, Any] = {"nanoserve": StepEngine, "vllm": StepEngine}
-ENGINES["transformers"] = Transformers
+ENGINES |= {"transformers": Transformers, "nano-vllm": Generate, "mini-sglang": Generate}
 
 
 class Peer:

@@ -6,7 +6,10 @@ Two steps, in blocks that are scattered at random, as in a cache that has been i
     prefill   one sequence, all queries at once: bound by arithmetic, so TFLOP/s
 
 Every backend that runs on this device gets the same tensors, and its result is compared with that
-of the definition (attention.py). A GPU is timed by triton.testing.do_bench, a CPU by the clock.
+of the definition (attention.py). `sdpa` is PyTorch's own attention, which gets the same keys and
+values without blocks. of_roofline is the least time, by the machine's measured limits, divided by
+the time taken: what a CPU finds in its caches can be faster than memory. A GPU is timed by
+triton.testing.do_bench, a CPU by the clock.
 
 vLLM: benchmarks/attention_benchmarks/.
 """
@@ -21,8 +24,10 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.attention import AttentionBackend, StepMetadata
+from nanoserve.bench.cost_model import Machine
 from nanoserve.bench.suites import Result
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.kernels.selector import get_attn_backend
@@ -102,29 +107,48 @@ def time_call(call: Callable[[], object], device: torch.device, seconds: float) 
     return statistics.median(times)
 
 
-def measure_kernels(is_quick: bool = False) -> dict[str, Result]:
+def prepare_sdpa(
+    case: Case, query: Tensor, cache: tuple[Tensor, ...], table: Tensor
+) -> Callable[[], Tensor]:
+    """PyTorch's attention: the blocks are put in order before the clock starts."""
+    queries = query.view(case.num_seqs, case.num_queries, HEADS, DIM).transpose(1, 2)
+    rows = [each[table.long()].flatten(1, 2)[:, : case.num_keys] for each in cache]
+    keys, values = (each.transpose(1, 2).contiguous() for each in rows)  # [.., heads, tokens, dim]
+    attend = partial(scaled_dot_product_attention, queries, keys, values, enable_gqa=True)
+    return partial(attend, is_causal=case.num_queries > 1, scale=DIM**-0.5)
+
+
+def measure_kernels(machine: Machine, is_quick: bool = False) -> dict[str, Result]:
     """case -> backend -> figures."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backends, seconds = find_backends(device), 0.1 if is_quick else 1.0
     cases = CASES["quick" if is_quick else device.type]
-    print(f"kernel: {', '.join(backends)}; about {2 * seconds * len(backends) + 2:.0f} s")
+    print(f"kernel: {', '.join(backends)}, sdpa; about {2 * seconds * len(backends) + 4:.0f} s")
     results: dict[str, Result] = {}
     for case in cases:
         query, cache, metadata = make_inputs(case, device, dtype)
-        rows: Result = {}
-        defined = None
+        num_bytes = case.num_bytes * dtype.itemsize
+        least = 1000 * max(num_bytes / machine.bandwidth, case.operations / machine.rate)
+        calls: dict[str, Callable[[], Tensor]] = {}
         for name, backend in backends.items():
             planned = backend.plan(metadata, BLOCK, dtype)
-            call = partial(backend.attend, query, cache, planned, scale=DIM**-0.5)
+            calls[name] = partial(backend.attend, query, cache, planned, scale=DIM**-0.5)
+        calls["sdpa"] = prepare_sdpa(case, query, cache, metadata.block_table)
+        rows: Result = {}
+        defined = None
+        for name, call in calls.items():
             with torch.inference_mode():
                 output = call()
                 ms = time_call(call, device, seconds)
+            if name == "sdpa":  # [sequences, heads, queries, dim]
+                output = output.transpose(1, 2).reshape(query.shape)
             defined = output if defined is None else defined
             rows[name] = {
                 "ms": ms,
-                "gb_per_s": case.num_bytes * dtype.itemsize / ms / 1e6,
+                "gb_per_s": num_bytes / ms / 1e6,
                 "tflop_per_s": case.operations / ms / 1e9,
+                "of_roofline": least / ms,
                 "x": rows["reference"]["ms"] / ms if rows else 1.0,
                 "largest_difference": (output - defined).abs().max().item(),
             }

@@ -1,7 +1,8 @@
 """Which model, which requests? The same ones for every engine of a comparison.
 
-A dummy model has the published shape of a real one, and random weights. Its speed is that of the
-real one, because every request runs to the length that it asks for, whatever it says.
+A dummy model has the published shape of a real one, random weights, and random words for tokens.
+Its speed is that of the real one, because every request runs to the length that it asks for,
+whatever it says.
 
 Requests are random token ids. Each round has the lengths of the first one and other ids, so that no
 engine finds a prompt of an earlier round in its prefix cache:
@@ -18,7 +19,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from string import ascii_lowercase
 from typing import Any
+
+from nanoserve.models.config import DEMO_MODEL
 
 SHAPE: tuple[str, ...] = ("num_hidden_layers", "hidden_size", "intermediate_size")
 SHAPE += ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -43,6 +47,7 @@ class Request:
     prompt: list[int]  # token ids
     num_output: int  # tokens to generate; end-of-sequence tokens are ignored
     arrival: float = 0.0  # seconds after the begin of the round
+    after: int = 0  # and not before the first request has as many tokens
 
 
 def write_dummy(name: str, dtype: str = "float32", folder: Path = CACHE) -> Path:
@@ -51,14 +56,15 @@ def write_dummy(name: str, dtype: str = "float32", folder: Path = CACHE) -> Path
     if name not in DUMMY_MODELS:
         raise ValueError(f"no dummy model {name!r}; allowed: {', '.join(DUMMY_MODELS)}.")
     target = folder / f"{name}-{dtype}"
-    if (target / "config.json").exists():
+    if (target / "tokenizer_config.json").exists():
         return target
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, shape = DUMMY_MODELS[name]
     sizes = dict(zip(SHAPE, shape, strict=True))
-    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=4096)
+    length = 32768 if sizes["vocab_size"] > 2**16 else 4096
+    config = AutoConfig.for_model(kind, **sizes, max_position_embeddings=length, eos_token_id=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -66,7 +72,24 @@ def write_dummy(name: str, dtype: str = "float32", folder: Path = CACHE) -> Path
             if parameter.dim() == 2 and "embed" not in key:  # keeps the size of a vector: so the
                 parameter.data.normal_(std=parameter.shape[1] ** -0.5)  # likeliest token is clear
     model.save_pretrained(target)
+    write_tokenizer(target, sizes["vocab_size"])
     return target
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """The demo model's tokens, and random words: a grammar, or a server, has text to work on."""
+    from tokenizers import Tokenizer, decoders, models
+
+    demo = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    words, random = dict.fromkeys([*demo["model"]["vocab"]][:vocab_size]), Random(0)
+    while len(words) < vocab_size:
+        word = "".join(random.choices(ascii_lowercase, k=random.randint(3, 9)))
+        words.setdefault(random.choice(("", "Ġ")) + word)  # Ġ is a space
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def read_vocab_size(folder: Path) -> int:
