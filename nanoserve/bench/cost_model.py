@@ -12,7 +12,8 @@ can be faster. `expected_seconds` is what this engine should take. It knows that
 share of both, that kernels have a least time, and that the host has work for each sequence. (On a
 GPU this is done while the step before is computed.) Bandwidth and rate are measured. All other
 numbers of `gpu` are estimates, made from counted bytes and kernels, without a GPU: whoever measures
-the first one corrects them. Those of `cpu` are fitted to a machine of 2 cores.
+the first one corrects them. Those of `cpu` are fitted to the fast kernels on a machine of 2 cores:
+the plain code, which small models run, takes longer.
 
 Left out: mixtures of experts, sliding windows, several ranks; activations and norms.
 
@@ -147,7 +148,7 @@ def measure_machine() -> Machine:
     wait = torch.cuda.synchronize if is_gpu else int
 
     def seconds(action: Callable[[], object]) -> float:
-        return min(timeit.repeat(lambda: (action(), wait()), number=1, repeat=11)[1:])
+        return min(timeit.repeat(lambda: (action(), wait()), number=1, repeat=41)[1:])
 
     bandwidth = source.nbytes / seconds(source.sum)
     rate = 2 * size**3 / seconds(lambda: matrix @ matrix)

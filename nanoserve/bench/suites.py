@@ -5,7 +5,7 @@
     latency      one at a time                    TPOT, TTFT
     prefix       many that begin alike            prompt tokens per second, with caching and without
     serve        arriving at a rate               TTFT and ITL, median and 99th percentile
-    roofline     equal ones at once               the same two: a decode step, and the prompts
+    roofline     equal ones at once               TPOT: a decode step, beside what it must take
     gap          a long one, while others decode  the longest wait of the others for a token
     repeat       one at a time; each goes on      TPOT, also with n-gram drafts
                  with what the model has said
@@ -49,11 +49,11 @@ TURNS, QUESTION_LEN = 3, 40  # of a chat; tokens of an answer and the next quest
 ALONE = ("latency", "repeat", "chats")  # one request at a time
 FIGURES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("throughput", "structured"), ("tokens_per_s",)),
-    **dict.fromkeys(("latency", "roofline"), ("tpot_ms", "ttft_ms")),
+    **dict.fromkeys(("roofline", "repeat"), ("tpot_ms",)),
+    "latency": ("tpot_ms", "ttft_ms"),
     "prefix": ("prompt_tokens_per_s",),
     "serve": ("ttft_ms_p50", "ttft_ms_p99", "itl_ms_p50", "itl_ms_p99", "requests_per_s"),
     "gap": ("longest_gap_ms", "itl_ms"),
-    "repeat": ("tpot_ms",),
     "chats": ("ttft_ms",),
     "pipeline": ("decode_tokens_per_s",),
 }
@@ -148,7 +148,7 @@ def add_variants(suite: str, variants: list[Variant], settings: Settings) -> lis
         return [*variants, regex, *([json_] if find_spec("xgrammar") else [])]
     if suite == "chats":  # a quarter of the blocks that all of them need
         requests, folder = draw(suite, settings, 0), tempfile.mkdtemp()
-        number = sum(-(-len(each.prompt) // 16) for each in requests) // TURNS // 4 + 3
+        number = (-(-len(requests[-1].prompt) // 16) + 1) * (len(requests) // TURNS // 4)
         extra = {"cpu_bytes_to_use": 2**24, "secondary_tiers": [{"type": "fs", "root_dir": folder}]}
         disk = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
         tiers: dict[str, dict[str, Any]] = {"no tier": {}, "main memory": {"kv_offloading_size": 1}}
@@ -320,7 +320,7 @@ def expect(suite: str, settings: Settings) -> Result:
     ways = {"cost model": machine.expected_seconds, "roofline": machine.least_seconds}
     found: Result = {}
     for label, seconds in ways.items():
-        sums = {key: sum(seconds(shape, step) for step in each) for key, each in steps.items()}
+        sums = {key: sum(seconds(shape, step) for step in steps[key]) for key in FIGURES[suite]}
         found[label] = {key: 1000 * total for key, total in sums.items()}
         if suite == "throughput":
             found[label] = {"tokens_per_s": number / sums["tokens_per_s"]}
