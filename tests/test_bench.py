@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.bench import cost_model
+from nanoserve.bench import cli, cost_model
 from nanoserve.bench.cli import QUICK_SUITES, main
 from nanoserve.bench.cost_model import Machine, Shape, decode, gpu, ideal_steps, named, prefill
 from nanoserve.bench.engines import Generate, Peer
@@ -234,6 +234,20 @@ def test_peers_with_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Generate("nano-vllm", "here", {"max_model_len": 64})
     figures, tokens = run_round(engine, "throughput", [Request([1], 3), Request([2], 2)])
     assert tokens == [[7, 7, 7], [7, 7]] and figures["tokens_per_s"] > 0
+
+
+def test_a_gpu_gets_three_suites_at_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    def measure(args: Any, sizes: dict[str, int]) -> dict[str, Any]:
+        return found.update(vars(args), **sizes) or {}
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cli, "measure", measure)
+    assert main(["gpu", "--repeat", "2"]) == 0
+    assert found["suites"] == ["throughput", "gap", "kernel"]
+    assert (found["dummy"], found["dtype"]) == ("qwen3-0.6b", "bfloat16")
+    assert (found["num_requests"], found["max_len"], found["repeat"]) == (256, 1024, 2)
 
 
 def test_arguments_are_read_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
