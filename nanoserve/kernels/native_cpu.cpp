@@ -23,6 +23,9 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+#include <sched.h>
+
 namespace {
 
 constexpr int TILE = 16;            // keys between two updates of the maximum
@@ -469,3 +472,15 @@ EXPORT_CACHE(float, fp8, f32_fp8)
 EXPORT_CACHE(bfloat16, bfloat16, bf16_bf16)
 EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
 EXPORT_CACHE(bfloat16, fp8, bf16_fp8)
+
+// Thread i of a team, but not thread 0, which calls, runs on cores[i] from now on.
+extern "C" const char* bind_threads(int number, const int* cores) {
+#pragma omp parallel num_threads(number)
+    if (const int thread = omp_get_thread_num()) {
+        cpu_set_t only;
+        CPU_ZERO(&only);
+        CPU_SET(cores[thread], &only);
+        sched_setaffinity(0, sizeof only, &only);
+    }
+    return nullptr;
+}
