@@ -43,7 +43,7 @@ from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
 from nanoserve.kernels.quantized_cpu import SOURCE, NativeProduct
-from nanoserve.kernels.selector import get_attn_backend
+from nanoserve.kernels.selector import choose_dtype, get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, silu_and_mul
 
 pytest.importorskip("triton")
@@ -238,6 +238,21 @@ def test_backends_by_name() -> None:
         get_attn_backend("flash", CPU)
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         get_attn_backend("native", CPU, torch.float16)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_a_dtype_that_the_device_has(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 has no bfloat16. What the user asks for stays."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert choose_dtype("auto", "bfloat16", cuda) == getattr(torch, expected)
+    assert choose_dtype("auto", "torch.float32", cuda) == torch.float32
+    assert choose_dtype("bfloat16", "float32", cuda) == torch.bfloat16
+    assert choose_dtype("auto", "bfloat16", CPU) == torch.float32
+    with pytest.raises(ValueError, match="float64"):
+        choose_dtype("float64", "float32", CPU)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no gcc"), CalledProcessError(1, "no Python.h")])

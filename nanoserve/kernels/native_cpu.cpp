@@ -300,7 +300,7 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
             keys = key_cache + at * dim;
             values = value_cache + at * value_dim;
         }
-        // What comes after these keys and values is fetched while they are read, a little at a time.
+        // What comes after these keys and values is fetched while they are read, bit by bit.
         const C *next_keys = nullptr, *next_values = nullptr;
         if (num_keys - position > s.block_size && block[1] >= 0 && block[1] < s.num_blocks) {
             const size_t row = size_t(block[1]) * s.num_kv_heads + kv_head;
