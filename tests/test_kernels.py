@@ -6,7 +6,7 @@
     products        linear_cpu, quantized, quantized_cpu, quantized_triton, against F.linear
     sampling        kernels/sampling, against sampler.py
     caches          kernels/kv_cache
-    threads         kernels/threads: how many there are, and for how long they spin
+    threads         kernels/threads: how many there are, where, and for how long they spin
 
 Triton's interpreter runs the Triton kernels (tests/test_aot.py compiles them). Memory that does not
 belong to a step is poisoned: NaN stands in every slot without a key, and in blocks that stale
@@ -17,6 +17,9 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -40,7 +43,7 @@ from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
 from nanoserve.kernels.native_cpu import Native, load_library
 from nanoserve.kernels.quantized import QuantizedWeight, pack_int4
 from nanoserve.kernels.quantized_cache import QuantizedReference, quantize_rows
-from nanoserve.kernels.selector import get_attn_backend
+from nanoserve.kernels.selector import choose_dtype, get_attn_backend
 from nanoserve.layers import LayerConfig, RMSNorm, apply_rope, silu_and_mul
 from nanoserve.model import Attention
 from nanoserve.models.config import DEMO_MODEL, ModelConfig
@@ -238,6 +241,21 @@ def test_backends_by_name() -> None:
         get_attn_backend("flash", CPU)
     with pytest.raises(ValueError, match="float32 or bfloat16"):
         get_attn_backend("native", CPU, torch.float16)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16")])
+def test_a_dtype_that_the_device_has(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 has no bfloat16. What the user asks for stays."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert choose_dtype("auto", "bfloat16", cuda) == getattr(torch, expected)
+    assert choose_dtype("auto", "torch.float32", cuda) == torch.float32
+    assert choose_dtype("bfloat16", "float32", cuda) == torch.bfloat16
+    assert choose_dtype("auto", "bfloat16", CPU) == torch.float32
+    with pytest.raises(ValueError, match="float64"):
+        choose_dtype("float64", "float32", CPU)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no gcc"), CalledProcessError(1, "no Python.h")])
@@ -580,21 +598,65 @@ def test_cores_within_a_quota(
     assert threads.num_cores(tmp_path) == expected
 
 
-@pytest.mark.parametrize("num_running", [0, 9])
-def test_waiting_threads_spin_longer_where_cores_are_idle(
-    num_running: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_threads_spin_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in threads.WAITING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "num_running", lambda: num_running)
-    monkeypatch.setattr(threads, "num_cores", lambda: 2)
     monkeypatch.setattr(threads, "turn_microseconds", lambda: 0.01)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     if (policy := threads.wait_policy()) != {"OMP_WAIT_POLICY": "passive"}:  # GNU's library
-        wanted = threads.SPIN_BUSY if num_running else threads.SPIN_IDLE
-        assert int(policy["GOMP_SPINCOUNT"]) == pytest.approx(100 * wanted)
+        assert int(policy["GOMP_SPINCOUNT"]) == pytest.approx(100 * threads.SPIN)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")  # what the user sets wins
     assert threads.wait_policy() == {}
+
+
+def test_a_team_leaves_other_programs_their_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, others, bound = [0.0], [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(threads, "seconds_of_others", lambda: others[0])
+    monkeypatch.setattr(threads, "num_cores", lambda: 4)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    team = threads.Team(bound.append)
+    team.most = 3
+    for in_use, expected in ((0.2, 3), (1.1, 3), (1.8, 2), (9.0, 1), (-0.1, 3)):
+        clock[0] += 1
+        others[0] += in_use
+        assert team.call(torch.get_num_threads) == expected == bound[-1]
+    others[0] += 9
+    assert team.call(torch.get_num_threads) == 3  # until the next look
+    for name in (*threads.NUMBER_VARIABLES, *threads.PLACE_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    assert threads.most_threads(2**30) == 4
+    monkeypatch.setenv("OMP_PROC_BIND", "true")  # what the user sets wins
+    assert threads.most_threads(2**30) is None
+
+
+def test_what_other_programs_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "process_time", lambda: 1.5)
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    file = tmp_path / "stat"
+    file.write_text("cpu  100 20 80 5000 70 10 40 900 0 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
+    assert threads.seconds_of_others(file) == 2.5 - 1.5
+    assert threads.seconds_of_others(tmp_path / "none") == 0  # not Linux
+
+
+def test_each_thread_keeps_to_a_core() -> None:
+    """In a process of its own: its threads stay where they are put."""
+    program = """
+import os
+import subprocess
+import sys
+import time
+import torch
+from nanoserve.kernels.native_cpu import bind_threads, load_library
+before = os.sched_getaffinity(0)
+torch.set_num_threads(2)
+if load_library() and len(before) > 1:
+    bind_threads(2)
+    masks = [os.sched_getaffinity(int(each)) for each in os.listdir("/proc/self/task")]
+    assert {sorted(before)[1]} in masks, masks
+bind_threads(999)  # more threads than cores: none is put anywhere
+assert os.sched_getaffinity(0) == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
 
 
 def test_a_call_with_threads_of_its_own() -> None:

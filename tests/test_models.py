@@ -320,15 +320,14 @@ def test_configs_that_are_refused(
         LLM(copy(make_checkpoint(family), tmp_path, **keys))
 
 
-@pytest.mark.parametrize("family", ["bloom", "gptj", "mamba", "falcon", "nemotron"])
+@pytest.mark.parametrize("family", ["bloom", "mamba", "falcon", "nemotron"])
 def test_models_that_need_more_than_paged_attention(
     family: str, make_checkpoint: MakeCheckpoint
 ) -> None:
-    """A bias for distances (ALiBi), attention of their own, a state, no way for the step to get to
-    attention: without it, they would write nonsense."""
-    settings = {"rotary_dim": 8} if family == "gptj" else {}
+    """A bias for distances (ALiBi), a state, no way for the step to get to attention: without it,
+    they would write nonsense."""
     with pytest.raises(ValueError, match=r"not supported|decoder-only"):
-        LLM(make_checkpoint(family, **settings))
+        LLM(make_checkpoint(family))
 
 
 def test_code_of_a_checkpoint_is_not_run(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

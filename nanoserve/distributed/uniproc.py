@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from nanoserve.config import EngineConfig
-from nanoserve.kernels.threads import call_with_threads, most_threads
+from nanoserve.kernels.native_cpu import bind_threads
+from nanoserve.kernels.threads import Team, most_threads
 from nanoserve.models.config import ModelConfig
 from nanoserve.sequence import ModelOutput, SchedulerOutput
 
@@ -24,16 +25,16 @@ class UniprocExecutor:
     """Runs the model in this process."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, runner_cls: Any) -> None:
+        team = Team(bind_threads)  # it sees what other programs do while the model is loaded
         self.runner = runner_cls(config, model_config)
         self.num_kv_blocks = self.runner.num_kv_blocks
         self.num_cpu_blocks = self.runner.num_cpu_blocks
         # Start one step; what is returned waits for its tokens. The next step may begin first.
         self.launch: Callable[[SchedulerOutput], Callable[[], ModelOutput]] = self.runner.launch
-        self.num_threads = torch.get_num_threads()
-        most = most_threads(self.runner.model.num_bytes()) or self.num_threads
-        if self.runner.device.type == "cpu" and most < self.num_threads:
-            self.num_threads = most
-            self.launch = partial(call_with_threads, most, self.launch)
+        most = most_threads(self.runner.model.num_bytes())
+        if self.runner.device.type == "cpu" and most:
+            team.most = min(most, torch.get_num_threads())
+            self.launch = partial(team.call, self.launch)
 
     def close(self) -> None:
         """Release the model and the KV cache. Closing twice does no harm."""

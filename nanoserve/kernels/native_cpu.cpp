@@ -23,6 +23,9 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+#include <sched.h>
+
 namespace {
 
 constexpr int TILE = 16;            // keys between two updates of the maximum
@@ -297,17 +300,19 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
             keys = key_cache + at * dim;
             values = value_cache + at * value_dim;
         }
-        if (offset == 0 && num_keys - position > s.block_size && block[1] >= 0 &&
-            block[1] < s.num_blocks) {
-            const size_t next = (size_t(block[1]) * s.num_kv_heads + kv_head) * s.block_size;
-            prefetch(key_cache + next * dim, sizeof(C) * s.block_size * dim);
-            prefetch(value_cache + next * value_dim, sizeof(C) * s.block_size * value_dim);
+        // What comes after these keys and values is fetched while they are read, bit by bit.
+        const C *next_keys = nullptr, *next_values = nullptr;
+        if (num_keys - position > s.block_size && block[1] >= 0 && block[1] < s.num_blocks) {
+            const size_t row = size_t(block[1]) * s.num_kv_heads + kv_head;
+            const size_t next = row * s.block_size + offset;
+            next_keys = key_cache + next * dim, next_values = value_cache + next * value_dim;
         }
         for (int head = 0; head < group; head++) {
             float weight[TILE], highest = top[head], added = 0, sums[ROOM];
             int i = 0;
             for (; i + 4 <= number; i += 4) {  // four keys at once: four sums that do not wait
                 const Number* key = keys + i * dim;
+                if (head == 0 && next_keys) prefetch(next_keys + i * dim, sizeof(C) * 4 * dim);
                 float a = 0, b = 0, c = 0, e = 0;
 #pragma omp simd reduction(+ : a, b, c, e) simdlen(LANES)
                 for (int d = 0; d < dim; d++) {
@@ -339,6 +344,8 @@ bool attend(const Sizes& s, const T* query, const C* key_cache, const C* value_c
             for (int d = 0; d < value_dim; d++) sums[d] = mixed[head][d] * kept;
             for (i = 0; i + 4 <= number; i += 4) {
                 const Number* value = values + i * value_dim;
+                if (head == 0 && next_values)
+                    prefetch(next_values + i * value_dim, sizeof(C) * 4 * value_dim);
 #pragma omp simd
                 for (int d = 0; d < value_dim; d++)
                     sums[d] += weight[i] * to_float(value[d]) +
@@ -469,3 +476,15 @@ EXPORT_CACHE(float, fp8, f32_fp8)
 EXPORT_CACHE(bfloat16, bfloat16, bf16_bf16)
 EXPORT_CACHE(bfloat16, int8_t, bf16_int8)
 EXPORT_CACHE(bfloat16, fp8, bf16_fp8)
+
+// Thread i of a team, but not thread 0, which calls, runs on cores[i] from now on.
+extern "C" const char* bind_threads(int number, const int* cores) {
+#pragma omp parallel num_threads(number)
+    if (const int thread = omp_get_thread_num()) {
+        cpu_set_t only;
+        CPU_ZERO(&only);
+        CPU_SET(cores[thread], &only);
+        sched_setaffinity(0, sizeof only, &only);
+    }
+    return nullptr;
+}

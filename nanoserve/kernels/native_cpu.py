@@ -49,6 +49,7 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 CACHE_NAMES = {**NAMES, torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 INT, FLOAT, POINTER = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
 ARGUMENTS = {
+    "bind_threads": [INT, POINTER],
     "add_rms_norm": [INT, INT, FLOAT, *[POINTER] * 4],
     "silu_and_mul": [INT, INT, *[POINTER] * 2],
     "rope_and_store": [*[INT] * 8, FLOAT, *[POINTER] * 10],
@@ -124,6 +125,16 @@ def find_function(library: ctypes.CDLL, name: str) -> Any:
     function.argtypes = ARGUMENTS[name.partition(".")[0]]
     function.restype = ctypes.c_char_p
     return function
+
+
+def bind_threads(number: int) -> None:
+    """Each thread of the calling thread's team of `number`, but itself, keeps to a core of its own:
+    where it is waited for, it is woken there, and not beside the one that waits. The calling thread
+    goes where it likes, which is the core that is left."""
+    library = load_library()
+    cores = sorted(os.sched_getaffinity(0)) if library else []
+    if library and number <= len(cores):
+        call(library, "bind_threads", number, torch.tensor(cores, dtype=torch.int32))
 
 
 # -- what lies between two products --

@@ -2,22 +2,25 @@
 
 torch divides an operation among its threads (OpenMP) and waits for the last one. Its defaults suit
 a large model on an idle machine: one thread for each core, and a waiting thread keeps its core busy
-("spins") in case new work comes soon. Two other cases are common, above all on a laptop:
+("spins") in case new work comes soon. Three other cases are common, above all on a laptop:
 
-*Other programs run.* A spinning thread takes the time that the thread it waits for needs. On two
-cores beside two busy programs, decoding became up to 100 times slower. A thread that sleeps takes
-nothing, but waking it takes as long as a small operation. The next operation usually begins within
-microseconds. So `load_torch` loads torch with threads that spin for a moment and then sleep: for
-SPIN_IDLE microseconds if the machine has a core for each of them, else for SPIN_BUSY. A decode of a
-model of 29M parameters on two cores, in milliseconds:
+*Other programs run.* A thread that shares its core computes half of the time, and all others wait
+for it. So `Team` looks every half second at what other programs use, and leaves them their cores.
 
-    waiting threads            idle cores    beside two busy programs
-    sleep                             7.9                         5.6
-    spin 50 microseconds              4.6                         7.8
-    spin 500 microseconds             4.0                        27.2
+*A thread that has slept is woken beside the one that waits for it*, on the same core, where one of
+them waits and the other one cannot compute. Linux spreads them soon, but some virtual machines pack
+what seldom computes. So each thread but the calling one keeps to a core of its own (bind_threads in
+native_cpu.py), and `load_torch` loads torch with threads that spin for SPIN microseconds before
+they sleep: the next operation usually begins within some tens of them. A decode step of a model of
+29M parameters, 32 sequences, on two cores of a virtual machine, in milliseconds:
 
-Only GNU's OpenMP library can do so. It is in torch's packages for Linux. With another one, waiting
-threads sleep.
+    threads                               idle    one busy program beside it    two
+    2, spin 50 microseconds                 40                            41     43
+    2, spin 500, each on a core             22                                   56
+    as here                                 23                            39     36
+
+Only GNU's OpenMP library can spin for a time of one's choice. It is in torch's packages for Linux.
+With another one, waiting threads sleep.
 
 *The model is tiny.* Even so, dividing an operation takes longer than it saves. `most_threads` gives
 a model of less than SMALL_MODEL bytes one thread.
@@ -26,8 +29,9 @@ A container may have a quota of CPU time, such as `docker run --cpus=1`, and tor
 `num_cores` reads the quota. VLLM_CPU_NUM_OF_RESERVED_CPU takes cores away for other programs.
 
 What the user sets always wins: OMP_NUM_THREADS or MKL_NUM_THREADS for the number (of the whole
-engine: several ranks on one machine divide it among themselves), OMP_WAIT_POLICY (active: spin;
-passive: sleep), GOMP_SPINCOUNT or KMP_BLOCKTIME for the waiting.
+engine: several ranks on one machine divide it among themselves), OMP_PROC_BIND, OMP_PLACES or
+GOMP_CPU_AFFINITY for the cores, OMP_WAIT_POLICY (active: spin; passive: sleep), GOMP_SPINCOUNT or
+KMP_BLOCKTIME for the waiting.
 
 This module imports torch in its functions only. Left out: control groups of version 1, and quotas
 of a group around this process's own.
@@ -52,8 +56,10 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 SMALL_MODEL = 32 * 2**20  # bytes of weights
 NUMBER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+PLACE_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 WAITING_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-SPIN_BUSY, SPIN_IDLE = 50, 500  # microseconds for which a waiting thread spins before it sleeps
+SPIN = 500  # microseconds for which a waiting thread spins before it sleeps
+LOOK = 0.5  # seconds between two looks at what other programs do
 FIRST_USERS: list[int] = []  # one entry: the first process that has built an engine
 
 
@@ -92,21 +98,10 @@ def wait_policy() -> dict[str, str]:
     folders = (torch and torch.submodule_search_locations) or ()
     if not any(path for folder in folders for path in Path(folder).glob("lib/libgomp*")):
         return {"OMP_WAIT_POLICY": "passive"}
-    spin = SPIN_IDLE if num_running() + num_cores() <= (os.cpu_count() or 1) else SPIN_BUSY
     # Without "active" nothing would spin while several threads of Python compute: GNU's library
     # then has more threads than cores.
-    count = str(round(spin / turn_microseconds()))
+    count = str(round(SPIN / turn_microseconds()))
     return {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": count}
-
-
-def num_running() -> int:
-    """Threads of other programs that compute on this machine now: the median of a few looks."""
-    seen = []
-    for _ in range(5):
-        fields = _read(Path("/proc/loadavg")).split()  # "0.39 0.43 0.47 2/94 7729"
-        seen.append(int(fields[3].partition("/")[0]) - 1 if len(fields) > 3 else 0)
-        time.sleep(0.002)
-    return sorted(seen)[2]
 
 
 def turn_microseconds() -> float:
@@ -136,10 +131,53 @@ def rank_environment() -> dict[str, str]:
 
 def most_threads(model_bytes: int) -> int | None:
     """The largest number of threads that is good for a model on this machine's cores; None if the
-    user has set a number. model_bytes: of the model's weights."""
-    if any(name in os.environ for name in NUMBER_VARIABLES):
+    user has set a number, or the cores. model_bytes: of the model's weights."""
+    if any(name in os.environ for name in NUMBER_VARIABLES + PLACE_VARIABLES):
         return None
     return 1 if model_bytes < SMALL_MODEL else num_cores()
+
+
+class Team:
+    """Calls what computes, with as many threads as there are cores that no other program uses.
+
+    Every LOOK seconds it reads what the cores did since the last time. On 4 cores, in 0.5 seconds:
+
+        all programs computed for     1.9 seconds, 1.0 of them this one
+        others use                    (1.9 - 1.0) / 0.5 = 1.8, about 2 cores
+        threads                       4 - 2 = 2
+
+    bind(number) gives each thread but the calling one a core of its own.
+    """
+
+    def __init__(self, bind: Callable[[int], None]) -> None:
+        self.bind = bind
+        self.most = self.number = num_cores()
+        self.clock, self.busy = time.monotonic(), seconds_of_others()
+        self.next_look = 0.0
+
+    def call(self, action: Callable[..., Result], *args: Any) -> Result:
+        """action(*args)."""
+        if self.most > 1 and time.monotonic() >= self.next_look:
+            self.look()
+            call_with_threads(self.number, self.bind, self.number)
+        return call_with_threads(min(self.number, self.most), action, *args)
+
+    def look(self) -> None:
+        """Decide how many threads there are until the next look."""
+        clock, busy = time.monotonic(), seconds_of_others()
+        in_use = round((busy - self.busy) / (clock - self.clock))
+        self.number = max(1, min(self.most, (os.cpu_count() or 1) - in_use))
+        self.clock, self.busy, self.next_look = clock, busy, clock + LOOK
+
+
+def seconds_of_others(stat: Path = Path("/proc/stat")) -> float:
+    """For how long other programs have computed, on all cores together; 0 on other systems than
+    Linux. The file's first line: "cpu  user nice system idle iowait irq softirq ...", in ticks."""
+    fields = [int(each) for each in _read(stat).split()[1:8]]
+    if not fields:
+        return 0.0
+    ticks = sum(fields) - fields[3] - fields[4]
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def call_with_threads(number: int, action: Callable[..., Result], *args: Any) -> Result:

@@ -29,13 +29,8 @@ def choose(config: ModelConfig, **choices: Any) -> Family:
 
 def llama(config: ModelConfig) -> Family:
     bias = config.get("attention_bias", False)
-    return choose(
-        config,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=config.get("mlp_bias", False),
-        windows=(None,) * config.num_layers,
-    )
+    biases = {"qkv_bias": bias, "o_bias": bias, "mlp_bias": config.get("mlp_bias", False)}
+    return choose(config, **biases, windows=(None,) * config.num_layers)
 
 
 def mistral(config: ModelConfig) -> Family:
@@ -147,3 +142,7 @@ class MixtralForCausalLM(CausalLM):
 
 class Qwen3MoeForCausalLM(CausalLM):
     read_family, layer_cls = staticmethod(qwen3_moe), MoeLayer
+
+
+DENSE = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+FAMILY = (*DENSE, MixtralForCausalLM, Qwen3MoeForCausalLM)

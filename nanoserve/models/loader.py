@@ -31,18 +31,12 @@ from nanoserve.config import EngineConfig
 from nanoserve.kernels.kv_cache import memory_limit
 from nanoserve.kernels.memory import check_fits
 from nanoserve.layers import LayerConfig
+from nanoserve.models import weight_files
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry, build_model
 from nanoserve.models.shards import Shard
-from nanoserve.models.weight_files import (
-    TensorInfo,
-    check_dtype,
-    find_files,
-    listing,
-    read_headers,
-    read_slices,
-)
+from nanoserve.models.weight_files import TensorInfo, listing, read_slices
 
 Build = Callable[[int, LayerConfig], Model]  # (max_model_len, layer_config) -> a model, unfilled
 # Some exporters write these tensors, although they are computed, not learnt.
@@ -68,8 +62,9 @@ def load_model(
         from nanoserve.models.transformers_fallback import load_with_transformers
 
         return load_with_transformers(config, model_config, layer_config)
-    tensors = {} if config.load_format == "dummy" else read_headers(find_files(model_config.path))
+    files = [] if config.load_format == "dummy" else weight_files.find_files(model_config.path)
     build = build or partial(build_model, model_config)
+    tensors = weight_files.read_headers(files)
     return build_and_fill(build, config, model_config.path, tensors, layer_config)
 
 
@@ -128,7 +123,7 @@ def compare(model: Model, tensors: dict[str, TensorInfo], folder: Path) -> None:
         if shape != place.full_shape and (shape, place.full_shape) != ((1,), ()):
             expected = f"expected {place.full_shape}"
             raise ValueError(f"{name} in {file.name} has shape {shape}, {expected}.")
-        check_dtype(name, tensors[name], place.dtypes)
+        weight_files.check_dtype(name, tensors[name], place.dtypes)
 
 
 def fill_from_checkpoint(model: Model, tensors: dict[str, TensorInfo]) -> None:

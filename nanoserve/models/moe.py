@@ -144,12 +144,11 @@ def grouped_matmul_blocks(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tens
 
 def choose_grouped_matmul(device: torch.device, dtype: torch.dtype) -> GroupedMatmul:
     """grouped_mm, except where it makes the CPU wait for the GPU."""
-    if device.type != "cuda":
-        return grouped_matmul_torch
-    is_hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
-    if dtype == torch.bfloat16 and is_hopper_or_blackwell:
-        return grouped_matmul_torch
-    return grouped_matmul_blocks
+    if device.type == "cuda":
+        is_hopper_or_blackwell = torch.cuda.get_device_capability(device)[0] in (9, 10)
+        if dtype != torch.bfloat16 or not is_hopper_or_blackwell:
+            return grouped_matmul_blocks
+    return grouped_matmul_torch
 
 
 class ExpertsMethod(LinearMethod):
@@ -236,12 +235,9 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        weights, expert_ids = route(
-            F.linear(x, self.router), self.config.top_k, self.config.normalize
-        )
-        output = run_experts_grouped(
-            x, self.gate_up, self.down, weights, expert_ids, self.multiply_grouped
-        )
+        router_logits = F.linear(x, self.router)
+        chosen = route(router_logits, self.config.top_k, self.config.normalize)
+        output = run_experts_grouped(x, self.gate_up, self.down, *chosen, self.multiply_grouped)
         return self.parallel.all_reduce(output)
 
     def multiply_grouped(self, rows: Tensor, layer: ExpertsLinear, offsets: Tensor) -> Tensor:

@@ -16,30 +16,13 @@ import torch
 from nanoserve.layers import LayerConfig
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
-from nanoserve.models.families import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    MixtralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-)
+from nanoserve.models.families import FAMILY
 
 
 class ModelRegistry:
     """Which class runs which architecture. Holds classes only, nothing of an engine."""
 
-    CLASSES: ClassVar[dict[str, type[Model]]] = {
-        cls.__name__: cls
-        for cls in (
-            LlamaForCausalLM,
-            MistralForCausalLM,
-            MixtralForCausalLM,
-            Qwen2ForCausalLM,
-            Qwen3ForCausalLM,
-            Qwen3MoeForCausalLM,
-        )
-    }
+    CLASSES: ClassVar[dict[str, type[Model]]] = {cls.__name__: cls for cls in FAMILY}
 
     @classmethod
     def register(cls, architecture: str, model_cls: type[Model]) -> None:

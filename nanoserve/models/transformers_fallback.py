@@ -25,7 +25,6 @@ vLLM: vllm/model_executor/models/transformers/ (V1); 0.6.6 has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,24 +33,17 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import MoEModelOutputWithPastAndCrossAttentions as BodyOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
 from nanoserve.config import EngineConfig
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.layers import LayerConfig
+from nanoserve.models import weight_files
 from nanoserve.models.base import Model
 from nanoserve.models.config import ModelConfig
 from nanoserve.models.registry import ModelRegistry
-from nanoserve.models.weight_files import (
-    check_dtype,
-    find_files,
-    listing,
-    read_headers,
-    read_slices,
-)
 
 ATTENTION_NAME = "nanoserve"  # under which transformers knows `attend`
 # Keyword arguments of attention: those that are used, and those that change nothing here (positions
@@ -85,19 +77,21 @@ def attend(
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one layer's attention that are the same in every step."""
+    """What is the same in every step about one layer's attention."""
 
+    layer: int
     spec: KVCacheSpec
-    scale: float
-    logits_soft_cap: float | None
+    options: dict[str, Any]  # AttentionBackend.attend's: scale, sliding_window, logits_soft_cap
+
+
+Calls = dict[nn.Module, AttentionCall]  # of all layers, in their order
 
 
 @dataclass(frozen=True)
 class AttentionStep:
     """What the attention of all layers needs of one step."""
 
-    layer_of: dict[nn.Module, int]
-    calls: list[AttentionCall]
+    calls: Calls
     kv_caches: list[KVCache]
     metadata: StepMetadata
     backend: AttentionBackend
@@ -106,32 +100,24 @@ class AttentionStep:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
         """Store and attend, as model.Attention does; tensors [num_tokens, heads, dim]."""
-        layer = self.layer_of[module]
-        call, cache, metadata = self.calls[layer], self.kv_caches[layer], self.metadata
+        call = self.calls[module]
+        cache, metadata = self.kv_caches[call.layer], self.metadata
         dtype = cache[0].dtype if len(cache) == 2 else query.dtype  # of 8 bits: any goes in
         self.backend.store(key.to(dtype), value.to(dtype), cache, metadata)
-        output = self.backend.attend(
-            query.to(dtype).contiguous(),
-            cache,
-            metadata,
-            scale=call.scale,
-            sliding_window=call.spec.sliding_window,
-            logits_soft_cap=call.logits_soft_cap,
-        )
-        return output.to(query.dtype)
+        q = query.to(dtype).contiguous()
+        return self.backend.attend(q, cache, metadata, **call.options).to(query.dtype)
 
 
 @dataclass
 class Probe:
     """Records how each layer calls attention, and returns zeros."""
 
-    layer_of: dict[nn.Module, int] = field(default_factory=dict)
-    calls: list[AttentionCall] = field(default_factory=list)
+    calls: Calls = field(default_factory=dict)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
     ) -> Tensor:
-        if module in self.layer_of:
+        if module in self.calls:
             raise Unsupported("uses one attention layer several times in a step")
         if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
             raise Unsupported("lets tokens attend to later ones")
@@ -140,11 +126,12 @@ class Probe:
         given = {name for name, each in kwargs.items() if each is not None and each is not False}
         if unknown := given - KNOWN_KWARGS:
             raise Unsupported(f"passes {unknown} to attention, which it does not take")
-        window, scale = kwargs.get("sliding_window"), kwargs.get("scaling")
-        spec = KVCacheSpec(key.shape[1], key.shape[2], value.shape[2], window or None)
+        window, scale = kwargs.get("sliding_window") or None, kwargs.get("scaling")
+        spec = KVCacheSpec(key.shape[1], key.shape[2], value.shape[2], window)
         scale = key.shape[2] ** -0.5 if scale is None else float(scale)
-        self.layer_of[module] = len(self.calls)
-        self.calls.append(AttentionCall(spec, scale, kwargs.get("softcap")))
+        options = {"scale": scale, "sliding_window": window}
+        options["logits_soft_cap"] = kwargs.get("softcap")
+        self.calls[module] = AttentionCall(len(self.calls), spec, options)
         return value.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -160,11 +147,9 @@ class HiddenStates(nn.Module):
         """OPT calls its body's decoder itself."""
         return self
 
-    def forward(
-        self, *_: Any, inputs_embeds: Tensor, **__: Any
-    ) -> MoEModelOutputWithPastAndCrossAttentions:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BodyOutput:
         """[1, num_rows, hidden], in the type that transformers expects."""
-        return MoEModelOutputWithPastAndCrossAttentions(last_hidden_state=inputs_embeds)
+        return BodyOutput(last_hidden_state=inputs_embeds)
 
 
 class TransformersForCausalLM(Model):
@@ -180,8 +165,7 @@ class TransformersForCausalLM(Model):
         self.body = causal_lm.base_model
         if self.body is causal_lm:
             raise Unsupported("has no body apart from its head")
-        probe = run_probe(self.body, causal_lm.config, max_model_len)
-        self.layer_of, self.calls = probe.layer_of, probe.calls
+        self.calls = run_probe(self.body, causal_lm.config, max_model_len)
         fix_rope(self.body)
         setattr(causal_lm, causal_lm.base_model_prefix, HiddenStates())
         self.head = causal_lm
@@ -190,7 +174,7 @@ class TransformersForCausalLM(Model):
         self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], metadata: StepMetadata
     ) -> Tensor:
         """Token ids and positions [num_tokens] -> hidden states [num_tokens, hidden]."""
-        step = AttentionStep(self.layer_of, self.calls, kv_caches, metadata, self.backend)
+        step = AttentionStep(self.calls, kv_caches, metadata, self.backend)
         return run_body(self.body, input_ids, positions, step)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -199,7 +183,7 @@ class TransformersForCausalLM(Model):
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One per layer, in the order in which forward expects kv_caches."""
-        return [call.spec for call in self.calls]
+        return [call.spec for call in self.calls.values()]
 
 
 def run_body(body: nn.Module, input_ids: Tensor, positions: Tensor, step: Any) -> Tensor:
@@ -211,8 +195,8 @@ def run_body(body: nn.Module, input_ids: Tensor, positions: Tensor, step: Any) -
 
 
 @torch.inference_mode()
-def run_probe(body: nn.Module, config: Any, max_model_len: int) -> Probe:
-    """Run tokens at the first and the last possible position; record every call of attention.
+def run_probe(body: nn.Module, config: Any, max_model_len: int) -> Calls:
+    """Run tokens at the first and the last possible position; how each layer calls attention.
 
     Raises Unsupported for a model that needs more than paged attention.
     """
@@ -229,8 +213,8 @@ def run_probe(body: nn.Module, config: Any, max_model_len: int) -> Probe:
             f"attends through transformers' attention interface in {len(probe.calls)} of its "
             f"{config.num_hidden_layers} layers"
         )
-    check_windows(config, [call.spec.sliding_window for call in probe.calls])
-    return probe
+    check_windows(config, [call.spec.sliding_window for call in probe.calls.values()])
+    return probe.calls
 
 
 def check_windows(config: Any, windows: list[int | None]) -> None:
@@ -266,11 +250,8 @@ def load_with_transformers(
     assert config.max_model_len, "EngineConfig not resolved"
     try:
         model_cls = find_class(model_config, layer_config)
-        AttentionInterface.register(ATTENTION_NAME, attend)
-        causal_lm = make_model(
-            model_cls, config, model_config, layer_config, attn_implementation=ATTENTION_NAME
-        )
-        check_config(causal_lm.config)
+        transformers.AttentionInterface.register(ATTENTION_NAME, attend)
+        causal_lm = make_model(model_cls, config, model_config, layer_config)
         return TransformersForCausalLM(causal_lm, config.max_model_len, layer_config.attention)
     except Unsupported as error:
         raise ValueError(
@@ -294,27 +275,15 @@ def find_class(model_config: ModelConfig, layer_config: LayerConfig) -> Any:
     return getattr(transformers, model_config.architecture)
 
 
-def check_config(hf_config: Any) -> None:
-    """Refuse models whose trouble the probe would not show."""
-    for key in ("is_encoder_decoder", "num_kv_shared_layers", "alibi"):
-        if getattr(hf_config, key, False):
-            raise Unsupported(f"has {key} {getattr(hf_config, key)} in its config")
-    if not hasattr(hf_config, "num_hidden_layers"):
-        raise Unsupported("is more than one stack of layers")
-
-
 def make_model(
     model_cls: Any,
     config: EngineConfig,
     model_config: ModelConfig,
     layer_config: LayerConfig,
-    may_ignore: Callable[[str], bool] = lambda name: False,
-    **options: Any,
 ) -> Any:
-    """`model_cls` of transformers, its weights filled, or dummy. Tensors of the files that the
-    model lacks are errors, unless may_ignore(name). `options`: from_pretrained's."""
+    """`model_cls` of transformers, its weights filled, or dummy."""
     file = model_config.path / "config.json"
-    options = {**options, "dtype": layer_config.dtype}
+    options = {"attn_implementation": ATTENTION_NAME, "dtype": layer_config.dtype}
     try:
         hf_config = model_cls.config_class.from_dict(deepcopy(dict(model_config.hf_config)))
         if config.load_format == "dummy":
@@ -322,39 +291,39 @@ def make_model(
                 torch.manual_seed(config.seed)
                 model = model_cls._from_config(hf_config, **options)
         else:
-            model = fill_checkpoint(model_cls, hf_config, file.parent, may_ignore, **options)
+            model = fill_checkpoint(model_cls, hf_config, file.parent, options)
     except Exception as error:  # any model's code: anything
         if ATTENTION_NAME in error.args:  # a key that its own table of attentions lacks
             raise Unsupported("does not use transformers' attention interface") from error
         raise ValueError(f"transformers can't build the model of {file}: {error}") from error
     if getattr(model_cls, "_is_stateful", False):
         raise Unsupported("keeps a state beside keys and values (as Mamba does)")
+    for key in ("is_encoder_decoder", "num_kv_shared_layers", "alibi"):  # the probe shows none
+        if getattr(model.config, key, False):
+            raise Unsupported(f"has {key} {getattr(model.config, key)} in its config")
+    if not hasattr(model.config, "num_hidden_layers"):
+        raise Unsupported("is more than one stack of layers")
     return model.eval().to(layer_config.device)
 
 
-def fill_checkpoint(
-    model_cls: Any,
-    hf_config: Any,
-    folder: Path,
-    may_ignore: Callable[[str], bool],
-    **options: Any,
-) -> Any:
+def fill_checkpoint(model_cls: Any, hf_config: Any, folder: Path, options: dict[str, Any]) -> Any:
     """Weights from the safetensors files: transformers itself reads no file of the folder. Raises
     ValueError, naming the tensors, if some do not fit."""
-    files = find_files(folder)
-    for name, tensor in read_headers(files).items():
+    files = weight_files.find_files(folder)
+    for name, tensor in weight_files.read_headers(files).items():
         if name.endswith("weight"):  # others may be buffers, such as GPT-NeoX's mask
-            check_dtype(name, tensor)
+            weight_files.check_dtype(name, tensor)
+    slices = [pair for file in files for pair in weight_files.read_slices(file)]
     model, loading = model_cls.from_pretrained(
         None,
         config=hf_config,
-        state_dict={name: source for file in files for name, source in read_slices(file)},
+        state_dict=dict(slices),
         local_files_only=True,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # named below instead
         **options,
     )
     for kind in ("missing", "unexpected", "mismatched"):
-        if names := [str(each) for each in loading[f"{kind}_keys"] if not may_ignore(str(each))]:
-            raise ValueError(f"the weights do not match config.json; {kind}: {listing(names)}")
+        if names := weight_files.listing([str(each) for each in loading[f"{kind}_keys"]]):
+            raise ValueError(f"the weights do not match config.json; {kind}: {names}")
     return model
