@@ -18,8 +18,8 @@ import pytest
 import nanoserve
 from nanoserve import LLM, LLMEngine, SamplingParams
 from nanoserve.chapters import CHAPTERS, PARTS, compose, find_options, find_parts
-from nanoserve.entrypoints.options import Options
 from nanoserve.config import EngineConfig
+from nanoserve.entrypoints.options import Options
 from nanoserve.model_runner import ModelRunner
 from nanoserve.scheduler import Scheduler
 from nanoserve.sequence import Sequence

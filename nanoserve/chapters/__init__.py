@@ -33,8 +33,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from nanoserve.entrypoints.options import Options
 from nanoserve.entrypoints.arguments import read_options
+from nanoserve.entrypoints.options import Options
 
 # Chapter -> the option that switches it on; None: always on. Each is stacked on those before it.
 CHAPTERS = {

@@ -12,15 +12,13 @@ The notebooks run the real engine, with the demo model and a KV cache that fits 
 
     recorder.py   a scheduler and a runner that remember what they did
     lesson.py     small engines, four requests, checks of guesses
-    pictures.py   the state of the engine as SVG; chapter_pictures.py: what chapters need beside it
-    course/       eight labs: a student's subclasses in the engine, graded by pytest
+    pictures.py   the state of the engine as SVG; those of chapters: model_, chapter_pictures.py
+    course/       nine labs: a student's subclasses in the engine, graded by pytest
     post_mortems/ five bugs of real engines, each as a subclass
     notebooks.py  runs notebooks, and makes a student's copy without outputs
 
 The engine knows nothing of it: the recorder is a subclass of the scheduler, like one that you write
 and give to LLM(scheduler_cls=...).
-
-Left out: a picture for each chapter. (chapter_pictures.py has three small ones for all of them.)
 """
 
 from importlib import import_module
@@ -31,6 +29,7 @@ WHERE = {
         *("block_map", "drafts", "hash_chain", "step_tensors", "timeline", "token_path"),
         *("bars", "lines"),
     ),
+    "model_pictures": ("adapters", "automaton", "codes"),
     "chapter_pictures": ("two_levels", "lanes", "heat"),
     "recorder": ("record",),
 }

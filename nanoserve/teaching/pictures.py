@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -328,18 +329,20 @@ def drafts(llm: LLM, name: str = "A", title: str = "What was guessed, what was r
         if not guessed:
             continue
         new = frame.sampled.get(name, [])
-        right = len(new) - 1
+        pairs = zip(new, guessed, strict=False)
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         picture.text(0, y + 15, f"step {frame.number}")
         for i, text in enumerate(token_texts(llm, guessed)):
             colour = COLOURS[2] if i < right else "none"
             picture.box(64 + 46 * i, y, 44, 20, colour, 0.5)
-            picture.text(86 + 46 * i, y + 14, text, 10, "#222" if i < right else "#888", "middle")
             if i >= right:
                 picture.line([(66 + 46 * i, y + 10), (106 + 46 * i, y + 10)], COLOURS[4])
+            picture.text(86 + 46 * i, y + 14, text, 10, "#222" if i < right else "#555", "middle")
         x = 84 + 46 * max(5, len(guessed))
-        picture.box(x, y, 44, 20, COLOURS[1], 0.6)
-        picture.text(x + 22, y + 14, token_texts(llm, new[-1:])[0], 10, anchor="middle")
-        picture.text(x + 56, y + 15, f"{len(new)} new tokens" if right else "1 new token")
+        for text in token_texts(llm, new[right:]):  # none, if the text ends with a guess
+            picture.box(x, y, 44, 20, COLOURS[1], 0.6)
+            picture.text(x + 22, y + 14, text, 10, anchor="middle")
+        picture.text(x + 56, y + 15, f"{len(new)} new tokens" if new[1:] else "1 new token")
         y += 26
     text = "green: a right guess   struck out: a wrong one, or behind one   orange: the model's own"
     picture.text(0, y + 12, text, 10, "#666")
@@ -368,11 +371,11 @@ def token_path(
         picture.text(left - 8, y + 16, stage, anchor="end")
         picture.box(left, y, width, 24, "#dddddd", 0.6)
         for i, prob in enumerate(probs):
-            part = width * prob
+            part, name = width * prob, names[i].strip()
             if part > 0.5:
                 picture.box(x, y, part, 24, COLOURS[i % 8], 0.45)
-            if part > 8 * len(names[i]):
-                picture.text(x + part / 2, y + 16, names[i], 11, anchor="middle")
+            if part > 7 * len(name):
+                picture.text(x + part / 2, y + 16, name, 11, anchor="middle")
             x += part
     y = 34 + 34 * len(stages)
     if u is not None:

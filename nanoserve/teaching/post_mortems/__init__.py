@@ -72,7 +72,7 @@ def draw_blocks(toy: Any, title: str, wrong: dict[int, str]) -> Any:
         text = f"{' and '.join(places) or 'nothing'}; references: {count}"
         picture.text(left + 220, y + 16, text)
         if block in wrong:
-            picture.box(-6, y - 4, 740, 48, edge=RED)
+            picture.box(-6, y - 4, 806, 48, edge=RED)
             picture.text(60, y + 39, wrong[block], colour=RED, bold=True)
             y += 18
         y += 34
