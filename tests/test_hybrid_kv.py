@@ -94,7 +94,7 @@ def test_how_many_blocks_a_window_needs(num: int, window: int, size: int, chunk:
 def make_manager(
     windows: tuple[int | None, ...], num_blocks: int, size: int, chunk: int = 4, num_cpu: int = 0
 ) -> HybridBlockManager:
-    manager = HybridBlockManager(num_blocks, size, True, num_cpu)
+    manager = HybridBlockManager(num_blocks + 1, size, True, num_cpu)
     manager.set_groups([KVCacheGroup((i,), w, size, chunk) for i, w in enumerate(windows)])
     return manager
 
@@ -107,7 +107,6 @@ def compute(manager: HybridBlockManager, seq: Sequence, end: int | None = None) 
         assert manager.can_append_slots(seq, num_tokens), "it was admitted, and does not fit"
         manager.append_slots(seq, num_tokens)
         seq.num_computed_tokens += num_tokens
-    manager.free_skipped_blocks(seq)
 
 
 def start(manager: HybridBlockManager, seq: Sequence) -> int | None:
@@ -117,6 +116,7 @@ def start(manager: HybridBlockManager, seq: Sequence) -> int | None:
     manager.allocate(seq, cached)
     found = seq.num_computed_tokens
     compute(manager, seq)
+    manager.free_skipped_blocks(seq)
     return found
 
 
@@ -250,19 +250,23 @@ class Simulated:
         elif seq is None:
             return
         elif call == "append":
-            number = min(number, 3)
-            if self.fits(seq, number):
-                seq.token_ids += range(100 * self.next_id, 100 * self.next_id + number)
-                self.next_id += 1
-                self.grow(seq)
+            self.append(seq, min(number, 3))
         elif call == "fork":
             child = sequence(self.next_id, seq.token_ids, seq.extra_keys)
             manager.fork(seq, child)
             self.live[self.next_id], self.next_id = child, self.next_id + 1
-        elif call == "swap out" and manager.can_swap_out(seq):
-            manager.swap_out(seq)
+        elif call == "swap out":
+            self.append(seq, 3)
+            if manager.can_swap_out(seq):
+                manager.swap_out(seq)
         elif call == "free":
             manager.free(seq)
+
+    def append(self, seq: Sequence, number: int) -> None:
+        if self.fits(seq, number):
+            seq.token_ids += range(100 * self.next_id, 100 * self.next_id + number)
+            self.next_id += 1
+            self.grow(seq)
 
     def fits(self, seq: Sequence, number: int) -> bool:
         """can_append_slots, which must be right: no block more or less is needed."""
@@ -281,6 +285,7 @@ class Simulated:
         self.carry_out()
         for seq_id in self.manager.block_tables:
             seq = self.live[seq_id]
+            self.manager.free_skipped_blocks(seq)
             for group, table in enumerate(tables_of(self.manager, seq_id)):
                 window, num = self.windows[group], seq.num_computed_tokens
                 held = [index for index, block in enumerate(table) if block != HOLE]
@@ -324,7 +329,7 @@ class FakeGroups(HybridRunner, FakeRunner):
         FakeRunner.__init__(self, config, model_config)
         sizes = (config.block_size, config.max_chunk)
         self.kv_cache_groups = [KVCacheGroup((i,), w, *sizes) for i, w in enumerate(self.windows)]
-        self.num_kv_blocks = self.num_kv_blocks * len(self.windows) - 1
+        self.num_kv_blocks *= len(self.windows)
         self.num_cpu_blocks *= len(self.windows)
         self.further: dict[int, list[list[int]]] = {}
 
@@ -336,7 +341,7 @@ class FakeGroups(HybridRunner, FakeRunner):
         queries = []
         for seq_id, begin, number, *_ in step.scheduled:
             tables = self.further.setdefault(seq_id, [[] for _ in self.windows[1:]])
-            new_blocks = step.notes[HybridNote].new_blocks[seq_id]
+            new_blocks = step.notes[HybridNote][seq_id]
             for group, (table, new) in enumerate(zip(tables, new_blocks, strict=True), start=1):
                 assert new[0] <= len(table), "a hole in the block table"
                 table[new[0] :] = new[1]
@@ -474,6 +479,9 @@ def test_a_long_chat_holds_few_blocks() -> None:
                 most = max(most, sum(count > 0 for count in pool.ref_counts))
                 check_blocks(llm.llm_engine.block_manager)
             held[len(options)] = most
+            runner = llm.llm_engine.executor.runner
+            null_block = [bool(part[-1].any()) for each in runner.kv_caches for part in each]
+    assert not any(null_block), "the null block was written"
     assert held[0] == 64  # of all five layers
     assert 64 + 4 * 2 <= held[1] <= 64 + 4 * 3  # of one layer each
 
@@ -488,7 +496,7 @@ def test_the_cache_is_as_large_as_without_groups() -> None:
             runner = llm.llm_engine.executor.runner
             sizes.append(sum(tensor.nbytes for each in runner.kv_caches for tensor in each))
             lengths.append(llm.llm_engine.input_processor.capacity)
-            assert llm.llm_engine.block_manager.num_blocks == (59 if more else 12)
+            assert llm.llm_engine.block_manager.pool.num_blocks == (59 if more else 12)
     assert sizes[0] == sizes[1]
     assert lengths == [48, 4 * (59 - 4 * 5)]  # a window needs 14 tokens: 5 blocks at most
     options.update(num_gpu_blocks_override=None, kv_cache_memory_bytes=sizes[0])

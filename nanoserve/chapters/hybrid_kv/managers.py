@@ -81,18 +81,15 @@ class GroupManager(BlockManager):
         return self.manager.hashes_of(seq, num_blocks)
 
     def find_missing(self, hashes: List[BlockHash], length: int) -> int | None:
-        """Of a prefix of `length` blocks, one that is needed and not in the cache: no longer prefix
-        than up to there can be a hit. (A window is searched from its end: of several, the last one
-        decides.)"""
+        """Of a prefix of `length` blocks, the first that is needed and not in the cache. Between
+        there and here no prefix can be a hit: each would need this block, too."""
         needed = range(self.group.num_skipped_blocks(length * self.block_size), length)
-        order = needed if self.group.window is None else reversed(needed)
-        return next((i for i in order if self.pool.find(hashes[i]) is None), None)
+        return next((i for i in needed if self.pool.find(hashes[i]) is None), None)
 
-    def find_block(self, hashes: List[BlockHash], index: int, length: int) -> int:
-        """Of a hit of `length` blocks, this one."""
-        is_seen = index >= self.group.num_skipped_blocks(length * self.block_size)
-        found = self.pool.find(hashes[index]) if is_seen else None
-        return HOLE if found is None else found
+    def find_prefix(self, hashes: List[BlockHash], length: int) -> list[Any]:
+        """The blocks of a hit of this length."""
+        start = self.group.num_skipped_blocks(length * self.block_size)
+        return [HOLE] * start + [self.pool.find(each) for each in hashes[start:length]]
 
     def num_new_blocks(self, seq: Sequence, num_new_tokens: int) -> int:
         """Blocks that append_slots would take; copy-on-write takes one more."""
@@ -129,7 +126,7 @@ class HybridBlockManager(BlockManager):
     block behind the window of the next token, after free_skipped_blocks.
     """
 
-    pool: GroupPool
+    pool: GroupPool  # of all blocks but the last one, which the runner keeps empty
     kv_cache_groups: List[KVCacheGroup] = ()  # before set_groups: no sequence
 
     def set_groups(self, groups: List[KVCacheGroup]) -> None:
@@ -138,7 +135,7 @@ class HybridBlockManager(BlockManager):
 
     def reset(self) -> None:
         super().reset()
-        self.pool = GroupPool(self.num_blocks)
+        self.pool = GroupPool(self.num_blocks - 1)
         self.groups = [GroupManager(*each, self) for each in enumerate(self.kv_cache_groups)]
         if self.groups:  # who holds blocks at all, is seen in any group
             self.block_tables = self.groups[0].block_tables
@@ -158,16 +155,13 @@ class HybridBlockManager(BlockManager):
         """The longest prefix that all groups have, as one Column for each of its blocks."""
         if not self.enable_prefix_caching or seq.sampling_params.skip_reading_prefix_cache:
             return []
-        length, missing = (seq.num_tokens - 1) // self.block_size, [0]
+        length, is_hit = (seq.num_tokens - 1) // self.block_size, False
         hashes = self.hashes_of(seq, length)
-        while missing:
+        while not is_hit:
             found = [group.find_missing(hashes, length) for group in self.groups]
             missing = [index for index in found if index is not None]
-            length = min(missing, default=length)
-        return [
-            tuple(group.find_block(hashes, index, length) for group in self.groups)
-            for index in range(length)
-        ]
+            length, is_hit = min(missing, default=length), not missing
+        return [*zip(*(each.find_prefix(hashes, length) for each in self.groups), strict=True)]
 
     def can_allocate(self, seq: Sequence, cached_blocks: list[Any]) -> bool:
         """Do the free blocks hold what the groups hold at once of all known tokens?"""
@@ -191,11 +185,10 @@ class HybridBlockManager(BlockManager):
         return num_blocks <= len(self.cpu_pool.free_queue)
 
     def can_swap_in(self, seq: Sequence) -> bool:
-        num_blocks = 0
-        for group in self.groups:
-            most = group.group.most_blocks(seq.num_tokens, seq.num_computed_tokens)
-            num_blocks += max(most, len(group.swapped_tables[seq.seq_id]))
-        return num_blocks <= len(self.pool.free_queue)
+        num_tokens = (seq.num_tokens, seq.num_computed_tokens)
+        most = [group.most_blocks(*num_tokens) for group in self.kv_cache_groups]
+        swapped = [len(group.swapped_tables[seq.seq_id]) for group in self.groups]
+        return sum(map(max, most, swapped)) <= len(self.pool.free_queue)
 
     # -- changes --
 

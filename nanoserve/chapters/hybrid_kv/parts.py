@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,24 +30,19 @@ from nanoserve.attention import KVCache, StepMetadata
 from nanoserve.chapters.hybrid_kv.groups import KVCacheGroup, make_groups
 from nanoserve.chapters.hybrid_kv.managers import HybridBlockManager
 from nanoserve.config import EngineConfig
-from nanoserve.distributed.parallel import ParallelState
 from nanoserve.engine import LLMEngine
 from nanoserve.input_batch import InputBatch, StepArrays
 from nanoserve.kernels.cuda_graph import GraphShape
 from nanoserve.kernels.kv_cache import KVCacheSpec
 from nanoserve.model_runner import ModelRunner
 from nanoserve.models.base import Model
-from nanoserve.models.config import ModelConfig
 from nanoserve.scheduler import Scheduler, StepPlan
 from nanoserve.sequence import SchedulerOutput, Sequence
 
-NewBlocks = list[tuple[int, list[int]]]  # of each group behind the first: (index, block ids)
 
-
-class HybridNote(NamedTuple):
-    """From the scheduler to the runner, with each step."""
-
-    new_blocks: dict[int, NewBlocks]  # by seq_id: as in ScheduledSequence
+class HybridNote(dict[int, list[tuple[int, list[int]]]]):
+    """From the scheduler to the runner, with each step. By seq_id, for each group behind the first:
+    the index in the block table from which on block ids are written, and these ids."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,12 @@ class HybridEngine(LLMEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        manager, most = self.block_manager, range(1, 1 + (self.config.max_model_len or 0))
+        manager, longest = self.block_manager, self.config.max_model_len
         manager.set_groups(self.executor.runner.kv_cache_groups)
-        processor = self.input_processor
-        processor.capacity = bisect_right(most, manager.num_blocks, key=manager.most_blocks)
-        is_short = processor.capacity < len(most)
-        processor.limit = "the size of the KV cache" if is_short else "max_model_len"
+        lengths, num_blocks = range(1, 1 + longest), manager.pool.num_blocks
+        most = bisect_right(lengths, num_blocks, key=manager.most_blocks)
+        limits = (longest, "max_model_len"), (most, "the size of the KV cache")
+        self.input_processor.capacity, self.input_processor.limit = min(limits)
 
 
 class HybridScheduler(Scheduler):
@@ -92,9 +87,8 @@ class HybridScheduler(Scheduler):
         tables = [group.block_tables[seq.seq_id] for group in self.block_manager.groups[1:]]
         starts = [0 if is_new else max(0, len(table) - 1) for table in tables]
         super().schedule_tokens(seq, num_tokens, step)
-        note = step.notes.setdefault(HybridNote, HybridNote({}))
         new_blocks = [(start, table[start:]) for start, table in zip(starts, tables, strict=True)]
-        note.new_blocks[seq.seq_id] = new_blocks
+        step.notes.setdefault(HybridNote, HybridNote())[seq.seq_id] = new_blocks
 
 
 @dataclass(frozen=True)
@@ -143,12 +137,6 @@ class HybridRunner(ModelRunner):
     fixed_slots: Tensor
     fixed_tables: Tensor
 
-    def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, parallel: ParallelState | None = None
-    ) -> None:
-        super().__init__(config, model_config, *([parallel] if parallel else ()))
-        self.num_kv_blocks -= 1  # the null block
-
     def load_model(self) -> Model:
         """The model; each module that attends knows its group."""
         self.model, config = super().load_model(), self.config
@@ -163,9 +151,8 @@ class HybridRunner(ModelRunner):
             most = config.max_num_batched_tokens
             self.fixed_slots = torch.zeros(num_others, most, dtype=torch.int64, **on_device)
             self.fixed_tables = torch.zeros(num_others, *shape, dtype=torch.int32, **on_device)
-        of_transformers = getattr(self.model, "layer_of", None)
         modules = [each for each in self.model.modules() if hasattr(each, "kv_cache_spec")]
-        modules, index_of = list(of_transformers or modules), [0] * len(specs)
+        modules, index_of = [*getattr(self.model, "layer_of", modules)], [0] * len(specs)
         for number, group in enumerate(self.kv_cache_groups):
             for index, layer in enumerate(group.layers):
                 index_of[layer], hook = index, partial(choose_group, number)
@@ -175,10 +162,9 @@ class HybridRunner(ModelRunner):
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """Of the tensors, which the groups share."""
-        spec, groups = self.model.kv_cache_specs()[0], self.kv_cache_groups
-        sizes = (spec.num_kv_heads, spec.key_dim, spec.value_dim)
-        num_tensors = max(len(group.layers) for group in groups)
-        return [SharedSpec(*sizes, num_groups=len(groups))] * num_tensors
+        spec, num_groups = self.model.kv_cache_specs()[0], len(self.kv_cache_groups)
+        shared = SharedSpec(spec.num_kv_heads, spec.key_dim, spec.value_dim, None, num_groups)
+        return [shared] * max(len(group.layers) for group in self.kv_cache_groups)
 
     def blocks_per_sequence(self) -> int:
         """In units of a block for all layers, and the null block."""
@@ -188,9 +174,7 @@ class HybridRunner(ModelRunner):
     def update_batch(self, step: SchedulerOutput) -> np.ndarray:
         rows, note = super().update_batch(step), step.notes[HybridNote]
         for row, item in zip(rows, step.scheduled, strict=True):
-            for table, (start, blocks) in zip(
-                self.tables, note.new_blocks[item.seq_id], strict=True
-            ):
+            for table, (start, blocks) in zip(self.tables, note[item.seq_id], strict=True):
                 table[row, start : start + len(blocks)] = blocks
         return rows
 
