@@ -299,7 +299,7 @@ class Simulated:
 @settings(max_examples=300)
 @given(
     st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=3),
-    st.tuples(st.integers(3, 30), st.integers(1, 4), st.integers(0, 9)),
+    st.tuples(st.integers(3, 40), st.integers(1, 4), st.integers(0, 40)),
     st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 99), st.integers(1, 9)), max_size=40),
 )
 def test_any_calls(windows: Any, sizes: Any, calls: list[Any]) -> None:

@@ -29,7 +29,7 @@ WHERE = {
     "lesson": ("CAST", "check", "prompt", "serve", "small_llm", "source"),
     "pictures": (
         *("block_map", "drafts", "hash_chain", "step_tensors", "timeline", "token_path"),
-        *("bars", "lines"),
+        *("bars", "group_map", "lines"),
     ),
     "chapter_pictures": ("two_levels", "lanes", "heat"),
     "recorder": ("record",),
