@@ -296,7 +296,7 @@ class Simulated:
                         assert found == (group, seq.token_ids[position])
 
 
-@settings(max_examples=300)
+@settings(max_examples=600)
 @given(
     st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=3),
     st.tuples(st.integers(3, 40), st.integers(1, 4), st.integers(0, 40)),

@@ -73,7 +73,7 @@ class GroupManager(BlockManager):
 
     def __init__(self, number: int, group: KVCacheGroup, manager: HybridBlockManager) -> None:
         super().__init__(0, manager.block_size, manager.enable_prefix_caching)
-        self.group, self.manager = group, manager
+        self.number, self.group, self.manager = number, group, manager
         self.pool, self.cpu_pool = manager.pool.view(number), manager.cpu_pool
 
     def hashes_of(self, seq: Sequence, num_blocks: int) -> list[BlockHash]:
@@ -90,6 +90,15 @@ class GroupManager(BlockManager):
         """The blocks of a hit of this length."""
         start = self.group.num_skipped_blocks(length * self.block_size)
         return [HOLE] * start + [self.pool.find(each) for each in hashes[start:length]]
+
+    def num_free_blocks_for(self, seq: Sequence, cached_blocks: list[Column]) -> int:
+        """Free blocks that `seq` takes at once, at most. A cached block that others hold is none of
+        them; nor does it become free when it falls behind the window."""
+        cached = [column[self.number] for column in cached_blocks]
+        num_taken_back = sum(self.pool.ref_counts[block] == 0 for block in cached if block != HOLE)
+        num_new = self.num_blocks_for(seq.num_tokens) - len(cached)
+        most = self.group.most_blocks(seq.num_tokens, len(cached) * self.block_size)
+        return min(num_new + num_taken_back, most)
 
     def num_new_blocks(self, seq: Sequence, num_new_tokens: int) -> int:
         """Blocks that append_slots would take; copy-on-write takes one more."""
@@ -137,9 +146,8 @@ class HybridBlockManager(BlockManager):
         super().reset()
         self.pool = GroupPool(self.num_blocks - 1)
         self.groups = [GroupManager(*each, self) for each in enumerate(self.kv_cache_groups)]
-        if self.groups:  # who holds blocks at all, is seen in any group
-            self.block_tables = self.groups[0].block_tables
-            self.swapped_tables = self.groups[0].swapped_tables
+        for any_one in self.groups[:1]:  # who holds blocks at all is seen in any group
+            self.block_tables, self.swapped_tables = any_one.block_tables, any_one.swapped_tables
         self.link_copies()
 
     def link_copies(self) -> None:
@@ -165,15 +173,12 @@ class HybridBlockManager(BlockManager):
 
     def can_allocate(self, seq: Sequence, cached_blocks: list[Any]) -> bool:
         """Do the free blocks hold what the groups hold at once of all known tokens?"""
-        num_cached, used = len(cached_blocks) * self.block_size, sum(cached_blocks, ())
-        num_blocks = self.most_blocks(seq.num_tokens, num_cached)
-        num_in_use = sum(self.pool.ref_counts[block] > 0 for block in used if block != HOLE)
-        return num_blocks - num_in_use <= len(self.pool.free_queue)
+        num_blocks = sum(group.num_free_blocks_for(seq, cached_blocks) for group in self.groups)
+        return num_blocks <= len(self.pool.free_queue)
 
-    def most_blocks(self, num_tokens: int, num_computed_tokens: int = 0) -> int:
+    def most_blocks(self, num_tokens: int) -> int:
         """KVCacheGroup.most_blocks, of all groups."""
-        groups = self.kv_cache_groups
-        return sum(group.most_blocks(num_tokens, num_computed_tokens) for group in groups)
+        return sum(group.most_blocks(num_tokens) for group in self.kv_cache_groups)
 
     def can_append_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         num_blocks = sum(group.num_new_blocks(seq, num_new_tokens) for group in self.groups)
@@ -198,8 +203,8 @@ class HybridBlockManager(BlockManager):
             group.free_skipped_blocks(seq)
 
     def allocate(self, seq: Sequence, cached_blocks: list[Any]) -> None:
-        for number, group in enumerate(self.groups):
-            group.allocate(seq, [column[number] for column in cached_blocks])
+        for group in self.groups:
+            group.allocate(seq, [column[group.number] for column in cached_blocks])
         self.num_queried_tokens += seq.num_tokens
         self.num_hit_tokens += seq.num_computed_tokens
 

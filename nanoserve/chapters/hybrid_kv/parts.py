@@ -113,9 +113,8 @@ class HybridMetadata(StepMetadata):
 
 def choose_caches(index_of: list[int], model: nn.Module, args: Any) -> Any:
     """A hook of the model: the tensors that each layer shares, and not each tensor once."""
-    if not isinstance(args[3], HybridMetadata):  # a dummy, to measure memory
-        return args
-    return (*args[:2], [args[2][index] for index in index_of], args[3])
+    is_dummy = not isinstance(args[3], HybridMetadata)  # to measure memory
+    return args if is_dummy else (*args[:2], [args[2][index] for index in index_of], args[3])
 
 
 def choose_group(number: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
