@@ -31,7 +31,8 @@ shared block, the branch gets a copy of its own (copy-on-write):
 The manager only decides which blocks are copied (copy-on-write, swap out, swap in). Pending copies
 wait here until the scheduler puts them into the next step with `take_copies`.
 
-Left out: sliding-window layers could free early blocks; we keep them until the sequence ends.
+Left out: layers with a sliding window need no early blocks; here all are kept until the sequence
+ends. (chapters/hybrid_kv gives them back.)
 
 vLLM: vllm/core/block_manager.py, core/block/, core/evictor.py (V0); vllm/v1/core/:
 kv_cache_manager.py, block_pool.py, kv_cache_utils.py (V1).

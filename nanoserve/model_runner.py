@@ -120,6 +120,10 @@ class ModelRunner:
         """What a KV block holds. The model's own layers come first."""
         return self.model.kv_cache_specs()
 
+    def blocks_per_sequence(self) -> int:
+        """KV blocks that a sequence of max_model_len tokens fills."""
+        return -(-self.config.max_model_len // self.block_size)
+
     def build_model(self, max_model_len: int, layer_config: LayerConfig) -> Model:
         """The model, or this rank's share of it, its weights unfilled."""
         return registry.build_model(self.model_config, max_model_len, layer_config)

@@ -31,6 +31,10 @@ AREAS = {  # the test files that have to find a mistake in this file
     "kernels/staging.py": ("simulated_cuda",),
     "kernels/cuda_graph.py": ("simulated_cuda",),
     "kernels/kv_cache.py": ("simulated_cuda",),
+    **dict.fromkeys(
+        (f"chapters/hybrid_kv/{name}.py" for name in ("groups", "managers", "parts")),
+        ("hybrid_kv",),
+    ),
 }
 
 

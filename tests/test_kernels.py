@@ -574,9 +574,9 @@ def test_as_many_blocks_as_fit(
     per_sequence = -(-max_model_len // block_size)
     if num_blocks < per_sequence and not (can_shorten and num_blocks):
         with pytest.raises(ValueError, match="max_model_len"):
-            limit_num_blocks(config, num_blocks, 1024, can_shorten)
+            limit_num_blocks(config, num_blocks, 1024, per_sequence, can_shorten)
     else:
-        found = limit_num_blocks(config, num_blocks, 1024, can_shorten)
+        found = limit_num_blocks(config, num_blocks, 1024, per_sequence, can_shorten)
         assert found == min(num_blocks, per_sequence * max_num_seqs)
 
 

@@ -47,17 +47,20 @@ CHAPTERS = {
     "structured_output": None,  # a request asks for it; behind speculative, whose drafts it masks
     "logits_processors": "logits_processors",  # above it: classes of the user
     "kv_offload": "kv_offloading_size",
+    "hybrid_kv": "disable_hybrid_kv_cache_manager",  # off is on; behind speculative: its layers
     "metrics": "collect_metrics",  # who watches
     "beam_search": None,  # a method of LLM
     "vllm_api": None,  # more of them
 }
 # Of a switch: the value that means no, beside None; and one that means yes.
 OFF: dict[str, Any] = {"pipeline_parallel_size": 1, "runner": "generate", "kv_offloading_size": 0}
+OFF |= {"disable_hybrid_kv_cache_manager": True}
 ON: dict[str, Any] = {
     "runner": "'pooling'",
     "pipeline_parallel_size": 2,
     "speculative_config": "{'method': 'ngram', 'num_speculative_tokens': 4}",
     "kv_offloading_size": 1,
+    "disable_hybrid_kv_cache_manager": False,
     "logits_processors": "[YourClass]",
     "distributed_executor_backend": "'ray'",
 }
@@ -69,6 +72,9 @@ REFUSED = {
     ("pooling", "pipeline"): "a pooling model runs on one stage",
     ("speculative", "logits_processors"): "a draft has a row of logits, too",
     ("pooling", "logits_processors"): "vectors are no logits",
+    ("pooling", "hybrid_kv"): "a vector needs no blocks behind its prompt",
+    ("pipeline", "hybrid_kv"): "each stage would have groups of its own",
+    ("kv_offload", "hybrid_kv"): "the further levels know one block table of a sequence",
 }
 # The classes of the core that a chapter may subclass: name -> part.
 KINDS = {

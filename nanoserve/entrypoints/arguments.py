@@ -51,7 +51,7 @@ TUNING = """
     log_config_file aggregate_engine_logging enable_mfu_metrics use_tqdm_on_load
     disable_custom_all_reduce disable_async_output_proc use_v2_block_manager max_seq_len_to_capture
     max_context_len_to_capture prefix_caching_hash_algo disable_cascade_attn
-    disable_hybrid_kv_cache_manager safetensors_load_strategy safetensors_prefetch_num_threads
+    safetensors_load_strategy safetensors_prefetch_num_threads
     max_parallel_loading_workers performance_mode optimization_level compilation_config
     kernel_config attention_config moe_backend linear_backend enable_flashinfer_autotune
     cudagraph_capture_sizes max_cudagraph_capture_size cuda_graph_sizes num_scheduler_steps

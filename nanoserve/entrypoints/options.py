@@ -66,6 +66,8 @@ class Options(TypedDict, total=False):
     kv_offloading_size: float | None
     kv_offloading_policy: Literal["lru", "arc"]
     kv_transfer_config: Any
+    # chapters/hybrid_kv
+    disable_hybrid_kv_cache_manager: bool
     # chapters/metrics
     collect_metrics: bool
     otlp_traces_endpoint: str | None

@@ -145,19 +145,20 @@ def determine_num_kv_blocks(runner: ModelRunner, block_bytes: int, num_rows: int
         room = free_memory(device, config.gpu_memory_utilization, parallel.tp_size) - other
     num_blocks = parallel.all_reduce_min(max(0, room) // block_bytes)
     can_shorten = config.max_model_len == runner.model_config.max_model_len
-    num_blocks = limit_num_blocks(config, num_blocks, block_bytes, can_shorten)
+    per_sequence = runner.blocks_per_sequence()
+    num_blocks = limit_num_blocks(config, num_blocks, block_bytes, per_sequence, can_shorten)
     return check("kv_cache_memory_bytes", num_blocks)
 
 
 def limit_num_blocks(
-    config: EngineConfig, num_blocks: int, block_bytes: int, can_shorten: bool
+    config: EngineConfig, num_blocks: int, block_bytes: int, per_sequence: int, can_shorten: bool
 ) -> int:
-    """Of num_blocks that fit, as many as max_num_seqs sequences of max_model_len tokens could fill.
+    """Of num_blocks that fit, as many as max_num_seqs sequences of max_model_len tokens could fill;
+    each needs per_sequence.
 
     If not even one such sequence fits: with can_shorten, sequences end when the cache is full, and
     a warning says so; else ValueError.
     """
-    per_sequence = -(-config.max_model_len // config.block_size)
     if num_blocks < per_sequence:
         needed, found = (memory.describe_size(n * block_bytes) for n in (per_sequence, num_blocks))
         message = (

@@ -27,7 +27,7 @@ WHERE = {
     "lesson": ("CAST", "check", "prompt", "serve", "small_llm", "source"),
     "pictures": (
         *("block_map", "drafts", "hash_chain", "step_tensors", "timeline", "token_path"),
-        *("bars", "lines"),
+        *("bars", "group_map", "lines"),
     ),
     "model_pictures": ("adapters", "automaton", "codes"),
     "chapter_pictures": ("two_levels", "lanes", "heat"),

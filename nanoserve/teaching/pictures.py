@@ -7,6 +7,7 @@ Each function returns a Picture, which a notebook shows; picture.save("x.svg") w
     timeline      a row is a request, a box is a step with its number of tokens
     step_tensors  a column is a token of the step
     hash_chain    a box is a block hash, and stands behind its parent
+    group_map     a row is the block table of a group of layers; below them the pool of all
     drafts        a row is a step: what was guessed, what was accepted, what came instead
     token_path    a row is a stage of the sampler: the probabilities, laid end to end
 
@@ -238,6 +239,33 @@ def hash_chain(llm: LLM, title: str = "What the prefix cache can find") -> Pictu
     for root in [key for key in pool.cached_blocks if key.parent not in pool.cached_blocks]:
         draw(root, 0, row)
         row += 1
+    return picture
+
+
+def group_map(llm: LLM, title: str = "Block tables over one pool") -> Picture:
+    """The block tables of each group of layers (chapters/hybrid_kv): an empty box is a hole. Below
+    them the pool; grey: free, and still in the cache."""
+    manager: Any = llm.engine.block_manager
+    picture, pool, y, colours = Picture(title), manager.pool, 28.0, dict[int, str]()
+
+    def draw(x: float, y: float, block: int, colour: str, opacity: float) -> None:
+        picture.box(x, y, 30, 20, colour, opacity, "#ddd" if colour == "none" else "#666")
+        picture.text(x + 15, y + 14, str(block) if block >= 0 else "", 10, anchor="middle")
+
+    for number, manager_of_group in enumerate(manager.groups):
+        window, x = manager_of_group.group.window, 130
+        picture.text(0, y + 14, "full" if window is None else f"window of {window}")
+        for i, block in enumerate(
+            each for t in manager_of_group.block_tables.values() for each in t
+        ):
+            colours[block] = COLOURS[number]
+            draw(x + 30 * i, y, block, COLOURS[number] if block >= 0 else "none", 0.45)
+        y += 26
+    picture.text(0, y + 24, "the pool")
+    for block in range(pool.num_blocks):
+        is_free, is_found = not pool.ref_counts[block], pool.block_hashes[block] is not None
+        colour = ("#999999" if is_found else "none") if is_free else colours[block]
+        draw(130 + 30 * (block % 20), y + 10 + 26 * (block // 20), block, colour, 0.45)
     return picture
 
 

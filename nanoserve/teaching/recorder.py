@@ -63,7 +63,8 @@ def name_of(seq: Sequence) -> str:
 
 
 def tokens_of(key: BlockHash) -> tuple[int, ...]:
-    tokens: Any = key.token_ids
+    block_hash: Any = key[1] if isinstance(key, tuple) else key  # of a group: (group, hash)
+    tokens: Any = block_hash.token_ids
     return tokens
 
 

@@ -5,16 +5,18 @@ from nanoserve.block_manager import BlockManager
 
 def check_blocks(manager: BlockManager) -> None:
     """Raise AssertionError unless reference counts agree with block tables, the free queue with
-    reference counts, and the two directions of the hash map with each other."""
-    for pool, tables in (
-        (manager.pool, manager.block_tables),
-        (manager.cpu_pool, manager.swapped_tables),
-    ):
-        counted = [0] * pool.num_blocks
-        for block_table in tables.values():
-            assert len(set(block_table)) == len(block_table), f"block twice in {block_table}"
-            for block_id in block_table:
-                counted[block_id] += 1
+    reference counts, and the two directions of the hash map with each other. A manager may have
+    `groups`, each with tables of its own, in which a negative number is no block."""
+    groups: list[BlockManager] = getattr(manager, "groups", [manager])
+    for pool, name in ((manager.pool, "block_tables"), (manager.cpu_pool, "swapped_tables")):
+        counted, by_group = [0] * pool.num_blocks, [getattr(group, name) for group in groups]
+        for tables in by_group:
+            assert tables.keys() == by_group[0].keys(), f"{name} of other sequences in one group"
+            for block_table in tables.values():
+                held = [block_id for block_id in block_table if block_id >= 0]
+                assert len(set(held)) == len(held), f"block twice in {block_table}"
+                for block_id in held:
+                    counted[block_id] += 1
         assert counted == pool.ref_counts, f"counted {counted}, recorded {pool.ref_counts}"
         free = {block_id for block_id, count in enumerate(counted) if count == 0}
         assert free == set(pool.free_queue), f"free {free}, queued {set(pool.free_queue)}"
