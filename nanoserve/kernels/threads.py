@@ -12,12 +12,13 @@ them waits and the other one cannot compute. Linux spreads them soon, but some v
 what seldom computes. So each thread but the calling one keeps to a core of its own (bind_threads in
 native_cpu.py), and `load_torch` loads torch with threads that spin for SPIN microseconds before
 they sleep: the next operation usually begins within some tens of them. A decode step of a model of
-29M parameters, 32 sequences, on two cores of a virtual machine, in milliseconds:
+29M parameters, 32 sequences, on two cores of a virtual machine: means of runs of 2 seconds, in
+milliseconds:
 
-    threads                               idle    one busy program beside it    two
-    2, spin 50 microseconds                 40                            41     43
-    2, spin 500, each on a core             22                                   56
-    as here                                 23                            39     36
+    threads                               idle    beside one busy program    beside two
+    2, spin 50 microseconds                 40                         42      44 to 55
+    2, spin 500, each on a core       22 to 35                                       56
+    as here                                 24                   34 to 43      45 to 63
 
 Only GNU's OpenMP library can spin for a time of one's choice. It is in torch's packages for Linux.
 With another one, waiting threads sleep.
