@@ -34,6 +34,8 @@ assert output.outputs[0].index == 0
     "a dict with text": f"""{GENERATE}
 [output] = llm.generate({{"prompt": "Once"}}, {GREEDY})
 assert output.prompt == "Once"
+[other] = LLM("gpt2").chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=2))
+assert other.prompt != "Once"
 """,
     "a dict with token ids": f"""{GENERATE}
 [output] = llm.generate({{"prompt_token_ids": [1, 2, 3]}}, {GREEDY})
@@ -466,6 +468,8 @@ from vllm import LLM, SamplingParams
 llm = LLM("gpt2", chat_template="{{ messages[0]['content'] }}")
 [output] = llm.chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=2))
 assert output.prompt == "Once"
+[other] = LLM("gpt2").chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=2))
+assert other.prompt != "Once"
 """,
     "defaults of requests": """
 from vllm import LLM

@@ -9,6 +9,7 @@ LLM               enqueue, profiles, functions on the model
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +54,7 @@ class VllmEngine(LLMEngine):
         if template := config.chat_template:
             is_text = "{" in template
             text = template if is_text else Path(template).read_text(encoding="utf-8")
+            self.tokenizer = self.input_processor.tokenizer = copy(self.tokenizer)
             self.tokenizer.chat_template = text
 
     def get_tokenizer(self) -> Any:
