@@ -34,8 +34,6 @@ assert output.outputs[0].index == 0
     "a dict with text": f"""{GENERATE}
 [output] = llm.generate({{"prompt": "Once"}}, {GREEDY})
 assert output.prompt == "Once"
-[other] = LLM("gpt2").chat([{"role": "user", "content": "Once"}], SamplingParams(max_tokens=2))
-assert other.prompt != "Once"
 """,
     "a dict with token ids": f"""{GENERATE}
 [output] = llm.generate({{"prompt_token_ids": [1, 2, 3]}}, {GREEDY})
