@@ -423,8 +423,7 @@ from vllm import LLM
 
 llm = LLM("gpt2")
 [number] = llm.apply_model(lambda model: sum(each.numel() for each in model.parameters()))
-assert number > 10**6 and llm.get_world_size() == 1
-assert llm.collective_rpc(lambda runner, x: runner.block_size + x, args=(1,)) == [17]
+assert number > 10**6
 """,
     "a profile": f"""
 import json

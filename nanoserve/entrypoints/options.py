@@ -79,7 +79,7 @@ class Options(TypedDict, total=False):
     generation_config: Literal["auto", "vllm"]
     override_generation_config: dict | None
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"]
-    profiler_config: Any
+    profiler_config: dict | None
     # A class of your own in the place of a part
     engine_cls: type
     config_cls: type

@@ -151,7 +151,7 @@ class HybridRunner(ModelRunner):
             self.fixed_slots = torch.zeros(num_others, most, dtype=torch.int64, **on_device)
             self.fixed_tables = torch.zeros(num_others, *shape, dtype=torch.int32, **on_device)
         modules = [each for each in self.model.modules() if hasattr(each, "kv_cache_spec")]
-        modules, index_of = [*getattr(self.model, "layer_of", modules)], [0] * len(specs)
+        modules, index_of = [*getattr(self.model, "calls", modules)], [0] * len(specs)
         for number, group in enumerate(self.kv_cache_groups):
             for index, layer in enumerate(group.layers):
                 index_of[layer], hook = index, partial(choose_group, number)
@@ -226,12 +226,3 @@ class HybridRunner(ModelRunner):
         fixed[0].copy_(sent["slots"])
         fixed[1][:, : len(rows), :width].copy_(sent["tables"])
         return fixed
-
-
-PARTS = {
-    "config_cls": HybridConfig,
-    "engine_cls": HybridEngine,
-    "block_manager_cls": HybridBlockManager,
-    "scheduler_cls": HybridScheduler,
-    "runner_cls": HybridRunner,
-}

@@ -8,7 +8,7 @@ LLM               enqueue, profiles, functions on the model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from nanoserve.model_runner import ModelRunner
 from nanoserve.models.config import HUB_FILES
 from nanoserve.sampler import apply_min_p, apply_top_k_top_p, gather_logprobs
 from nanoserve.sampling_params import GREEDY_TEMPERATURE
-from nanoserve.sequence import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class VllmConfig(EngineConfig):
     # raw_logprobs: what the model says; processed_logprobs: what penalties and filters leave of it.
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     # {"torch_profiler_dir": folder} for the traces of start_profile.
-    profiler_config: Any = None
+    profiler_config: dict | None = None
 
 
 class VllmEngine(LLMEngine):
@@ -118,9 +117,7 @@ class VllmLLM(LLM):
         self.enqueued = (*self.enqueued, *requests)
         return [request.request_id for request in requests]
 
-    def wait_for_completion(
-        self, output_type: Any = None, *, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+    def wait_for_completion(self, output_type: Any = None, *, use_tqdm: bool = True) -> list[Any]:
         """Complete what was enqueued; the outputs in its order."""
         requests, self.enqueued = self.enqueued, ()
         steps = tqdm(self.run_requests(requests), desc="Prompts", disable=not use_tqdm)
@@ -132,32 +129,16 @@ class VllmLLM(LLM):
     ) -> Any:
         if tokenization_kwargs:
             tokenize = self.llm_engine.input_processor.tokenize
-            is_one = isinstance(prompts, (str, Mapping))
-            texts = [prompts] if is_one else list(prompts)
-            texts = [each["prompt"] if isinstance(each, Mapping) else each for each in texts]
-            found = [tokenize(text, **tokenization_kwargs) for text in texts]
-            prompts = [
-                {"prompt": text, "prompt_token_ids": ids}
-                for text, ids in zip(texts, found, strict=True)
-            ]
+            texts = [prompts] if isinstance(prompts, str) else prompts
+            found = [(text, tokenize(text, **tokenization_kwargs)) for text in texts]
+            prompts = [{"prompt": text, "prompt_token_ids": ids} for text, ids in found]
         return super().generate(prompts, *args, **options)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """[func(model)], of this process. Raises ValueError on several ranks."""
-        return self.collective_rpc(lambda runner: func(runner.model))
-
-    def collective_rpc(
-        self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> list[Any]:
-        """[method(runner, *args)]; a method of the runner by its name, too."""
-        if self.get_world_size() > 1:
+        if self.llm_engine.config.num_ranks > 1:
             raise ValueError("a function reaches the model of one rank only, and there are more.")
-        runner = self.llm_engine.executor.runner
-        bound = (getattr(runner, method),) if isinstance(method, str) else (method, runner)
-        return [bound[0](*bound[1:], *args, **(kwargs or {}))]
-
-    def get_world_size(self, include_dp: bool = True) -> int:
-        return self.llm_engine.config.num_ranks
+        return [func(self.llm_engine.executor.runner.model)]
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record what runs until stop_profile."""
@@ -167,10 +148,9 @@ class VllmLLM(LLM):
     def stop_profile(self) -> None:
         """Write the trace: open it at ui.perfetto.dev."""
         self.profile.stop()
-        given = self.llm_engine.config.profiler_config or {}
-        folder = given.get("torch_profiler_dir") if isinstance(given, Mapping) else None
-        Path(folder or ".").mkdir(parents=True, exist_ok=True)
-        self.profile.export_chrome_trace(str(Path(folder or ".") / "nanoserve_trace.json"))
+        folder = Path((self.llm_engine.config.profiler_config or {}).get("torch_profiler_dir", "."))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.profile.export_chrome_trace(str(folder / "nanoserve_trace.json"))
 
     def reset_prefix_cache(
         self, *, reset_running_requests: bool = False, reset_connector: bool = False
