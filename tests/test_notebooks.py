@@ -39,7 +39,9 @@ def comparable(outputs: list[dict[str, Any]], code: str) -> list[Any]:
     exact = not re.search(r"bars\(|lines\(|weights|token_path\(|heat\(", code)
     kept: list[Any] = []
     for output in outputs:
-        lines = output.get("text", ()) or output["data"].get("image/svg+xml" if exact else "", ())
+        data = output.get("data", {})
+        lines = output.get("text", ()) or data.get("image/svg+xml" if exact else "", ())
+        lines = lines or data.get("text/markdown", ())  # the source of a class
         kept.append([line for line in lines if "difference" not in line])
     return kept
 
