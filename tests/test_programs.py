@@ -540,3 +540,20 @@ def test_a_program_for_vllm_runs(program: str, monkeypatch: pytest.MonkeyPatch) 
     for engine in made:
         assert not engine.has_unfinished_requests()
         engine.close()
+
+
+def test_the_demo_model_is_found_from_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lora = nanoserve.LoRARequest("pirate", 1, "nanoserve/demo/lora")  # type: ignore[attr-defined]
+    params = nanoserve.SamplingParams(temperature=0, max_tokens=4)
+    with nanoserve.LLM("nanoserve/demo", enable_lora=True) as llm:
+        plain, pirate = llm.generate(["Who are you?"] * 2, params, lora_request=[None, lora])
+        assert plain.outputs[0].text != pirate.outputs[0].text
+
+
+def test_an_override_of_rope_theta_has_an_effect() -> None:
+    for given in ({"rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 5.0}}):
+        with nanoserve.LLM(hf_overrides=given) as llm:
+            assert llm.llm_engine.model_config.rope_parameters["rope_theta"] == 5.0

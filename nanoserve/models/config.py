@@ -72,6 +72,8 @@ class ModelConfig:
     def from_folder(cls, folder: Path, given: dict[str, Any] | None = None) -> ModelConfig:
         """Read the two files; `given` comes before the first. ValueError: a key is missing."""
         hf, defaults = {**read_json(folder / "config.json"), **(given or {})}, {}
+        if theta := (given or {}).get("rope_theta"):  # of either layout
+            hf["rope_parameters"] = {**(hf.get("rope_parameters") or {}), "rope_theta": theta}
         hf = {**FAMILY_DEFAULTS.get(hf.get("model_type", ""), {}), **hf}
         if (folder / "generation_config.json").exists():
             defaults = read_json(folder / "generation_config.json")
@@ -171,10 +173,13 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def resolve_folder(model: str | Path | None, default: Path = DEMO_MODEL) -> Path:
-    """The folder that holds `model`: `default` (None), a local folder, or a download."""
+    """The folder that holds `model`: `default` (None), a local folder, or a download. nanoserve/demo
+    and its folders are found beside this package, from wherever a program runs."""
     if model is None:
         return default
     folder = Path(model).expanduser()
+    if folder.parts[:2] == DEMO_MODEL.parts[-2:]:
+        folder = DEMO_MODEL.joinpath(*folder.parts[2:])
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

@@ -21,14 +21,13 @@ import hashlib
 import threading
 from collections import OrderedDict
 from functools import partial
-from pathlib import Path
 from weakref import WeakValueDictionary
 
 from nanoserve.chapters.lora.peft_helper import LoRAModel, Shape, read_adapter
 from nanoserve.chapters.lora.request import LoRARequest
 from nanoserve.config import EngineConfig
 from nanoserve.layers import ColumnParallelLinear, LayerConfig, RowParallelLinear
-from nanoserve.models.config import ModelConfig
+from nanoserve.models.config import ModelConfig, resolve_folder
 from nanoserve.models.loader import plan_model
 from nanoserve.models.registry import build_model
 
@@ -58,7 +57,7 @@ class Adapters:
         with self.lock:
             number = request.lora_int_id
             if (adapter := self.known.get(number)) is None:
-                folder = Path(request.lora_path).expanduser()
+                folder = resolve_folder(request.lora_path)
                 weights = read_adapter(folder, self.shapes, self.config.max_lora_rank)
                 files = b"".join(file.read_bytes() for file in sorted(folder.glob("adapter_*")))
                 adapter = Adapter(request, weights, hashlib.sha256(files).hexdigest())
