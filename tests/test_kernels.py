@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from nanoserve import LLM, SamplingParams, sampler
 from nanoserve.attention import AttentionBackend, KVCache, StepMetadata
-from nanoserve.kernels import fused, quantized, quantized_cpu, sampling, threads
+from nanoserve.kernels import fused, memory, quantized, quantized_cpu, sampling, threads
 from nanoserve.kernels.attention_cpu import TorchBackend
 from nanoserve.kernels.kv_cache import KVCacheSpec, copy_blocks, limit_num_blocks
 from nanoserve.kernels.linear_cpu import PACKED_SIZE, PackedLinearMethod
@@ -583,6 +583,22 @@ def test_as_many_blocks_as_fit(
     else:
         found = limit_num_blocks(config, num_blocks, 1024, per_sequence, can_shorten)
         assert found == min(num_blocks, per_sequence * max_num_seqs)
+
+
+def test_a_cache_takes_memory_where_it_is_written() -> None:
+    if not (statm := Path("/proc/self/statm")).exists():
+        pytest.skip("only Linux says how much")
+    before = int(statm.read_text().split()[1])
+    cache = KVCacheSpec(8, 64, 64).allocate(2**13, 16, torch.float32, CPU)
+    assert sum(each.nbytes for each in cache) == 2**29
+    cache[0][:16] = 1.0
+    assert (int(statm.read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE") < 2**26
+
+
+def test_a_cache_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "read_meminfo", lambda: {"MemAvailable": 2**31, "SwapFree": 0})
+    with pytest.raises(ValueError, match=r"GiB, and 2.0 GiB are there. Lower num_gpu_blocks_over"):
+        LLM(num_gpu_blocks_override=10**7)
 
 
 # -- threads --

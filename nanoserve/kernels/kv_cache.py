@@ -229,16 +229,14 @@ def profile_run(runner: ModelRunner, num_rows: int) -> None:
     ones = torch.ones(num_rows, device=device)
     num_seqs = min(config.max_num_seqs, budget)  # a sequence with penalties has no drafts: one row
     token_ids = torch.zeros(num_seqs, length, dtype=torch.int64, device=device)
-    weights = [ones[:num_seqs]] * 3
+    rows, weights = torch.arange(num_seqs, device=device), [ones[:num_seqs]] * 3
     batch = SamplingBatch(
         temperature=ones,
         top_k=torch.full_like(ones, vocab_size, dtype=torch.long),
         top_p=ones * 0.9,
         min_p=ones * 0.01,
         uniform=ones.double() * 0.5,
-        penalties=Penalties(
-            torch.arange(num_seqs, device=device), token_ids, token_ids.int(), *weights
-        ),
+        penalties=Penalties(rows, token_ids, token_ids.int(), *weights),
     )
     sample(logits, batch, choose_tokens)
     del seen  # not before

@@ -88,10 +88,7 @@ def load_library(source: Path = SOURCE) -> ctypes.CDLL | None:
         return library
     except (OSError, subprocess.SubprocessError) as error:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        logger.info(
-            "kernels in C++ cannot be compiled here, so PyTorch's operators do their work: %s %s",
-            error, printed[:500],
-        )  # fmt: skip
+        logger.info("kernels in C++ cannot be compiled here: %s %s", error, printed[:500])
         return None
 
 

@@ -160,8 +160,8 @@ def num_cores(root: Path = Path("/")) -> int:
     A quota of 1.5 cores counts as 1: with two threads, both would often stop for the rest of a
     period, and the one that stops first keeps the other waiting.
     """
-    is_linux = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     # In a container its own control group is the mounted folder itself.
     group = read_text(root / "proc/self/cgroup").strip().rpartition("::/")[2]
     for folder in (root / "sys/fs/cgroup", root / "sys/fs/cgroup" / group):
